@@ -1,0 +1,186 @@
+"""The configuration of a run: its sections, where it comes from, and what contradicts itself.
+
+A section is the frozen dataclass that lies beside what it configures; train/flags.py makes flags and TOML keys of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.megatron import DataConfig
+from model.llama import LlamaConfig
+from parallel.checkpoint import CheckpointConfig
+from parallel.context.config import ContextConfig
+from parallel.mesh import MeshConfig
+from train import flags
+from train.flags import ConfigError
+from train.metrics import LoggingConfig
+from train.optim import OptimizerConfig
+
+__all__ = ["Config", "ConfigError", "TrainConfig", "load_config", "parse_args", "to_toml", "validate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What one iteration is, how many there are, and when the run looks at the validation data or stops."""
+
+    train_iters: int = 1000
+    """Iterations (optimizer steps) of the whole run, those before a resume counted in."""
+    micro_batch_size: int = 1
+    """Sequences that go through the model at once, per data-parallel rank."""
+    global_batch_size: int | None = None
+    """Sequences per iteration over all processes; by default micro_batch_size x data-parallel size; more accumulate."""
+    seq_length: int = 1024
+    """Tokens per sequence, before context parallelism shares them out."""
+    seed: int = 1234
+    """Seed of the initial weights and of the order of the data."""
+    bf16: bool = False
+    """Compute in bfloat16; master weights, gradients' sums and the optimizer stay in float32."""
+    eval_interval: int = 100
+    """Iterations between validations; one is made at the end in any case."""
+    eval_iters: int = 10
+    """Global batches per validation; 0 makes none."""
+    exit_interval: int | None = None
+    """Exit after the iteration that this number divides, saving first; the schedule still spans train_iters."""
+    exit_duration_in_mins: float | None = None
+    """Exit once the run has taken this many minutes, saving first."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "train_iters",
+            "micro_batch_size",
+            "global_batch_size",
+            "seq_length",
+            "eval_interval",
+            "exit_interval",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be 1 or more")
+        for name in ("eval_iters", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.exit_duration_in_mins is not None and self.exit_duration_in_mins <= 0:
+            raise ConfigError(f"exit_duration_in_mins is {self.exit_duration_in_mins}; it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that decides a run, one field per section; a field's name is unique over all sections."""
+
+    model: LlamaConfig = field(default_factory=LlamaConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+INTRODUCTION = """\
+Pretrain a language model on long sequences, shared over processes by context parallelism.
+
+A TOML file under configs/ sets the run and flags override it; "none" unsets a flag that has no default. Examples:
+
+  the main job: 4 processes, data parallel 2 x context parallel 2
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/llama_tiny.toml
+
+  the same with another method and longer sequences, kept in a folder of its own
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/llama_tiny.toml \\
+        --context-parallel-method zigzag --seq-length 4096 --save runs/zigzag
+
+  go on from its newest whole checkpoint, in one process
+    torchrun --standalone %(prog)s --config runs/zigzag/config.toml --context-parallel-size 1 --load runs/zigzag
+"""
+
+
+def parse_args(argv: Sequence[str]) -> Config:
+    """The configuration of a command line without the program's name: `--config FILE`, other flags over it.
+
+    Raises ConfigError; prints the help and exits with status 0 where it is asked for.
+    """
+    return flags.parse(Config, argv, INTRODUCTION)
+
+
+def load_config(path: str | Path) -> Config:
+    """The configuration in a TOML file, defaults where it is silent. Raises ConfigError naming file and key."""
+    return flags.build(Config, flags.read_toml(Config, path))
+
+
+def to_toml(config: Config) -> str:
+    """`config` as TOML that `load_config` reads back as an equal Config; what is None is left out."""
+    return flags.write_toml(config)
+
+
+def validate(config: Config, world_size: int) -> None:
+    """Check what no section can see alone, for a run of `world_size` processes; needs no process group.
+
+    Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
+    """
+    _validate_sizes(config, world_size)
+    train, optimizer, data, checkpoint = config.train, config.optimizer, config.data, config.checkpoint
+    decay_iters = optimizer.lr_decay_iters or train.train_iters
+    if optimizer.lr_warmup_iters >= decay_iters:
+        raise ConfigError(
+            f"lr_warmup_iters is {optimizer.lr_warmup_iters}, but the schedule ends at iteration {decay_iters}; "
+            "lower it, or raise train_iters"
+        )
+    if config.context.attention_backend == "flash_attn" and not train.bf16:
+        raise ConfigError(
+            "attention_backend is flash_attn, which has no float32; give --bf16 or --attention-backend auto"
+        )
+    if not data.data_path:
+        raise ConfigError(
+            "data_path is empty; give --data-path PREFIX, the .bin/.idx pair that tools/prepare_data.py wrote"
+        )
+    if data.tokenizer_model is None:
+        raise ConfigError(
+            "tokenizer_model is not set; give --tokenizer-model FILE, the one that the data was written with"
+        )
+    if train.eval_iters and not _validation_share(data.split):
+        raise ConfigError(
+            f"split is {data.split}, which leaves nothing to validate on, but eval_iters is {train.eval_iters}; "
+            "give a split such as 95,5,0, or --eval-iters 0"
+        )
+    needs = (
+        ("save_interval", checkpoint.save_interval, "save", checkpoint.save),
+        ("ckpt_step", checkpoint.ckpt_step, "load", checkpoint.load),
+        ("exit_on_missing_checkpoint", checkpoint.exit_on_missing_checkpoint, "load", checkpoint.load),
+        ("wandb_exp_name", config.logging.wandb_exp_name, "wandb_project", config.logging.wandb_project),
+    )
+    for name, value, other, wanted in needs:
+        if value and not wanted:
+            flag = other.replace("_", "-")
+            raise ConfigError(f"{name} is {value}, but {other} is not set; give --{flag}, or leave {name} out")
+
+
+def _validation_share(split: str) -> float:
+    try:
+        shares = [float(share) for share in split.split(",")]
+        if len(shares) == 3 and min(shares) >= 0 and max(shares) > 0:
+            return shares[1]
+    except ValueError:
+        pass
+    raise ConfigError(f"split is {split!r}; it must be three shares of the documents such as 95,5,0")
+
+
+def _validate_sizes(config: Config, world_size: int) -> None:
+    cp, method = config.mesh.context_parallel_size, config.context.context_parallel_method
+    if world_size % cp:
+        fitting = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        raise ConfigError(
+            f"context_parallel_size is {cp}, which does not divide the {world_size} processes; "
+            f"sizes that fit them: {fitting}; or start a multiple of {cp} processes"
+        )
+    if method == "none" and cp > 1:
+        raise ConfigError(
+            f"context_parallel_method is none with context_parallel_size {cp}; choose a method, or size 1"
+        )
+    dp, micro, batch = world_size // cp, config.train.micro_batch_size, config.train.global_batch_size
+    if batch is not None and batch % (micro * dp):
+        below = batch - batch % (micro * dp)
+        raise ConfigError(
+            f"global_batch_size is {batch}, not a multiple of micro_batch_size {micro} x data-parallel size {dp}; "
+            f"nearest that work: {f'{below} or ' if below else ''}{below + micro * dp}"
+        )

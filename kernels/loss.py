@@ -1,0 +1,59 @@
+"""Cross entropy of next-token prediction, summed, with little memory beside the logits.
+
+Shapes: N tokens, V vocabulary entries.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Elements of the float32 copy that is alive at a time: 64 MiB.
+CHUNK = 1 << 24
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """Sum over tokens of -log softmax(logits)[label], and how many tokens that were.
+
+    logits [..., V] in any floating dtype; labels [...], integers in [0, V), or ignore_index where a token carries no
+    loss (nor gradient, whatever its logits are). Returns (loss_sum, valid_count): a float32 scalar (float64 for float64
+    logits), differentiable once, and an int64 scalar. Computed in float32 (float64) a chunk of rows at a time: between
+    forward and backward nothing of the logits' size is kept but the logits themselves. ValueError for shapes that do
+    not match; a label out of range is an IndexError on the CPU and a device-side assertion on CUDA.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(f"labels {tuple(labels.shape)} and logits {tuple(logits.shape)} must agree in all but V.")
+    loss = _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten(), ignore_index)
+    return loss, (labels != ignore_index).sum()
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    rows = max(1, CHUNK // logits.shape[1])
+    return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        valid = labels != ignore_index  # [N]
+        labels = labels.where(valid, 0)
+        lse = torch.empty(labels.shape, dtype=dtype, device=logits.device)
+        for rows in _chunks(logits):
+            torch.logsumexp(logits[rows].to(dtype), dim=-1, out=lse[rows])
+        chosen = logits.gather(-1, labels[:, None])[:, 0].to(dtype)
+        ctx.save_for_backward(logits, labels, valid, lse)
+        return (lse - chosen).where(valid, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
+        logits, labels, valid, lse = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            chunk = logits[rows].to(lse.dtype, copy=True).sub_(lse[rows, None]).exp_()  # softmax
+            chunk.scatter_add_(-1, labels[rows, None], chunk.new_full((1, 1), -1.0).expand(len(chunk), 1))
+            grad[rows] = chunk.mul_(grad_loss).masked_fill_(~valid[rows, None], 0)
+        return grad, None, None

@@ -1,0 +1,44 @@
+"""Grouped-query attention whose core is injected, so that the model knows nothing of who else holds the sequence.
+
+Shapes: B sequences, T tokens, H query heads, G key and value heads, D width of a head, C width of the residual stream.
+"""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.layers import Rotary
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q [B, T, H, D], k and v [B, T, G, D] -> [B, T, H, D]; causal, scaled by 1/sqrt(D)."""
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one device that holds the whole sequence in order; see Attend for the shapes."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or G, T, D]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Projections, rotary positions, attend, output projection: [B, T, C] -> [B, T, C].
+
+    The projections stay separate linears, so that tensor parallelism can split each along its heads.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, num_query_groups: int, head_dim: int, attend: Attend = sdpa
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.attend = attend
+        self.wq = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.wk = nn.Linear(hidden_size, num_query_groups * head_dim, bias=False)
+        self.wv = nn.Linear(hidden_size, num_query_groups * head_dim, bias=False)
+        self.wo = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        # -1 rather than the number of heads: under tensor parallelism a device holds some of them.
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H or G, D]
+        out = self.attend(rotary.rotate(q), rotary.rotate(k), v)  # [B, T, H, D]
+        return self.wo(out.flatten(-2))

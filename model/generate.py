@@ -1,0 +1,52 @@
+"""Text from a trained model: one token at a time."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class LanguageModel(Protocol):
+    """What generate needs of a model, as Llama has it."""
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor: ...
+
+    def project(self, hidden: Tensor) -> Tensor: ...
+
+
+@torch.inference_mode()
+def generate(
+    model: LanguageModel,
+    tokens: Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Continue tokens [B, T] by max_new_tokens; returns int64 [B, T + max_new_tokens], the prompt included.
+
+    Draws from softmax(logits / temperature) over the top_k likeliest tokens (all by default), in float32 and with
+    `generator` (of the tokens' device); temperature 0 takes the likeliest. There is no KV cache: every new token costs
+    a forward over all tokens so far, which is meant for looking at a few lines. ValueError for an empty prompt, a
+    negative temperature or a top_k below 1.
+    """
+    if tokens.shape[1] == 0:
+        raise ValueError("The prompt has no tokens; give at least one, for example the tokenizer's begin-of-text.")
+    if temperature < 0:
+        raise ValueError(f"temperature = {temperature} must not be negative; 0 takes the likeliest token.")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k = {top_k} must be at least 1; leave it out to draw from all tokens.")
+    for _ in range(max_new_tokens):
+        logits = model.project(model.hidden(tokens)[:, -1]).float()  # [B, V]
+        tokens = torch.cat([tokens, _draw(logits, temperature, top_k, generator)], dim=1)
+    return tokens
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """One token [B, 1] from logits [B, V]."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    kept, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # [B, K]: ties never widen the choice
+    kept = kept - kept[:, :1]  # so that a tiny temperature overflows to -inf alone, which softmax takes
+    choice = torch.multinomial((kept / temperature).softmax(-1), 1, generator=generator)
+    return ids.gather(-1, choice)

@@ -1,0 +1,47 @@
+"""Layers that models share: RMSNorm, rotary positions, SwiGLU.
+
+Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Normalises in float32 for 16-bit inputs and rounds once, at the end (Zhang & Sennrich 2019, eq. 4); the fused kernel
+# saves x and one number per token. Hugging Face rounds before the weight too, which a quarter of bf16 outputs show.
+RMSNorm = nn.RMSNorm
+
+
+class Rotary:
+    """Rotary position embedding (Su et al. 2021) of explicit global positions, in Hugging Face's half-split convention.
+
+    Channel i turns with channel i + D/2 by the angle position * base^(-2i/D). Angles are computed in float64: a float32
+    angle is off by up to 0.03 rad at position 512K. Made once per forward and handed to every layer. Deliberately not a
+    tensor, tuple or dataclass: FSDP's mixed precision casts the tensors that it finds in a layer's inputs to bf16.
+    """
+
+    def __init__(self, positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> None:
+        """positions: integers [T] or [B, T]; dtype: the activations' (cos and sin are at least float32)."""
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim  # [D/2]
+        angles = positions.to(torch.float64)[..., None, None] * base**-exponents  # [T, 1, D/2] or [B, T, 1, D/2]
+        dtype = torch.promote_types(dtype, torch.float32)
+        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """x [B, T, H, D] turned by its tokens' angles, in x's dtype (computed in float32 at least)."""
+        first, second = x.to(self.cos.dtype).chunk(2, dim=-1)  # [B, T, H, D/2] each
+        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward, down(silu(gate(x)) * up(x)) (Shazeer 2020, eq. 6): [B, T, C] -> [B, T, C]."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))

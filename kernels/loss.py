@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Elements of the float32 copy that is alive at a time: 64 MiB.
-CHUNK = 1 << 24
+# Elements of the float32 copy that is alive at a time: 4 MiB stay in a CPU's cache, 128 MiB keep a GPU busy.
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
@@ -24,13 +24,13 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) 
     not match; a label out of range is an IndexError on the CPU and a device-side assertion on CUDA.
     """
     if logits.shape[:-1] != labels.shape:
-        raise ValueError(f"labels {tuple(labels.shape)} and logits {tuple(logits.shape)} must agree in all but V.")
+        raise ValueError(f"labels {tuple(labels.shape)} and logits {tuple(logits.shape)} must agree in all but V")
     loss = _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten(), ignore_index)
     return loss, (labels != ignore_index).sum()
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
-    rows = max(1, CHUNK // logits.shape[1])
+    rows = max(1, CHUNK[logits.device.type] // logits.shape[1])
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 

@@ -14,7 +14,7 @@ class LanguageModel(Protocol):
     def project(self, hidden: Tensor) -> Tensor: ...
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: LanguageModel,
     tokens: Tensor,
@@ -31,11 +31,11 @@ def generate(
     negative temperature or a top_k below 1.
     """
     if tokens.shape[1] == 0:
-        raise ValueError("The prompt has no tokens; give at least one, for example the tokenizer's begin-of-text.")
+        raise ValueError("the prompt has no tokens; give at least one")
     if temperature < 0:
-        raise ValueError(f"temperature = {temperature} must not be negative; 0 takes the likeliest token.")
+        raise ValueError(f"temperature is {temperature}; it must be 0 (the likeliest token) or more")
     if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k = {top_k} must be at least 1; leave it out to draw from all tokens.")
+        raise ValueError(f"top_k is {top_k}; it must be 1 or more, or left out to draw from all tokens")
     for _ in range(max_new_tokens):
         logits = model.project(model.hidden(tokens)[:, -1]).float()  # [B, V]
         tokens = torch.cat([tokens, _draw(logits, temperature, top_k, generator)], dim=1)

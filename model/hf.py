@@ -25,7 +25,6 @@ SUPPORTED = {
     "attention_bias": False,
     "mlp_bias": False,
     "attention_dropout": 0.0,
-    "rope_scaling": None,
     "quantization_config": None,
 }
 TOP_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
@@ -49,14 +48,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
 
     ValueError names the key that is missing or asks for what we do not support (rope_scaling, biases, ...).
     """
-    rope = dict(hf.get("rope_parameters") or {})  # transformers 5 keeps rope_theta in here
-    base = rope.pop("rope_theta", None) or hf.get("rope_theta", 10000.0)
-    flat = {**hf, "rope_scaling": rope or hf.get("rope_scaling")}
-    if _is_plain_rope(flat["rope_scaling"]):
-        flat["rope_scaling"] = None
     for key, supported in SUPPORTED.items():
-        if flat.get(key, supported) != supported:
-            raise ValueError(f"{CONFIG}: {key} = {flat[key]!r} is not supported; only {supported!r} is.")
+        if hf.get(key, supported) != supported:
+            raise ValueError(f"{CONFIG}: {key} = {hf[key]!r} is not supported; only {supported!r} is")
+    for key in ("rope_parameters", "rope_scaling"):
+        if not _is_plain_rope(hf.get(key)):
+            raise ValueError(f"{CONFIG}: {key} = {hf[key]!r} is not supported; only unscaled rotation is")
+    rope = hf.get("rope_parameters") or {}  # transformers 5 keeps rope_theta in here
     try:
         return LlamaConfig(
             num_layers=hf["num_hidden_layers"],
@@ -66,19 +64,19 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
             num_query_groups=hf.get("num_key_value_heads"),
             kv_channels=hf.get("head_dim"),
             vocab_size=hf["vocab_size"],
-            rotary_base=base,
+            rotary_base=rope.get("rope_theta") or hf.get("rope_theta", 10000.0),
             norm_epsilon=hf.get("rms_norm_eps", 1e-6),
             init_method_std=hf.get("initializer_range", 0.02),
             untie_embeddings_and_output_weights=not hf.get("tie_word_embeddings", False),
         )
     except KeyError as missing:
-        raise ValueError(f"{CONFIG}: {missing.args[0]} is missing; this is no LLaMA's configuration.") from None
+        raise ValueError(f"{CONFIG}: {missing.args[0]} is missing; this is no LLaMA's configuration") from None
 
 
 def _is_plain_rope(rope: Any) -> bool:
     """Whether these rope parameters ask for nothing beyond the unscaled rotation of all channels."""
-    if not isinstance(rope, Mapping):
-        return rope is None
+    if rope is None:
+        return True
     kind = rope.get("rope_type", rope.get("type", "default"))
     return kind == "default" and rope.get("partial_rotary_factor", 1.0) == 1.0
 
@@ -110,7 +108,7 @@ def from_hf(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tenso
     if not config.untie_embeddings_and_output_weights and "lm_head.weight" in state:
         output, embedding = state.pop("lm_head.weight"), state.get("model.embed_tokens.weight")
         if embedding is not None and not torch.equal(output, embedding):
-            raise ValueError("lm_head.weight differs from model.embed_tokens.weight, yet tie_word_embeddings is true.")
+            raise ValueError("lm_head.weight differs from model.embed_tokens.weight, yet tie_word_embeddings is true")
     shapes = _shapes(config)
     _check(state, {_hf_name(name): shape for name, shape in shapes.items()})
     return {name: state[_hf_name(name)] for name in shapes}
@@ -148,10 +146,10 @@ def _check(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> Non
     for problem, names in (("lacks", missing), ("has the unknown", unknown)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"The state dict {problem} {names[0]}{more}; it is not of this configuration.")
+            raise ValueError(f"The state dict {problem} {names[0]}{more}; it is not of this configuration")
     for name, shape in shapes.items():
         if state[name].shape != shape:
-            raise ValueError(f"{name} has shape {tuple(state[name].shape)}; the configuration makes it {tuple(shape)}.")
+            raise ValueError(f"{name} has shape {tuple(state[name].shape)}; the configuration makes it {tuple(shape)}")
 
 
 def load_hf(folder: str | Path) -> tuple[LlamaConfig, dict[str, Tensor]]:
@@ -166,15 +164,15 @@ def load_hf(folder: str | Path) -> tuple[LlamaConfig, dict[str, Tensor]]:
         return config, from_hf(_read_weights(folder / WEIGHTS), config)
     index = _read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-        raise ValueError(f"{folder / INDEX}: weight_map is missing or not a table of file names; download it again.")
+        raise ValueError(f"{folder / INDEX}: weight_map is missing or not a table of file names; download it again")
     state: dict[str, Tensor] = {}
     for file in sorted(set(index.values())):
-        if file != Path(file).name or "\\" in file:
-            raise ValueError(f"{folder / INDEX}: names the file {file!r}, which is not directly in this folder.")
+        if file != Path(file).name or not file.endswith(".safetensors"):
+            raise ValueError(f"{folder / INDEX}: names {file!r}, which is no safetensors file directly in this folder")
         shard = _read_weights(folder / file)
         lacking = [name for name, where in index.items() if where == file and name not in shard]
         if lacking:
-            raise ValueError(f"{folder / file}: lacks {lacking[0]}, which {INDEX} places there; download it again.")
+            raise ValueError(f"{folder / file}: lacks {lacking[0]}, which {INDEX} places there; download it again")
         state |= {name: shard[name] for name in shard if index.get(name) == file}
     return config, from_hf(state, config)
 
@@ -192,7 +190,7 @@ def save_hf(
     folder = Path(folder)
     for file in (CONFIG, WEIGHTS, INDEX):
         if (folder / file).exists():
-            raise ValueError(f"{folder / file} exists; choose a new folder, nothing is written over.")
+            raise ValueError(f"{folder / file} exists; choose a new folder, nothing is written over")
     theirs = {name: weight.detach().contiguous() for name, weight in to_hf(state, config).items()}
     if not config.untie_embeddings_and_output_weights:
         del theirs["lm_head.weight"]  # transformers ties it again
@@ -207,11 +205,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         contents = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; give the folder of a Hugging Face model.") from None
+        raise ValueError(f"{path} does not exist; give the folder of a Hugging Face model") from None
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); download it again.") from None
+        raise ValueError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(contents, dict):
-        raise ValueError(f"{path} holds no JSON object; download it again.")
+        raise ValueError(f"{path} holds no JSON object; download it again")
     return contents
 
 
@@ -222,6 +220,6 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; only safetensors are read, and all shards are needed.") from None
+        raise ValueError(f"{path} does not exist; only safetensors are read, and all shards are needed") from None
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}); download it again.") from None
+        raise ValueError(f"{path} is not a whole safetensors file ({error}); download it again") from None

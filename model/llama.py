@@ -45,33 +45,29 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
-            self._require(getattr(self, name) >= 1, name, "must be at least 1")
+            self._require(getattr(self, name) >= 1, name, "it must be 1 or more")
         for name in ("ffn_hidden_size", "num_query_groups", "kv_channels", "vocab_size"):
             value = getattr(self, name)
-            self._require(value is None or value >= 1, name, "must be at least 1, or left out for its default")
+            self._require(value is None or value >= 1, name, "it must be 1 or more, or left out for its default")
         for name in ("rotary_base", "norm_epsilon", "init_method_std"):
             value = getattr(self, name)
-            self._require(math.isfinite(value) and value > 0, name, "must be a positive number")
+            self._require(math.isfinite(value) and value > 0, name, "it must be a number above 0")
         heads = self.num_attention_heads
         self._require(
             self.kv_channels is not None or self.hidden_size % heads == 0,
             "hidden_size",
-            f"is no multiple of num_attention_heads = {heads}; change one, or set kv_channels",
+            f"it must be a multiple of num_attention_heads {heads}; change either, or set kv_channels",
         )
-        self._require(
-            heads % self.query_groups == 0,
-            "num_query_groups",
-            f"does not divide num_attention_heads = {heads}; take a divisor of it",
-        )
+        self._require(heads % self.query_groups == 0, "num_query_groups", f"it must divide num_attention_heads {heads}")
         self._require(
             self.head_dim % 2 == 0,
             "hidden_size" if self.kv_channels is None else "kv_channels",
-            f"makes heads of odd width {self.head_dim}, and rotary positions turn channels in pairs; make it even",
+            f"the {heads} heads are {self.head_dim} wide, which must be even: rotary positions turn channels in pairs",
         )
 
     def _require(self, ok: bool, name: str, problem: str) -> None:
         if not ok:
-            raise ValueError(f"{name} = {getattr(self, name)} {problem}.")
+            raise ValueError(f"{name} is {getattr(self, name)}; {problem}")
 
     @property
     def head_dim(self) -> int:
@@ -92,7 +88,7 @@ class LlamaConfig:
     def vocabulary(self) -> int:
         """Vocabulary entries; ValueError while nothing has set them."""
         if self.vocab_size is None:
-            raise ValueError("vocab_size is not set; give it, or a tokenizer to take it from.")
+            raise ValueError("vocab_size is not set; give it, or a tokenizer to take it from")
         return self.vocab_size
 
 
@@ -153,7 +149,7 @@ class Llama(nn.Module):
         """
         for name, weight in self.named_parameters():
             if weight.is_meta:
-                raise ValueError(f"{name} is on the meta device; call to_empty(device=...) before init_weights.")
+                raise ValueError(f"{name} is on the meta device; call to_empty(device=...) before init_weights")
             weight.copy_(initial_weight(self.config, name, weight.shape, seed))
 
 

@@ -1,0 +1,76 @@
+import pytest
+import torch
+
+from model.generate import generate
+from model.llama import Llama, LlamaConfig
+
+PROMPT = torch.tensor([[1, 2, 3], [7, 8, 9]])
+
+
+class Table(torch.nn.Module):
+    """Logits that depend on the last token alone: the distribution that generate draws from is known."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = logits
+
+    def hidden(self, tokens, positions=None):
+        return self.logits[tokens]
+
+    def project(self, hidden):
+        return hidden
+
+
+@pytest.fixture
+def llama():
+    model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=20))
+    model.init_weights(0)
+    return model
+
+
+def test_greedy_takes_the_likeliest_of_a_full_forward(llama):
+    out = generate(llama, PROMPT, 5, temperature=0)
+    assert out.shape == (2, 8)
+    assert torch.equal(out[:, :3], PROMPT)
+    assert torch.equal(out[:, 3:], llama(out).argmax(-1)[:, 2:-1])
+    assert torch.equal(out, generate(llama, PROMPT, 5, temperature=1e-30))
+    assert torch.equal(out, generate(llama, PROMPT, 5, temperature=7.0, top_k=1))
+
+
+def test_generator_makes_samples_repeatable(llama):
+    one, same, other = (
+        generate(llama, PROMPT, 20, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+    )
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, 3), (1.0, 99)])
+def test_frequencies_are_those_of_the_distribution(temperature, top_k):
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
+    kept = logits.where(logits >= logits.sort(descending=True).values[min(top_k or 5, 5) - 1], float("-inf"))
+    expected = (kept / temperature).softmax(-1)
+    draws = generate(
+        Table(logits.expand(5, 5)),
+        torch.zeros(20_000, 1, dtype=torch.long),
+        1,
+        temperature,
+        top_k,
+        torch.Generator().manual_seed(0),
+    )[:, 1]
+    found = draws.bincount(minlength=5) / len(draws)
+    assert (found - expected).abs().max() < 0.015  # four standard deviations of a frequency of 1/2
+    assert (found[expected == 0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        (PROMPT[:, :0], {}, "no tokens"),
+        (PROMPT, {"temperature": -1.0}, "temperature is -1.0"),
+        (PROMPT, {"top_k": 0}, "top_k is 0"),
+    ],
+)
+def test_bad_arguments(llama, prompt, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(llama, prompt, 1, **options)

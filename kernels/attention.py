@@ -1,0 +1,205 @@
+"""One block of attention, forward and backward: the backends, and where they are chosen.
+
+Shapes: q ``[B, T, H, D]``, k and v ``[B, S, K, D]`` with H a multiple of K, lse ``[B, T, H]`` float32 or wider.
+Two kinds of block are enough: FULL, any rectangle, and CAUSAL, always square with its diagonal (kernels disagree
+on how to align a rectangular one). No backend may be handed a fully masked row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+
+FULL = "full"
+CAUSAL = "causal"
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """A pair of functions (q, k, v, causal, scale) -> (out, lse) and its backward, which takes global out and lse."""
+
+    name: str
+    forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float],
+        tuple[Tensor, Tensor, Tensor],
+    ]
+
+
+def block_forward(
+    q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float, backend: AttentionBackend | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of the queries to these keys alone.
+
+    Returns:
+        out ``[B, T, H, D]`` (float32 or wider on the CPU, the inputs' dtype on a GPU) and lse ``[B, T, H]``.
+    """
+    backend = backend or select_backend("auto", q.device.type, q.dtype)
+    return backend.forward(q, k, v, _is_causal(q, k, kind), scale)
+
+
+def block_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kind: str,
+    scale: float,
+    backend: AttentionBackend | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients that pass through this block, given the *global* out and lse of its rows.
+
+    Returns:
+        dq ``[B, T, H, D]``, dk and dv ``[B, S, K, D]``; dtypes as in ``block_forward``.
+    """
+    backend = backend or select_backend("auto", q.device.type, q.dtype)
+    return backend.backward(dout, q, k, v, out, lse, _is_causal(q, k, kind), scale)
+
+
+@cache
+def select_backend(name: str, device_type: str, dtype: torch.dtype) -> AttentionBackend:
+    """The backend of that name for tensors of that device and dtype; ``auto`` takes the fastest that is there.
+
+    Raises:
+        ValueError: the backend is unknown, not installed, or cannot take this device or dtype.
+    """
+    if name == "reference":
+        return AttentionBackend("reference", reference.block_forward, reference.block_backward)
+    if name not in ("auto", "aten", "cudnn", "flash_attn"):
+        raise ValueError(
+            f"attention_backend is {name!r}, which does not exist; use auto, aten, cudnn, flash_attn or reference"
+        )
+    if device_type == "cpu":
+        if name in ("cudnn", "flash_attn"):
+            raise ValueError(f"attention_backend {name} needs a cuda device and this one is cpu; use auto or aten")
+        return AttentionBackend("aten", _aten_cpu_forward, _aten_cpu_backward)
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"attention_backend {name} on {device_type} takes bfloat16 or float16 and got {dtype}; "
+            "use --bf16, or --attention-backend reference for a small exact run"
+        )
+    if name == "flash_attn" or (name == "auto" and find_spec("flash_attn") is not None):
+        return _flash_attn_backend()
+    if name == "cudnn":
+        return AttentionBackend("cudnn", _cudnn_forward, _cudnn_backward)
+    return AttentionBackend("aten", _aten_cuda_forward, _aten_cuda_backward)
+
+
+def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
+    if kind == CAUSAL and q.shape[1] != k.shape[1]:
+        raise ValueError(f"a CAUSAL block is square, and this one has {q.shape[1]} queries and {k.shape[1]} keys")
+    return kind == CAUSAL
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in tensors)  # [B, T, H, ...] <-> [B, H, T, ...], a view
+
+
+def _aten_cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    # bfloat16 is widened first: the kernel would round each partial result, and their sum is what must be exact.
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k, v = _heads_first(q.to(wide), k.to(wide), v.to(wide))
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    out, lse = _heads_first(out, lse)
+    return out, lse
+
+
+def _aten_cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dout, q, k, v, out, lse = _heads_first(*(x.to(wide) for x in (dout, q, k, v, out, lse)))
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, causal, scale=scale
+    )
+    dq, dk, dv = _heads_first(dq, dk, dv)
+    return dq, dk, dv
+
+
+def _aten_cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(*_heads_first(q, k, v), 0.0, causal, False, scale=scale)
+    out, lse = _heads_first(out, lse)
+    return out, lse
+
+
+def _aten_cuda_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # there is no dropout to repeat
+    lengths = (q.shape[1], k.shape[1])
+    dout, q, k, v, out, lse = _heads_first(dout, q, k, v, out.to(q.dtype), lse.float())
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
+    )
+    dq, dk, dv = _heads_first(dq, dk, dv)
+    return dq, dk, dv
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        *_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
+    )
+    out, lse = _heads_first(out, lse.reshape(lse.shape[:3]))
+    return out, lse
+
+
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # there is no dropout to repeat
+    lengths = (q.shape[1], k.shape[1])
+    dout, q, k, v, out, lse = _heads_first(dout, q, k, v, out.to(q.dtype), lse.float())
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous()[..., None],
+        no_seed,
+        no_seed,
+        None,
+        None,
+        None,
+        *lengths,
+        0.0,
+        causal,
+        scale=scale,
+    )
+    dq, dk, dv = _heads_first(dq, dk, dv)
+    return dq, dk, dv
+
+
+def _flash_attn_backend() -> AttentionBackend:
+    try:
+        from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+    except ImportError as error:
+        raise ValueError(
+            f"attention_backend is flash_attn and importing it failed ({error}); install flash-attn or use auto"
+        ) from error
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, scale, causal, -1, -1, 0.0, None, False)
+        return out, lse.transpose(1, 2)
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out = (x.contiguous() for x in (dout, q, k, v, out.to(q.dtype)))
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        lse = lse.float().transpose(1, 2).contiguous()
+        _flash_attn_backward(
+            dout, q, k, v, out, lse, dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None, False, rng_state=None
+        )
+        return dq, dk, dv
+
+    return AttentionBackend("flash_attn", forward, backward)

@@ -1,0 +1,71 @@
+"""Naive attention: the truth that every fast path is compared with.
+
+Shapes: B batch, T queries, S keys, H query heads, K key/value heads (H a multiple of K), D head width.
+"""
+
+import torch
+from torch import Tensor
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Softmax attention with every score materialised, in the dtype of its inputs; differentiable.
+
+    Args:
+        q: ``[B, T, H, D]``.
+        k, v: ``[B, S, K, D]``.
+        causal: query t sees keys 0..t (needs T == S).
+        scale: of the scores; by default 1 / sqrt(D).
+
+    Returns:
+        out ``[B, T, H, D]`` and lse ``[B, T, H]``, the log of each row's sum of exponentials.
+    """
+    scores = _scores(q, k, causal=causal, scale=q.shape[-1] ** -0.5 if scale is None else scale)
+    lse = torch.logsumexp(scores, dim=-1)  # [B, K, G, T]
+    out = torch.einsum("bkgts,bskd->btkgd", torch.exp(scores - lse[..., None]), v)
+    return out.flatten(2, 3), _to_rows(lse)
+
+
+def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """One block of attention, computed in float32 or wider; shapes as in ``attention``."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return attention(q.to(wide), k.to(wide), v.to(wide), causal=causal, scale=scale)
+
+
+def block_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one block, given the *global* out and lse of its rows (FlashAttention 2, algorithm 2).
+
+    Returns:
+        dq ``[B, T, H, D]``, dk and dv ``[B, S, K, D]``, in float32 or wider.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dout, q, k, v, out, lse = (x.to(wide) for x in (dout, q, k, v, out, lse))
+    groups = (k.shape[2], q.shape[2] // k.shape[2])
+    probabilities = torch.exp(_scores(q, k, causal=causal, scale=scale) - _from_rows(lse, groups)[..., None])
+    grouped_dout = dout.unflatten(2, groups)  # [B, T, K, G, D]
+    delta = _from_rows((dout * out).sum(-1), groups)  # [B, K, G, T]
+    dv = torch.einsum("bkgts,btkgd->bskd", probabilities, grouped_dout)
+    dprobabilities = torch.einsum("btkgd,bskd->bkgts", grouped_dout, v)
+    dscores = probabilities * (dprobabilities - delta[..., None]) * scale
+    dq = torch.einsum("bkgts,bskd->btkgd", dscores, k).flatten(2, 3)
+    dk = torch.einsum("bkgts,btkgd->bskd", dscores, q.unflatten(2, groups))
+    return dq, dk, dv
+
+
+def _scores(q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """Scaled scores ``[B, K, G, T, S]`` with G = H / K queries to a key/value head; -inf where masked."""
+    groups = (k.shape[2], q.shape[2] // k.shape[2])
+    scores = torch.einsum("btkgd,bskd->bkgts", q.unflatten(2, groups), k) * scale
+    if causal:
+        hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores
+
+
+def _to_rows(x: Tensor) -> Tensor:
+    return x.permute(0, 3, 1, 2).flatten(2, 3)  # [B, K, G, T] -> [B, T, H]
+
+
+def _from_rows(x: Tensor, groups: tuple[int, int]) -> Tensor:
+    return x.unflatten(2, groups).permute(0, 2, 3, 1)  # [B, T, H] -> [B, K, G, T]

@@ -1,0 +1,102 @@
+"""The public face of context parallelism: shard tensors and attend over a process group."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel.context.errors import ContextError
+from parallel.context.executor import Executor, attend
+from parallel.context.plan import Plan, make_plan
+
+
+class ContextParallel:
+    """One rank's share of every sequence, and its attention to the whole of it."""
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup | None, backend: str = "auto") -> None:
+        rank = dist.get_rank(group) if plan.size > 1 else 0
+        self.plan = plan
+        self.group = group
+        self.positions = plan.positions(rank)
+        """Ascending global positions of this rank: int64 ``[T_local]``; from ``plan.seq_len`` on they are padding."""
+        self._executor = Executor(plan, group, rank, backend)
+
+    def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
+        """This rank's part of a full tensor along ``dim``; a tensor of ``seq_len`` is padded with ``pad_value``.
+
+        Raises:
+            ContextError: ``x`` has neither the sequence's length nor its padded length along ``dim``.
+        """
+        length, padded = x.shape[dim], self.plan.padded_len
+        if length not in (self.plan.seq_len, padded):
+            raise ContextError(
+                f"shard: dimension {dim} has {length} positions and the plan was made for {self.plan.seq_len}"
+            )
+        if length < padded:
+            after = x.ndim - 1 - dim % x.ndim
+            x = F.pad(x, (0, 0) * after + (0, padded - length), value=pad_value)
+        return x.index_select(dim, self.positions.to(x.device))
+
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """The full tensor of ``seq_len`` positions along ``dim`` from every rank's part. Collective; no gradient."""
+        if self.plan.size == 1:
+            return x.narrow(dim, 0, self.plan.seq_len)
+        parts = [torch.empty_like(x) for _ in range(self.plan.size)]
+        dist.all_gather(parts, x.detach().contiguous(), group=self.group)
+        order = self.plan.gather_order(tuple(range(self.plan.size))).to(x.device)
+        return torch.cat(parts, dim).index_select(dim, order).narrow(dim, 0, self.plan.seq_len)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Softmax attention over the whole sequence, scores scaled by 1 / sqrt(D); differentiable, collective.
+
+        Args:
+            q: ``[B, T_local, H, D]``.
+            k, v: ``[B, T_local, K, D]``, H a multiple of K.
+
+        Returns:
+            ``[B, T_local, H, D]`` in q's dtype. Rows of padding hold numbers that mean nothing.
+
+        Raises:
+            ContextError: shapes or dtypes that do not fit each other or the plan.
+        """
+        if q.shape[1] != self.plan.local_len or k.shape[:2] != q.shape[:2] or k.shape != v.shape:
+            raise ContextError(
+                f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit a plan of "
+                f"{self.plan.local_len} local positions; pass [B, T_local, heads, D] of one length"
+            )
+        if q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3] or not q.dtype == k.dtype == v.dtype:
+            raise ContextError(
+                f"attend: q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype} do not fit: query heads must be "
+                "a multiple of the key heads, head widths and dtypes equal"
+            )
+        return attend(self._executor, q, k, v, q.shape[-1] ** -0.5)
+
+
+def context_parallel(
+    method: str,
+    *,
+    seq_len: int,
+    group: dist.ProcessGroup | None = None,
+    team_size: int = 1,
+    ulysses_degree: int = 1,
+    causal: bool = True,
+    documents: tuple[int, ...] | None = None,
+    backend: str = "auto",
+) -> ContextParallel:
+    """Join this process to the others of ``group`` for sequences of ``seq_len`` tokens.
+
+    Args:
+        method: a name in ``METHODS``.
+        group: the ranks that share a sequence; None is this process alone.
+        ulysses_degree: ranks that split the heads among them; no method here splits heads, so it is 1.
+        backend: attention kernel, see ``kernels.attention``.
+        seq_len, team_size, causal, documents: as for ``make_plan``.
+
+    Raises:
+        ContextError: as ``make_plan``.
+    """
+    if ulysses_degree != 1:
+        raise ContextError(f"ulysses_degree is {ulysses_degree} and method {method} splits no heads; use 1")
+    size = dist.get_world_size(group) if group is not None else 1
+    plan = make_plan(method, seq_len=seq_len, size=size, team_size=team_size, causal=causal, documents=documents)
+    return ContextParallel(plan, group, backend)

@@ -1,0 +1,21 @@
+"""The methods by name."""
+
+from parallel.context.allgather import AllGather
+from parallel.context.errors import ContextError
+from parallel.context.method import Method
+from parallel.context.ring import Ring
+from parallel.context.striped import Striped
+from parallel.context.zigzag import Zigzag
+
+METHODS: dict[str, Method] = {method.name: method for method in (Ring(), Striped(), Zigzag(), AllGather())}
+
+
+def method_of(name: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        ContextError: there is none.
+    """
+    if name not in METHODS:
+        raise ContextError(f"context_parallel_method {name!r} does not exist; use one of {', '.join(METHODS)}")
+    return METHODS[name]

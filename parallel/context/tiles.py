@@ -1,0 +1,111 @@
+"""Tiles: the unmasked (query, key) pairs of two sets of positions, as rectangles that an attention kernel takes.
+
+A rank's positions are a few arithmetic progressions (runs). Two runs of one stride compare by a single integer:
+query i sees key j if j <= i + d, d = floor((q_start - k_start) / stride). Columns below d are FULL, a CAUSAL square
+with its diagonal follows, and the rows below that square are FULL. Packed documents cut the runs first. So one function
+serves every layout, teams and documents, and no tile has a fully masked row.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kernels.attention import CAUSAL, FULL
+
+
+class Tile(NamedTuple):
+    """Queries ``q`` (a slice of local indices) against keys ``k`` (a slice of the held keys)."""
+
+    q: slice
+    k: slice
+    kind: str
+
+    @property
+    def pairs(self) -> int:
+        """Unmasked (query, key) pairs of the tile."""
+        rows, columns = self.q.stop - self.q.start, self.k.stop - self.k.start
+        return rows * (rows + 1) // 2 if self.kind == CAUSAL else rows * columns
+
+
+class Run(NamedTuple):
+    """Positions start, start + stride, ...: ``length`` of them from local index ``offset`` on, in one document."""
+
+    start: int
+    offset: int
+    length: int
+    document: int
+
+
+def runs(positions: np.ndarray, stride: int, boundaries: tuple[int, ...]) -> list[Run]:
+    """Cut ascending positions into runs of one stride and one document.
+
+    Args:
+        positions: int64 ``[T]``, ascending.
+        stride: distance inside a run.
+        boundaries: first positions of the documents after the first one, ascending.
+    """
+    documents = np.searchsorted(boundaries, positions, side="right")
+    breaks = np.flatnonzero((np.diff(positions) != stride) | (np.diff(documents) != 0)) + 1
+    starts = [0, *breaks.tolist()]
+    stops = [*breaks.tolist(), len(positions)]
+    return [
+        Run(int(positions[start]), start, stop - start, int(documents[start]))
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+
+
+def tiles(q_runs: list[Run], k_runs: list[Run], stride: int, causal: bool) -> tuple[Tile, ...]:
+    """Tiles that cover every unmasked pair of these queries and keys exactly once."""
+    k_runs_of: dict[int, list[Run]] = {}
+    for run in k_runs:
+        k_runs_of.setdefault(run.document, []).append(run)
+    found: set[tuple[int, int, int, int, str]] = set()
+    for q_run in q_runs:
+        for k_run in k_runs_of.get(q_run.document, ()):
+            shift = (q_run.start - k_run.start) // stride if causal else k_run.length
+            for q0, q1, k0, k1, kind in _compare(q_run.length, k_run.length, shift):
+                found.add((q0 + q_run.offset, q1 + q_run.offset, k0 + k_run.offset, k1 + k_run.offset, kind))
+    return tuple(Tile(slice(q0, q1), slice(k0, k1), kind) for q0, q1, k0, k1, kind in sorted(_coalesce(found)))
+
+
+def _compare(rows: int, columns: int, shift: int) -> list[tuple[int, int, int, int, str]]:
+    """Tiles of ``rows`` x ``columns`` where row i sees columns 0 .. i + shift."""
+    full = min(max(shift, 0), columns)  # columns before the square, seen by every row
+    first = min(max(-shift, 0), rows)  # rows before the square, which see nothing
+    side = min(rows - first, columns - full)
+    candidates = [
+        (0, rows, 0, full, FULL),
+        (first, first + side, full, full + side, CAUSAL),
+        (first + side, rows, full, columns, FULL),
+    ]
+    return [(q0, q1, k0, k1, kind) for q0, q1, k0, k1, kind in candidates if q0 < q1 and k0 < k1]
+
+
+def _coalesce(found: set[tuple[int, int, int, int, str]]) -> set[tuple[int, int, int, int, str]]:
+    """Join neighbours into larger tiles: fewer kernel calls and fewer merges of partial results."""
+    while joined := _join_causal(found) or _join_full(found):
+        found = joined
+    return found
+
+
+def _join_causal(found: set[tuple[int, int, int, int, str]]) -> set[tuple[int, int, int, int, str]] | None:
+    """Two squares on one diagonal, with the rectangle below the first and left of the second, are one square."""
+    squares = {(q0, k0): (q0, q1, k0, k1, kind) for q0, q1, k0, k1, kind in found if kind == CAUSAL}
+    for q0, q1, k0, k1, _ in squares.values():
+        after = squares.get((q1, k1))
+        if after is not None and (between := (q1, after[1], k0, k1, FULL)) in found:
+            return found - {(q0, q1, k0, k1, CAUSAL), after, between} | {(q0, after[1], k0, after[3], CAUSAL)}
+    return None
+
+
+def _join_full(found: set[tuple[int, int, int, int, str]]) -> set[tuple[int, int, int, int, str]] | None:
+    """Two rectangles of the same keys on adjacent rows, or of the same rows on adjacent keys, are one rectangle."""
+    rectangles = [tile for tile in found if tile[4] == FULL]
+    below = {(q0, k0, k1): (q0, q1, k0, k1, kind) for q0, q1, k0, k1, kind in rectangles}
+    beside = {(q0, q1, k0): (q0, q1, k0, k1, kind) for q0, q1, k0, k1, kind in rectangles}
+    for q0, q1, k0, k1, _ in rectangles:
+        if (lower := below.get((q1, k0, k1))) is not None:
+            return found - {(q0, q1, k0, k1, FULL), lower} | {(q0, lower[1], k0, k1, FULL)}
+        if (right := beside.get((q0, q1, k1))) is not None:
+            return found - {(q0, q1, k0, k1, FULL), right} | {(q0, q1, k0, right[3], FULL)}
+    return None

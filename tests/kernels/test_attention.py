@@ -1,0 +1,114 @@
+"""Block kernels against the naive twin, forward and every gradient, given global out and lse."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.attention import CAUSAL, FULL, block_backward, block_forward, select_backend
+from kernels.merge import merge_
+
+SCALE = 0.2
+
+
+def tensors(queries: int, keys: int, heads: int, kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(queries + keys)
+    shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads))
+    return tuple(torch.randn(2, *shape, 16, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+
+
+@pytest.mark.parametrize("name", ["aten", "reference"])
+@pytest.mark.parametrize(
+    ("queries", "keys", "kind"), [(1, 1, CAUSAL), (1, 7, FULL), (33, 33, CAUSAL), (65, 17, FULL), (600, 600, CAUSAL)]
+)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
+def test_forward_and_gradients_equal_autograd_of_the_naive_form(
+    name: str, queries: int, keys: int, kind: str, heads: int, kv_heads: int, dtype: torch.dtype, bound: float
+) -> None:
+    backend = select_backend(name, "cpu", dtype)
+    q, k, v, dout = tensors(queries, keys, heads, kv_heads, dtype)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    want_out, want_lse = reference.attention(*leaves, causal=kind == CAUSAL, scale=SCALE)
+    want = torch.autograd.grad(want_out, leaves, dout.double())
+    out, lse = block_forward(q, k, v, kind, SCALE, backend)
+    got = block_backward(dout, q, k, v, out, lse, kind, SCALE, backend)
+    pairs = [(out, want_out), (lse, want_lse), *zip(got, want, strict=True)]
+    # dq and dk of a single key are zero: the score does not matter then, so the bound is absolute below one
+    assert max((a.double() - b).abs().max().item() / max(1.0, b.abs().max().item()) for a, b in pairs) < bound
+
+
+@pytest.mark.parametrize("name", ["aten", "reference"])
+def test_blocks_merge_to_the_whole_and_their_gradients_add_up(name: str) -> None:
+    """Keys in two blocks, merged; then each block's backward with the *global* out and lse."""
+    backend = select_backend(name, "cpu", torch.float64)
+    q, k, v, dout = tensors(24, 40, 8, 2, torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    want_out, want_lse = reference.attention(*leaves, causal=False, scale=SCALE)
+    want = torch.autograd.grad(want_out, leaves, dout)
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), dtype=torch.float64)
+    parts = (slice(0, 11), slice(11, 40))
+    for part in parts:
+        merge_(out, lse, *block_forward(q, k[:, part], v[:, part], FULL, SCALE, backend))
+    torch.testing.assert_close(out, want_out, rtol=0, atol=1e-13)
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-13)
+    blocks = [block_backward(dout, q, k[:, p], v[:, p], out, lse, FULL, SCALE, backend) for p in parts]
+    torch.testing.assert_close(sum(block[0] for block in blocks), want[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([block[1] for block in blocks], 1), want[1], rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([block[2] for block in blocks], 1), want[2], rtol=0, atol=1e-12)
+
+
+def test_merge_does_not_overflow_where_a_bare_exponential_would() -> None:
+    out, lse = torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1), float("-inf"))
+    for value, block_lse in ((1.0, -2000.0), (2.0, 2000.0), (3.0, -2000.0)):
+        merge_(out, lse, torch.full((1, 1, 1, 1), value), torch.full((1, 1, 1), block_lse))
+    assert out.item() == 2.0
+    assert lse.item() == 2000.0
+
+
+def test_strided_views_are_fine() -> None:
+    q, k, v, _ = tensors(32, 32, 8, 2, torch.float32)
+    whole, _ = block_forward(q[:, 8:24], k[:, 8:24], v[:, 8:24], CAUSAL, SCALE)
+    copied, _ = block_forward(*(x[:, 8:24].clone() for x in (q, k, v)), CAUSAL, SCALE)
+    assert torch.equal(whole, copied)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("triton", "cpu", torch.float32), "'triton'.*does not exist"),
+        (("flash_attn", "cpu", torch.float32), "needs a cuda device"),
+        (("auto", "cuda", torch.float32), "use --bf16"),
+    ],
+)
+def test_a_backend_that_cannot_serve_is_refused(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        select_backend(*arguments)
+
+
+def test_a_rectangular_causal_block_is_refused() -> None:
+    q, k, v, _ = tensors(4, 6, 4, 4, torch.float32)
+    with pytest.raises(ValueError, match="4 queries and 6 keys"):
+        block_forward(q, k, v, CAUSAL, SCALE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.parametrize("name", ["aten", "cudnn", "auto"])
+@pytest.mark.parametrize(("queries", "keys", "kind"), [(128, 128, CAUSAL), (256, 64, FULL), (1000, 1000, CAUSAL)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
+def test_cuda_blocks_equal_the_naive_form(
+    name: str, queries: int, keys: int, kind: str, heads: int, kv_heads: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads))
+    q, k, v, dout = (torch.randn(2, *shape, 64, generator=generator).bfloat16().cuda() for shape in shapes)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    want_out, want_lse = reference.attention(*leaves, causal=kind == CAUSAL)
+    want = torch.autograd.grad(want_out, leaves, dout.double())
+    backend = select_backend(name, "cuda", torch.bfloat16)
+    out, lse = block_forward(q, k, v, kind, 64**-0.5, backend)
+    got = block_backward(dout, q, k, v, out, lse, kind, 64**-0.5, backend)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=2e-3)
+    for a, b in zip((out, *got), (want_out, *want), strict=True):
+        assert ((a.double() - b).norm() / b.norm()).item() < 1e-2

@@ -1,0 +1,149 @@
+"""Attention over real gloo ranks against float64 in one process: out and every gradient."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels import reference
+from parallel.context import METHODS, ContextError, context_parallel
+from tests.ranks import run_ranks
+
+BATCH, HEAD_DIM = 2, 32
+SHAPES = {"mha": (8, 8, 256), "gqa 8:2, odd length": (8, 2, 251)}
+
+
+def inputs(shape: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds exactly."""
+    heads, kv_heads, seq_len = SHAPES[shape]
+    generator = torch.Generator().manual_seed(7)
+    counts = (heads, kv_heads, kv_heads, heads)
+    return tuple(
+        torch.randn(BATCH, seq_len, count, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype).double()
+        for count in counts
+    )
+
+
+def truth(shape: str, dtype: torch.dtype, causal: bool) -> list[Tensor]:
+    q, k, v, dout = inputs(shape, dtype)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, _ = reference.attention(*leaves, causal=causal)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def one_process_sdpa(shape: str, dtype: torch.dtype, causal: bool) -> list[Tensor]:
+    *leaves, dout = (x.to(dtype) for x in inputs(shape, dtype))
+    leaves = [x.requires_grad_() for x in leaves]
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def attend_on_ranks(rank: int, world_size: int, cases: list[tuple[str, str, torch.dtype, bool]]) -> list[list[Tensor]]:
+    """[out, dq, dk, dv] of the whole sequence for each case (method, shape, dtype, causal)."""
+    results = []
+    for method, shape, dtype, causal in cases:
+        cp = context_parallel(method, seq_len=SHAPES[shape][2], group=dist.group.WORLD, causal=causal)
+        *leaves, dout = (cp.shard(x.to(dtype), dim=1) for x in inputs(shape, dtype))
+        leaves = [x.requires_grad_() for x in leaves]
+        out = cp.attend(*leaves)
+        gradients = torch.autograd.grad(out, leaves, dout)
+        results.append([cp.unshard(x, dim=1) for x in (out, *gradients)])
+    return results
+
+
+def error(got: list[Tensor], want: list[Tensor]) -> list[float]:
+    """Relative error of each tensor in the 2-norm."""
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_error_does_not_grow_with_the_number_of_ranks(world_size: int) -> None:
+    cases = [
+        (method, shape, dtype, causal)
+        for method in METHODS
+        for shape in SHAPES
+        for dtype in (torch.float32, torch.bfloat16)
+        for causal in (True, False)
+    ]
+    for case, got in zip(cases, run_ranks(attend_on_ranks, world_size, cases)[0], strict=True):
+        want = truth(*case[1:])
+        limits = error(one_process_sdpa(*case[1:]), want)
+        for name, measured, limit in zip(("out", "dq", "dk", "dv"), error(got, want), limits, strict=True):
+            assert measured <= 1.2 * limit, f"{case}: {name} has {measured:.3g}, one process {limit:.3g}"
+
+
+def test_float64_is_exact_to_its_own_precision() -> None:
+    cases = [
+        (method, shape, torch.float64, causal) for method in METHODS for shape in SHAPES for causal in (True, False)
+    ]
+    for case, got in zip(cases, run_ranks(attend_on_ranks, 3, cases)[0], strict=True):
+        assert max(error(got, truth(*case[1:]))) < 1e-14, case
+
+
+def attend_with_documents(rank: int, world_size: int) -> list[list[Tensor]]:
+    results = []
+    for method in METHODS:
+        documents = (0, 50, 51, 130, 251)
+        cp = context_parallel(method, seq_len=251, group=dist.group.WORLD, documents=documents)
+        out = cp.attend(*(cp.shard(x, dim=1) for x in inputs("gqa 8:2, odd length", torch.float64)[:3]))
+        results.append([cp.unshard(out, dim=1)])
+    return results
+
+
+def test_packed_documents_attend_to_themselves_alone() -> None:
+    q, k, v, _ = inputs("gqa 8:2, odd length", torch.float64)
+    bounds = ((0, 50), (50, 51), (51, 130), (130, 251))
+    want = torch.cat([reference.attention(q[:, a:b], k[:, a:b], v[:, a:b], causal=True)[0] for a, b in bounds], dim=1)
+    for got in run_ranks(attend_with_documents, 4)[0]:
+        assert max(error(got, [want])) < 1e-14
+
+
+def attend_without_the_shift(rank: int, world_size: int) -> list[Tensor]:
+    """Striping with the diagonal kept where it must be excluded."""
+    from kernels.attention import CAUSAL, FULL
+    from parallel.context import tiles
+
+    def compare(rows: int, columns: int, shift: int) -> list[tuple[int, int, int, int, str]]:
+        return [(0, rows, 0, columns, CAUSAL if shift < columns else FULL)]
+
+    tiles._compare = compare
+    return attend_on_ranks(rank, world_size, [("striped", "mha", torch.float64, True)])[0]
+
+
+def test_dropping_the_shift_of_the_striped_mask_is_noticed() -> None:
+    assert max(error(run_ranks(attend_without_the_shift, 2)[0], truth("mha", torch.float64, True))) > 1e-3
+
+
+def shard_and_unshard(rank: int, world_size: int) -> bool:
+    x = torch.arange(2 * 13 * 3).reshape(2, 13, 3)
+    return all(
+        torch.equal(cp.unshard(cp.shard(x, dim=1, pad_value=-1), dim=1), x)
+        and bool((cp.shard(x, dim=1, pad_value=-1)[:, cp.positions >= 13] == -1).all())
+        for cp in (context_parallel(method, seq_len=13, group=dist.group.WORLD) for method in METHODS)
+    )
+
+
+def test_unshard_undoes_shard_and_padding_is_marked() -> None:
+    assert all(run_ranks(shard_and_unshard, 4))
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    cp = context_parallel("zigzag", seq_len=16)
+    q = torch.randn(1, 16, 4, 8)
+    with pytest.raises(ContextError, match="dimension 1 has 12 positions and the plan was made for 16"):
+        cp.shard(q[:, :12], dim=1)
+    with pytest.raises(ContextError, match="do not fit a plan of 16 local positions"):
+        cp.attend(q[:, :8], q[:, :8], q[:, :8])
+    with pytest.raises(ContextError, match="multiple of the key heads"):
+        cp.attend(q, q[:, :, :3], q[:, :, :3])
+    with pytest.raises(ContextError, match="ulysses_degree is 2"):
+        context_parallel("ring", seq_len=16, ulysses_degree=2)
+
+
+def test_the_attention_is_one_operator_that_autograd_and_tracing_accept() -> None:
+    cp = context_parallel("striped", seq_len=16)
+    q, k, v = (torch.randn(1, 16, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    handle = cp._executor.handle
+    torch.library.opcheck(torch.ops.longmesh.context_attention.default, (q, k, v, 0.3, handle))

@@ -1,0 +1,61 @@
+"""Layouts are bijections between (rank, local index) and position."""
+
+import numpy as np
+import pytest
+
+from parallel.context.errors import ContextError
+from parallel.context.layout import LAYOUTS, Layout, granularity, padded_length
+
+
+def divisors(size: int) -> list[int]:
+    return [team for team in range(1, size + 1) if size % team == 0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_positions_ascend_and_each_is_owned_once(name: str) -> None:
+    for size in range(1, 25):
+        for team_size in divisors(size):
+            layout = Layout(name, 3 * granularity(name, size, team_size), size, team_size)
+            owned = [layout.positions(rank) for rank in range(size)]
+            assert all((np.diff(positions) > 0).all() for positions in owned)
+            assert len({len(positions) for positions in owned}) == 1
+            np.testing.assert_array_equal(np.sort(np.concatenate(owned)), np.arange(layout.seq_len))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_team_joined_in_member_order_ascends(name: str) -> None:
+    layout = Layout(name, 48, 8, 2)
+    for team in range(4):
+        joined = np.concatenate([layout.positions(2 * team), layout.positions(2 * team + 1)])
+        assert (np.diff(joined) > 0).all()
+
+
+def test_the_three_layouts_on_eight_tokens() -> None:
+    assert Layout("contiguous", 8, 2).positions(1).tolist() == [4, 5, 6, 7]
+    assert Layout("striped", 8, 2).positions(1).tolist() == [1, 3, 5, 7]
+    assert Layout("zigzag", 8, 2).positions(1).tolist() == [2, 3, 4, 5]
+    assert Layout("zigzag", 8, 2).positions(0).tolist() == [0, 1, 6, 7]
+
+
+def test_lengths_are_padded_up_never_cut() -> None:
+    assert padded_length("contiguous", 1001, 4) == 1004
+    assert padded_length("zigzag", 1001, 4) == 1008
+    assert padded_length("striped", 1000, 4) == 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("spiral", 8, 2), "spiral.*contiguous, striped, zigzag"),
+        (("zigzag", 10, 4), "multiple of 8 tokens and got 10; pad to 16"),
+        (("striped", 8, 4, 3), "team size 3 does not divide the context-parallel size 4"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: tuple, message: str) -> None:
+    with pytest.raises(ContextError, match=message):
+        Layout(*arguments)
+
+
+def test_a_rank_outside_is_refused() -> None:
+    with pytest.raises(ContextError, match="rank 2 is not among 2"):
+        Layout("striped", 8, 2).positions(2)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.megatron import DataConfig
+from data.megatron import DataConfig, split_shares
 from model.llama import LlamaConfig
 from parallel.checkpoint import CheckpointConfig
 from parallel.context.config import ContextConfig
@@ -138,31 +138,19 @@ def validate(config: Config, world_size: int) -> None:
         raise ConfigError(
             "tokenizer_model is not set; give --tokenizer-model FILE, the one that the data was written with"
         )
-    if train.eval_iters and not _validation_share(data.split):
+    if train.eval_iters and not split_shares(data.split)[1]:
         raise ConfigError(
             f"split is {data.split}, which leaves nothing to validate on, but eval_iters is {train.eval_iters}; "
             "give a split such as 95,5,0, or --eval-iters 0"
         )
     needs = (
         ("save_interval", checkpoint.save_interval, "save", checkpoint.save),
-        ("ckpt_step", checkpoint.ckpt_step, "load", checkpoint.load),
-        ("exit_on_missing_checkpoint", checkpoint.exit_on_missing_checkpoint, "load", checkpoint.load),
         ("wandb_exp_name", config.logging.wandb_exp_name, "wandb_project", config.logging.wandb_project),
     )
     for name, value, other, wanted in needs:
         if value and not wanted:
             flag = other.replace("_", "-")
             raise ConfigError(f"{name} is {value}, but {other} is not set; give --{flag}, or leave {name} out")
-
-
-def _validation_share(split: str) -> float:
-    try:
-        shares = [float(share) for share in split.split(",")]
-        if len(shares) == 3 and min(shares) >= 0 and max(shares) > 0:
-            return shares[1]
-    except ValueError:
-        pass
-    raise ConfigError(f"split is {split!r}; it must be three shares of the documents such as 95,5,0")
 
 
 def _validate_sizes(config: Config, world_size: int) -> None:

@@ -156,7 +156,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _docs(cls: type) -> dict[str, str]:
+def attribute_docs(cls: type) -> dict[str, str]:
     """Attribute docstrings by field name. Python does not keep them: they are read from the class's source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     assert isinstance(tree.body[0], ast.ClassDef)
@@ -179,7 +179,7 @@ def _parser(root: type, introduction: str | None) -> _Parser:
     parser.add_argument("--config", metavar="FILE", help="TOML file to begin with, such as those under configs/")
     table = config_fields(root)
     for section, cls in get_type_hints(root).items():
-        docs = _docs(cls) if introduction else {}
+        docs = attribute_docs(cls) if introduction else {}
         group = parser.add_argument_group(f"[{section}]", inspect.getdoc(cls) if introduction else None)
         for field in (field for field in table.values() if field.section == section):
             options: dict[str, Any] = {"help": docs.get(field.name, "").replace("%", "%%")}

@@ -1,0 +1,99 @@
+# Everything a user or CI starts. `make` alone prints the targets.
+#
+# Variables, as in `make pretrain RUN=runs/second ARGS="--lr 1e-3"`:
+#   RUN     folder of the run                       ARGS  more flags for the program
+#   CONFIG  TOML file of `make pretrain`            NPROC its processes
+#   PYTHON  interpreter that the environment is made with, 3.11 or newer
+#   TORCH   torch to install: a requirement and pip's options, remembered in the environment. PyPI's build for Linux carries
+#           CUDA; TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu" is small and for the CPU only
+#   PY      an interpreter that has everything already; then no environment is made
+
+VENV   ?= .venv
+RUN    ?= runs/llama_tiny
+CONFIG ?= configs/llama_tiny.toml
+NPROC  ?= 4
+ARGS   ?=
+
+# The stamp holds the TORCH that is installed. Asking for another one replaces it, and pip must be told to: to it, 2.13.0 is
+# satisfied by 2.13.0+cpu.
+STAMP     := $(VENV)/.longmesh-torch
+INSTALLED := $(shell cat $(STAMP) 2>/dev/null)
+TORCH     ?= $(or $(INSTALLED),torch==2.13.0)
+REPLACE    = $(and $(INSTALLED),$(filter-out $(INSTALLED),$(TORCH))$(filter-out $(TORCH),$(INSTALLED)))
+SUITABLE  := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON    ?= $(shell for p in python3 python3.12 python3.11 python3.13; do $$p -c "$(SUITABLE)" 2>/dev/null && echo $$p && break; done)
+
+PIP       := $(VENV)/bin/python -m pip --disable-pip-version-check
+
+ifdef PY
+READY :=
+else
+PY    := $(VENV)/bin/python
+READY := $(STAMP)
+endif
+
+# Single-threaded ranks: several per machine would otherwise fight over its cores.
+RANKS = OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv pretrain test test-slow check format bench gpu-check hooks lock clean FORCE
+
+help: ## Print this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo; sed -n '2,/^$$/s/^# \{0,1\}//p' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## Make .venv with pinned dependencies (the other targets do so by themselves)
+
+$(STAMP): requirements.txt requirements-lock.txt $(if $(REPLACE),FORCE)
+	@test -n "$(PYTHON)" && $(PYTHON) -c "$(SUITABLE)" || { \
+	  echo "error: no Python of 3.11 or newer with its venv module found (PYTHON is '$(PYTHON)', python3 is $$(python3 --version 2>&1)); install one" \
+	       "(Debian: apt-get install python3.11-venv) and name it: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	@echo "installing $(TORCH) and requirements.txt into $(VENV) with $$($(PYTHON) --version)"
+	@rm -f $(STAMP)
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(if $(REPLACE),@$(PIP) uninstall --quiet --yes torch)
+	@$(PIP) install -c requirements-lock.txt $(foreach word,$(TORCH),'$(word)')
+	@$(PIP) install --quiet -c requirements-lock.txt -r requirements.txt
+	@echo "$(TORCH)" > $(STAMP)
+
+pretrain: $(READY) ## The main job: text, tokenizer, training on 4 processes, sampling. Goes on where RUN holds a checkpoint
+	@if [ -e $(RUN)/latest_checkpointed_iteration.txt ]; then \
+	  echo "$(RUN) holds iteration $$(cat $(RUN)/latest_checkpointed_iteration.txt): going on from there" \
+	       "(make pretrain RUN=runs/another starts afresh)"; fi
+	$(PY) -m tools.prepare_data
+	$(RANKS) pretrain_gpt.py --config $(CONFIG) --save $(RUN) --load $(RUN) $(ARGS)
+	$(PY) -m tools.sample --load $(RUN)
+
+test: $(READY) ## The tests, but for the slow ones; ARGS="tests/train -k config" chooses
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+
+test-slow: $(READY) ## The slow tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(ARGS)
+
+check: $(READY) ## Check format, lint and types
+	@status=0; for step in "ruff format --check ." "ruff check ." mypy; do \
+	  echo "$$step"; $(PY) -m $$step || status=1; done; exit $$status
+
+format: $(READY) ## Rewrite the sources in the format that check wants, with ruff's safe fixes
+	$(PY) -m ruff check --fix-only --quiet .
+	$(PY) -m ruff format .
+
+bench: $(READY) ## Measure the attention: ring, striped and zigzag on 2 processes against one process
+	$(PY) -m bench.attention $(ARGS)
+
+gpu-check: $(READY) ## On one CUDA device: its tests and the attention bench, into bench/results/
+	$(PY) -m bench.gpu_check $(ARGS)
+
+hooks: $(READY) ## Let git run the checks before each commit
+	$(PY) -m pre_commit install
+
+lock: $(READY) ## Write requirements-lock.txt from the environment
+	@{ sed -n '/^#/p' requirements-lock.txt; \
+	   $(PY) -m pip freeze --all | grep -viE '^(torch|triton|nvidia-.*|cuda-.*|pip)=='; } > requirements-lock.tmp
+	@mv requirements-lock.tmp requirements-lock.txt
+
+clean: ## Remove the environment and the caches; runs/ stays
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+FORCE:

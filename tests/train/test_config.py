@@ -1,0 +1,243 @@
+import dataclasses
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, get_type_hints
+
+import pytest
+
+from parallel.context import METHODS
+from train import flags
+from train.config import Config, ConfigError, TrainConfig, load_config, parse_args, to_toml, validate
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+DATA = ["--data-path", "runs/data/x", "--tokenizer-model", "x.model"]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(argv)
+    return str(caught.value)
+
+
+def contradiction(world_size: int, *argv: str) -> str:
+    config = parse_args([*DATA, *argv])
+    with pytest.raises(ConfigError) as caught:
+        validate(config, world_size)
+    return str(caught.value)
+
+
+def test_defaults_and_flags_of_every_kind():
+    assert parse_args([]) == Config()
+    argv = "--lr 1e-3 --num-layers 2 --bf16 --no-eod-mask-loss --context-parallel-method ring --data-path 0.3 a 0.7 b"
+    config = parse_args([*argv.split(), "--exit-duration-in-mins", "5", "--save", "runs/x"])
+    assert (config.optimizer.lr, config.model.num_layers, config.train.bf16) == (1e-3, 2, True)
+    assert (config.data.eod_mask_loss, config.context.context_parallel_method) == (False, "ring")
+    assert config.data.data_path == ("0.3", "a", "0.7", "b")
+    assert (config.train.exit_duration_in_mins, config.checkpoint.save) == (5.0, "runs/x")
+    assert type(config.train.exit_duration_in_mins) is float
+
+
+def test_flags_override_the_file_and_the_rest_stays(tmp_path):
+    path = write(tmp_path, '[train]\nseed = 7\nbf16 = true\n[optimizer]\nlr = 1\n[checkpoint]\nsave = "runs/x"\n')
+    config = parse_args(["--config", str(path), "--no-bf16", "--save", "none"])
+    assert (config.train.seed, config.train.bf16, config.checkpoint.save) == (7, False, None)
+    assert config.optimizer.lr == 1.0
+    assert type(config.optimizer.lr) is float
+
+
+def test_toml_round_trip_of_every_field(tmp_path):
+    changed: dict[str, object] = {"split": "90,5,5", "data_path": ("a b", 'c "d" \\ é')}
+    for name, field in flags.config_fields(Config).items():
+        if name in changed:
+            continue
+        one = {bool: not field.default, int: 16, float: 0.1 + 0.2, str: 'a "b" \\ é'}[field.base]
+        changed[name] = field.choices[-1] if field.choices else one
+    for values in ({}, changed):
+        config = flags.build(Config, values)
+        assert load_config(write(tmp_path, to_toml(config))) == config
+    assert all(
+        getattr(getattr(config, field.section), name) != field.default
+        for name, field in flags.config_fields(Config).items()
+    )
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_configs_load_and_are_free_of_contradictions(path):
+    config = load_config(path)
+    validate(parse_args(["--config", str(path), *DATA]), 2 * config.mesh.context_parallel_size)
+
+
+PUBLISHED = {"llama2_7b": 6_738_415_616, "llama2_13b": 13_015_864_320, "llama3_8b": 8_030_261_248}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_real_sizes_have_the_published_number_of_parameters(name):
+    model = load_config(ROOT / "configs" / f"{name}.toml").model
+    groups = model.num_query_groups or model.num_attention_heads
+    attention = (
+        2 * model.hidden_size**2 + 2 * model.hidden_size * groups * model.hidden_size // model.num_attention_heads
+    )
+    layer = attention + 3 * model.hidden_size * model.ffn_hidden_size + 2 * model.hidden_size
+    total = model.num_layers * layer + 2 * model.vocab_size * model.hidden_size + model.hidden_size
+    assert total == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[trian]\nseed = 1", ["unknown section [trian]", "did you mean train?"]),
+        (
+            "[train]\nglobal_batchsize = 1",
+            ["unknown key global_batchsize in [train]", "did you mean global_batch_size?"],
+        ),
+        ("[train]\nzzzzzz = 1", ["unknown key zzzzzz", "known are"]),
+        ("[model]\nseq_length = 1", ["seq_length stands in [model]", "move it to [train]"]),
+        ("seq_length = 1", ["seq_length stands outside of a section", "[train]"]),
+        ("train = 1", ["unknown section [train]"]),
+        ("[train]\nseed = 'one'", ["seed is 'one'", "an integer"]),
+        ("[train]\nseed = 1.0", ["seed is 1.0", "an integer"]),
+        ("[train]\nseed = true", ["seed is True", "an integer"]),
+        ("[train]\nbf16 = 1", ["bf16 is 1", "true or false"]),
+        ("[optimizer]\nlr = true", ["lr is True", "a finite number"]),
+        ("[optimizer]\nlr = inf", ["lr is inf", "a finite number"]),
+        ("[data]\ndata_path = 'a'", ["data_path is 'a'", "a list, each a string"]),
+        ("[data]\ndata_path = [1]", ["data_path is 1", "a string"]),
+        ("[context]\ncontext_parallel_method = 'rign'", ["'rign'", "one of ring, striped"]),
+        ("[train]\nseed = ", ["not valid TOML"]),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
+    path = write(tmp_path, text)
+    message = refusal("--config", str(path))
+    assert all(word in message for word in [str(path), *words]), message
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    assert "No such file" in refusal("--config", str(tmp_path / "absent.toml"))
+    assert "cannot be read" in refusal("--config", str(tmp_path))
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    assert "not valid TOML" in refusal("--config", str(tmp_path / "bytes.toml"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--contxt-parallel-size 2", ["--contxt-parallel-size", "did you mean --context-parallel-size?"]),
+        ("--seq 5", ["unknown argument --seq"]),
+        ("stray", ["unknown argument stray"]),
+        ("--num-layers 1.5", ["--num-layers", "'1.5' is not an integer"]),
+        ("--lr nan", ["--lr", "'nan' is not a finite number"]),
+        ("--lr none", ["--lr", "'none'"]),
+        ("--lr", ["--lr", "expected one argument"]),
+        ("--context-parallel-method rign", ["rign", "ring", "striped", "zigzag", "allgather"]),
+        ("--train-iters 0", ["train_iters is 0"]),
+        ("--micro-batch-size -2", ["micro_batch_size is -2"]),
+        ("--context-parallel-size 0", ["context_parallel_size is 0"]),
+        ("--exit-duration-in-mins 0", ["exit_duration_in_mins is 0.0"]),
+        ("--eval-iters -1", ["eval_iters is -1"]),
+        ("--split 95;5", ["split is", "95;5"]),
+        ("--ckpt-step 5", ["ckpt_step is 5", "--load"]),
+        ("--exit-on-missing-checkpoint", ["exit_on_missing_checkpoint", "--load"]),
+    ],
+)
+def test_wrong_flags_are_refused_by_name(argv, words):
+    message = refusal(*argv.split())
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("world_size", "argv", "words"),
+    [
+        (6, "--context-parallel-size 4", ["context_parallel_size is 4", "6 processes", "1, 2, 3, 6"]),
+        (2, "--context-parallel-size 4", ["context_parallel_size is 4", "1, 2;", "multiple of 4"]),
+        (
+            4,
+            "--micro-batch-size 2 --global-batch-size 10",
+            ["global_batch_size is 10", "data-parallel size 4", "8 or 16"],
+        ),
+        (4, "--global-batch-size 2", ["global_batch_size is 2", "nearest that work: 4"]),
+        (2, "--context-parallel-size 2 --context-parallel-method none", ["none", "context_parallel_size 2"]),
+        (1, "--train-iters 10 --lr-warmup-iters 10", ["lr_warmup_iters is 10", "iteration 10"]),
+        (1, "--lr-decay-iters 5 --lr-warmup-iters 6", ["lr_warmup_iters is 6", "iteration 5"]),
+        (1, "--attention-backend flash_attn", ["flash_attn", "--bf16"]),
+        (1, "--save-interval 5", ["save_interval is 5", "--save"]),
+        (1, "--wandb-exp-name x", ["wandb_exp_name is x", "--wandb-project"]),
+        (1, "--split 100,0,0", ["split is 100,0,0", "--eval-iters 0"]),
+        (1, "--tokenizer-model none", ["tokenizer_model is not set"]),
+    ],
+)
+def test_contradictions_are_refused_with_the_fix(world_size, argv, words):
+    message = contradiction(world_size, *argv.split())
+    assert all(word in message for word in words), message
+
+
+def test_missing_data_is_refused_and_consistent_settings_are_not():
+    with pytest.raises(ConfigError, match="data_path is empty"):
+        validate(Config(), 1)
+    argv = "--context-parallel-size 2 --micro-batch-size 2 --global-batch-size 8 --save runs/x --save-interval 5"
+    validate(parse_args([*DATA, *argv.split()]), 4)
+    validate(parse_args([*DATA, "--eval-iters", "0", "--split", "1,0,0"]), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd:
+    odd: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    kept: int | None = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    kind: Literal["a", "b"] = "a"
+    seed: int = 1
+
+
+@pytest.mark.parametrize(("section", "word"), [(Odd, "odd"), (Lost, "kept"), (Again, "seed is a field of both")])
+def test_a_section_that_flags_cannot_carry_is_a_programming_error(section, word):
+    root = dataclasses.make_dataclass("Root", [("train", TrainConfig), ("more", section)])
+    with pytest.raises(TypeError, match=word):
+        flags.config_fields(root)
+
+
+def test_the_methods_offered_are_those_that_exist():
+    assert set(flags.config_fields(Config)["context_parallel_method"].choices) == {*METHODS, "none"}
+
+
+def test_configs_are_immutable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().train.seed = 2
+    assert replace(Config(), train=TrainConfig(seed=2)) != Config()
+
+
+@pytest.mark.parametrize("entry", ["pretrain_gpt.py"])
+def test_help_is_fast_and_explains_every_flag(entry):
+    seconds = []
+    while not seconds or (min(seconds) >= 4 and len(seconds) < 3):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, entry, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        )
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 4
+    assert done.stderr == ""
+    assert done.stdout.count("torchrun") >= 3
+    sections = get_type_hints(Config)
+    for name, field in flags.config_fields(Config).items():
+        section = sections[field.section]
+        text = flags.attribute_docs(section).get(name, "")
+        assert len(text) > 10, f"{section.__name__}.{name} has no attribute docstring"
+        assert f"  {field.flag}" in done.stdout
+        assert text.split()[0] in done.stdout

@@ -111,3 +111,26 @@ def test_bad_input():
     labels[1, 1] = 50
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         cross_entropy_sum(logits, labels)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.parametrize(("dtype", "grad_bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_cuda_matches_float64_with_little_memory(dtype, grad_bound):
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(2, 2048, 32_000, device="cuda")).to(dtype).requires_grad_()
+    labels = torch.randint(32_000, (2, 2048), device="cuda")
+    labels[1, 100:900] = -100
+    exact = logits.detach().double().requires_grad_()
+    expected = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="sum")
+    expected.backward()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss, valid = cross_entropy_sum(logits, labels)
+    loss.backward()
+    # The gradient, and two float32 chunks at most (the copy and what logsumexp needs inside).
+    gradient = logits.numel() * logits.element_size()
+    assert torch.cuda.max_memory_allocated() - before < gradient + 3 * 4 * kernels.loss.CHUNK["cuda"]
+    assert valid.item() == 2 * 2048 - 800
+    assert abs(loss.item() - expected.item()) < 1e-6 * expected.item()
+    assert (logits.grad - exact.grad).abs().max() < grad_bound

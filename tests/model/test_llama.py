@@ -218,3 +218,17 @@ def test_fsdp_keeps_rotary_tables_in_float32():
     for dtypes, error in run_ranks(fully_sharded, 2):
         assert dtypes == [(torch.bfloat16, torch.float32)] * 2
         assert error < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+def test_cuda_computes_what_the_cpu_does(dtype, bound):
+    def losses_and_gradients(model, device):
+        logits = model(tokens().to(device))
+        logits.float().logsumexp(-1).sum().backward()
+        return [logits, *(p.grad for p in model.parameters())]
+
+    expected = losses_and_gradients(built().double(), "cpu")
+    for got, want in zip(losses_and_gradients(built().to("cuda", dtype), "cuda"), expected, strict=True):
+        assert (got.cpu().double() - want).norm() < bound * want.norm()

@@ -1,0 +1,133 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from data.tokenizer import train_tokenizer
+from model.generate import generate
+from model.llama import Llama, LlamaConfig
+from parallel.checkpoint import save_checkpoint
+from tools.sample import main
+
+SHAPE = LlamaConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=300)
+CONFIG = """\
+[model]
+num_layers = 1
+hidden_size = 16
+num_attention_heads = 2
+[train]
+seq_length = 64
+[data]
+tokenizer_model = "{tokenizer}"
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run's folder: checkpoints of iterations 1 and 2, whose weights differ; its config.toml has no vocab_size."""
+    folder = tmp_path_factory.mktemp("run")
+    tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], folder / "tokenizer", 300)
+    (folder / "config.toml").write_text(CONFIG.format(tokenizer=tokenizer))
+    for iteration in (1, 2):
+        model = trained(iteration)
+        optimizer = torch.optim.AdamW(model.parameters())
+        save_checkpoint(folder, iteration, model, optimizer, architecture={}, extra={})
+    return folder
+
+
+def trained(iteration):
+    """Weights large enough that texts tell them apart."""
+    model = Llama(SHAPE)
+    model.init_weights(iteration)
+    with torch.no_grad():
+        model.output.weight.mul_(50)
+    return model
+
+
+def sampled(capsys, *args):
+    assert main([str(arg) for arg in args]) == 0
+    return capsys.readouterr()
+
+
+def greedy(run, iteration):
+    from data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(run / "tokenizer.model")
+    prompt = [tokenizer.eod, *tokenizer.tokenize("value 1")]
+    ids = generate(trained(iteration), torch.tensor([prompt]), 12, temperature=0)[0].tolist()[1:]
+    return tokenizer.detokenize(ids[: ids.index(tokenizer.eod)] if tokenizer.eod in ids else ids)
+
+
+@pytest.mark.parametrize(("step", "iteration"), [((), 2), (("--ckpt-step", 1), 1)])
+def test_prints_what_the_weights_of_the_checkpoint_write(run, capsys, step, iteration):
+    out = sampled(
+        capsys, "--load", run, *step, "--prompt", "value 1", "--num-tokens", 12, "--temperature", 0, "--num-samples", 1
+    ).out
+    assert f"iteration {iteration}," in out
+    assert out.split("-" * 80 + "\n")[1] == greedy(run, iteration) + "\n"
+    assert greedy(run, 1) != greedy(run, 2)
+
+
+def test_vocabulary_larger_than_the_tokenizers(tmp_path, capsys):
+    """Entries that pad the vocabulary have no text; a vocabulary that is too small is refused."""
+    tokenizer = train_tokenizer([f"value {i}\n" for i in range(300)], tmp_path / "tokenizer", 280)
+    config = CONFIG.format(tokenizer=tokenizer)
+    (tmp_path / "config.toml").write_text(config.replace("[train]", "vocab_size = 300\n[train]"))
+    model = trained(1)
+    with torch.no_grad():
+        model.output.weight[:280] = 0
+    save_checkpoint(tmp_path, 1, model, torch.optim.AdamW(model.parameters()), architecture={}, extra={})
+    assert sampled(capsys, "--load", tmp_path, "--prompt", "value", "--temperature", 0).out.endswith("-\nvalue\n")
+    (tmp_path / "config.toml").write_text(config.replace("[train]", "vocab_size = 270\n[train]"))
+    assert main(["--load", str(tmp_path)]) == 1
+    assert "vocab_size is 270" in capsys.readouterr().err
+
+
+def test_seed_decides_the_samples(run, capsys):
+    one, same, other = (
+        sampled(capsys, "--load", run, "--num-tokens", 20, "--temperature", 2, "--seed", seed).out for seed in (1, 1, 2)
+    )
+    assert one == same != other
+    assert one.count("-" * 80) == 2
+
+
+def test_says_so_beyond_the_trained_length(run, capsys):
+    assert "more than the 64" in sampled(capsys, "--load", run, "--num-tokens", 70).err
+    assert not sampled(capsys, "--load", run, "--num-tokens", 40).err
+
+
+def test_bad_input_gives_one_message(run, tmp_path, capsys):
+    def error(*args):
+        assert main([str(arg) for arg in args]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("error: ")
+        assert captured.err.count("\n") == 1
+        return captured.err
+
+    assert "config.toml" in error("--load", tmp_path)
+    assert "iteration 7" in error("--load", run, "--ckpt-step", 7)
+    config = (run / "config.toml").read_text()
+    (tmp_path / "config.toml").write_text(config)
+    assert "holds no checkpoint" in error("--load", tmp_path)
+    (tmp_path / "config.toml").write_text(config[: config.index("[data]")])
+    assert "tokenizer_model is not set" in error("--load", tmp_path)
+    (tmp_path / "config.toml").write_text(config.replace("hidden_size = 16", "hidden_size = 32"))
+    (tmp_path / "iter_0000002").symlink_to(run / "iter_0000002")
+    assert "32" in error("--load", tmp_path)
+
+
+@pytest.mark.parametrize("flag", ["--num-tokens=0", "--temperature=-1", "--temperature=nan", "--top-k=0", "--top-k=x"])
+def test_numbers_out_of_range_are_refused(run, capsys, flag):
+    with pytest.raises(SystemExit) as exit_status:
+        main(["--load", str(run), flag])
+    assert exit_status.value.code == 2
+    assert flag.split("=")[0] in capsys.readouterr().err
+
+
+def test_runs_as_a_program(run):
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.sample", "--load", str(run), "--num-tokens", "5"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,232 @@
+"""Tokenizers: sentencepiece models trained here, and Hugging Face's tokenizer.json, behind one small interface."""
+
+import hashlib
+import io
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from data.indexed import DataError, replacing
+
+END_OF_TEXT = "<|endoftext|>"
+# End-of-text tokens of well-known tokenizers, looked for where no tokenizer_config.json names one.
+_KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]")
+# Characters to train on: merges of a few thousand entries settle well before, and training stays near a second.
+_TRAIN_CHARACTERS = 8_000_000
+# sentencepiece writes a space as this character, so a literal one has to be spelled as its UTF-8 bytes.
+_SPACE_MARK = "▁"
+
+
+class Tokenizer(Protocol):
+    """What the rest of Longmesh, and Megatron's GPTDataset, ask of a tokenizer."""
+
+    vocab_size: int
+    """Number of ids; every id is in [0, vocab_size)."""
+    eod: int
+    """Id that ends each document."""
+    pad: int
+    """Id whose labels GPTDataset masks."""
+    unique_identifiers: OrderedDict[str, object]
+    """What GPTDataset names its caches by."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of `text`; special tokens written out in it are ordinary text."""
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`tokenize` of each text, on all cores; the order and the ids do not depend on their number."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; special tokens become nothing."""
+
+
+class _Common:
+    # GPTDataset masks every label that equals `pad`, so that a real id here (many tokenizers reuse eod or unk)
+    # would silently take real tokens out of the loss. -1 is no token's id.
+    pad = -1
+
+    def __init__(self, path: str, content: bytes, vocab_size: int, eod: int) -> None:
+        self.path = path
+        self.vocab_size = vocab_size
+        self.eod = eod
+        # By content, not by path: a retrained tokenizer at the same path must not find the old one's caches.
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.unique_identifiers: OrderedDict[str, object] = OrderedDict(
+            {"class": type(self).__name__, "sha256": self.sha256}
+        )
+
+
+class SentencePieceTokenizer(_Common):
+    """A sentencepiece `.model`. Those of `train_tokenizer` give back every text exactly."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        import sentencepiece
+
+        content = _read(path)
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except RuntimeError as error:
+            raise DataError(
+                f"{path} is no sentencepiece model or is damaged; train it again or copy it again"
+            ) from error
+        if self._model.eos_id() < 0:
+            raise DataError(f"{path} has no end-of-text token (eos_id is -1); use a tokenizer that has one")
+        super().__init__(os.fspath(path), content, self._model.vocab_size(), self._model.eos_id())
+        pieces = [f"<0x{byte:02X}>" for byte in _SPACE_MARK.encode()]
+        mark = [self._model.piece_to_id(piece) for piece in pieces]
+        self._mark = mark if all(self._model.is_byte(i) for i in mark) else None
+
+    def tokenize(self, text: str) -> list[int]:
+        if self._mark is None or _SPACE_MARK not in text:
+            return self._model.encode(text)
+        first, *rest = (self._model.encode(part) for part in text.split(_SPACE_MARK))
+        return [*first, *(i for part in rest for i in (*self._mark, *part))]
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        batch = self._model.encode(list(texts), num_threads=len(os.sched_getaffinity(0)))
+        return [self.tokenize(text) if _SPACE_MARK in text else ids for text, ids in zip(texts, batch, strict=True)]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._model.decode(list(ids))
+
+
+class HuggingFaceTokenizer(_Common):
+    """A `tokenizer.json` of Hugging Face's `tokenizers`; no code of the model's repository is ever run.
+
+    The end-of-text token is the one that a `tokenizer_config.json` in the same folder names as `eos_token`, else the
+    first well-known one in the vocabulary.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        content = _read(path)
+        try:
+            self._backend = Backend.from_buffer(content)
+        except Exception as error:  # the Rust library raises bare Exception
+            raise DataError(
+                f"{path} is no Hugging Face tokenizer.json or is damaged ({error}); copy it again"
+            ) from error
+        # Documents are data: "</s>" written in one must not become the token that ends it.
+        self._backend.encode_special_tokens = True
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        # Added tokens may leave holes, so the number of entries can be less than the highest id.
+        vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        super().__init__(os.fspath(path), content, vocab_size, self._end_of_text(Path(path)))
+
+    def _end_of_text(self, path: Path) -> int:
+        candidates: tuple[str, ...] = _KNOWN_ENDS
+        config = path.with_name("tokenizer_config.json")
+        if config.is_file():
+            try:
+                named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+            except (ValueError, AttributeError) as error:
+                raise DataError(f"{config} is not a JSON object ({error}); repair it or remove it") from error
+            named = named.get("content") if isinstance(named, dict) else named
+            candidates = (named, *_KNOWN_ENDS) if isinstance(named, str) else _KNOWN_ENDS
+        ids = (self._backend.token_to_id(token) for token in candidates)
+        found = next((i for i in ids if i is not None), None)
+        if found is None:
+            raise DataError(
+                f"{path} has no end-of-text token (none of {', '.join(candidates)}); name it as eos_token in a "
+                f"{config.name} beside it"
+            )
+        return found
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._backend.decode(list(ids), skip_special_tokens=True)
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer | HuggingFaceTokenizer:
+    """Tokenizer of a file: `.model` is sentencepiece, `.json` Hugging Face.
+
+    Raises:
+        DataError: the file is missing, damaged, of another kind, or has no end-of-text token.
+    """
+    suffix = Path(path).suffix
+    if suffix == ".model":
+        return SentencePieceTokenizer(path)
+    if suffix == ".json":
+        return HuggingFaceTokenizer(path)
+    raise DataError(f"tokenizer {path} must be a sentencepiece .model or a Hugging Face tokenizer.json")
+
+
+def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], vocab_size: int) -> Path:
+    """Trains a byte-fallback BPE on the first 8 million characters of `texts` and writes `model_prefix`.model.
+
+    Every text, Python sources included, comes back exactly from its ids: nothing is normalised, no space is added or
+    removed, and what no piece covers is spelled in bytes. The same texts give the same file, byte for byte.
+
+    Returns:
+        Path of the `.model`, written whole or not at all.
+
+    Raises:
+        DataError: no text, or a `vocab_size` that the texts cannot fill or that does not hold the 256 bytes.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    lines = _lines(texts, _TRAIN_CHARACTERS)
+    first = next(lines, None)
+    if first is None:
+        raise DataError("there is no text to train a tokenizer on; check the corpus's path and suffix")
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_chain(first, lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            character_coverage=0.9995,
+            max_sentence_length=1 << 16,
+            unk_id=0,
+            eos_id=1,
+            eos_piece=END_OF_TEXT,
+            bos_id=-1,
+            pad_id=-1,
+            # The number is written into the model, so one that followed the machine would change the file.
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = str(error).rsplit("] ", 1)[-1].strip()
+        raise DataError(f"vocab_size {vocab_size} does not suit the text to train on: {reason}") from error
+    path = Path(f"{os.fspath(model_prefix)}.model")
+    with replacing(path) as (temporary,):
+        temporary.write_bytes(model.getvalue())
+    return path
+
+
+def _read(path: str | os.PathLike[str]) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read tokenizer {path} ({error.strerror}); check --tokenizer-model") from error
+
+
+def _lines(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """Lines that hold something, of the first `characters` characters."""
+    for text in texts:
+        yield from (line for line in text[:characters].split("\n") if line)
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from rest

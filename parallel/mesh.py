@@ -1,7 +1,15 @@
-"""Processes and the device mesh they form."""
+"""Processes and the device mesh they form: data parallel (dp) x context parallel (cp)."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +29,63 @@ class MeshConfig:
         if self.context_parallel_size < 1:
             raise ValueError(f"context_parallel_size is {self.context_parallel_size}; it must be 1 or more")
         if self.distributed_timeout_minutes <= 0:
-            raise ValueError(
-                f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; it must be above 0"
-            )
+            raise ValueError(f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; it must be above 0")
+        if self.device == "cpu" and self.distributed_backend == "nccl":
+            raise ValueError("distributed_backend is nccl and device is cpu; use gloo or auto")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device is cuda and torch finds no CUDA device; use --device cpu or auto")
+
+    @property
+    def device_type(self) -> str:
+        """``cpu`` or ``cuda``, with auto decided."""
+        return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+
+    @property
+    def backend(self) -> str:
+        """Process-group backend per device type; tensors on the CPU always travel by gloo."""
+        gpu = {"auto": "nccl"}.get(self.distributed_backend, self.distributed_backend)
+        return "gloo" if self.device_type == "cpu" else f"cpu:gloo,cuda:{gpu}"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The processes of a run, arranged. ``both`` joins dp and cp: the ranks over which weights are sharded."""
+
+    device: torch.device
+    dp: DeviceMesh
+    cp: DeviceMesh
+    both: DeviceMesh
+
+
+def launched_rank() -> int:
+    """This process's rank as its launcher (torchrun, srun) says; 0 where it was started alone."""
+    return int(os.environ.get("RANK", 0))
+
+
+def launched_world_size() -> int:
+    """Number of processes as their launcher says; 1 where this one was started alone."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+@contextmanager
+def joined(config: MeshConfig) -> Iterator[Mesh]:
+    """Join the processes that the launcher started and arrange them; leave cleanly where the body ends cleanly.
+
+    The world size must be a multiple of context_parallel_size. cp is the inner dimension: its ranks are neighbours.
+    """
+    device = torch.device(config.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        timeout = timedelta(minutes=config.distributed_timeout_minutes)
+        if "RANK" in os.environ:
+            dist.init_process_group(config.backend, timeout=timeout)
+        else:
+            dist.init_process_group(config.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    cp = config.context_parallel_size
+    mesh = init_device_mesh(device.type, (dist.get_world_size() // cp, cp), mesh_dim_names=("dp", "cp"))
+    yield Mesh(device, mesh["dp"], mesh["cp"], mesh["dp", "cp"]._flatten("dp_cp"))
+    # Only a body that ended well gets here: after an error the peers may be stuck in a collective, and waiting for them
+    # would turn a message into a hang.
+    dist.destroy_process_group()

@@ -1,7 +1,13 @@
 """Optimizer, learning-rate schedule and gradient clipping."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +25,7 @@ class OptimizerConfig:
     lr_decay_iters: int | None = None
     """Iteration at which the decay ends; by default train_iters."""
     lr_wsd_decay_iters: int | None = None
-    """Length of the final decay of WSD; by default a tenth of lr_decay_iters."""
+    """Length of the final linear decay of WSD; by default a tenth of lr_decay_iters."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms and biases get none."""
     adam_beta1: float = 0.9
@@ -30,3 +36,58 @@ class OptimizerConfig:
     """Epsilon of Adam."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "adam_eps"):
+            self._require(getattr(self, name) > 0, name, "it must be above 0")
+        for name in ("min_lr", "weight_decay", "clip_grad", "lr_warmup_iters"):
+            self._require(getattr(self, name) >= 0, name, "it must be 0 or more")
+        self._require(self.min_lr <= self.lr, "min_lr", f"it must not exceed lr, which is {self.lr}")
+        for name in ("adam_beta1", "adam_beta2"):
+            self._require(0 <= getattr(self, name) < 1, name, "it must be in [0, 1)")
+        for name in ("lr_decay_iters", "lr_wsd_decay_iters"):
+            self._require(getattr(self, name) is None or getattr(self, name) >= 1, name, "it must be 1 or more")
+
+    def _require(self, ok: bool, name: str, problem: str) -> None:
+        if not ok:
+            raise ValueError(f"{name} is {getattr(self, name)}; {problem}")
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.AdamW:
+    """Fused AdamW; only matrices decay, since shrinking a norm's weight or a bias regularises nothing."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+
+
+def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> float:
+    """Learning rate of ``iteration`` (the first is 1): a pure function, so that a resume needs no scheduler state."""
+    if iteration <= config.lr_warmup_iters:
+        return config.lr * iteration / config.lr_warmup_iters
+    end = config.lr_decay_iters or train_iters
+    if config.lr_decay_style == "constant":
+        return config.lr
+    if iteration >= end:
+        return config.min_lr
+    if config.lr_decay_style == "cosine":
+        progress = (iteration - config.lr_warmup_iters) / (end - config.lr_warmup_iters)
+        return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+    decay = config.lr_wsd_decay_iters or max(1, end // 10)
+    remaining = min(1.0, (end - iteration) / decay)
+    return config.min_lr + (config.lr - config.min_lr) * remaining
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """2-norm of all gradients of the model, whole, as a scalar; collective where they are sharded."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, largest: float) -> None:
+    """Scale the gradients so that their norm, given, is at most ``largest``; 0 leaves them as they are."""
+    if largest > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm)

@@ -66,8 +66,8 @@ class ContextParallel:
             )
         if q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3] or not q.dtype == k.dtype == v.dtype:
             raise ContextError(
-                f"attend: q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype} do not fit: query heads must be "
-                "a multiple of the key heads, head widths and dtypes equal"
+                f"attend: q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype} do not fit: query heads must "
+                "be a multiple of the key heads, head widths and dtypes equal"
             )
         return attend(self._executor, q, k, v, q.shape[-1] ** -0.5)
 

@@ -18,7 +18,7 @@ LAYOUTS = ("contiguous", "striped", "zigzag")
 
 @dataclass(frozen=True)
 class Layout:
-    """A sequence of ``seq_len`` tokens (a multiple of ``granularity``) over ``size`` ranks in teams of ``team_size``."""
+    """``seq_len`` tokens (a multiple of ``granularity``) over ``size`` ranks in teams of ``team_size``."""
 
     name: str
     seq_len: int

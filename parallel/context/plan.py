@@ -1,7 +1,8 @@
 """Plans: what each rank holds, sends and computes in every round. Built on the CPU without any process."""
 
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -154,7 +155,7 @@ def make_plan(
     chosen.check(size, team_size, causal)
     if documents is not None:
         documents = tuple(int(x) for x in documents)
-        ascending = all(a < b for a, b in zip(documents, documents[1:], strict=False))
+        ascending = all(a < b for a, b in pairwise(documents))
         if len(documents) < 2 or documents[0] != 0 or documents[-1] != seq_len or not ascending:
             raise ContextError(f"documents must ascend from 0 to seq_len {seq_len} and are {documents}")
     return _make_plan(chosen, seq_len, size, team_size, causal, documents)

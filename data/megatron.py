@@ -9,6 +9,7 @@ import uuid
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -150,7 +151,7 @@ class _Source:
         self.prefix = os.path.abspath(prefix)
         self.config, self.seq_length, self.seed, self.tokenizer = config, seq_length, seed, tokenizer
         self.indexed: Indexed = check_indexed(self.prefix, tokenizer.vocab_size) if check else open_indexed(self.prefix)
-        self.dataset = megatron_core().GPTDataset.build_low_level_dataset(self.prefix, self.gpt_config(0, ""))
+        self.dataset = megatron_core().IndexedDataset(self.prefix)
         self.writes = check
 
     def gpt_config(self, epoch: int, cache: str) -> "GPTDatasetConfig":
@@ -257,13 +258,14 @@ class _Source:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+@cache
 def megatron_core() -> Any:
     """The parts of megatron.core used here; imported late, since that takes seconds, and without its warnings."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
         from megatron.core import __version__
         from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
         from megatron.core.datasets.utils import Split
 
     # It warns of each later epoch's indices that they are not saved, which is what is asked for.
@@ -273,6 +275,7 @@ def megatron_core() -> Any:
         DType=DType,
         GPTDataset=GPTDataset,
         GPTDatasetConfig=GPTDatasetConfig,
+        IndexedDataset=IndexedDataset,
         IndexedDatasetBuilder=IndexedDatasetBuilder,
         Split=Split,
     )

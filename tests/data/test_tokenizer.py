@@ -1,0 +1,155 @@
+"""Tokenizers give back what they were given, exactly, and refuse broken files."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from data.corpus import Corpus, stdlib_files
+from data.megatron import DataError
+from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer, train_tokenizer
+
+AWKWARD = [
+    "",
+    "\n",
+    "  leading and trailing  ",
+    "\tif x:\r\n\t\treturn 1\r",
+    "a\0b",
+    "é漢字🙂 a\u0301 ﬁ \u2028\x85\ufeff",
+    "▁ literal ▁▁space mark▁",
+    "<|endoftext|> </s> <unk> <0x41>",
+    "x" * 20_000,
+]
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[str]:
+    return list(Corpus(stdlib_files(), max_bytes=600_000))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, sources: list[str]) -> SentencePieceTokenizer:
+    return SentencePieceTokenizer(train_tokenizer(sources, tmp_path_factory.mktemp("tokenizer") / "t", 800))
+
+
+def write_hugging_face(folder: Path, end: str | None) -> Path:
+    """A byte-level tokenizer.json without merges; `end` is its only special token, beyond a hole in the ids."""
+    alphabet = sorted(ByteLevel.alphabet())
+    backend = Backend(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    if end is not None:
+        backend.add_special_tokens([AddedToken(end, special=True)])
+    path = folder / "tokenizer.json"
+    backend.save(str(path))
+    return path
+
+
+def test_python_sources_come_back_exactly(trained: SentencePieceTokenizer, sources: list[str]) -> None:
+    batch = trained.tokenize_batch(sources)
+    assert batch == [trained.tokenize(text) for text in sources]
+    assert [trained.detokenize(ids) for ids in batch] == sources
+    assert sum(map(len, batch)) < 0.5 * sum(len(text) for text in sources)
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_awkward_text_comes_back_exactly(trained: SentencePieceTokenizer, text: str) -> None:
+    ids = trained.tokenize(text)
+    assert trained.detokenize(ids) == text
+    assert trained.tokenize_batch([text, "x"])[0] == ids
+    assert all(0 < i < trained.vocab_size for i in ids)  # 0 is the unknown token: bytes cover everything
+    assert trained.eod not in ids
+
+
+def test_random_text_comes_back_exactly(trained: SentencePieceTokenizer) -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        text = "".join(chr(draw.choice([draw.randrange(128), draw.randrange(0xD800), 0x2581])) for _ in range(50))
+        assert trained.detokenize(trained.tokenize(text)) == text
+
+
+def test_training_is_deterministic(tmp_path: Path, sources: list[str]) -> None:
+    first, second = (train_tokenizer(sources, tmp_path / name, 500) for name in ("a", "b"))
+    assert first.read_bytes() == second.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.model", "b.model"]
+
+
+def test_what_megatron_needs(trained: SentencePieceTokenizer, tmp_path: Path, sources: list[str]) -> None:
+    assert trained.vocab_size == 800
+    assert 0 <= trained.eod < 800
+    assert trained.pad == -1  # no real id: GPTDataset masks labels equal to it
+    other = load_tokenizer(train_tokenizer(sources, tmp_path / "other", 500))
+    assert other.unique_identifiers != trained.unique_identifiers
+    json.dumps(trained.unique_identifiers)
+
+
+@pytest.mark.parametrize("vocab_size", [100, 10_000_000])
+def test_impossible_vocabulary(tmp_path: Path, vocab_size: int) -> None:
+    with pytest.raises(DataError, match=f"vocab_size {vocab_size}"):
+        train_tokenizer(["some text\n" * 10], tmp_path / "t", vocab_size)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_to_train_on(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no text"):
+        train_tokenizer(["", "\n"], tmp_path / "t", 500)
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_hugging_face_comes_back_exactly(tmp_path: Path, text: str) -> None:
+    tokenizer = load_tokenizer(write_hugging_face(tmp_path, "</s>"))
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    ids = tokenizer.tokenize(text)
+    assert tokenizer.detokenize(ids) == text
+    assert tokenizer.tokenize_batch([text]) == [ids]
+    assert tokenizer.eod not in ids
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (257, 256, -1)
+
+
+@pytest.mark.parametrize("named", ["[my end]", {"content": "[my end]"}])
+def test_hugging_face_end_named_beside(tmp_path: Path, named: object) -> None:
+    path = write_hugging_face(tmp_path, "[my end]")
+    with pytest.raises(DataError, match="no end-of-text token"):
+        load_tokenizer(path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    assert load_tokenizer(path).eod == 256
+
+
+def _missing(folder: Path) -> Path:
+    return folder / "none.model"
+
+
+def _garbage(folder: Path) -> Path:
+    (folder / "t.model").write_bytes(b"garbage" * 100)
+    return folder / "t.model"
+
+
+def _garbage_json(folder: Path) -> Path:
+    (folder / "tokenizer.json").write_text("{}")
+    return folder / "tokenizer.json"
+
+
+def _other_kind(folder: Path) -> Path:
+    (folder / "t.bin").write_bytes(b"")
+    return folder / "t.bin"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_missing, "cannot read tokenizer .*none.model"),
+        (_garbage, "t.model is no sentencepiece model"),
+        (_garbage_json, "tokenizer.json is no Hugging Face"),
+        (_other_kind, "t.bin must be a sentencepiece"),
+    ],
+)
+def test_broken_files(tmp_path: Path, make: Callable[[Path], Path], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(make(tmp_path))

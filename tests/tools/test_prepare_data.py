@@ -1,0 +1,99 @@
+"""The command line of tools/prepare_data.py, started as a user does."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools.prepare_data import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_text(folder: Path, documents: int = 20) -> Path:
+    folder.mkdir()
+    for i in range(documents):
+        (folder / f"{i}.txt").write_text(f"It was the {i}th of many short stories about tokens.\n" * 30)
+    return folder
+
+
+def test_writes_then_keeps_then_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = write_text(tmp_path / "text")
+    flags = ["--input", str(text), "--output-prefix", str(tmp_path / "d")]
+    assert main([*flags, "--vocab-size", "320"]) == 0
+    wrote = capsys.readouterr().out
+    assert "20 documents" in wrote
+    assert "bytes per token, unigram entropy" in wrote
+    assert f"--tokenizer-model {tmp_path / 'd'}.model" in wrote
+    assert main([*flags, "--vocab-size", "320"]) == 0
+    assert capsys.readouterr().out == wrote.replace("wrote", "kept")
+    assert main([*flags, "--vocab-size", "330"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "--overwrite" in error
+    assert main([*flags, "--vocab-size", "330", "--overwrite"]) == 0
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "tools/prepare_data.py", "--input", tmp_path / "none", "--output-prefix", tmp_path / "d"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 1
+    assert run.stderr == f"error: input {tmp_path / 'none'} does not exist; check the path\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--input", "x"],
+        ["--stdlib", "--input", "x"],
+        ["--tokenizer-model", "t.model", "--vocab-size", "300"],
+        ["--max-bytes", "0"],
+        ["--vocab-size", "-3"],
+    ],
+)
+def test_contradicting_flags(flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(flags)
+    assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tools.prepare_data", "--output-prefix", out / "d"],
+        cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        # The .bin is under its temporary name while documents are tokenised.
+        while not list(out.glob(".d.*.bin")):
+            assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == status
+    assert "Traceback" not in errors
+    assert not list(out.iterdir())
+
+
+def test_help_is_quick(tmp_path: Path) -> None:
+    began = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-m", "tools.prepare_data", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0
+    assert "--output-prefix" in run.stdout
+    assert time.monotonic() - began < 4

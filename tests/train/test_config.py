@@ -1,7 +1,7 @@
 import dataclasses
+import resource
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_type_hints
@@ -61,7 +61,7 @@ def test_toml_round_trip_of_every_field(tmp_path):
         if name in changed:
             continue
         one = {bool: not field.default, int: 16, float: 0.1 + 0.2, str: 'a "b" \\ é'}[field.base]
-        changed[name] = field.choices[-1] if field.choices else one
+        changed[name] = next(choice for choice in field.choices if choice != field.default) if field.choices else one
     for values in ({}, changed):
         config = flags.build(Config, values)
         assert load_config(write(tmp_path, to_toml(config))) == config
@@ -224,14 +224,13 @@ def test_configs_are_immutable():
 
 @pytest.mark.parametrize("entry", ["pretrain_gpt.py"])
 def test_help_is_fast_and_explains_every_flag(entry):
-    seconds = []
-    while not seconds or (min(seconds) >= 4 and len(seconds) < 3):
-        start = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, entry, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-        )
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 4
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, entry, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Seconds of CPU, which are those of the clock on an idle machine: what else runs there does not count.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4
     assert done.stderr == ""
     assert done.stdout.count("torchrun") >= 3
     sections = get_type_hints(Config)

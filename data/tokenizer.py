@@ -85,7 +85,7 @@ class SentencePieceTokenizer(_Common):
         return [*first, *(i for part in rest for i in (*self._mark, *part))]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        batch = self._model.encode(list(texts), num_threads=len(os.sched_getaffinity(0)))
+        batch = self._model.encode(list(texts), num_threads=_cores())
         return [self.tokenize(text) if _SPACE_MARK in text else ids for text, ids in zip(texts, batch, strict=True)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -209,6 +209,11 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
     with replacing(path) as (temporary,):
         temporary.write_bytes(model.getvalue())
     return path
+
+
+def _cores() -> int:
+    """Cores that this process may use; Linux alone can tell that from how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _read(path: str | os.PathLike[str]) -> bytes:

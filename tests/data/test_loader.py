@@ -1,0 +1,150 @@
+"""Batches: the global order whatever the ranks, micro-batches and readers, from any number of consumed samples."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.loader import IGNORE_INDEX, batches, evaluation_batches
+from data.megatron import DataConfig, DataError, build_datasets
+from tests.data.corpora import EOD, NumberTokenizer, counting_documents, write_documents
+
+SEQ = 8
+GLOBAL = 24
+
+
+class Numbers:
+    """Sample n is filled with n; endless, of `length` samples per epoch."""
+
+    def __init__(self, length: int = 20, bad: int | None = None) -> None:
+        self.length, self.bad = length, bad
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+        if index is not None and index == self.bad:
+            raise DataError(f"x.bin: sample {index} is bad")
+        ids = torch.full((SEQ,), 0 if index is None else index)
+        mask = torch.ones(SEQ) if index is not None else torch.zeros(SEQ)
+        return {"tokens": ids, "labels": ids + 1, "loss_mask": mask}
+
+
+def steps(count: int, **arguments: Any) -> list[list[list[int]]]:
+    """First tokens of each micro-batch of `count` steps."""
+    loader = batches(**({"dataset": Numbers(), "global_batch_size": GLOBAL} | arguments))  # type: ignore[arg-type]
+    return [[batch["tokens"][:, 0].tolist() for batch in next(loader)] for _ in range(count)]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+@pytest.mark.parametrize("consumed", [0, 24, 7, 1_000_003])
+def test_ranks_share_the_global_order(dp_size: int, micro_batch_size: int, consumed: int) -> None:
+    ranks = [
+        steps(3, consumed_samples=consumed, micro_batch_size=micro_batch_size, dp_rank=rank, dp_size=dp_size)
+        for rank in range(dp_size)
+    ]
+    for step in range(3):
+        begin = consumed + step * GLOBAL
+        per_rank = [rank[step] for rank in ranks]
+        assert all(len(mine) == GLOBAL // (dp_size * micro_batch_size) for mine in per_rank)
+        assert all(len(micro_batch) == micro_batch_size for mine in per_rank for micro_batch in mine)
+        together = [number for turn in zip(*per_rank, strict=True) for micro_batch in turn for number in micro_batch]
+        assert together == list(range(begin, begin + GLOBAL))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resume_continues_the_order(num_workers: int) -> None:
+    arguments = {"micro_batch_size": 2, "dp_rank": 1, "dp_size": 2, "num_workers": num_workers}
+    whole = steps(6, consumed_samples=0, **arguments)
+    assert steps(3, consumed_samples=3 * GLOBAL, **arguments) == whole[3:]
+
+
+def test_reading_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    steps(2, consumed_samples=0, micro_batch_size=2, num_workers=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("global_batch", "micro", "dp"), [(12, 5, 1), (12, 2, 4), (0, 1, 1), (12, 0, 1)])
+def test_sizes_that_do_not_divide(global_batch: int, micro: int, dp: int) -> None:
+    with pytest.raises(DataError, match=f"global_batch_size {global_batch} .*micro_batch_size {micro} .* size {dp}"):
+        batches(Numbers(), consumed_samples=0, global_batch_size=global_batch, micro_batch_size=micro, dp_size=dp)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_bad_sample_raises_one_clear_message(num_workers: int) -> None:
+    loader = batches(
+        Numbers(bad=29), consumed_samples=0, global_batch_size=GLOBAL, micro_batch_size=3, num_workers=num_workers
+    )
+    next(loader)
+    with pytest.raises(DataError) as raised:
+        next(loader)
+    assert str(raised.value) == "x.bin: sample 29 is bad"
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+@pytest.mark.parametrize("asked", [1, 8, 11, 20])
+def test_evaluation_reads_each_sample_once(dp_size: int, asked: int) -> None:
+    ranks = [
+        list(
+            evaluation_batches(
+                Numbers(), samples=asked, global_batch_size=8, micro_batch_size=2, dp_rank=rank, dp_size=dp_size
+            )
+        )
+        for rank in range(dp_size)
+    ]
+    # All ranks make the same calls, or their collectives would wait for each other.
+    assert len({tuple(len(step) for step in rank) for rank in ranks}) == 1
+    rows = [
+        row
+        for rank in ranks
+        for step in rank
+        for batch in step
+        for row in zip(batch["tokens"], batch["labels"], strict=True)
+    ]
+    counted = sorted(int(tokens[0]) for tokens, labels in rows if (labels != IGNORE_INDEX).all())
+    fillers = [labels for _, labels in rows if (labels == IGNORE_INDEX).all()]
+    assert counted == list(range(asked))
+    assert len(counted) + len(fillers) == len(rows) == -(-asked // 8) * 8
+
+
+def test_evaluation_never_wraps() -> None:
+    with pytest.warns(UserWarning, match="50 validation samples are asked for; there are 20"):
+        read = list(evaluation_batches(Numbers(), samples=50, global_batch_size=4, micro_batch_size=4))
+    assert [batch["tokens"][:, 0].tolist() for (batch,) in read] == [list(range(i, i + 4)) for i in range(0, 20, 4)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("eod_mask_loss", [False, True])
+def test_real_files_over_an_epochs_boundary(tmp_path: Path, num_workers: int, eod_mask_loss: bool) -> None:
+    prefix = write_documents(tmp_path / "d", counting_documents(10))
+    config = DataConfig(data_path=(prefix,), split="100,0,0", eod_mask_loss=eod_mask_loss)
+    train = build_datasets(config, SEQ, 1, NumberTokenizer())[0]
+    loader = batches(
+        train, consumed_samples=len(train) - 5, global_batch_size=8, micro_batch_size=4, num_workers=num_workers
+    )
+    got = [batch for _ in range(10) for batch in next(loader)]
+    expected = [train[n] for n in range(len(train) - 5, len(train) + 75)]
+    assert 2 * len(train) < 75
+    tokens = torch.cat([batch["tokens"] for batch in got])
+    labels = torch.cat([batch["labels"] for batch in got])
+    assert tokens.dtype == labels.dtype == torch.int64
+    assert torch.equal(tokens, torch.stack([sample["tokens"] for sample in expected]))
+    ignored = labels == IGNORE_INDEX
+    assert torch.equal(ignored, (tokens == EOD) if eod_mask_loss else torch.zeros_like(ignored))
+    assert torch.equal(labels[~ignored], torch.stack([sample["labels"] for sample in expected])[~ignored])
+
+
+def test_filler_of_a_real_file_carries_no_loss(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "d", counting_documents(10))
+    valid = build_datasets(DataConfig(data_path=(prefix,), split="50,50"), SEQ, 1, NumberTokenizer())[1]
+    assert valid is not None
+    (step,) = evaluation_batches(valid, samples=3, global_batch_size=4, micro_batch_size=4)
+    labels = step[0]["labels"]
+    assert (labels[:3] != IGNORE_INDEX).all()
+    assert (labels[3] == IGNORE_INDEX).all()
+    # The mask of a filler must not stick to the samples read after it.
+    assert (valid[0]["loss_mask"] == 1).all()

@@ -1,0 +1,253 @@
+"""Measure the attention: the context-parallel methods against each other, against one process, against the limits.
+
+On the CPU, in one run: ring, striped, zigzag and allgather on 2 processes pinned to one core each, and torch's
+scaled_dot_product_attention in one process with a thread on each of the same cores; forward + backward, causal. The
+contestants take turns, so that whatever else the machine does hits all alike; a step lasts as long as its slowest rank.
+
+    python -m bench.attention                              # sequence 8192, 8 heads of 64
+    python -m bench.attention --assert --json cpu.json     # exit status 1 where a target is missed
+    python -m bench.attention --device cuda                # block kernels and the compute of a ring step on one GPU
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.machine import OtherLoad, describe, usable_cores, write_json
+from bench.processes import ONE_PROCESS, Contestants, Times
+from bench.workload import DTYPES, Workload, check_same
+from parallel.context import METHODS, make_plan
+
+DEFAULT_METHODS = ("ring", "striped", "zigzag", "allgather")
+SETTLE_SECONDS = 0.02  # an OpenMP thread looks for work a moment longer than there is any
+MINIMUM_REPEATS = 3
+
+
+class Target(NamedTuple):
+    """A ratio of two contestants' medians, and what it is to be."""
+
+    slower: str
+    faster: str
+    at_least: float | None
+    at_most: float | None
+
+
+TARGETS = (
+    Target("ring", "striped", 1.3, None),
+    Target("striped", ONE_PROCESS, None, 1.10),
+    Target("zigzag", ONE_PROCESS, None, 1.10),
+)
+
+
+def slowest_pairs(method: str, seq_length: int, size: int) -> int:
+    """(query, key) pairs of the slowest rank in each round, summed: counted in the plan, not timed."""
+    plan = make_plan(method, seq_len=seq_length, size=size)
+    by_rank = [[step.pairs for step in plan.rounds(rank)] for rank in range(size)]
+    return sum(max(pairs) for pairs in zip(*by_rank, strict=True))
+
+
+def measure_cpu(
+    work: Workload, methods: tuple[str, ...], ranks: int = 2, repeats: int = 9, max_seconds: float = 150.0
+) -> dict[str, Any]:
+    """Time every contestant in turn, ``repeats`` times or until ``max_seconds`` are over (3 times at least).
+
+    Raises:
+        ValueError: fewer cores than ranks, or an unknown method.
+        RuntimeError: a process failed, or a method's result differs from the one process's.
+    """
+    cores = usable_cores()[:ranks]
+    if len(cores) < ranks:
+        raise ValueError(f"{ranks} ranks need a core each and this process may use {len(cores)}; use fewer ranks")
+    limits = {name: slowest_pairs(name, work.seq_length, ranks) for name in methods}
+    names = [*methods, ONE_PROCESS]
+    rounds: list[dict[str, list[Times]]] = []
+    with Contestants(work, methods, cores) as contestants:
+        truth = contestants.fingerprint(ONE_PROCESS)
+        for name in methods:
+            check_same(name, contestants.fingerprint(name), truth, work.dtype)
+        ceiling = contestants.matmul_tflops()
+        start, own = time.monotonic(), contestants.cpu_seconds()
+        others = OtherLoad(cores)
+        while len(rounds) < repeats:
+            spent = time.monotonic() - start
+            if len(rounds) >= MINIMUM_REPEATS and spent + spent / len(rounds) > max_seconds:
+                break
+            turn = len(rounds) % len(names)  # nobody always follows the same one
+            times: dict[str, list[Times]] = {}
+            for name in names[turn:] + names[:turn]:
+                time.sleep(SETTLE_SECONDS)
+                times[name] = contestants.step(name)
+            rounds.append(times)
+        taken = others.cores_taken(contestants.cpu_seconds() - own)
+    found = {name: summary([times[name] for times in rounds], work, limits.get(name), ranks) for name in names}
+    return {
+        "benchmark": "attention, forward + backward, causal",
+        "machine": {**describe("cpu"), "cores_used": len(cores), "pinned": hasattr(os, "sched_setaffinity")},
+        "load": {"cores_taken_by_others": taken, "load_average": list(os.getloadavg())},
+        "workload": vars(work),
+        "ranks": ranks,
+        "rounds": len(rounds),
+        "matmul_tflops": ceiling,
+        "contestants": found,
+        **compare(found, ranks, work),
+    }
+
+
+def summary(steps: list[list[Times]], work: Workload, limit: int | None, ranks: int) -> dict[str, Any]:
+    """The figures of one contestant; a step is the times of its ranks. ``limit`` is ``slowest_pairs``."""
+    seconds = [max(times.wall for times in step) for step in steps]
+    threads = ranks if limit is None else 1
+    middle = median(seconds)
+    return {
+        "seconds": seconds,
+        "median": middle,
+        "min": min(seconds),
+        "max": max(seconds),
+        "cpu_median": median(max(times.cpu for times in step) / threads for step in steps),
+        "tflops": work.flops(work.pairs) / middle / 1e12,
+        "slowest_pairs": work.pairs / ranks if limit is None else limit,
+    }
+
+
+def compare(found: dict[str, dict[str, Any]], ranks: int, work: Workload) -> dict[str, Any]:
+    """Ratios of ring to each method and of each method to the one process, and the targets among them.
+
+    ``limit`` is the same ratio of pairs counted in the plans; ``paired`` the quartiles of the ratio inside each round;
+    ``cpu`` the ratio of the busiest rank's CPU time, which other processes on the cores disturb less than the clock.
+    """
+    ratios = {}
+    pairs = [("ring", name) for name in found if name not in ("ring", ONE_PROCESS) and "ring" in found]
+    for slower, faster in [*pairs, *((name, ONE_PROCESS) for name in found if name != ONE_PROCESS)]:
+        a, b = found[slower], found[faster]
+        by_round = [x / y for x, y in zip(a["seconds"], b["seconds"], strict=True)]
+        ratios[f"{slower}/{faster}"] = {
+            "ratio": a["median"] / b["median"],
+            "limit": a["slowest_pairs"] / b["slowest_pairs"],
+            "paired": quantiles(by_round, n=4, method="inclusive") if len(by_round) > 1 else by_round * 3,
+            "cpu": a["cpu_median"] / b["cpu_median"],
+        }
+    targets = []
+    for target in TARGETS:
+        name = f"{target.slower}/{target.faster}"
+        if name in ratios and ranks == 2:
+            ratio = ratios[name]["ratio"]
+            met = (target.at_least or 0) <= ratio <= (target.at_most or float("inf"))
+            bound = f">= {target.at_least}" if target.at_least else f"<= {target.at_most}"
+            targets.append({"name": name, "ratio": ratio, "bound": bound, "met": met})
+    return {"ratios": ratios, "targets": targets}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures of ``measure_cpu`` for reading."""
+    work, machine, load = result["workload"], result["machine"], result["load"]
+    taken = load["cores_taken_by_others"]
+    lines = [
+        f"{machine['device']}, torch {machine['torch']}: sequence {work['seq_length']}, batch {work['batch']}, "
+        f"{work['num_heads']} heads ({work['kv_heads']} of keys) of {work['head_dim']}, {work['dtype']}, "
+        "forward + backward, causal",
+        f"{result['ranks']} ranks{' pinned to a core each' if machine['pinned'] else ', not pinned'}; "
+        f"one process with {result['ranks']} threads; {result['rounds']} rounds; other processes took "
+        f"{'an unknown share' if taken is None else f'{taken:.2f}'} of {machine['cores_used']} cores",
+        "",
+        f"{'':12}{'median s':>10}{'min':>9}{'max':>9}{'CPU s':>9}{'TFLOP/s':>10}{'of matmul':>11}",
+    ]
+    for name, found in result["contestants"].items():
+        share = found["tflops"] / result["matmul_tflops"]
+        lines.append(
+            f"{name:12}{found['median']:10.3f}{found['min']:9.3f}{found['max']:9.3f}{found['cpu_median']:9.3f}"
+            f"{found['tflops']:10.4f}{share:11.1%}"
+        )
+    lines += ["", f"{'':24}{'ratio':>8}{'by pairs':>10}{'by CPU time':>13}   {'quartiles by round'}"]
+    for name, found in result["ratios"].items():
+        quartiles = ", ".join(f"{value:.2f}" for value in found["paired"])
+        lines.append(f"{name:24}{found['ratio']:8.3f}{found['limit']:10.3f}{found['cpu']:13.3f}   {quartiles}")
+    targets = (
+        f"{t['name']} {t['bound']}: {t['ratio']:.3f}, {'met' if t['met'] else 'MISSED'}" for t in result["targets"]
+    )
+    return "\n".join([*lines, "", *targets])
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--seq-length", type=int, help="default: 8192; on cuda several, 2048 to 32768")
+    parser.add_argument("--num-heads", type=int, help="query heads (default: 8; on cuda 16)")
+    parser.add_argument("--kv-heads", type=int, help="key and value heads (default: as many as query heads)")
+    parser.add_argument("--head-dim", type=int, help="default: 64; on cuda 128")
+    parser.add_argument("--batch", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32; on cuda bfloat16")
+    parser.add_argument("--repeats", type=int, default=9, help="rounds of all contestants (default: %(default)s)")
+    parser.add_argument(
+        "--max-seconds", type=float, default=150, help="no further round after this long (default: %(default)s)"
+    )
+    parser.add_argument("--context-parallel-size", type=int, help="ranks (default: 2; on cuda 8, simulated)")
+    parser.add_argument(
+        "--methods", nargs="+", default=list(DEFAULT_METHODS), choices=tuple(METHODS), help="default: %(default)s"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too")
+    parser.add_argument(
+        "--assert", dest="assert_targets", action="store_true", help="exit with status 1 where a target is missed (cpu)"
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure what the command line asks for, print it and return it."""
+    on_gpu = args.device == "cuda"
+    methods = tuple(dict.fromkeys(args.methods))
+    if args.repeats < 1:
+        raise ValueError(f"--repeats is {args.repeats}; it must be 1 or more")
+    heads = args.num_heads or (16 if on_gpu else 8)
+    work = Workload(
+        seq_length=args.seq_length or 8192,
+        batch=args.batch,
+        num_heads=heads,
+        kv_heads=args.kv_heads or heads,
+        head_dim=args.head_dim or (128 if on_gpu else 64),
+        dtype=args.dtype or ("bfloat16" if on_gpu else "float32"),
+    )
+    ranks = args.context_parallel_size or (8 if on_gpu else 2)
+    if not on_gpu:
+        result = measure_cpu(work, methods, ranks, args.repeats, args.max_seconds)
+        print(table(result))
+        return result
+    from bench import gpu
+
+    lengths = (args.seq_length,) if args.seq_length else gpu.LENGTHS
+    result = gpu.measure("cuda", work, lengths, methods, ranks, args.repeats)
+    print(gpu.table(result))
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    args = build_parser().parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("error: --device cuda needs a CUDA GPU, and torch sees none here", file=sys.stderr)
+        return 1
+    try:
+        result = run(args)
+        if args.json:
+            write_json(args.json, result)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    missed = [target for target in result.get("targets", ()) if not target["met"]]
+    if args.assert_targets and missed:
+        for target in missed:
+            print(f"error: {target['name']} is {target['ratio']:.3f}, to be {target['bound']}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

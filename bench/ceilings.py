@@ -1,0 +1,78 @@
+"""What a device can do at most, measured: copy bandwidth and matrix multiplication.
+
+python -m bench.ceilings                    # this CPU, on all its cores
+python -m bench.ceilings --device cuda --json ceilings.json
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.machine import describe, time_steps, usable_cores, write_json
+from bench.workload import DTYPES
+
+# Large enough to leave the caches and to fill every multiprocessor; a second or so of work in all.
+COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
+MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}
+REPEATS = {"cpu": 5, "cuda": 20}
+
+
+def copy_bandwidth(device: str) -> float:
+    """GB/s (10^9 bytes) of a copy inside the device's memory, bytes read and bytes written both counted."""
+    source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median(time_steps(lambda: target.copy_(source), device, REPEATS[device])) / 1e9
+
+
+def matmul_rate(device: str, dtype: torch.dtype) -> float:
+    """TFLOP/s of the product of two square matrices, at the size that does best."""
+    rates = []
+    for size in MATMUL_SIZES[device]:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        result = torch.empty_like(a)
+
+        def multiply(a: torch.Tensor = a, b: torch.Tensor = b, result: torch.Tensor = result) -> None:
+            torch.mm(a, b, out=result)
+
+        rates.append(2 * size**3 / median(time_steps(multiply, device, REPEATS[device])) / 1e12)
+    return max(rates)
+
+
+def measure(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
+    """Every ceiling of a device: ``copy_gb_per_s`` and ``matmul_tflops`` by dtype; a CPU's threads stand beside."""
+    found: dict[str, Any] = {"copy_gb_per_s": copy_bandwidth(device)}
+    found["matmul_tflops"] = {name: matmul_rate(device, DTYPES[name]) for name in dtypes}
+    if device == "cpu":
+        found["threads"] = torch.get_num_threads()
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="ceilings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, help="of the CPU (default: one per core)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("error: --device cuda needs a CUDA GPU, and torch sees none here", file=sys.stderr)
+        return 1
+    torch.set_num_threads(args.threads or len(usable_cores()))
+    found = {"machine": describe(args.device), "ceilings": measure(args.device, ("bfloat16", "float32"))}
+    print(found["machine"]["device"])
+    print(f"  copy               {found['ceilings']['copy_gb_per_s']:10.1f} GB/s")
+    for name, rate in found["ceilings"]["matmul_tflops"].items():
+        print(f"  matmul {name:12}{rate:10.3f} TFLOP/s")
+    if args.json:
+        write_json(args.json, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""The attention on one device: block kernels beside torch's own, and the compute of a ring step without its traffic.
+
+Runs on the CPU with the same code, which is how its tests run. What a device or a library refuses is listed with the
+reason under ``skipped``; no figure stands for it.
+"""
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.ceilings import measure as measure_ceilings
+from bench.machine import describe, time_steps
+from bench.workload import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Workload, sdpa
+from kernels.attention import CAUSAL, block_backward, block_forward, select_backend
+from parallel.context import make_plan
+from parallel.context.executor import Executor
+
+LENGTHS = (2048, 4096, 8192, 16384, 32768)
+BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn"), "cpu": ("aten",)}
+WORST_ERROR = 2e-2
+"""Relative difference from torch's own in the 2-norm beyond which a kernel's time would mean nothing."""
+
+Step = Callable[[], Any]
+
+
+def measure(
+    device: str, work: Workload, lengths: tuple[int, ...], methods: tuple[str, ...], ranks: int, repeats: int
+) -> dict[str, Any]:
+    """Ceilings, kernels at every length, and the simulated steps, where ``work.seq_length`` is one rank's share."""
+    skipped: dict[str, str] = {}
+    result = {
+        "benchmark": "attention on one device, causal",
+        "machine": describe(device),
+        "ceilings": measure_ceilings(device, (work.dtype,)),
+        "workload": vars(work),
+        "ranks": ranks,
+    }
+    kernels: list[dict[str, Any]] = []
+    for length in lengths:
+        shape = Workload(**{**vars(work), "seq_length": length})
+        kernels += _kernels(device, shape, repeats, skipped)
+    return {
+        **result,
+        "kernels": kernels,
+        **_simulate(device, work, methods, ranks, repeats, skipped),
+        "skipped": skipped,
+    }
+
+
+def _try(label: str, skipped: dict[str, str], measured: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    """What ``measured`` returns, or None with the refusal (no memory, not installed, not supported) noted."""
+    try:
+        return measured()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        skipped[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return None
+
+
+def _kernels(device: str, shape: Workload, repeats: int, skipped: dict[str, str]) -> list[dict[str, Any]]:
+    """torch's own attention first, then each backend of ours."""
+    q, k, v, dout = shape.tensors(device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    truth: list[Tensor] = []
+
+    def peer() -> dict[str, Any]:
+        out = sdpa(*leaves)
+        truth[:] = [out.detach(), *torch.autograd.grad(out, leaves, dout, retain_graph=True)]
+        backward = time_steps(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device, repeats)
+        return _row("sdpa", shape, time_steps(lambda: sdpa(*leaves), device, repeats), backward)
+
+    def ours(name: str) -> dict[str, Any]:
+        backend, scale = select_backend(name, device, q.dtype), shape.head_dim**-0.5
+        with torch.no_grad():
+            out, lse = block_forward(q, k, v, CAUSAL, scale, backend)
+            gradients = block_backward(dout, q, k, v, out, lse, CAUSAL, scale, backend)
+            error = _error([out, *gradients], truth)
+            if not error <= WORST_ERROR:
+                raise RuntimeError(f"differs from scaled_dot_product_attention by {error:.1e} of the 2-norm")
+            forward = time_steps(lambda: block_forward(q, k, v, CAUSAL, scale, backend), device, repeats)
+            backward = time_steps(
+                lambda: block_backward(dout, q, k, v, out, lse, CAUSAL, scale, backend), device, repeats
+            )
+        return _row(name, shape, forward, backward) | {"error": error}
+
+    rows = [_try(f"sdpa at {shape.seq_length}", skipped, peer)]
+    if truth:
+        for name in BACKENDS[device]:
+            rows.append(_try(f"{name} at {shape.seq_length}", skipped, lambda name=name: ours(name)))  # type: ignore[misc]
+    return [row for row in rows if row is not None]
+
+
+def _error(got: list[Tensor], want: list[Tensor]) -> float:
+    """The worst relative difference of a pair of tensors in the 2-norm."""
+    return max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, want, strict=True))
+
+
+def _row(name: str, shape: Workload, forward: list[float], backward: list[float]) -> dict[str, Any]:
+    there, back = median(forward), median(backward)
+    return {
+        "kernel": name,
+        "seq_length": shape.seq_length,
+        "forward_seconds": there,
+        "backward_seconds": back,
+        "forward_tflops": shape.flops(shape.pairs, FORWARD_PRODUCTS) / there / 1e12,
+        "backward_tflops": shape.flops(shape.pairs, BACKWARD_PRODUCTS) / back / 1e12,
+    }
+
+
+class _Alone(Executor):
+    """The executor of one rank without the others: what would arrive from them is what would be sent to them."""
+
+    def _shift(self, tensor: Tensor, send_to: int, recv_from: int, tag: int) -> Callable[[], Tensor]:
+        return lambda: tensor
+
+    def _gather(self, kv: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        joined = torch.cat([kv] * len(ranks), dim=2)
+        return joined.index_select(2, self.plan.gather_order(ranks).to(kv.device))
+
+    def _bring_home(self, dkv: Tensor) -> Tensor:
+        return dkv[:, :, : self.plan.local_len]
+
+
+def _simulate(
+    device: str, local: Workload, methods: tuple[str, ...], ranks: int, repeats: int, skipped: dict[str, str]
+) -> dict[str, Any]:
+    """Every rank's forward + backward of every method, one after the other; a method is as fast as its slowest rank."""
+    whole = Workload(**{**vars(local), "seq_length": local.seq_length * ranks})
+    tensors = local.tensors(device)
+    steps: dict[str, Any] = {}
+    for method in methods:
+        plan = make_plan(method, seq_len=whole.seq_length, size=ranks)
+        if plan.local_len != local.seq_length:
+            skipped[f"simulated {method}"] = f"{local.seq_length} positions a rank would be padded to {plan.local_len}"
+            continue
+        executors = [_Alone(plan, None, rank, "auto") for rank in range(ranks)]
+        measured = _try(
+            f"simulated {method}",
+            skipped,
+            lambda executors=executors: {  # type: ignore[misc]
+                "seconds_by_rank": [median(time_steps(_step(e, *tensors), device, repeats)) for e in executors],
+                "pairs_by_rank": [sum(step.pairs for step in e.plan.rounds(e.rank)) for e in executors],
+            },
+        )
+        if measured is not None:
+            slowest = max(measured["seconds_by_rank"])
+            flops = whole.flops(max(measured["pairs_by_rank"]))
+            steps[method] = measured | {"slowest_seconds": slowest, "tflops": flops / slowest / 1e12}
+    alone = _try("sdpa of the whole sequence", skipped, lambda: _whole(device, whole, ranks, repeats))
+    return {"simulated": steps, "simulated_ratios": _ratios(steps, alone), "whole_sequence": alone}
+
+
+def _step(executor: Executor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Step:
+    scale = q.shape[-1] ** -0.5
+
+    def step() -> None:
+        out, lse = executor.forward(q, k, v, scale)
+        executor.backward(dout, q, k, v, out, lse, scale)
+
+    return step
+
+
+def _whole(device: str, whole: Workload, ranks: int, repeats: int) -> dict[str, Any]:
+    q, k, v, dout = whole.tensors(device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    seconds = median(time_steps(lambda: torch.autograd.grad(sdpa(*leaves), leaves, dout), device, repeats))
+    return {"seq_length": whole.seq_length, "seconds": seconds, "share_seconds": seconds / ranks}
+
+
+def _ratios(steps: dict[str, Any], alone: dict[str, Any] | None) -> dict[str, dict[str, float]]:
+    """Ring to each method, and each method to its share of the whole done alone; limits by counted pairs."""
+    ratios = {}
+    for name, step in steps.items():
+        if "ring" in steps and name != "ring":
+            limit = max(steps["ring"]["pairs_by_rank"]) / max(step["pairs_by_rank"])
+            ratios[f"ring/{name}"] = {
+                "ratio": steps["ring"]["slowest_seconds"] / step["slowest_seconds"],
+                "limit": limit,
+            }
+        if alone is not None:
+            total = sum(step["pairs_by_rank"]) / len(step["pairs_by_rank"])
+            limit = max(step["pairs_by_rank"]) / total
+            ratios[f"{name}/share"] = {"ratio": step["slowest_seconds"] / alone["share_seconds"], "limit": limit}
+    return ratios
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures of ``measure`` for reading."""
+    machine, work, ceilings = result["machine"], result["workload"], result["ceilings"]
+    ceiling = ceilings["matmul_tflops"][work["dtype"]]
+    lines = [
+        f"{machine['device']}, torch {machine['torch']}: batch {work['batch']}, {work['num_heads']} heads "
+        f"({work['kv_heads']} of keys) of {work['head_dim']}, {work['dtype']}, causal",
+        f"measured ceilings: matmul {ceiling:.1f} TFLOP/s, copy {ceilings['copy_gb_per_s']:.0f} GB/s",
+        "",
+        f"{'':12}{'sequence':>9}{'forward ms':>12}{'TFLOP/s':>9}{'of matmul':>10}{'backward ms':>13}{'TFLOP/s':>9}"
+        f"{'of matmul':>10}",
+    ]
+    for row in result["kernels"]:
+        halves = (
+            f"{row[half + '_seconds'] * 1e3:{width}.3f}{row[half + '_tflops']:9.1f}{row[half + '_tflops'] / ceiling:10.1%}"
+            for half, width in (("forward", 12), ("backward", 13))
+        )
+        lines.append(f"{row['kernel']:12}{row['seq_length']:9}{''.join(halves)}")
+    lines += [
+        "",
+        f"compute of {result['ranks']} ranks, {work['seq_length']} positions each, forward + backward, no traffic;",
+        "share: scaled_dot_product_attention of the whole sequence on this device, divided by the ranks",
+    ]
+    for name, step in result["simulated"].items():
+        lines.append(f"{name:12}slowest rank {step['slowest_seconds'] * 1e3:9.2f} ms {step['tflops']:9.1f} TFLOP/s")
+    for name, found in result["simulated_ratios"].items():
+        lines.append(f"{name:24}{found['ratio']:8.3f}  by pairs {found['limit']:.3f}")
+    return "\n".join([*lines, *(f"skipped: {label}: {reason}" for label, reason in result["skipped"].items())])

@@ -1,0 +1,85 @@
+"""The attention that is measured: one causal self-attention, forward and backward.
+
+Shapes: B batch, S positions, H query heads, K key/value heads, D head width; tensors ``[B, S, heads, D]``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Matrix products per (query, key) pair and head, 2 D operations each: Q K^T and P V forward; Q K^T again, dO V^T, dV,
+# dQ and dK backward.
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+
+MISMATCH = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
+"""Relative difference of a fingerprint from which two computations count as different."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One causal self-attention."""
+
+    seq_length: int = 8192
+    batch: int = 1
+    num_heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("seq_length", "batch", "num_heads", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.num_heads % self.kv_heads:
+            raise ValueError(f"kv_heads is {self.kv_heads}, which does not divide num_heads {self.num_heads}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
+
+    @property
+    def pairs(self) -> int:
+        """Unmasked (query, key) pairs."""
+        return self.seq_length * (self.seq_length + 1) // 2
+
+    def flops(self, pairs: int, products: int = FORWARD_PRODUCTS + BACKWARD_PRODUCTS) -> int:
+        """Floating-point operations for that many pairs: matrix products alone, a multiply-add as two."""
+        return 2 * products * pairs * self.batch * self.num_heads * self.head_dim
+
+    def tensors(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the gradient of the output: the same numbers in every process, whatever the device."""
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, dout = (
+            torch.randn(self.batch, self.seq_length, heads, self.head_dim, generator=generator)
+            for heads in (self.num_heads, self.kv_heads, self.kv_heads, self.num_heads)
+        )
+        dtype = DTYPES[self.dtype]
+        return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype), dout.to(device, dtype)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's own causal attention, the peer that everything is compared with; ``[B, S, H, D]``."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+def fingerprint(tensors: list[Tensor]) -> Tensor:
+    """Sum of squares of each tensor: float64 ``[len(tensors)]``. Two of the same computation agree in it."""
+    return torch.stack([x.double().square().sum() for x in tensors])
+
+
+def check_same(name: str, got: list[float], want: list[float], dtype: str) -> None:
+    """Refuse to time something that computes something else.
+
+    Raises:
+        RuntimeError: the fingerprints differ by more than ``MISMATCH``.
+    """
+    worst = max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
+    if not worst <= MISMATCH[dtype]:
+        raise RuntimeError(
+            f"{name} computes something else than scaled_dot_product_attention: the squares of out, dq, dk, dv sum to "
+            f"{got} and should sum to {want}; its time would mean nothing"
+        )

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -178,6 +179,32 @@ def test_resumed_training_is_bitwise_that_of_an_uninterrupted_run(tmp_path: Path
         # Negative control: the weights alone give the first loss and not the later ones.
         assert losses["without moments"][0] == losses["whole"][3]
         assert losses["without moments"][1:] != losses["whole"][4:]
+
+
+def _wrapped(rank: int, size: int, folder: Path) -> tuple[dict[str, torch.Tensor], bool]:
+    model = Tiny()
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(layer)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["dp", "cp"]._flatten("dp_cp")
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    _train(model, optimizer, range(2))
+    compiled = torch.compile(model)  # never called: only its names matter
+    path = _save(folder, 2, compiled, optimizer)
+    before = _whole_tensors(model, optimizer)
+    _train(model, optimizer, range(2, 3))
+    load_checkpoint(path, compiled, optimizer, ARCHITECTURE)
+    return model.head.weight.full_tensor().detach(), _equal(before, _whole_tensors(model, optimizer))
+
+
+def test_wrappers_and_a_flattened_mesh_leave_no_trace_in_the_names(tmp_path: Path) -> None:
+    answers = run_ranks(_wrapped, 4, tmp_path)
+    assert all(exact for _, exact in answers)
+    plain = Tiny()
+    load_model(tmp_path / "iter_0000002", plain)
+    assert torch.equal(plain.head.weight, answers[0][0])
 
 
 class Float32Momentum(torch.optim.Optimizer):

@@ -117,6 +117,8 @@ def build_datasets(
         raise DataError(f"seq_length is {seq_length} and seed {seed}; they must be at least 1 and in [0, 2^32)")
     prefixes, weights = blend(config.data_path)
     first = not dist.is_initialized() or dist.get_rank() == 0
+    with agreed():
+        megatron_core()  # its seconds of import on all ranks at once, not in turns
     splits: list[list[EpochedDataset | None]] = []
     # Rank 0 reads through the files and writes; only what it has finished is mapped by the others.
     for turn in (first, not first):

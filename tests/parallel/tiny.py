@@ -1,0 +1,105 @@
+"""A tiny model, sharded or not, and its checkpoints, for the tests of these."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from parallel.checkpoint import save_checkpoint
+from parallel.manifest import Manifest, read_manifest, write_manifest
+
+VOCABULARY, WIDTH = 7, 6  # neither is divisible by 4 ranks: shards are uneven, and one rank's are empty
+ARCHITECTURE = {"num_layers": 2, "sizes": (VOCABULARY, WIDTH)}
+
+
+class Tiny(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]))
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)  # (B, S, D)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * self.scale[0]
+        return self.head(x)  # (B, S, V)
+
+
+def build(seed: int, sharded: bool, tied: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Tiny(tied)
+    if sharded:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(100 * step + rank))
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def whole_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Everything that training depends on, by name and in full."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, parameter in model.named_parameters():
+        named |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in named.items()
+    }
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def save(folder: Path, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    extra = {"consumed_samples": 4 * iteration}
+    return save_checkpoint(folder, iteration, model, optimizer, architecture=ARCHITECTURE, extra=extra)
+
+
+def two_checkpoints(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Iterations 1 and 2 of a model in this process, without a process group."""
+    model, optimizer = build(0, sharded=False)
+    for iteration in (1, 2):
+        train(model, optimizer, range(iteration, iteration + 1))
+        save(folder, iteration, model, optimizer)
+    return model, optimizer
+
+
+def flip_a_byte(folder: Path) -> None:
+    path = folder / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def rewrite_manifest(folder: Path, **changes: Any) -> None:
+    """What a forger can do: a manifest whose checksums are right."""
+    write_manifest(folder, Manifest(**{**vars(read_manifest(folder)), **changes}))

@@ -95,8 +95,9 @@ def _kernels(device: str, shape: Workload, repeats: int, skipped: dict[str, str]
 
 
 def _error(got: list[Tensor], want: list[Tensor]) -> float:
-    """The worst relative difference of a pair of tensors in the 2-norm."""
-    return max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, want, strict=True))
+    """The worst relative difference of a pair of tensors in the 2-norm; nan if any is."""
+    pairs = ((a.double(), b.double()) for a, b in zip(got, want, strict=True))
+    return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()
 
 
 def _row(name: str, shape: Workload, forward: list[float], backward: list[float]) -> dict[str, Any]:
@@ -201,11 +202,14 @@ def table(result: dict[str, Any]) -> str:
         f"{'of matmul':>10}",
     ]
     for row in result["kernels"]:
-        halves = (
-            f"{row[half + '_seconds'] * 1e3:{width}.3f}{row[half + '_tflops']:9.1f}{row[half + '_tflops'] / ceiling:10.1%}"
-            for half, width in (("forward", 12), ("backward", 13))
+        forward, backward = (
+            (row[f"{half}_seconds"] * 1e3, row[f"{half}_tflops"], row[f"{half}_tflops"] / ceiling)
+            for half in ("forward", "backward")
         )
-        lines.append(f"{row['kernel']:12}{row['seq_length']:9}{''.join(halves)}")
+        lines.append(
+            f"{row['kernel']:12}{row['seq_length']:9}{forward[0]:12.3f}{forward[1]:9.1f}{forward[2]:10.1%}"
+            f"{backward[0]:13.3f}{backward[1]:9.1f}{backward[2]:10.1%}"
+        )
     lines += [
         "",
         f"compute of {result['ranks']} ranks, {work['seq_length']} positions each, forward + backward, no traffic;",

@@ -1,0 +1,137 @@
+"""The attention bench through its command line at a tiny size: real processes, figures that agree with each other."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from bench import attention
+from bench.attention import Target, compare, slowest_pairs, summary
+from bench.machine import usable_cores
+from bench.processes import ONE_PROCESS, Contestants, Times
+from bench.workload import Workload, check_same
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--seq-length", "130", "--num-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--repeats", "3"]
+needs_two_cores = pytest.mark.skipif(len(usable_cores()) < 2, reason="two ranks need a core each")
+
+
+def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "bench.attention", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+
+
+@needs_two_cores
+def test_a_run_writes_figures_that_agree_with_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "attention.json"
+    done = run_bench(*TINY, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    contestants = result["contestants"]
+    assert list(contestants) == ["ring", "striped", "zigzag", "allgather", ONE_PROCESS]
+    assert result["rounds"] == 3
+    for name, found in contestants.items():
+        assert len(found["seconds"]) == 3
+        assert found["median"] == median(found["seconds"]) > 0
+        assert (found["min"], found["max"]) == (min(found["seconds"]), max(found["seconds"]))
+        assert found["tflops"] == pytest.approx(14 * 130 * 131 / 2 * 4 * 16 / found["median"] / 1e12)
+        assert f"{found['median']:.3f}" in next(line for line in done.stdout.splitlines() if line.startswith(name))
+    assert len(result["ratios"]) == 3 + 4
+    for name, ratio in result["ratios"].items():
+        above, below = (contestants[part] for part in name.split("/"))
+        assert ratio["ratio"] == above["median"] / below["median"]
+        assert ratio["limit"] == above["slowest_pairs"] / below["slowest_pairs"]
+    assert [target["name"] for target in result["targets"]] == [
+        "ring/striped",
+        f"striped/{ONE_PROCESS}",
+        f"zigzag/{ONE_PROCESS}",
+    ]
+
+
+def test_the_limit_counts_the_slowest_rank_of_each_round() -> None:
+    assert slowest_pairs("ring", 64, 2) == 32 * 33 / 2 + 32 * 32
+    assert slowest_pairs("striped", 64, 2) == 2 * 32 * 33 / 2
+    assert slowest_pairs("zigzag", 64, 2) == slowest_pairs("allgather", 64, 2) == 64 * 65 / 4
+
+
+def test_a_step_lasts_as_long_as_its_slowest_rank_and_targets_are_judged() -> None:
+    work = Workload(seq_length=64)
+    ring = summary([[Times(1.0, 0.5), Times(3.0, 2.9)], [Times(4.0, 3.0), Times(1.0, 1.0)]], work, 1552, 2)
+    fast = summary([[Times(2.0, 2.0), Times(2.0, 1.9)]] * 2, work, 1056, 2)
+    one = summary([[Times(2.0, 4.0)]] * 2, work, None, 2)
+    assert ring["seconds"] == [3.0, 4.0]
+    assert ring["median"] == 3.5
+    assert one["cpu_median"] == 2.0  # of each of its two threads
+    compared = compare({"ring": ring, "striped": fast, ONE_PROCESS: one}, 2, work)
+    assert compared["ratios"]["ring/striped"]["ratio"] == 1.75
+    assert compared["ratios"]["ring/striped"]["paired"] == [1.625, 1.75, 1.875]
+    assert [target["met"] for target in compared["targets"]] == [True, True]
+    slow = compare({"striped": ring, ONE_PROCESS: one}, 2, work)
+    assert [target["met"] for target in slow["targets"]] == [False]
+
+
+@pytest.mark.parametrize(("assert_targets", "status"), [([], 0), (["--assert"], 1)])
+def test_only_assert_turns_a_missed_target_into_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], assert_targets: list[str], status: int
+) -> None:
+    missed = {"name": "ring/striped", "ratio": 1.2345, "bound": ">= 1.3", "met": False}
+    monkeypatch.setattr(attention, "run", lambda args: {"targets": [missed]})
+    assert attention.main(assert_targets) == status
+    assert ("ring/striped is 1.234, to be >= 1.3" in capsys.readouterr().err) == bool(status)
+
+
+@needs_two_cores
+def test_contestants_sit_where_they_should_and_end() -> None:
+    with Contestants(Workload(seq_length=32), ("striped",), usable_cores()[:2]) as contestants:
+        truth = contestants.fingerprint(ONE_PROCESS)
+        check_same("striped", contestants.fingerprint("striped"), truth, "float32")
+        assert len(contestants.step("striped")) == 2
+        assert len(contestants.step(ONE_PROCESS)) == 1
+        processes = list(contestants._processes)
+        cores = [Path(f"/proc/{p.pid}/status") for p in processes]
+        if all(path.exists() for path in cores):
+            allowed = [path.read_text().split("Cpus_allowed_list:")[1].split()[0] for path in cores]
+            assert allowed[0].isdigit()
+            assert allowed[1].isdigit()
+            assert allowed[0] != allowed[1]
+            assert not allowed[2].isdigit()
+    assert not any(process.is_alive() for process in processes)
+
+
+def test_something_else_is_not_timed() -> None:
+    with pytest.raises(RuntimeError, match="computes something else"):
+        check_same("striped", [1.0, 1.0], [1.0, 1.01], "float32")
+    with pytest.raises(RuntimeError, match="computes something else"):
+        check_same("striped", [1.0, float("nan")], [1.0, 1.0], "float32")
+
+
+@needs_two_cores
+def test_a_failing_rank_is_told_with_its_traceback() -> None:
+    with (
+        pytest.raises(RuntimeError, match="KeyError: 'zigzag'"),
+        Contestants(Workload(seq_length=32), ("striped",), usable_cores()[:2]) as contestants,
+    ):
+        contestants.step("zigzag")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-heads", "6", "--kv-heads", "4"], "kv_heads is 4, which does not divide num_heads 6"),
+        (["--context-parallel-size", "4096"], "4096 ranks need a core each"),
+        (["--repeats", "0"], "--repeats is 0"),
+    ],
+)
+def test_bad_arguments_are_said_once(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert attention.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_a_target_names_contestants_that_exist() -> None:
+    names = {*attention.DEFAULT_METHODS, ONE_PROCESS}
+    assert all(isinstance(t, Target) and {t.slower, t.faster} <= names for t in attention.TARGETS)

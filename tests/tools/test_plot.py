@@ -1,0 +1,107 @@
+"""Pictures: what the layout pictures show equals the plan and the mask; the loss comes from metrics.jsonl."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parallel.context import METHODS
+from tools import layout_picture, plot
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("seq_length", "size"), [(16, 1), (32, 4), (30, 3), (64, 8)])
+def test_rounds_cover_the_mask_once_by_the_query_owner(method: str, causal: bool, seq_length: int, size: int) -> None:
+    shown = layout_picture.drawing(method, seq_length, size, causal)
+    length = shown.plan.padded_len
+    covered = np.sum([computed >= 0 for computed in shown.rounds], axis=0)
+    mask = np.tril(np.ones((length, length), dtype=int)) if causal else np.ones((length, length), dtype=int)
+    valid = shown.plan.seq_len
+    assert np.array_equal(covered[:valid, :valid], mask[:valid, :valid])
+    assert covered.max() == 1
+    for index, computed in enumerate(shown.rounds):
+        queries = np.nonzero(computed >= 0)[0]
+        assert np.array_equal(computed[computed >= 0], shown.owners[queries])
+        pairs = [int((computed == rank).sum()) for rank in range(size)]
+        assert pairs == [shown.plan.rounds(rank)[index].pairs for rank in range(size)] == shown.work[index].tolist()
+
+
+def test_striping_shows_its_balance() -> None:
+    ring, striped, zigzag = (layout_picture.drawing(name, 32, 4) for name in ("ring", "striped", "zigzag"))
+    assert (ring.slowest, striped.slowest, zigzag.slowest) == (36 + 3 * 64, 4 * 36, 36 + 3 * 32)
+    assert ring.even == striped.even == zigzag.even == 32 * 33 / 2 / 4
+
+
+@pytest.mark.parametrize("arguments", [[], ["--full", "--methods", "ring", "allgather"], ["--size", "9"]])
+def test_layout_is_written(tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "new" / "layouts.png"
+    small = ["layout", "--seq-length", "18", *arguments, "--output", str(output)]
+    assert plot.main(small) == 0
+    assert output.read_bytes().startswith(PNG)
+    assert capsys.readouterr().out == f"written: {output}\n"
+
+
+def write_run(folder: Path, lines: list[dict]) -> Path:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_loss_of_several_runs_is_written(tmp_path: Path) -> None:
+    lines = [{"iteration": i, "lm_loss": 5 / i, "validation_loss": 6.0 if i == 3 else None} for i in range(1, 4)]
+    runs = [write_run(tmp_path / name, lines) for name in ("a", "b")]
+    axes = plot.loss_figure(runs).axes[0]
+    assert [line.get_label() for line in axes.lines] == ["a, training", "a, validation", "b, training", "b, validation"]
+    assert axes.lines[0].get_xydata().tolist() == [[1, 5], [2, 2.5], [3, 5 / 3]]
+    assert axes.lines[1].get_xydata().tolist() == [[3, 6]]
+    output = tmp_path / "loss.png"
+    assert plot.main(["loss", *map(str, runs), "--output", str(output)]) == 0
+    assert output.read_bytes().startswith(PNG)
+
+
+def test_an_iteration_done_again_counts_as_last_written(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"iteration": i, "lm_loss": loss} for i, loss in ((1, 9.0), (2, 8.0), (2, 7.0))])
+    assert plot.read_losses(run)["lm_loss"] == [(1, 9.0), (2, 7.0)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["layout", "--methods", "rong"], "'rong' does not exist"),
+        (["layout", "--seq-length", "100000"], "--seq-length is 100000"),
+        (["layout", "--size", "0"], "is 0"),
+        (["loss", "missing"], "missing does not exist"),
+        (["loss", "broken.jsonl"], "broken.jsonl line 1 is no metrics object"),
+        (["loss", "empty.jsonl"], "holds no lm_loss"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_once_and_nothing_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.jsonl").write_text("[1, 2]\n")
+    Path("empty.jsonl").write_text('{"iteration": 1}\n')
+    assert plot.main([*arguments, "--output", "out.png"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert not Path("out.png").exists()
+
+
+def test_help_needs_no_matplotlib() -> None:
+    code = (
+        "import sys\nfrom tools import plot\ntry: plot.main(['--help'])\nexcept SystemExit: pass\n"
+        "assert not {'matplotlib', 'torch'} & set(sys.modules)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, stdout=subprocess.DEVNULL, timeout=60)

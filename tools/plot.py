@@ -1,0 +1,125 @@
+"""Pictures: who owns which token and each round's tiles of a method, and the loss of runs.
+
+python -m tools.plot layout --size 4 --seq-length 32 --output layouts.png
+python -m tools.plot layout --methods ring striped --full --output full.png
+python -m tools.plot loss runs/llama_tiny runs/second --output loss.png
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if not __package__:  # started as a file: the packages lie one folder up
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LOSSES = {"lm_loss": "training", "validation_loss": "validation"}
+LARGEST_PICTURE = 512
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    layout = commands.add_parser("layout", help="who owns which token, and each round's tiles", allow_abbrev=False)
+    layout.add_argument("--methods", nargs="+", metavar="METHOD", help="default: all")
+    layout.add_argument("--size", type=int, default=4, help="ranks (default: %(default)s)")
+    layout.add_argument("--seq-length", type=int, default=32, help="tokens (default: %(default)s)")
+    mask = layout.add_mutually_exclusive_group()
+    mask.add_argument("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
+    mask.add_argument("--full", dest="causal", action="store_false", help="no mask")
+    layout.add_argument("--output", type=Path, default=Path("layouts.png"), help="default: %(default)s")
+    loss = commands.add_parser("loss", help="training and validation loss of runs", allow_abbrev=False)
+    loss.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
+    loss.add_argument("--output", type=Path, default=Path("loss.png"), help="default: %(default)s")
+    return parser
+
+
+def layout_figure(methods: list[str] | None, seq_length: int, size: int, causal: bool) -> "Figure":
+    """The picture of these methods, or of all.
+
+    Raises:
+        ValueError: an unknown method, or a picture too large to read.
+    """
+    from parallel.context import METHODS
+    from tools.layout_picture import draw, drawing
+
+    if seq_length > LARGEST_PICTURE or size > seq_length:
+        raise ValueError(
+            f"--seq-length is {seq_length} and --size {size}; a picture shows up to {LARGEST_PICTURE} tokens, and at "
+            "least one for each rank"
+        )
+    return draw([drawing(method, seq_length, size, causal) for method in methods or METHODS])
+
+
+def read_losses(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """(iteration, loss) of a run by field; a repeated iteration, as after a resume, counts as last written.
+
+    Raises:
+        ValueError: no file, or a line that is no metrics object.
+    """
+    path = run / "metrics.jsonl" if run.is_dir() else run
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; name the folder of a run, or its metrics.jsonl")
+    found: dict[str, dict[int, float]] = {field: {} for field in LOSSES}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            entry = json.loads(line)
+            for field, values in found.items():
+                if entry.get(field) is not None:
+                    values[int(entry["iteration"])] = float(entry[field])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} line {number} is no metrics object with an iteration: {line[:80]!r}") from error
+    if not any(found.values()):
+        raise ValueError(f"{path} holds no lm_loss")
+    return {field: sorted(values.items()) for field, values in found.items()}
+
+
+def loss_figure(runs: list[Path]) -> "Figure":
+    """Training loss as a line and validation loss as marks, a colour for each run."""
+    from matplotlib.figure import Figure
+
+    from tools.layout_picture import PALETTE
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for index, run in enumerate(runs):
+        losses, colour = read_losses(run), PALETTE[index % len(PALETTE)]
+        name = (run if run.is_dir() else run.parent).resolve().name
+        for field, values in losses.items():
+            if values:
+                label = LOSSES[field] if len(runs) == 1 else f"{name}, {LOSSES[field]}"
+                style = "-" if field == "lm_loss" else "o--"
+                axes.plot(*zip(*values, strict=True), style, color=colour, label=label, linewidth=1.2, markersize=4)
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        if args.command == "layout":
+            figure = layout_figure(args.methods, args.seq_length, args.size, args.causal)
+        else:
+            figure = loss_figure(args.runs)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(args.output, dpi=120)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"written: {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -177,6 +177,23 @@ def _layer_matrices(config: LlamaConfig) -> int:
     return attention + 3 * config.hidden_size * config.ffn_size
 
 
+def architecture_of(config: LlamaConfig) -> dict[str, int | float | bool | str]:
+    """What decides the shapes and the function of the model, defaults resolved: two equal ones share checkpoints."""
+    return {
+        "model": "llama",
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.query_groups,
+        "kv_channels": config.head_dim,
+        "vocab_size": config.vocabulary,
+        "rotary_base": config.rotary_base,
+        "norm_epsilon": config.norm_epsilon,
+        "untie_embeddings_and_output_weights": config.untie_embeddings_and_output_weights,
+    }
+
+
 def num_parameters(config: LlamaConfig) -> int:
     """Trainable parameters, embedding included; tied output weights are counted once."""
     tables = config.vocabulary * config.hidden_size * (2 if config.untie_embeddings_and_output_weights else 1)

@@ -66,6 +66,7 @@ def agree(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T
     for rank, answer in enumerate(everyone):
         if isinstance(answer, _Failure):
             if error is not None and rank == dist.get_rank(group):
+                error.add_note(f"(raised on rank {rank})")
                 raise error
             raise answer.as_error(rank) from error
     return everyone

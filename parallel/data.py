@@ -1,19 +1,22 @@
 """Shard a model's weights, gradients and optimizer state over dp x cp (FSDP2)."""
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def shard_model(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, bf16: bool) -> FSDPModule:
+def shard_model(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, bf16: bool) -> None:
     """Apply FSDP2 to each layer and to the rest of the model, in place.
 
     Gradients are *summed* over the mesh, in float32, never averaged: the loss is already divided by the global number
     of valid tokens, and a mean of local means is wrong where ranks hold unequal numbers of them.
 
     Args:
-        model: whole float32 weights, the same on every rank; they stay float32 as the optimizer's master weights.
+        model: float32, on any device or on the meta device; its weights stay float32 as the optimizer's masters.
         layers: the repeated blocks, gathered one at a time.
         mesh: one-dimensional, over all ranks that share the model.
         bf16: gather and compute in bfloat16.
@@ -21,9 +24,33 @@ def shard_model(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, bf
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    sharded = fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
             module.set_gradient_divide_factor(1.0)
-    return sharded
+
+
+@torch.no_grad()
+def fill(model: nn.Module, device: torch.device, weight_of: Callable[[str, torch.Size], Tensor]) -> None:
+    """Give a sharded model on the meta device its weights, one whole tensor at a time.
+
+    Each rank draws the *whole* parameter and keeps its shard: drawn shard by shard, every shard would hold the same
+    numbers, and the weights would depend on the mesh.
+
+    Args:
+        weight_of: (parameter's name, whole shape) -> whole tensor, the same on every rank.
+    """
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        whole = weight_of(name, parameter.shape).to(device)
+        if isinstance(parameter, DTensor):
+            # source None: every rank has the whole tensor, so nothing is sent
+            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.copy_(whole)
+
+
+def reduce_gradients(model: nn.Module, now: bool) -> None:
+    """Whether the next backward sums gradients over the mesh, or only accumulates them on each rank."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)

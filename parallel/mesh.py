@@ -69,15 +69,17 @@ def launched_world_size() -> int:
 
 @contextmanager
 def joined(config: MeshConfig) -> Iterator[Mesh]:
-    """Join the processes that the launcher started and arrange them; leave cleanly where the body ends cleanly.
+    """Join the processes that the launcher started and arrange them; part where the body ends cleanly.
 
-    The world size must be a multiple of context_parallel_size. cp is the inner dimension: its ranks are neighbours.
+    Processes that have joined already stay so. The world size must be a multiple of context_parallel_size. cp is the
+    inner dimension: its ranks are neighbours.
     """
     device = torch.device(config.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
+    found = dist.is_initialized()
+    if not found:
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
         if "RANK" in os.environ:
             dist.init_process_group(config.backend, timeout=timeout)
@@ -88,4 +90,5 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
     yield Mesh(device, mesh["dp"], mesh["cp"], mesh["dp", "cp"]._flatten("dp_cp"))
     # Only a body that ended well gets here: after an error the peers may be stuck in a collective, and waiting for them
     # would turn a message into a hang.
-    dist.destroy_process_group()
+    if not found:
+        dist.destroy_process_group()

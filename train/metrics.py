@@ -1,6 +1,19 @@
 """What a run reports: metrics.jsonl, progress lines, the loss curve, wandb and TensorBoard."""
 
+import json
+import os
+import resource
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.flags import ConfigError
+
+METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,3 +28,175 @@ class LoggingConfig:
     """Weights & Biases project; WANDB_MODE=offline needs no account, the key comes from WANDB_API_KEY alone."""
     wandb_exp_name: str | None = None
     """Name of the run in that project."""
+
+    def __post_init__(self) -> None:
+        if self.log_interval < 1:
+            raise ValueError(f"log_interval is {self.log_interval}; it must be 1 or more")
+
+
+Writer = Callable[[dict[str, Any]], None]
+
+
+class RunLog:
+    """Writes one object per iteration to ``metrics.jsonl``, the truth of a run, and the same numbers elsewhere.
+
+    For the first rank alone. ``folder`` None keeps nothing on disk.
+    """
+
+    def __init__(self, folder: Path | None, config: LoggingConfig, settings: dict[str, Any], iteration: int) -> None:
+        """Start after ``iteration``; what metrics.jsonl holds of later ones (a run that was cut off) is cut away.
+
+        ``settings`` is the resolved configuration, for the services that show it.
+        """
+        self._folder = folder
+        self._records: list[dict[str, Any]] = []
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._records = cut_back(folder / METRICS, iteration)
+            self._file = (folder / METRICS).open("a")
+        self._writers = [*_tensorboard(config), *_wandb(config, folder, settings)]
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add an iteration's record."""
+        self._records.append(record)
+        if self._folder is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        for writer in self._writers:
+            writer(record)
+
+    def sync(self) -> None:
+        """Bring everything to disk, and the curve up to date."""
+        if self._folder is None:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        plot_loss(self._records, self._folder / "loss.png")
+
+
+def cut_back(path: Path, iteration: int) -> list[dict[str, Any]]:
+    """Drop the records after ``iteration`` from a metrics.jsonl, and a last line that a crash left half-written.
+
+    Returns:
+        The records that stay.
+    """
+    kept = [record for record in read_metrics(path) if record["iteration"] <= iteration] if path.exists() else []
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    draft.replace(path)
+    return kept
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; a last line without its end is no record.
+
+    Raises:
+        ConfigError: a line before the last is no JSON object.
+    """
+    records = []
+    lines = path.read_text().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not line.endswith("\n"):
+            break
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {number} is not JSON ({error}); remove the line or the file") from error
+    return records
+
+
+def progress_line(records: Sequence[dict[str, Any]], train_iters: int, global_batch_size: int) -> str:
+    """Megatron's line for the iterations since the last one, and tokens/s, MFU and memory; losses are averaged."""
+    last = records[-1]
+
+    def mean(name: str) -> float:
+        return sum(record[name] for record in records) / len(records)
+
+    fields = [
+        f"[{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last['iteration']:8d}/{train_iters:8d}",
+        f"consumed samples: {last['consumed_samples']:12d}",
+        f"elapsed time per iteration (ms): {mean('iteration_time_ms'):.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {mean('tflops_per_gpu'):.3f}",
+        f"tokens/s: {mean('tokens_per_second'):.0f}",
+        f"MFU: {100 * mean('mfu'):.1f}%",
+        f"memory (GB): {last['memory_gb']:.2f}",
+        f"learning rate: {last['learning_rate']:.6E}",
+        f"global batch size: {global_batch_size:5d}",
+        f"lm loss: {mean('lm_loss'):.6E}",
+        f"grad norm: {last['grad_norm']:.3f}",
+        f"number of skipped iterations: {last['skipped_iterations']:3d}",
+    ]
+    return " | ".join(fields) + " |"
+
+
+def memory_gb(device: torch.device) -> float:
+    """Most memory that this process has held so far, in GB (10^9 bytes): the GPU's, or the process's on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw training and validation loss over the iterations as a PNG, replaced in one step."""
+    if not records:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot([r["iteration"] for r in records], [r["lm_loss"] for r in records], label="training", linewidth=1)
+    validated = [r for r in records if "validation_loss" in r]
+    if validated:
+        points = [r["iteration"] for r in validated], [r["validation_loss"] for r in validated]
+        axes.plot(*points, "o-", markersize=4, label="validation")
+    if validated and "unigram_entropy" in validated[-1]:
+        axes.axhline(
+            validated[-1]["unigram_entropy"],
+            color="grey",
+            linestyle="--",
+            linewidth=1,
+            label="unigram entropy of the corpus",
+        )
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)", title=path.parent.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    draft = path.with_name("loss.tmp.png")
+    figure.savefig(draft, dpi=120)
+    plt.close(figure)
+    draft.replace(path)
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if name != "iteration"}
+
+
+def _tensorboard(config: LoggingConfig) -> list[Writer]:
+    if config.tensorboard_dir is None:
+        return []
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(f"tensorboard_dir is set and tensorboard is missing ({error}); pip install it") from error
+    events = SummaryWriter(config.tensorboard_dir)
+
+    def write(record: dict[str, Any]) -> None:
+        for name, value in _numbers(record).items():
+            events.add_scalar(name, value, record["iteration"])
+        events.flush()
+
+    return [write]
+
+
+def _wandb(config: LoggingConfig, folder: Path | None, settings: dict[str, Any]) -> list[Writer]:
+    if config.wandb_project is None:
+        return []
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(f"wandb_project is set and wandb is missing ({error}); pip install it") from error
+    run = wandb.init(
+        project=config.wandb_project, name=config.wandb_exp_name, dir=folder, config=settings, resume="allow"
+    )
+    return [lambda record: run.log(_numbers(record), step=record["iteration"])]

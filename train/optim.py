@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 
@@ -81,13 +82,20 @@ def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> 
     return config.min_lr + (config.lr - config.min_lr) * remaining
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """2-norm of all gradients of the model, whole, as a scalar; collective where they are sharded."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def gradient_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> float:
+    """2-norm of the whole gradient, of which each rank of ``group`` holds a shard; collective.
+
+    Summed in float64: over a large tensor float32 is off by 1e-5, by an amount that depends on the shards' sizes.
+    """
+    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    squares = torch.stack(norms).square().sum()
+    dist.all_reduce(squares, group=group)
+    return math.sqrt(squares.item())
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, largest: float) -> None:
-    """Scale the gradients so that their norm, given, is at most ``largest``; 0 leaves them as they are."""
-    if largest > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm)
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, largest: float) -> None:
+    """Scale the gradients, whose norm is given, so that it is at most ``largest``; 0 leaves them as they are."""
+    if 0 < largest < norm < math.inf:
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], largest / norm)

@@ -1,0 +1,82 @@
+"""Pretrain a language model on long sequences, shared over processes by context parallelism.
+
+torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/llama_tiny.toml
+"""
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from data.megatron import build_datasets
+from data.tokenizer import load_tokenizer
+from model.llama import Llama, architecture_of, flops_per_token, initial_weight, num_parameters
+from parallel.agree import agreed, is_first
+from parallel.data import fill, shard_model
+from parallel.mesh import Mesh, joined, launched_world_size
+from train.config import Config, ConfigError, parse_args, validate
+from train.language import NextToken, context_of, corpus_entropy
+from train.loop import Trainer
+from train.optim import build_optimizer
+from train.run import claim_folder, exit_status, open_log, resume
+
+
+def main(arguments: list[str]) -> None:
+    """Configuration, processes, data, model, training: the run from its command line to its last checkpoint."""
+    config = parse_args(arguments)
+    validate(config, launched_world_size())
+    with joined(config.mesh) as mesh:
+        claim_folder(config)
+        with agreed():
+            tokenizer = load_tokenizer(str(config.data.tokenizer_model))
+            config = with_vocabulary(config, tokenizer.vocab_size)
+            cp, attend = context_of(config, mesh.cp.get_group())
+        train_data, valid_data, _ = build_datasets(config.data, config.train.seq_length, config.train.seed, tokenizer)
+
+        with torch.device("meta"):
+            model = Llama(config.model, attend)
+        shard_model(model, model.layers, mesh.both, bf16=config.train.bf16)
+        fill(model, mesh.device, lambda name, shape: initial_weight(config.model, name, shape, config.train.seed))
+        optimizer = build_optimizer(config.optimizer, model)
+
+        architecture = architecture_of(config.model)
+        progress = resume(config, model, optimizer, architecture)
+        trainer = Trainer(
+            config=config,
+            mesh=mesh,
+            model=model,
+            optimizer=optimizer,
+            objective=NextToken(cp, mesh.device),
+            train_data=train_data,
+            valid_data=valid_data if config.train.eval_iters else None,
+            architecture=architecture,
+            flops_per_token=flops_per_token(config.model, config.train.seq_length),
+            log=open_log(config, progress),
+            validation_constants=corpus_entropy(config.data) if is_first() else {},
+            progress=progress,
+        )
+        if is_first():
+            print(summary(config, mesh), flush=True)
+        trainer.run()
+
+
+def with_vocabulary(config: Config, entries: int) -> Config:
+    """The configuration with the tokenizer's vocabulary where it names none; ConfigError where it names too few."""
+    size = config.model.vocab_size
+    if size is not None and size < entries:
+        raise ConfigError(f"vocab_size is {size} and the tokenizer has {entries} entries; raise it or leave it out")
+    return replace(config, model=replace(config.model, vocab_size=size or entries))
+
+
+def summary(config: Config, mesh: Mesh) -> str:
+    """One line on what is about to be trained, where, and how."""
+    model, context = config.model, config.context
+    return (
+        f"LLaMA of {num_parameters(model):,} parameters ({model.num_layers} layers of {model.hidden_size}) on "
+        f"{mesh.both.size()} {mesh.device.type} processes: data parallel {mesh.dp.size()} x context parallel "
+        f"{mesh.cp.size()} ({context.context_parallel_method}), sequences of {config.train.seq_length} tokens"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main, sys.argv[1:]))

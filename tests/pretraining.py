@@ -1,0 +1,33 @@
+"""Run the entry script's main on forked ranks, on the default data, and read back what it reports."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pretrain_gpt import main
+from tests.ranks import run_ranks
+from train.metrics import METRICS, read_metrics
+
+TINY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--num-query-groups", "2", "--seq-length", "256", "--global-batch-size", "4", "--micro-batch-size", "1", "--lr", "1e-3", "--lr-warmup-iters", "1", "--device", "cpu", "--eval-iters", "1", "--eval-interval", "1000", "--log-interval", "1000"]
+
+
+def on_rank(rank: int, world_size: int, arguments: list[str]) -> None:
+    """What a launcher would start."""
+    main(arguments)
+
+
+def pretrain(world_size: int, data: Path, save: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Train the tiny model on ``world_size`` ranks into ``save`` and return its metrics."""
+    flags = [*TINY, "--data-path", str(data), "--tokenizer-model", f"{data}.model", "--save", str(save), *arguments]
+    run_ranks(on_rank, world_size, flags)
+    return read_metrics(save / METRICS)
+
+
+def differences(got: Sequence[dict[str, Any]], want: Sequence[dict[str, Any]]) -> float:
+    """Largest relative difference of loss and gradient norm over the iterations."""
+    assert [record["iteration"] for record in got] == [record["iteration"] for record in want]
+    return max(
+        abs(a[name] - b[name]) / abs(b[name])
+        for a, b in zip(got, want, strict=True)
+        for name in ("lm_loss", "grad_norm")
+    )

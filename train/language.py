@@ -1,0 +1,63 @@
+"""Next-token prediction, as the training loop sees it."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data.loader import IGNORE_INDEX, Batch
+from data.megatron import DataConfig, blend
+from data.prepare import unigram_entropy
+from kernels.attention import select_backend
+from kernels.loss import cross_entropy_sum
+from model.attention import Attend, sdpa
+from parallel.context import ContextParallel, context_parallel
+from train.config import Config, ConfigError
+
+
+class NextToken:
+    """Shards a batch over the context-parallel ranks and sums the loss of this rank's tokens."""
+
+    def __init__(self, cp: ContextParallel, device: torch.device) -> None:
+        self._cp = cp
+        self._device = device
+        self._positions = cp.positions.to(device)  # [T]
+
+    def local(self, batch: Batch) -> Batch:
+        """This rank's tokens and labels ``[B, T]`` of whole sequences ``[B, S]``; padding carries no loss."""
+        tokens = self._cp.shard(batch["tokens"], dim=1)
+        labels = self._cp.shard(batch["labels"], dim=1, pad_value=IGNORE_INDEX)
+        return {
+            "tokens": tokens.to(self._device, non_blocking=True),
+            "labels": labels.to(self._device, non_blocking=True),
+        }
+
+    def count(self, local: Batch) -> int:
+        """Tokens that carry loss."""
+        return int((local["labels"] != IGNORE_INDEX).sum())
+
+    def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
+        """Sum of the losses of this rank's tokens, float32."""
+        return cross_entropy_sum(model(local["tokens"], self._positions), local["labels"], IGNORE_INDEX)[0]
+
+
+def corpus_entropy(data: DataConfig) -> dict[str, float]:
+    """The loss (nats per token) of knowing the tokens' frequencies alone, to print beside a validation loss.
+
+    Nothing for a blend, whose frequencies depend on its weights.
+    """
+    prefixes, _ = blend(data.data_path)
+    return {"unigram_entropy": unigram_entropy(prefixes[0])} if len(prefixes) == 1 else {}
+
+
+def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, Attend]:
+    """The context-parallel dimension that the configuration names, and the attention that the model calls."""
+    method, backend = config.context.context_parallel_method, config.context.attention_backend
+    seq_length = config.train.seq_length
+    if method == "none":
+        return context_parallel("ring", seq_len=seq_length), sdpa
+    try:
+        select_backend(backend, config.mesh.device_type, torch.bfloat16 if config.train.bf16 else torch.float32)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    cp = context_parallel(method, seq_len=seq_length, group=group, backend=backend)
+    return cp, cp.attend

@@ -1,0 +1,247 @@
+"""The training loop that every entry shares."""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data.loader import Batch, Samples, batches, evaluation_batches
+from data.megatron import DataError
+from parallel.agree import agreed
+from parallel.checkpoint import save_checkpoint
+from parallel.data import reduce_gradients
+from parallel.mesh import Mesh
+from train.config import Config
+from train.metrics import RunLog, memory_gb, progress_line
+from train.optim import clip_gradients, gradient_norm, learning_rate
+from train.peak import peak_flops
+
+MOST_SKIPPED_IN_A_ROW = 10
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on; the message says what a person can do about it."""
+
+
+class Objective(Protocol):
+    """What is trained: how a batch is shared out, and its loss."""
+
+    def local(self, batch: Batch) -> Batch:
+        """This rank's part of a batch, on its device."""
+
+    def count(self, local: Batch) -> int:
+        """Tokens of that part that carry loss."""
+
+    def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
+        """The sum of their losses."""
+
+
+@dataclass
+class Progress:
+    """How far a run has come; kept in its checkpoints."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    skipped_iterations: int = 0
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """A run: everything built, ready to train."""
+
+    config: Config
+    mesh: Mesh
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    train_data: Samples
+    valid_data: Samples | None
+    architecture: dict[str, Any]
+    flops_per_token: float
+    log: RunLog | None
+    """On the first rank; None elsewhere."""
+    validation_constants: dict[str, float] = field(default_factory=dict)
+    """What stands beside a validation loss in the records, such as the corpus's unigram entropy."""
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per iteration."""
+        train = self.config.train
+        return train.global_batch_size or train.micro_batch_size * self.mesh.dp.size()
+
+    def run(self) -> None:
+        """Train from where ``progress`` stands to train_iters, or until told to stop; the last iteration is saved."""
+        started = time.monotonic()
+        config, progress = self.config, self.progress
+        self._peak = peak_flops(self.mesh.device, torch.bfloat16 if config.train.bf16 else torch.float32)
+        self._skipped_in_a_row = 0
+        steps = batches(self.train_data, consumed_samples=progress.consumed_samples, **self._batching())
+        unprinted: list[dict[str, Any]] = []
+        while progress.iteration < config.train.train_iters:
+            record = self._iteration(steps)
+            stop = self._told_to_stop(started)
+            last = stop or progress.iteration == config.train.train_iters
+            if self.valid_data is not None and (last or progress.iteration % config.train.eval_interval == 0):
+                record |= {"validation_loss": self._evaluate(self.valid_data), **self.validation_constants}
+            unprinted.append(record)
+            self._report(record, unprinted, last)
+            interval = config.checkpoint.save_interval
+            if config.checkpoint.save and (last or (interval and progress.iteration % interval == 0)):
+                self._save()
+            if stop:
+                break
+
+    def _iteration(self, steps: Iterator[list[Batch]]) -> dict[str, Any]:
+        """One optimizer step, and its record."""
+        start = time.perf_counter()
+        micro_batches, valid = self._next_step(steps)
+        self.progress.iteration += 1
+        rate = learning_rate(self.config.optimizer, self.progress.iteration, self.config.train.train_iters)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss, norm = self._forward_backward(micro_batches, valid)
+        if math.isfinite(norm):
+            self.optimizer.step()
+        self._count_skipped(norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        tokens = self.global_batch_size * self.config.train.seq_length
+        self.progress.consumed_samples += self.global_batch_size
+        self.progress.consumed_tokens += tokens
+        seconds = time.perf_counter() - start
+        flops = self.flops_per_token * tokens / seconds / dist.get_world_size()
+        return {
+            **asdict(self.progress),
+            "lm_loss": loss,
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "iteration_time_ms": 1e3 * seconds,
+            "tokens_per_second": tokens / seconds,
+            "tflops_per_gpu": flops / 1e12,
+            "mfu": flops / self._peak,
+            "memory_gb": memory_gb(self.mesh.device),
+        }
+
+    def _next_step(self, steps: Iterator[list[Batch]]) -> tuple[list[Batch], int]:
+        """This rank's micro-batches, and the number of valid tokens in those of all ranks.
+
+        A bad sample on one rank is the same error on all: its flag travels with the count, at no cost.
+        """
+        error: DataError | None = None
+        micro_batches: list[Batch] = []
+        try:
+            micro_batches = [self.objective.local(batch) for batch in next(steps)]
+        except DataError as caught:
+            error = caught
+        counts = torch.tensor(
+            [sum(map(self.objective.count, micro_batches)), int(error is not None)], device=self.mesh.device
+        )
+        dist.all_reduce(counts, group=self.mesh.both.get_group())
+        valid, failed = counts.tolist()
+        if failed:
+            with agreed():
+                if error is not None:
+                    raise error
+        return micro_batches, max(valid, 1)
+
+    def _forward_backward(self, micro_batches: list[Batch], valid: int) -> tuple[float, float]:
+        """Accumulate and clip the gradients of the mean loss over ``valid`` tokens; return that loss and their norm."""
+        total = torch.zeros((), device=self.mesh.device)
+        for index, batch in enumerate(micro_batches):
+            reduce_gradients(self.model, index == len(micro_batches) - 1)
+            loss = self.objective.loss_sum(self.model, batch) / valid
+            loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total, group=self.mesh.both.get_group())
+        parameters = dict(self.model.named_parameters())
+        missing = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
+        if missing:
+            raise RuntimeError(f"no gradient reached {', '.join(missing)}: part of the model is not trained")
+        norm = gradient_norm(parameters.values(), self.mesh.both.get_group())
+        clip_gradients(parameters.values(), norm, self.config.optimizer.clip_grad)
+        return total.item(), norm
+
+    def _count_skipped(self, norm: float) -> None:
+        """A step whose gradients are not finite is skipped; a run that only skips is beyond help."""
+        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
+        self.progress.skipped_iterations += self._skipped_in_a_row > 0
+        if self._skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+            raise TrainingError(
+                f"the gradient norm was not finite in {MOST_SKIPPED_IN_A_ROW} iterations in a row, the last one "
+                f"{self.progress.iteration}; lower lr, lengthen lr_warmup_iters, or look at the data"
+            )
+
+    @torch.no_grad()
+    def _evaluate(self, data: Samples) -> float:
+        """Mean loss over the first eval_iters global batches of the validation data; always the same ones."""
+        wanted = self.config.train.eval_iters * self.global_batch_size
+        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for micro_batches in evaluation_batches(data, samples=wanted, **self._batching()):
+            for batch in map(self.objective.local, micro_batches):
+                totals[0] += self.objective.loss_sum(self.model, batch)
+                totals[1] += self.objective.count(batch)
+        dist.all_reduce(totals, group=self.mesh.both.get_group())
+        return (totals[0] / totals[1].clamp(min=1)).item()
+
+    def _batching(self) -> dict[str, Any]:
+        return {
+            "global_batch_size": self.global_batch_size,
+            "micro_batch_size": self.config.train.micro_batch_size,
+            "dp_rank": self.mesh.dp.get_local_rank(),
+            "dp_size": self.mesh.dp.size(),
+            "num_workers": self.config.data.num_workers,
+            "pin_memory": self.mesh.device.type == "cuda",
+        }
+
+    def _told_to_stop(self, started: float) -> bool:
+        """Whether exit_interval or exit_duration_in_mins ends the run here; all ranks go by the first one's clock."""
+        train = self.config.train
+        if train.exit_interval and self.progress.iteration % train.exit_interval == 0:
+            return True
+        if train.exit_duration_in_mins is None:
+            return False
+        over = torch.tensor(time.monotonic() - started > 60 * train.exit_duration_in_mins, device=self.mesh.device)
+        dist.broadcast(over, src=0)
+        return bool(over)
+
+    def _report(self, record: dict[str, Any], unprinted: list[dict[str, Any]], last: bool) -> None:
+        if self.log is not None:
+            self.log.write(record)
+            if last or record["iteration"] % self.config.logging.log_interval == 0:
+                print(progress_line(unprinted, self.config.train.train_iters, self.global_batch_size), flush=True)
+            if "validation_loss" in record:
+                print(validation_line(record), flush=True)
+                self.log.sync()
+        if last or record["iteration"] % self.config.logging.log_interval == 0:
+            unprinted.clear()
+
+    def _save(self) -> None:
+        folder = self.config.checkpoint.save
+        assert folder is not None
+        if self.log is not None:
+            self.log.sync()
+        path = save_checkpoint(
+            folder,
+            self.progress.iteration,
+            self.model,
+            self.optimizer,
+            architecture=self.architecture,
+            extra=asdict(self.progress),
+        )
+        if self.log is not None:
+            print(f"saved {path}", flush=True)
+
+
+def validation_line(record: dict[str, Any]) -> str:
+    """One line on a validation, beside the loss that knowing the tokens' frequencies alone would give."""
+    loss = record["validation_loss"]
+    line = f"validation loss at iteration {record['iteration']}: {loss:.4f} | perplexity: {math.exp(min(loss, 99)):.2f}"
+    if "unigram_entropy" in record:
+        line += f" | unigram entropy of the corpus: {record['unigram_entropy']:.4f}"
+    return line

@@ -1,0 +1,108 @@
+"""A run's beginning and end: its folder, what it resumes from, and the one message when it fails."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from data.megatron import DataError
+from parallel.agree import agreed, from_first, is_first
+from parallel.checkpoint import CheckpointError, find_checkpoint, load_checkpoint
+from parallel.context import ContextError
+from parallel.mesh import launched_rank
+from train.config import Config, ConfigError, to_toml
+from train.loop import Progress, TrainingError
+from train.metrics import METRICS, RunLog
+
+# A launcher ends all ranks once one has failed: the silent ones wait, lest the first is ended before it has spoken.
+SECONDS_TO_SPEAK = 5
+USER_ERRORS = (ConfigError, ContextError, DataError, CheckpointError, TrainingError)
+
+
+def exit_status(main: Callable[[list[str]], None], arguments: list[str]) -> int:
+    """Call ``main``; what a user can cause is one line on stderr and status 1, anything else its traceback.
+
+    Errors before the processes have joined are the same on every rank, later ones are agreed on: the first rank speaks
+    for all. One that a rank meets alone has no note of another rank's, and that rank speaks for itself.
+    """
+    try:
+        main(arguments)
+    except USER_ERRORS as error:
+        alone = dist.is_initialized() and not getattr(error, "__notes__", ())
+        if launched_rank() == 0 or alone:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(SECONDS_TO_SPEAK)
+        return 1
+    return 0
+
+
+def claim_folder(config: Config) -> None:
+    """Refuse to write over another run in ``--save``; collective, before any work.
+
+    Raises:
+        ConfigError: the folder holds a run that ``--load`` does not go on with, or checkpoints later than the one asked
+            for.
+    """
+    from_first(lambda: _claim_folder(config))
+
+
+def _claim_folder(config: Config) -> None:
+    if config.checkpoint.save is None:
+        return
+    folder = Path(config.checkpoint.save)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"save is {folder}, which is a file; give a folder")
+    iterations = sorted(int(path.name[5:]) for path in folder.glob("iter_*") if path.name[5:].isdigit())
+    goes_on = config.checkpoint.load is not None and Path(config.checkpoint.load).resolve() == folder.resolve()
+    if not goes_on and (iterations or (folder / METRICS).exists()):
+        held = f"a run with a checkpoint of iteration {iterations[-1]}" if iterations else "a run without a checkpoint"
+        raise ConfigError(f"save is {folder}, which holds {held}; go on with --load {folder}, or choose another --save")
+    step = config.checkpoint.ckpt_step
+    if goes_on and step is not None and iterations and iterations[-1] > step:
+        raise ConfigError(
+            f"ckpt_step is {step} and {folder} holds a checkpoint of iteration {iterations[-1]}, which going on from "
+            f"there would meet; choose another --save"
+        )
+
+
+def resume(
+    config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, architecture: dict[str, Any]
+) -> Progress:
+    """Load what ``--load`` names and say where it stands; a run without a checkpoint starts afresh. Collective.
+
+    Raises:
+        CheckpointError: broken, of another architecture, or missing where it must be there.
+    """
+    load = config.checkpoint.load
+    if load is None:
+        return Progress()
+    path = find_checkpoint(load, config.checkpoint.ckpt_step)
+    if path is None:
+        if config.checkpoint.exit_on_missing_checkpoint:
+            raise CheckpointError(f"load is {load}, which holds no checkpoint, and exit_on_missing_checkpoint is set")
+        if is_first():
+            print(f"no checkpoint in {load}: starting afresh", flush=True)
+        return Progress()
+    progress = Progress(**load_checkpoint(path, model, optimizer, architecture))
+    if is_first():
+        print(f"resumed from {path}, {progress.consumed_samples} samples consumed", flush=True)
+    return progress
+
+
+def open_log(config: Config, progress: Progress) -> RunLog | None:
+    """Write config.toml and open the run's log on the first rank; None on the others. Collective."""
+    log: RunLog | None = None
+    with agreed():
+        if is_first():
+            folder = Path(config.checkpoint.save) if config.checkpoint.save else None
+            log = RunLog(folder, config.logging, asdict(config), progress.iteration)
+            if folder is not None:
+                (folder / "config.toml").write_text(to_toml(config))
+    return log

@@ -122,6 +122,8 @@ def test_a_failing_rank_is_told_with_its_traceback() -> None:
     [
         (["--num-heads", "6", "--kv-heads", "4"], "kv_heads is 4, which does not divide num_heads 6"),
         (["--context-parallel-size", "4096"], "4096 ranks need a core each"),
+        (["--context-parallel-size", "0"], "--context-parallel-size is 0"),
+        (["--seq-length", "0"], "seq_length is 0"),
         (["--repeats", "0"], "--repeats is 0"),
     ],
 )

@@ -27,6 +27,20 @@ from parallel.context import METHODS, make_plan
 DEFAULT_METHODS = ("ring", "striped", "zigzag", "allgather")
 SETTLE_SECONDS = 0.02  # an OpenMP thread looks for work a moment longer than there is any
 MINIMUM_REPEATS = 3
+CPU_DEFAULTS: dict[str, Any] = {
+    "seq_length": 8192,
+    "num_heads": 8,
+    "head_dim": 64,
+    "dtype": "float32",
+    "context_parallel_size": 2,
+}
+CUDA_DEFAULTS: dict[str, Any] = {
+    "seq_length": 8192,
+    "num_heads": 16,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+    "context_parallel_size": 8,
+}
 DISTURBED = 0.05  # of the cores taken by others, from which the clock no longer tells the contestants' own time
 
 
@@ -212,22 +226,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     methods = tuple(dict.fromkeys(args.methods))
     if args.repeats < 1:
         raise ValueError(f"--repeats is {args.repeats}; it must be 1 or more")
-    seq_length, heads, head_dim, dtype, ranks = (
-        default if given is None else given
-        for given, default in zip(
-            (args.seq_length, args.num_heads, args.head_dim, args.dtype, args.context_parallel_size),
-            (8192, 16, 128, "bfloat16", 8) if on_gpu else (8192, 8, 64, "float32", 2),
-            strict=True,
-        )
-    )
-    work = Workload(
-        seq_length=seq_length,
-        batch=args.batch,
-        num_heads=heads,
-        kv_heads=heads if args.kv_heads is None else args.kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-    )
+    chosen = dict(CUDA_DEFAULTS if on_gpu else CPU_DEFAULTS)
+    chosen |= {name: value for name, value in vars(args).items() if name in chosen and value is not None}
+    ranks = chosen.pop("context_parallel_size")
+    heads = chosen["num_heads"] if args.kv_heads is None else args.kv_heads
+    work = Workload(**chosen, batch=args.batch, kv_heads=heads)
     if ranks < 1:
         raise ValueError(f"--context-parallel-size is {ranks}; it must be 1 or more")
     if not on_gpu:
@@ -236,7 +239,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return result
     from bench import gpu
 
-    lengths = (args.seq_length,) if args.seq_length else gpu.LENGTHS
+    lengths = gpu.LENGTHS if args.seq_length is None else (args.seq_length,)
     result = gpu.measure("cuda", work, lengths, methods, ranks, args.repeats)
     print(gpu.table(result))
     return result

@@ -1,10 +1,13 @@
 """Errors that every rank raises together: a failure on one rank must not leave the others waiting for it."""
 
+import os
 import pickle
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -96,6 +99,39 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
             raise error
 
     agree(outcome, group)
+
+
+@contextmanager
+def one_voice(seconds: float) -> Iterator[bool]:
+    """Whether this rank is the one to say why the run fails: of the ranks that get here, the first one.
+
+    Works before the processes have joined too, over the store that they would join by. A rank that can reach no store
+    speaks: better twice than not at all. On the way out the ranks wait for each other for at most ``seconds``, because
+    a launcher ends the others once one has gone, and the store may live in any of them.
+    """
+    size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    store: dist.Store | None = None
+    first = True
+    if size > 1:
+        with suppress(RuntimeError, ValueError):
+            store = _store(seconds)
+            first = store.add("failed ranks", 1) == 1
+    yield first
+    deadline = time.monotonic() + seconds
+    # The store breaks off when the rank that holds it leaves, and that one has seen all others here.
+    with suppress(RuntimeError):
+        if store is not None:
+            store.add("ranks that spoke or need not", 1)
+            while store.add("ranks that spoke or need not", 0) < size and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+
+def _store(seconds: float) -> dist.Store:
+    """The store of the process group or, before there is one, of the launcher."""
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    store: dist.Store = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0]
+    return store
 
 
 @contextmanager

@@ -12,6 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
+class MeshError(ValueError):
+    """Processes that cannot form the mesh."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """How the processes are arranged: data parallel (dp, what is left over) x context parallel (cp)."""
@@ -57,11 +61,6 @@ class Mesh:
     both: DeviceMesh
 
 
-def launched_rank() -> int:
-    """This process's rank as its launcher (torchrun, srun) says; 0 where it was started alone."""
-    return int(os.environ.get("RANK", 0))
-
-
 def launched_world_size() -> int:
     """Number of processes as their launcher says; 1 where this one was started alone."""
     return int(os.environ.get("WORLD_SIZE", 1))
@@ -73,10 +72,19 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
 
     Processes that have joined already stay so. The world size must be a multiple of context_parallel_size. cp is the
     inner dimension: its ranks are neighbours.
+
+    Raises:
+        MeshError: there are more processes than GPUs on a machine.
     """
     device = torch.device(config.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        gpus = torch.cuda.device_count()
+        if device.index >= gpus:
+            raise MeshError(
+                f"device is cuda, and process {device.index + 1} of a machine finds {gpus} GPUs there; start at most "
+                f"{gpus} processes per machine, or give --device cpu"
+            )
         torch.cuda.set_device(device)
     found = dist.is_initialized()
     if not found:

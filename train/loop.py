@@ -129,14 +129,14 @@ class Trainer:
         }
 
     def _next_step(self, steps: Iterator[list[Batch]]) -> tuple[list[Batch], int]:
-        """This rank's micro-batches, and the number of valid tokens in those of all ranks.
+        """This rank's micro-batches (none at the end, which is the same on all), and all ranks' number of valid tokens.
 
         A bad sample on one rank is the same error on all: its flag travels with the count, at no cost.
         """
         error: DataError | None = None
         micro_batches: list[Batch] = []
         try:
-            micro_batches = [self.objective.local(batch) for batch in next(steps)]
+            micro_batches = [self.objective.local(batch) for batch in next(steps, [])]
         except DataError as caught:
             error = caught
         counts = torch.tensor(
@@ -148,14 +148,14 @@ class Trainer:
             with agreed():
                 if error is not None:
                     raise error
-        return micro_batches, max(valid, 1)
+        return micro_batches, valid
 
     def _forward_backward(self, micro_batches: list[Batch], valid: int) -> tuple[float, float]:
         """Accumulate and clip the gradients of the mean loss over ``valid`` tokens; return that loss and their norm."""
         total = torch.zeros((), device=self.mesh.device)
         for index, batch in enumerate(micro_batches):
             reduce_gradients(self.model, index == len(micro_batches) - 1)
-            loss = self.objective.loss_sum(self.model, batch) / valid
+            loss = self.objective.loss_sum(self.model, batch) / max(valid, 1)
             loss.backward()
             total += loss.detach()
         dist.all_reduce(total, group=self.mesh.both.get_group())
@@ -181,13 +181,17 @@ class Trainer:
     def _evaluate(self, data: Samples) -> float:
         """Mean loss over the first eval_iters global batches of the validation data; always the same ones."""
         wanted = self.config.train.eval_iters * self.global_batch_size
-        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        for micro_batches in evaluation_batches(data, samples=wanted, **self._batching()):
-            for batch in map(self.objective.local, micro_batches):
-                totals[0] += self.objective.loss_sum(self.model, batch)
-                totals[1] += self.objective.count(batch)
-        dist.all_reduce(totals, group=self.mesh.both.get_group())
-        return (totals[0] / totals[1].clamp(min=1)).item()
+        steps = evaluation_batches(data, samples=wanted, **self._batching())
+        total, tokens = torch.zeros((), dtype=torch.float64, device=self.mesh.device), 0
+        while True:
+            micro_batches, valid = self._next_step(steps)
+            if not micro_batches:
+                break
+            for batch in micro_batches:
+                total += self.objective.loss_sum(self.model, batch)
+            tokens += valid
+        dist.all_reduce(total, group=self.mesh.both.get_group())
+        return total.item() / max(tokens, 1)
 
     def _batching(self) -> dict[str, Any]:
         return {

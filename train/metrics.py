@@ -6,6 +6,7 @@ import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,11 @@ class RunLog:
         self._records: list[dict[str, Any]] = []
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+        # The services first: where one refuses, the records stay as they are.
+        self._writers = [*_tensorboard(config), *_wandb(config, folder, settings)]
+        if folder is not None:
             self._records = cut_back(folder / METRICS, iteration)
             self._file = (folder / METRICS).open("a")
-        self._writers = [*_tensorboard(config), *_wandb(config, folder, settings)]
 
     def write(self, record: dict[str, Any]) -> None:
         """Add an iteration's record."""
@@ -91,17 +94,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl; a last line without its end is no record.
 
     Raises:
-        ConfigError: a line before the last is no JSON object.
+        ConfigError: a line before the last is no record of an iteration.
     """
+    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
-    lines = path.read_text().splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
-        if number == len(lines) and not line.endswith("\n"):
-            break
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {number} is not JSON ({error}); remove the line or the file") from error
+            record = json.loads(line)
+            int(record["iteration"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ConfigError(
+                f"{path}, line {number} is no record of an iteration ({type(error).__name__}: {error}); "
+                f"remove the line or the file"
+            ) from error
+        records.append(record)
     return records
 
 
@@ -172,13 +178,26 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in record.items() if name != "iteration"}
 
 
+def check_services(config: LoggingConfig) -> None:
+    """Import what is asked for besides metrics.jsonl. Raises ConfigError where that is not installed."""
+    wanted = {"tensorboard_dir": "torch.utils.tensorboard", "wandb_project": "wandb"}
+    for field, module in wanted.items():
+        if getattr(config, field) is None:
+            continue
+        try:
+            import_module(module)
+        except ImportError as error:
+            package = module.rpartition(".")[2]
+            raise ConfigError(
+                f"{field} is set and {package} cannot be imported ({error}); pip install it, or leave {field} out"
+            ) from error
+
+
 def _tensorboard(config: LoggingConfig) -> list[Writer]:
     if config.tensorboard_dir is None:
         return []
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(f"tensorboard_dir is set and tensorboard is missing ({error}); pip install it") from error
+    from torch.utils.tensorboard import SummaryWriter
+
     events = SummaryWriter(config.tensorboard_dir)
 
     def write(record: dict[str, Any]) -> None:
@@ -192,11 +211,15 @@ def _tensorboard(config: LoggingConfig) -> list[Writer]:
 def _wandb(config: LoggingConfig, folder: Path | None, settings: dict[str, Any]) -> list[Writer]:
     if config.wandb_project is None:
         return []
+    import wandb
+
     try:
-        import wandb
-    except ImportError as error:
-        raise ConfigError(f"wandb_project is set and wandb is missing ({error}); pip install it") from error
-    run = wandb.init(
-        project=config.wandb_project, name=config.wandb_exp_name, dir=folder, config=settings, resume="allow"
-    )
+        run = wandb.init(
+            project=config.wandb_project, name=config.wandb_exp_name, dir=folder, config=settings, resume="allow"
+        )
+    except wandb.Error as error:
+        raise ConfigError(
+            f"wandb_project is {config.wandb_project} and wandb cannot begin ({error}); set WANDB_API_KEY, or "
+            f"WANDB_MODE=offline"
+        ) from error
     return [lambda record: run.log(_numbers(record), step=record["iteration"])]

@@ -1,64 +1,67 @@
 """A run's beginning and end: its folder, what it resumes from, and the one message when it fails."""
 
 import sys
-import time
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from data.megatron import DataError
-from parallel.agree import agreed, from_first, is_first
+from parallel.agree import agreed, from_first, is_first, one_voice
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_checkpoint
 from parallel.context import ContextError
-from parallel.mesh import launched_rank
+from parallel.mesh import MeshError
 from train.config import Config, ConfigError, to_toml
 from train.loop import Progress, TrainingError
-from train.metrics import METRICS, RunLog
+from train.metrics import METRICS, RunLog, check_services
 
-# A launcher ends all ranks once one has failed: the silent ones wait, lest the first is ended before it has spoken.
 SECONDS_TO_SPEAK = 5
-USER_ERRORS = (ConfigError, ContextError, DataError, CheckpointError, TrainingError)
+USER_ERRORS = (ConfigError, MeshError, ContextError, DataError, CheckpointError, TrainingError)
 
 
 def exit_status(main: Callable[[list[str]], None], arguments: list[str]) -> int:
     """Call ``main``; what a user can cause is one line on stderr and status 1, anything else its traceback.
 
-    Errors before the processes have joined are the same on every rank, later ones are agreed on: the first rank speaks
-    for all. One that a rank meets alone has no note of another rank's, and that rank speaks for itself.
+    However many ranks fail, one of them speaks: of an error that all have agreed on, or of one that a rank meets alone.
     """
     try:
         main(arguments)
-    except USER_ERRORS as error:
-        alone = dist.is_initialized() and not getattr(error, "__notes__", ())
-        if launched_rank() == 0 or alone:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(SECONDS_TO_SPEAK)
+    except (*USER_ERRORS, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None:
+            raise
+        with one_voice(SECONDS_TO_SPEAK) as speaks:
+            if speaks:
+                print(f"error: {_message(error)}", file=sys.stderr, flush=True)
         return 1
     return 0
 
 
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}; check that it is there and that you may use it"
+    return str(error)
+
+
 def claim_folder(config: Config) -> None:
-    """Refuse to write over another run in ``--save``; collective, before any work.
+    """Refuse to write over another run in ``--save``, or to begin what could not be kept; collective, before any work.
 
     Raises:
         ConfigError: the folder holds a run that ``--load`` does not go on with, or checkpoints later than the one asked
-            for.
+            for; it cannot be written to; or what is to receive the numbers besides is not installed.
     """
     from_first(lambda: _claim_folder(config))
 
 
 def _claim_folder(config: Config) -> None:
+    check_services(config.logging)
     if config.checkpoint.save is None:
         return
     folder = Path(config.checkpoint.save)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"save is {folder}, which is a file; give a folder")
+    _check_writable(folder)
     iterations = sorted(int(path.name[5:]) for path in folder.glob("iter_*") if path.name[5:].isdigit())
     goes_on = config.checkpoint.load is not None and Path(config.checkpoint.load).resolve() == folder.resolve()
     if not goes_on and (iterations or (folder / METRICS).exists()):
@@ -70,6 +73,20 @@ def _claim_folder(config: Config) -> None:
             f"ckpt_step is {step} and {folder} holds a checkpoint of iteration {iterations[-1]}, which going on from "
             f"there would meet; choose another --save"
         )
+
+
+def _check_writable(folder: Path) -> None:
+    """Make a nameless file in the folder, or where it would be made: a run that fails here leaves no trace."""
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise ConfigError(f"save is {folder}, and {existing} is a file; give a folder")
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"save is {folder}, which cannot be written to ({error.strerror}); choose another --save"
+        ) from error
 
 
 def resume(
@@ -86,7 +103,10 @@ def resume(
     path = find_checkpoint(load, config.checkpoint.ckpt_step)
     if path is None:
         if config.checkpoint.exit_on_missing_checkpoint:
-            raise CheckpointError(f"load is {load}, which holds no checkpoint, and exit_on_missing_checkpoint is set")
+            raise CheckpointError(
+                f"load is {load}, which holds no checkpoint, and exit_on_missing_checkpoint is set; name a run's "
+                f"folder, or leave the flag out to start afresh"
+            )
         if is_first():
             print(f"no checkpoint in {load}: starting afresh", flush=True)
         return Progress()

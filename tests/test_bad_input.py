@@ -1,0 +1,323 @@
+"""What a user gets for bad input: one message, a failing status on every rank, soon, and nothing written over."""
+
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from data import indexed
+from data.prepare import Request, prepare
+from parallel import agree
+from pretrain_gpt import main
+from tests.data.corpora import counting_documents, write_documents
+from tests.pretraining import TINY, on_rank
+from tests.ranks import run_ranks
+from tools.prepare_data import main as prepare_data
+from train import run
+from train.metrics import METRICS
+from train.run import exit_status
+
+ROOT = Path(__file__).parents[1]
+SMALL = ("--seq-length", "32", "--global-batch-size", "2", "--train-iters", "2")
+DOCUMENTS, LENGTH = 40, 60
+SECONDS = 30.0
+"""Bound on a case on a loaded machine; on an idle one each takes less than a second beyond the imports."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line of 2 ranks that must fail, and what the message must say."""
+
+    flags: tuple[str, ...]
+    words: tuple[str, ...]
+    before: Callable[[], None] = lambda: None
+    """Called on each rank first."""
+    flags_of_rank_1: tuple[str, ...] = ()
+
+
+def scan_ends_only() -> None:
+    """As in a corpus too large to be read at the start: an id in its middle is met in a batch."""
+    indexed.check_indexed.__defaults__ = (100,)
+
+
+def hide_wandb() -> None:
+    sys.modules["wandb"] = None  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer, data that go with it and a run of two checkpoints, all good."""
+    root = tmp_path_factory.mktemp("bad_input")
+    (root / "text").mkdir()
+    (root / "text" / "a.txt").write_text("It was the best of tokens, it was the worst of tokens.\n" * 200)
+    prepare(Request(inputs=(str(root / "text"),), vocab_size=290), root / "words", progress=False)
+    write(root / "good")
+    run_ranks(on_rank, 2, flags_of(root, "--save", "@run", "--save-interval", "1"))
+    return root
+
+
+def flags_of(root: Path, *flags: str) -> list[str]:
+    """A command line that works, and ``flags`` over it, in which @ stands for ``root``."""
+    data = ["--data-path", "@good", "--tokenizer-model", "@words.model"]
+    return [word.replace("@", f"{root}/") for word in (*TINY, *SMALL, *data, *flags)]
+
+
+def write(prefix: Path, bad: int | None = None) -> None:
+    """Documents of ids that fit the tokenizer; ``bad`` is the one document with an id that does not."""
+    documents = counting_documents(DOCUMENTS, LENGTH, vocab_size=290)
+    if bad is not None:
+        documents[bad][LENGTH // 2] = 60_000
+    write_documents(prefix, documents)
+
+
+def cut(path: Path, size: int) -> None:
+    os.truncate(path, size)
+
+
+def scramble(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(range(7, 71)))
+
+
+def snapshot(root: Path) -> dict[str, str]:
+    """Hashes of all files by name, but for the caches of sample indices, and the folders."""
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in root.rglob("*")
+        if "cache" not in path.parts and not (path / "cache").is_dir()
+    }
+
+
+def make_bad(root: Path) -> None:
+    """Everything broken that the cases name."""
+    for name in ("cut_bin", "cut_idx", "cut_header", "no_magic", "pointers"):
+        write(root / name)
+    cut(root / "cut_bin.bin", 1000)
+    cut(root / "cut_idx.idx", 300)
+    cut(root / "cut_header.idx", 20)
+    scramble(root / "no_magic.idx", 0)
+    scramble(root / "pointers.idx", 34 + 4 * DOCUMENTS + 80)
+    write(root / "bad_id", bad=20)
+    write(root / "bad_id_valid", bad=DOCUMENTS - 4)
+    write(root / "lone_bin")
+    (root / "lone_bin.idx").unlink()
+    np.full(1000, 7, np.uint8).tofile(root / "damaged.model")
+    for name in ("broken", "all_broken", "metrics_broken"):
+        shutil.copytree(root / "run", root / name)
+    for folder in ("broken/iter_0000002", "all_broken/iter_0000001", "all_broken/iter_0000002"):
+        scramble(root / folder / "__0_0.distcp", 3000)
+    lines = (root / "metrics_broken" / METRICS).read_text().splitlines()
+    (root / "metrics_broken" / METRICS).write_text(f"{lines[0][:30]}\n{lines[1]}\n")
+    (root / "key.toml").write_text("[train]\nseq_len = 32\n")
+    (root / "type.toml").write_text('[optimizer]\nlr = "high"\n')
+    (root / "method.toml").write_text('[context]\ncontext_parallel_method = "rings"\n')
+    (root / "syntax.toml").write_text("[train\n")
+    (root / "file").write_text("in the way")
+    (root / "empty").mkdir()
+
+
+CASES = {
+    "truncated .bin": Case(("--data-path", "@cut_bin"), ("cut_bin.bin has 1000 bytes", "write the pair again")),
+    "truncated .idx": Case(("--data-path", "@cut_idx"), ("cut_idx.idx has 300 bytes", "write the pair again")),
+    "truncated header": Case(("--data-path", "@cut_header"), ("cut_header.idx is cut off", "write the pair again")),
+    "corrupt .idx": Case(("--data-path", "@no_magic"), ("no_magic.idx", "magic", "write the pair again")),
+    "corrupt pointers": Case(("--data-path", "@pointers"), ("pointers.idx points", "write the pair again")),
+    "missing .idx": Case(("--data-path", "@lone_bin"), ("lone_bin.idx does not exist", "tools/prepare_data.py")),
+    "token id": Case(("--data-path", "@bad_id"), ("bad_id.bin holds token id 60000", "--tokenizer-model")),
+    # One document has it, so that one of the two ranks reads it and the other one does not.
+    "token id in a batch": Case(
+        ("--data-path", "@bad_id", "--train-iters", "60"), ("bad_id.bin: sample", "60000", "290"), scan_ends_only
+    ),
+    "token id in a validation batch": Case(
+        ("--data-path", "@bad_id_valid", "--split", "90,10", "--eval-interval", "1", "--eval-iters", "3"),
+        ("bad_id_valid.bin: sample", "60000", "290"),
+        scan_ends_only,
+    ),
+    "missing tokenizer": Case(("--tokenizer-model", "@no.model"), ("no.model", "--tokenizer-model")),
+    "missing tokenizer on one rank": Case(
+        (), ("no.model", "--tokenizer-model"), flags_of_rank_1=("--tokenizer-model", "@no.model")
+    ),
+    "damaged tokenizer": Case(("--tokenizer-model", "@damaged.model"), ("damaged.model", "damaged")),
+    "small vocabulary": Case(("--vocab-size", "100"), ("vocab_size is 100", "290")),
+    "another architecture": Case(
+        ("--load", "@run", "--num-layers", "3"), ("iter_0000002", "num_layers is 2 there and 3 here", "load another")
+    ),
+    "another architecture, same folder": Case(
+        ("--load", "@run", "--save", "@run", "--hidden-size", "32"), ("hidden_size is 64 there and 32 here",)
+    ),
+    "broken named checkpoint": Case(
+        ("--load", "@broken", "--ckpt-step", "2"), ("broken/iter_0000002/__0_0.distcp", "SHA-256", "oad another")
+    ),
+    "no whole checkpoint": Case(("--load", "@all_broken"), ("all_broken has no whole checkpoint", "oad another")),
+    "no such checkpoint": Case(("--load", "@run", "--ckpt-step", "7"), ("iteration 7", "[2, 1]")),
+    "missing checkpoint": Case(
+        ("--load", "@empty", "--exit-on-missing-checkpoint"), ("empty, which holds no checkpoint", "start afresh")
+    ),
+    "load is a file": Case(("--load", "@file"), ("file is not a folder",)),
+    "world size": Case(("--context-parallel-size", "3"), ("context_parallel_size is 3", "multiple of 3")),
+    "batch": Case(("--global-batch-size", "3"), ("global_batch_size is 3", "2 or 4")),
+    "unknown method": Case(("--context-parallel-method", "rings"), ("context-parallel-method", "rings", "zigzag")),
+    "unknown method in a file": Case(("--config", "@method.toml"), ("method.toml", "rings", "zigzag")),
+    "unknown key": Case(("--config", "@key.toml"), ("key.toml", "seq_len", "did you mean seq_length")),
+    "unknown flag": Case(("--seq-len", "4"), ("--seq-len", "did you mean --seq-length")),
+    "wrong type": Case(("--config", "@type.toml"), ("type.toml", "lr is 'high'", "finite number")),
+    "wrong type of a flag": Case(("--train-iters", "many"), ("--train-iters", "'many'", "integer")),
+    "no TOML": Case(("--config", "@syntax.toml"), ("syntax.toml", "not valid TOML")),
+    "missing file": Case(("--config", "@none.toml"), ("none.toml", "existing TOML file")),
+    "a run is there": Case(("--save", "@run"), ("run, which holds a run", "iteration 2", "--load", "another --save")),
+    "later checkpoints": Case(
+        ("--save", "@run", "--load", "@run", "--ckpt-step", "1"), ("ckpt_step is 1", "iteration 2", "another --save")
+    ),
+    "save is a file": Case(("--save", "@file"), ("save is", "file; give a folder")),
+    "save below a file": Case(("--save", "@file/run"), ("save is", "file; give a folder")),
+    "save cannot be written": Case(("--save", "/proc/run"), ("save is /proc/run", "another --save")),
+    "metrics are corrupt": Case(
+        ("--load", "@metrics_broken", "--save", "@metrics_broken", "--train-iters", "3"),
+        (f"metrics_broken/{METRICS}, line 1", "remove the line"),
+    ),
+    "no wandb": Case(("--wandb-project", "x"), ("wandb_project", "pip install"), hide_wandb),
+    "TensorBoard cannot be written": Case(("--tensorboard-dir", "/proc/events"), ("/proc/events",)),
+    "divergence": Case(
+        ("--lr", "1e38", "--clip-grad", "0", "--train-iters", "30", "--lr-decay-style", "constant"),
+        ("not finite in 10 iterations in a row", "lower lr"),
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Ending:
+    """How one rank's command ended."""
+
+    status: int
+    stderr: str
+    seconds: float
+
+
+def end(arguments: list[str]) -> Ending:
+    """Call the entry script as its last line does."""
+    errors, began = io.StringIO(), time.monotonic()
+    with redirect_stderr(errors):
+        status = exit_status(main, arguments)
+    return Ending(status, errors.getvalue(), time.monotonic() - began)
+
+
+def end_cases(rank: int, world_size: int, root: Path) -> dict[str, Ending]:
+    """All cases one after the other on ranks that have joined, which spares the imports of each."""
+    store, endings = dist.distributed_c10d._get_default_store(), {}
+    defaults = indexed.check_indexed.__defaults__
+    wandb = sys.modules.get("wandb")
+    for name, case in CASES.items():
+        agree._store = lambda _, name=name: dist.PrefixStore(name, store)  # as if every case were another run
+        indexed.check_indexed.__defaults__ = defaults
+        case.before()
+        endings[name] = end(flags_of(root, *case.flags, *(case.flags_of_rank_1 if rank == 1 else ())))
+        if wandb is not None:
+            sys.modules["wandb"] = wandb
+    return endings
+
+
+@pytest.fixture(scope="module")
+def endings(place: Path) -> list[dict[str, Ending]]:
+    """How every case ended on each of two ranks; they found the same files, and changed none."""
+    make_bad(place)
+    before = snapshot(place)
+    found = run_ranks(end_cases, 2, place)
+    assert snapshot(place) == before
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_message_names_what_and_the_remedy(name: str, endings: list[dict[str, Ending]]) -> None:
+    ranks = [rank[name] for rank in endings]
+    assert [rank.status for rank in ranks] == [1, 1]
+    (line,) = "".join(rank.stderr for rank in ranks).splitlines()
+    assert line.startswith("error: ")
+    for word in CASES[name].words:
+        assert word in line
+    assert max(rank.seconds for rank in ranks) < SECONDS
+
+
+def test_the_same_commands_without_the_fault_succeed(place: Path, endings: object) -> None:
+    """The cases fail by what they say, not by what all share."""
+    run_ranks(on_rank, 2, flags_of(place, "--load", "@run", "--train-iters", "3"))
+
+
+def end_alone(rank: int, world_size: int, root: Path) -> Ending | None:
+    """Rank 1 fails where no other rank waits for it; the others never hear of that."""
+    run.SECONDS_TO_SPEAK = 1
+    return end(flags_of(root, "--config", "none.toml")) if rank == 1 else None
+
+
+def test_a_rank_that_fails_alone_speaks_for_itself(place: Path) -> None:
+    ending = run_ranks(end_alone, 2, place)[1]
+    assert (ending.status, ending.stderr.count("\n")) == (1, 1)
+    assert ending.stderr.startswith("error: none.toml")
+    assert 1 <= ending.seconds < SECONDS
+
+
+def torchrun(script: Path, arguments: list[str]) -> tuple[list[str], str]:
+    """Start two processes as a user does, which must fail in time; their lines that begin with error:, and all."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    began = time.monotonic()
+    ended = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode != 0
+    assert time.monotonic() - began < 2 * SECONDS
+    return [line for line in ended.stderr.splitlines() if line.startswith("error:")], ended.stderr
+
+
+def test_torchrun_before_the_processes_join(place: Path) -> None:
+    lines, everything = torchrun(ROOT / "pretrain_gpt.py", flags_of(place, "--context-parallel-size", "3"))
+    assert len(lines) == 1
+    assert "context_parallel_size is 3" in lines[0]
+    assert 'pretrain_gpt.py", line' not in everything, "no traceback of ours"
+
+
+def test_torchrun_after_the_processes_joined(place: Path, endings: object) -> None:
+    lines, everything = torchrun(ROOT / "pretrain_gpt.py", flags_of(place, "--data-path", "@cut_bin"))
+    assert len(lines) == 1
+    assert "cut_bin.bin has 1000 bytes" in lines[0]
+    assert 'pretrain_gpt.py", line' not in everything, "no traceback of ours"
+
+
+def test_torchrun_where_one_rank_alone_cannot_read_its_file(place: Path, tmp_path: Path) -> None:
+    """The other rank waits for it to join."""
+    script = tmp_path / "start.py"
+    script.write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from pretrain_gpt import main\n"
+        "from train.run import exit_status\n"
+        "mine = ['--config', 'none.toml'] if os.environ['RANK'] == '1' else []\n"
+        "sys.exit(exit_status(main, sys.argv[1:] + mine))\n"
+    )
+    lines, _ = torchrun(script, flags_of(place))
+    assert len(lines) == 1
+    assert lines[0].startswith("error: none.toml")
+
+
+@pytest.mark.parametrize("files", [[], ["a.txt"], ["a.jsonl"]])
+def test_an_empty_corpus(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").mkdir()
+    for name in files:
+        (tmp_path / "text" / name).touch()
+    source = tmp_path / "text" / "a.jsonl" if files == ["a.jsonl"] else tmp_path / "text"
+    before = snapshot(tmp_path)
+    assert prepare_data(["--input", str(source), "--output-prefix", str(tmp_path / "out" / "d")]) == 1
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ")
+    assert str(source) in line
+    assert not captured.out
+    assert snapshot(tmp_path) == before

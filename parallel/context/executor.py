@@ -8,7 +8,7 @@ Shapes: B batch, T local positions, H query heads, K key/value heads, D head wid
 ``[B, T, K, D]``; kv is k and v stacked, ``[2, B, T, K, D]``, so that one message carries both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -21,9 +21,12 @@ from torch import Tensor
 from kernels.attention import AttentionBackend, block_backward, block_forward, select_backend
 from kernels.merge import merge_
 from parallel.context.plan import Plan, Round
-from parallel.context.tiles import Tile
+from parallel.context.tiles import Tile, halved
 
 KV_TAG, GRADIENT_TAG = 0, 1
+# torch 2.13 renamed these two and warns of the old names
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(eq=False)
@@ -47,7 +50,7 @@ class Executor:
         lse = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
 
         def attend(held: Tensor, step: Round) -> None:
-            for tile in step.tiles:
+            for tile in _tiles(step, backend):
                 block = block_forward(q[:, tile.q], held[0][:, tile.k], held[1][:, tile.k], tile.kind, scale, backend)
                 merge_(out[:, tile.q], lse[:, tile.q], *block)
 
@@ -66,7 +69,7 @@ class Executor:
         def attend(held: Tensor, step: Round) -> None:
             nonlocal arriving, dkv
             dkv = torch.zeros(held.shape, dtype=lse.dtype, device=q.device)
-            for tile in step.tiles:
+            for tile in _tiles(step, backend):
                 gradients = _block_gradients(dout, q, held, out, lse, tile, scale, backend)
                 dq[:, tile.q] += gradients[0]
                 dkv[0][:, tile.k] += gradients[1]
@@ -114,7 +117,7 @@ class Executor:
     def _gather(self, kv: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Join the KV of all ranks in ascending positions: ``[2, B, len(ranks) * T, K, D]``."""
         parts = kv.new_empty(len(ranks), *kv.shape)
-        dist.all_gather_into_tensor(parts.flatten(0, 1), kv, group=self.group)  # gloo takes joined, not stacked
+        _all_gather(parts.flatten(0, 1), kv, group=self.group)  # gloo takes joined, not stacked
         joined = parts.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)  # [2, B, ranks * T, K, D]
         return joined.index_select(2, self.plan.gather_order(ranks).to(kv.device))
 
@@ -129,13 +132,19 @@ class Executor:
         by_rank.index_copy_(2, self.plan.gather_order(holds).to(dkv.device), dkv)
         parts = by_rank.unflatten(2, (len(holds), -1)).permute(2, 0, 1, 3, 4, 5).contiguous()
         own = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=self.group)
+        _reduce_scatter(own, parts.flatten(0, 1), group=self.group)
         return own
 
 
 def attend(executor: Executor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks; differentiable. Shapes as above."""
     return torch.ops.longmesh.context_attention(q, k, v, scale, executor.handle)[0]
+
+
+def _tiles(step: Round, backend: AttentionBackend) -> Iterable[Tile]:
+    """The round's tiles, in the sizes that suit the kernel."""
+    leaf = backend.causal_leaf
+    return step.tiles if leaf is None else (part for tile in step.tiles for part in halved(tile, leaf))
 
 
 def _block_gradients(

@@ -6,6 +6,7 @@ with its diagonal follows, and the rows below that square are FULL. Packed docum
 serves every layout, teams and documents, and no tile has a fully masked row.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +67,20 @@ def tiles(q_runs: list[Run], k_runs: list[Run], stride: int, causal: bool) -> tu
             for q0, q1, k0, k1, kind in _compare(q_run.length, k_run.length, shift):
                 found.add((q0 + q_run.offset, q1 + q_run.offset, k0 + k_run.offset, k1 + k_run.offset, kind))
     return tuple(Tile(slice(q0, q1), slice(k0, k1), kind) for q0, q1, k0, k1, kind in sorted(_coalesce(found)))
+
+
+def halved(tile: Tile, leaf: int) -> Iterator[Tile]:
+    """Cut a CAUSAL tile by halves into squares of at most ``leaf`` and the FULL rectangles between them."""
+    side = tile.q.stop - tile.q.start
+    if tile.kind == FULL or side <= leaf:
+        yield tile
+        return
+    half = -(-side // (2 * leaf)) * leaf  # whole leaves, so that only the last one is smaller
+    q0, q1, q2 = tile.q.start, tile.q.start + half, tile.q.stop
+    k0, k1, k2 = tile.k.start, tile.k.start + half, tile.k.stop
+    yield from halved(Tile(slice(q0, q1), slice(k0, k1), CAUSAL), leaf)
+    yield Tile(slice(q1, q2), slice(k0, k1), FULL)
+    yield from halved(Tile(slice(q1, q2), slice(k1, k2), CAUSAL), leaf)
 
 
 def _compare(rows: int, columns: int, shift: int) -> list[tuple[int, int, int, int, str]]:

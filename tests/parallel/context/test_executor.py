@@ -11,7 +11,7 @@ from parallel.context import METHODS, ContextError, context_parallel
 from tests.ranks import run_ranks
 
 BATCH, HEAD_DIM = 2, 32
-SHAPES = {"mha": (8, 8, 256), "gqa 8:2, odd length": (8, 2, 251)}
+SHAPES = {"mha": (8, 8, 256), "gqa 8:2, odd length": (8, 2, 251), "blocks cut for the kernel": (2, 1, 1201)}
 
 
 def inputs(shape: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -66,6 +66,7 @@ def test_error_does_not_grow_with_the_number_of_ranks(world_size: int) -> None:
         for shape in SHAPES
         for dtype in (torch.float32, torch.bfloat16)
         for causal in (True, False)
+        if causal or not shape.startswith("blocks")
     ]
     for case, got in zip(cases, run_ranks(attend_on_ranks, world_size, cases)[0], strict=True):
         want = truth(*case[1:])

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 class AttentionBackend:
     """A pair of functions (q, k, v, causal, scale) -> (out, lse) and its backward, which takes global out and lse.
 
-    ``causal_leaf`` is the largest CAUSAL block that wastes little: a kernel that walks over keys in large steps computes
+    ``causal_leaf`` is the largest CAUSAL block that wastes little: a kernel that goes over keys in large steps computes
     much of what the mask then hides, and larger squares are better cut. None where the kernel needs no such help.
     """
 

@@ -8,7 +8,11 @@ from pretrain_gpt import main
 from tests.ranks import run_ranks
 from train.metrics import METRICS, read_metrics
 
-TINY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--num-query-groups", "2", "--seq-length", "256", "--global-batch-size", "4", "--micro-batch-size", "1", "--lr", "1e-3", "--lr-warmup-iters", "1", "--device", "cpu", "--eval-iters", "1", "--eval-interval", "1000", "--log-interval", "1000"]
+TINY = """
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --seq-length 256 --device cpu
+    --global-batch-size 4 --micro-batch-size 1 --lr 1e-3 --lr-warmup-iters 1
+    --eval-iters 1 --eval-interval 1000 --log-interval 1000
+""".split()  # noqa: SIM905
 
 
 def on_rank(rank: int, world_size: int, arguments: list[str]) -> None:

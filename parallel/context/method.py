@@ -55,10 +55,18 @@ class Method:
             raise ContextError(f"method {self.name} has no teams and team_size is {team_size}; use team_size 1")
 
 
-def ring_hops(rank: int, size: int) -> list[Hop]:
-    """``size`` rounds: round i holds the KV of rank - i and passes it to rank + 1 (Ring Attention, section 3)."""
-    if size == 1:
-        return [Hop((0,), None, None)]
-    following, preceding = (rank + 1) % size, (rank - 1) % size
-    passes = [Hop(((rank - i) % size,), following, preceding) for i in range(size - 1)]
-    return [*passes, Hop(((rank + 1) % size,), None, None)]
+class RingMethod(Method):
+    """One layout and as many rounds as ranks: round i holds the KV of rank - i and passes it to rank + 1.
+
+    Ring Attention, section 3; the methods that pass KV round a ring differ in their layout alone.
+    """
+
+    layout_name: str
+
+    def layout(self, causal: bool) -> str:
+        return self.layout_name
+
+    def hops(self, rank: int, size: int) -> list[Hop]:
+        following, preceding = (rank + 1) % size, (rank - 1) % size
+        passes = [Hop(((rank - i) % size,), following, preceding) for i in range(size - 1)]
+        return [*passes, Hop((following,), None, None)]

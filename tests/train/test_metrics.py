@@ -1,0 +1,239 @@
+"""A run's records: cut back, read, drawn and sent on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from train.config import ConfigError
+from train.metrics import (
+    METRICS,
+    LoggingConfig,
+    RunLog,
+    check_services,
+    cut_back,
+    memory_gb,
+    plot_loss,
+    progress_line,
+    read_metrics,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def record(iteration: int, **more: Any) -> dict[str, Any]:
+    return {
+        "iteration": iteration,
+        "consumed_samples": 4 * iteration,
+        "consumed_tokens": 1024 * iteration,
+        "skipped_iterations": 1,
+        "lm_loss": 8.0 / iteration,
+        "grad_norm": 0.5 * iteration,
+        "learning_rate": 1e-3 * iteration,
+        "iteration_time_ms": 100.0 * iteration,
+        "tokens_per_second": 1000.0 * iteration,
+        "tflops_per_gpu": 0.25,
+        "mfu": 0.125,
+        "memory_gb": 1.5,
+        **more,
+    }
+
+
+def write(path: Path, iterations: range, end: str = "") -> None:
+    path.write_text("".join(json.dumps(record(i)) + "\n" for i in iterations) + end)
+
+
+@pytest.mark.parametrize("end", ["", '{"iteration": 7, "lm_lo', '{"iteration": 7}', "\0\0\0\0", "\ufffd"])
+def test_half_a_last_line_is_no_record(end: str, tmp_path: Path) -> None:
+    write(tmp_path / METRICS, range(1, 7), end)
+    assert read_metrics(tmp_path / METRICS) == [record(i) for i in range(1, 7)]
+
+
+@pytest.mark.parametrize("line", ['{"iteration": 2, "lm_lo', "", "5", "[1]", "null", "{}", '{"iteration": null}', "\0"])
+def test_a_corrupt_line_before_the_last_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / METRICS
+    path.write_text(f"{json.dumps(record(1))}\n{line}\n{json.dumps(record(3))}\n")
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2 is no record .*; remove the line or the file"):
+        cut_back(path, 10)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_bytes_that_are_no_text_are_named_too(tmp_path: Path) -> None:
+    path = tmp_path / METRICS
+    path.write_bytes(b"\xff\xfe\x00\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        read_metrics(path)
+
+
+def test_cut_back_keeps_what_the_checkpoint_knows(tmp_path: Path) -> None:
+    path = tmp_path / METRICS
+    write(path, range(1, 10), '{"iteration": 10')
+    assert cut_back(path, 6) == [record(i) for i in range(1, 7)]
+    assert read_metrics(path) == [record(i) for i in range(1, 7)]
+    assert path.read_text().endswith("\n")
+    assert cut_back(path, 0) == []
+    assert path.read_text() == ""
+    assert cut_back(tmp_path / "new.jsonl", 3) == []
+    assert {entry.name for entry in tmp_path.iterdir()} == {METRICS, "new.jsonl"}
+
+
+def test_numbers_come_back_exactly(tmp_path: Path) -> None:
+    odd = record(1, lm_loss=0.1 + 0.2, grad_norm=float("inf"))
+    log = RunLog(tmp_path, LoggingConfig(), {}, 0)
+    log.write(odd)
+    assert read_metrics(tmp_path / METRICS) == [odd]
+
+
+def test_a_log_goes_on_after_the_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "run"
+    first = RunLog(folder, LoggingConfig(), {}, 0)
+    for i in range(1, 6):
+        first.write(record(i))
+    second = RunLog(folder, LoggingConfig(), {}, 3)
+    second.write(record(4, lm_loss=1.25))
+    assert read_metrics(folder / METRICS) == [*(record(i) for i in range(1, 4)), record(4, lm_loss=1.25)]
+
+
+def test_a_log_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    log = RunLog(None, LoggingConfig(), {}, 0)
+    log.write(record(1))
+    log.sync()
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_line_has_megatrons_fields_and_averages() -> None:
+    fields = progress_line([record(2), record(4)], train_iters=50, global_batch_size=4).split(" | ")
+    assert fields[0].endswith("] iteration        4/      50")
+    assert fields[1:-1] == [
+        "consumed samples:           16",
+        "elapsed time per iteration (ms): 300.0",
+        "throughput per GPU (TFLOP/s/GPU): 0.250",
+        "tokens/s: 3000",
+        "MFU: 12.5%",
+        "memory (GB): 1.50",
+        "learning rate: 4.000000E-03",
+        "global batch size:     4",
+        "lm loss: 3.000000E+00",
+        "grad norm: 2.000",
+    ]
+    assert fields[-1] == "number of skipped iterations:   1 |"
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [record(1)],
+        [record(i) for i in range(1, 9)],
+        [record(1), record(2, validation_loss=3.0)],
+        [record(1), record(2, validation_loss=3.0, unigram_entropy=5.0), record(3, lm_loss=float("nan"))],
+    ],
+)
+def test_the_loss_curve_is_a_picture(records: list[dict[str, Any]], tmp_path: Path) -> None:
+    from matplotlib import image
+
+    plot_loss(records, tmp_path / "loss.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+    assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    pixels = image.imread(tmp_path / "loss.png")
+    assert pixels.shape[:2] == (480, 840)
+    assert pixels.std() > 0.01  # it is not blank
+
+
+def test_no_records_draw_nothing(tmp_path: Path) -> None:
+    plot_loss([], tmp_path / "loss.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_is_this_process_and_in_gigabytes() -> None:
+    block = torch.ones(1 << 27, dtype=torch.uint8)
+    assert block.nbytes / 1e9 < memory_gb(torch.device("cpu")) < 100
+
+
+def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = RunLog(None, LoggingConfig(tensorboard_dir=str(tmp_path)), {}, 0)
+    for i in range(1, 4):
+        log.write(record(i, **({"validation_loss": 2.5} if i == 3 else {})))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert set(events.Tags()["scalars"]) == set(record(1)) - {"iteration"} | {"validation_loss"}
+    losses = events.Scalars("lm_loss")
+    assert [event.step for event in losses] == [1, 2, 3]
+    assert [event.value for event in losses] == pytest.approx([8.0, 4.0, 8 / 3], rel=1e-6)
+    assert [event.step for event in events.Scalars("validation_loss")] == [3]
+
+
+OFFLINE = """
+import sys
+from pathlib import Path
+from tests.train.test_metrics import record
+from train.metrics import LoggingConfig, RunLog
+config = LoggingConfig(wandb_project="longmesh-test", wandb_exp_name="offline")
+log = RunLog(Path(sys.argv[1]), config, {"train": {"seed": 7}}, 0)
+for i in range(1, 4):
+    log.write(record(i))
+log.sync()
+"""
+
+
+def in_a_process_of_its_own(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """wandb ends its service with the process, as in a real run; nothing of this machine's settings is seen."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    homes = {name: str(folder / "home") for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
+    return subprocess.run(
+        [sys.executable, "-c", code, str(folder / "run")],
+        cwd=ROOT, env=clean | homes | environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_wandb_offline_holds_the_same_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    ended = in_a_process_of_its_own(OFFLINE, tmp_path, WANDB_MODE="offline")
+    assert ended.returncode == 0, ended.stderr
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    content = file.read_bytes()
+    for word in (b"longmesh-test", b"lm_loss", b"tokens_per_second", b"seed"):
+        assert word in content
+    assert read_metrics(tmp_path / "run" / METRICS) == [record(i) for i in range(1, 4)]
+
+
+def test_wandb_without_a_key_is_one_message(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    write_first = "from train.metrics import *; from pathlib import Path; import sys\n"
+    code = (
+        write_first + "try:\n    RunLog(Path(sys.argv[1]), LoggingConfig(wandb_project='p'), {}, 0)\n"
+        "except ConfigError as error:\n    print('MESSAGE', error)"
+    )
+    (tmp_path / "run").mkdir()
+    write(tmp_path / "run" / METRICS, range(1, 4))
+    before = (tmp_path / "run" / METRICS).read_bytes()
+    ended = in_a_process_of_its_own(code, tmp_path)
+    assert "MESSAGE wandb_project is p and wandb cannot begin" in ended.stdout, ended.stderr
+    assert "WANDB_MODE=offline" in ended.stdout
+    assert (tmp_path / "run" / METRICS).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("field", "module"), [("wandb_project", "wandb"), ("tensorboard_dir", "torch.utils.tensorboard")]
+)
+def test_a_missing_service_is_told_only_where_it_is_asked_for(
+    field: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    check_services(LoggingConfig())
+    with pytest.raises(ConfigError, match=rf"{field} is set and {module.rpartition('.')[2]} .*pip install it"):
+        check_services(LoggingConfig(**{field: "x"}))  # type: ignore[arg-type]
+
+
+def test_an_interval_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="log_interval is 0"):
+        LoggingConfig(log_interval=0)

@@ -1,0 +1,106 @@
+"""Processes and how they are arranged."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel.mesh import MeshConfig, MeshError, joined, launched_world_size
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"context_parallel_size": 0}, "context_parallel_size is 0; it must be 1 or more"),
+        ({"distributed_timeout_minutes": 0.0}, "distributed_timeout_minutes is 0.0; it must be above 0"),
+        ({"device": "cpu", "distributed_backend": "nccl"}, "distributed_backend is nccl and device is cpu"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MeshConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "settings", "device", "backend"),
+    [
+        (True, {}, "cuda", "cpu:gloo,cuda:nccl"),
+        (True, {"distributed_backend": "gloo"}, "cuda", "cpu:gloo,cuda:gloo"),
+        (True, {"device": "cpu"}, "cpu", "gloo"),
+        (True, {"device": "cuda"}, "cuda", "cpu:gloo,cuda:nccl"),
+        (False, {}, "cpu", "gloo"),
+    ],
+)
+def test_auto_takes_what_is_there(
+    gpu: bool, settings: dict, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    config = MeshConfig(**settings)
+    assert (config.device_type, config.backend) == (device, backend)
+
+
+def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device is cuda and torch finds no CUDA device; use --device cpu"):
+        MeshConfig(device="cuda")
+
+
+def test_more_processes_than_gpus_are_refused_before_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(MeshError, match="process 3 of a machine finds 2 GPUs there; start at most 2"):
+        joined(MeshConfig(device="cuda")).__enter__()
+    assert not dist.is_initialized()
+
+
+def places(rank: int, world_size: int, cp: int) -> tuple[list[int], list[int], list[int], int, int]:
+    """The ranks of this one's groups, and its place in dp and cp."""
+    with joined(MeshConfig(context_parallel_size=cp, device="cpu")) as mesh:
+        groups = [dist.get_process_group_ranks(part.get_group()) for part in (mesh.dp, mesh.cp, mesh.both)]
+        assert mesh.device == torch.device("cpu")
+    assert dist.is_initialized(), "processes that had joined before stay so"
+    return (*groups, mesh.dp.get_local_rank(), mesh.cp.get_local_rank())
+
+
+def test_context_parallel_ranks_are_neighbours() -> None:
+    everyone = [0, 1, 2, 3]
+    assert run_ranks(places, 4, 2) == [
+        ([0, 2], [0, 1], everyone, 0, 0),
+        ([1, 3], [0, 1], everyone, 0, 1),
+        ([0, 2], [2, 3], everyone, 1, 0),
+        ([1, 3], [2, 3], everyone, 1, 1),
+    ]
+    assert run_ranks(places, 3, 3) == [([rank], [0, 1, 2], [0, 1, 2], 0, rank) for rank in range(3)]
+    assert run_ranks(places, 1, 1) == [([0], [0], [0], 0, 0)]
+
+
+def alone(rank: int, world_size: int, fails: bool) -> bool:
+    """A process that no launcher started; returns whether its group is still there at the end."""
+    dist.destroy_process_group()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+                patch.delenv(name)
+            assert launched_world_size() == 1
+            with joined(MeshConfig(device="cpu")) as mesh:
+                total = torch.ones(1)
+                dist.all_reduce(total, group=mesh.both.get_group())
+                assert (total.item(), mesh.both.size()) == (1, 1)
+                if fails:
+                    raise KeyError
+    except KeyError:
+        pass
+    remains = dist.is_initialized()
+    if not remains:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for run_ranks to leave
+    return remains
+
+
+def test_a_process_started_alone_needs_no_launcher() -> None:
+    assert run_ranks(alone, 1, False) == [False]
+
+
+def test_after_an_error_nothing_waits_for_the_others() -> None:
+    """Leaving the group would wait for ranks that may be stuck: the process ends with it instead."""
+    assert run_ranks(alone, 1, True) == [True]

@@ -1,0 +1,90 @@
+"""Next-token prediction over context-parallel ranks: every token once, padding never."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.loader import IGNORE_INDEX, Batch
+from data.megatron import DataConfig
+from kernels.loss import cross_entropy_sum
+from model.attention import sdpa
+from model.llama import Llama, LlamaConfig
+from parallel.context import METHODS, make_plan
+from parallel.context.config import ContextConfig
+from parallel.mesh import MeshConfig
+from tests.data.corpora import write_documents
+from tests.ranks import run_ranks
+from train.config import Config, ConfigError, TrainConfig
+from train.language import NextToken, context_of, corpus_entropy
+
+MODEL = LlamaConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=29)
+LENGTH = 13  # of which neither 2 nor 3 ranks have equal parts
+
+
+def whole_batch() -> Batch:
+    tokens = torch.randint(29, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    labels = tokens[:, 1:].clone()
+    labels[1, 4:9] = IGNORE_INDEX
+    return {"tokens": tokens[:, :-1], "labels": labels}
+
+
+def share(rank: int, world_size: int, method: str) -> tuple[Batch, torch.Tensor, int, float]:
+    import torch.distributed as dist
+
+    config = Config(
+        context=ContextConfig(context_parallel_method=method),
+        mesh=MeshConfig(device="cpu", context_parallel_size=world_size),
+        train=TrainConfig(seq_length=LENGTH),
+    )
+    cp, attend = context_of(config, dist.group.WORLD)
+    model = Llama(MODEL, attend)
+    model.init_weights(3)
+    objective = NextToken(cp, torch.device("cpu"))
+    local = objective.local(whole_batch())
+    return local, cp.positions, objective.count(local), objective.loss_sum(model, local).item()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_shares_make_up_the_batch_and_its_loss(method: str, size: int) -> None:
+    shares = run_ranks(share, size, method)
+    whole = whole_batch()
+    seen = []
+    for rank, (local, positions, _, _) in enumerate(shares):
+        assert torch.equal(positions, make_plan(method, seq_len=LENGTH, size=size).positions(rank))
+        for column, position in enumerate(positions.tolist()):
+            if position < LENGTH:
+                seen.append(position)
+                assert torch.equal(local["tokens"][:, column], whole["tokens"][:, position])
+                assert torch.equal(local["labels"][:, column], whole["labels"][:, position])
+            else:
+                assert (local["labels"][:, column] == IGNORE_INDEX).all(), "padding carries no loss"
+    assert sorted(seen) == list(range(LENGTH))
+    assert sum(count for _, _, count, _ in shares) == 2 * LENGTH - 5
+    model = Llama(MODEL)
+    model.init_weights(3)
+    want = cross_entropy_sum(model(whole["tokens"]), whole["labels"])[0].item()
+    assert sum(loss for *_, loss in shares) == pytest.approx(want, rel=1e-6)
+
+
+def test_without_a_method_the_attention_is_plain() -> None:
+    config = Config(context=ContextConfig(context_parallel_method="none"), train=TrainConfig(seq_length=LENGTH))
+    cp, attend = context_of(config, None)
+    assert attend is sdpa
+    assert torch.equal(cp.positions, torch.arange(LENGTH))
+
+
+def test_a_backend_that_the_device_lacks_is_a_configuration_error() -> None:
+    context = ContextConfig(attention_backend="flash_attn")
+    config = Config(context=context, mesh=MeshConfig(device="cpu"), train=TrainConfig(bf16=True))
+    with pytest.raises(ConfigError, match="flash_attn"):
+        context_of(config, None)
+
+
+def test_entropy_of_one_corpus_and_of_no_blend(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "even", [[0, 1, 2, 3], [0, 1, 2, 3]])
+    one = DataConfig(data_path=(prefix,))
+    assert corpus_entropy(one)["unigram_entropy"] == pytest.approx(torch.tensor(4.0).log().item(), rel=1e-6)
+    assert corpus_entropy(replace(one, data_path=("0.5", prefix, "0.5", prefix))) == {}

@@ -1,0 +1,269 @@
+"""A run's folder, what it resumes from, and who speaks when it fails."""
+
+import io
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.agree import one_voice
+from parallel.checkpoint import CheckpointConfig, CheckpointError
+from parallel.mesh import MeshError
+from tests.parallel.tiny import ARCHITECTURE, build, equal, two_checkpoints, whole_tensors
+from tests.ranks import run_ranks
+from train import run
+from train.config import Config, ConfigError, load_config
+from train.loop import Progress
+from train.metrics import METRICS, LoggingConfig
+from train.run import claim_folder, exit_status, open_log, resume
+
+ROOT = Path(__file__).parents[2]
+
+
+def with_checkpoint(**settings: object) -> Config:
+    return Config(checkpoint=CheckpointConfig(**settings))  # type: ignore[arg-type]
+
+
+def holding(folder: Path, *names: str) -> str:
+    """A folder with empty entries: checkpoints, or files where the name has an ending."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch() if "." in name else path.mkdir()
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "names", [(), ("notes.txt",), ("config.toml",), ("iter_0000002.tmp",), ("iter_0000002.broken-1",), ("iter_x",)]
+)
+def test_a_folder_without_a_run_is_taken(names: tuple[str, ...], tmp_path: Path) -> None:
+    claim_folder(with_checkpoint(save=holding(tmp_path / "run", *names)))
+    claim_folder(with_checkpoint(save=str(tmp_path / "new" / "and" / "deep")))
+    claim_folder(with_checkpoint())
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted({*names, *(["run"] if names else [])})
+
+
+@pytest.mark.parametrize(
+    ("names", "held"),
+    [
+        (("iter_0000002", "iter_0000010"), "a run with a checkpoint of iteration 10"),
+        ((METRICS,), "a run without a checkpoint"),
+        ((METRICS, "iter_0000004"), "a run with a checkpoint of iteration 4"),
+    ],
+)
+def test_another_run_is_not_written_over(names: tuple[str, ...], held: str, tmp_path: Path) -> None:
+    save = holding(tmp_path / "run", *names)
+    for load in (None, str(tmp_path / "other")):
+        with pytest.raises(ConfigError, match=f"save is {save}, which holds {held}; go on with --load {save}, or"):
+            claim_folder(with_checkpoint(save=save, load=load))
+    claim_folder(with_checkpoint(save=save, load=save))
+
+
+def test_the_same_folder_by_another_name_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holding(tmp_path / "run", "iter_0000002")
+    (tmp_path / "link").symlink_to("run")
+    monkeypatch.chdir(tmp_path)
+    for load in ("run/", "./run", "link", str(tmp_path / "link" / ".." / "run")):
+        claim_folder(with_checkpoint(save="run", load=load))
+
+
+def test_checkpoints_after_the_one_asked_for_are_not_met(tmp_path: Path) -> None:
+    save = holding(tmp_path / "run", "iter_0000002", "iter_0000004")
+    claim_folder(with_checkpoint(save=save, load=save, ckpt_step=4))
+    claim_folder(with_checkpoint(save=str(tmp_path / "new"), load=save, ckpt_step=2))
+    with pytest.raises(ConfigError, match=r"ckpt_step is 2 and .* iteration 4, .* choose another --save"):
+        claim_folder(with_checkpoint(save=save, load=save, ckpt_step=2))
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_file_is_no_folder(below: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    save = tmp_path / "file" / "run" if below else tmp_path / "file"
+    with pytest.raises(ConfigError, match=f"save is {save}, and {tmp_path / 'file'} is a file; give a folder"):
+        claim_folder(with_checkpoint(save=str(save)))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to")
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work() -> None:
+    for save in ("/proc/run", "/proc"):
+        with pytest.raises(ConfigError, match=f"save is {save}, which cannot be written to .*another --save"):
+            claim_folder(with_checkpoint(save=save))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
+def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        claim_folder(with_checkpoint(save=str(tmp_path / "run")))
+
+
+def test_nothing_to_load_starts_afresh_unless_it_must_be_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = build(0, sharded=False)
+    before = whole_tensors(model, optimizer)
+    assert resume(with_checkpoint(), model, optimizer, ARCHITECTURE) == Progress()
+    assert capsys.readouterr().out == ""
+    load = str(tmp_path / "none")
+    assert resume(with_checkpoint(load=load), model, optimizer, ARCHITECTURE) == Progress()
+    assert capsys.readouterr().out == f"no checkpoint in {load}: starting afresh\n"
+    with pytest.raises(CheckpointError, match=f"load is {load}, which holds no checkpoint"):
+        resume(with_checkpoint(load=load, exit_on_missing_checkpoint=True), model, optimizer, ARCHITECTURE)
+    assert equal(whole_tensors(model, optimizer), before)
+
+
+def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained, trained_optimizer = two_checkpoints(tmp_path)
+    model, optimizer = build(1, sharded=False)
+    progress = resume(with_checkpoint(load=str(tmp_path)), model, optimizer, ARCHITECTURE)
+    assert progress == Progress(consumed_samples=8)
+    assert f"resumed from {tmp_path}/iter_0000002, 8 samples consumed" in capsys.readouterr().out
+    assert equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
+    named = with_checkpoint(load=str(tmp_path), ckpt_step=1)
+    assert resume(named, model, optimizer, ARCHITECTURE) == Progress(consumed_samples=4)
+    assert not equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
+
+
+def test_the_folder_tells_what_ran_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret")
+    config = with_checkpoint(save=str(tmp_path / "run"), save_interval=5)
+    log = open_log(config, Progress())
+    assert log is not None
+    assert load_config(tmp_path / "run" / "config.toml") == config
+    assert all(b"s3cret" not in path.read_bytes() for path in (tmp_path / "run").iterdir())
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.toml", METRICS]
+
+
+def opened(rank: int, world_size: int, save: str) -> bool:
+    return open_log(with_checkpoint(save=save), Progress()) is not None
+
+
+def test_one_rank_keeps_the_log(tmp_path: Path) -> None:
+    assert run_ranks(opened, 3, str(tmp_path)) == [True, False, False]
+
+
+def refused_services(rank: int, world_size: int) -> str:
+    sys.modules["wandb"] = None  # type: ignore[assignment]
+    with pytest.raises(ConfigError) as caught:
+        claim_folder(Config(logging=LoggingConfig(wandb_project="x")))
+    return str(caught.value)
+
+
+def test_a_missing_service_is_told_on_all_ranks_before_any_work() -> None:
+    messages = run_ranks(refused_services, 2)
+    assert messages[0] == messages[1]
+    assert "wandb_project" in messages[0]
+
+
+def fail_with(error: Exception) -> Callable[[list[str]], None]:
+    def main(arguments: list[str]) -> None:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ConfigError("lr is -1; it must be above 0"), "error: lr is -1; it must be above 0\n"),
+        (MeshError("too many"), "error: too many\n"),
+        (
+            PermissionError(13, "Permission denied", "/data/x.bin"),
+            "error: /data/x.bin: Permission denied; check that it is there and that you may use it\n",
+        ),
+    ],
+)
+def test_what_a_user_can_cause_is_one_line(error: Exception, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    assert exit_status(fail_with(error), []) == 1
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", line)
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), ValueError("x"), RuntimeError("x"), OSError("a socket's")])
+def test_a_defect_keeps_its_traceback(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(type(error)) as caught:
+        exit_status(fail_with(error), [])
+    assert caught.value is error
+    assert capsys.readouterr().err == ""
+
+
+def test_success_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[str] = []
+    assert exit_status(seen.extend, ["--lr", "1"]) == 0
+    assert seen == ["--lr", "1"]
+    assert capsys.readouterr() == ("", "")
+
+
+def voices(rank: int, world_size: int, failing: tuple[int, ...], seconds: float) -> tuple[str, float] | None:
+    run.SECONDS_TO_SPEAK = seconds  # type: ignore[assignment]
+    if rank not in failing:
+        return None
+    errors, began = io.StringIO(), time.monotonic()
+    with redirect_stderr(errors):
+        assert exit_status(fail_with(ConfigError(f"rank {rank}")), []) == 1
+    return errors.getvalue(), time.monotonic() - began
+
+
+@pytest.mark.parametrize("failing", [(0, 1, 2), (2,), (1, 2)])
+def test_one_of_the_ranks_that_fail_speaks(failing: tuple[int, ...]) -> None:
+    everyone = len(failing) == 3
+    ends = [end for end in run_ranks(voices, 3, failing, 30.0 if everyone else 0.5) if end is not None]
+    assert len(ends) == len(failing)
+    assert sum(said.startswith("error: rank ") and said.count("\n") == 1 for said, _ in ends) == 1
+    assert sum(said == "" for said, _ in ends) == len(failing) - 1
+    if everyone:
+        assert max(seconds for _, seconds in ends) < 15, "none waits when all are there"
+
+
+BEFORE_JOINING = """
+from train import run
+from train.config import ConfigError
+
+def main(arguments):
+    raise ConfigError("lr is -1")
+
+run.SECONDS_TO_SPEAK = 20
+raise SystemExit(run.exit_status(main, []))
+"""
+
+
+def test_before_they_join_the_ranks_meet_at_the_launchers_address() -> None:
+    """As srun starts them: no agent holds a store, so the first rank does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", BEFORE_JOINING],
+            cwd=ROOT, env={**place, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=100)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in started] == [1, 1, 1]
+    assert [line for text in said for line in text.splitlines() if line.startswith("error:")] == ["error: lr is -1"]
+
+
+def test_a_rank_that_reaches_no_one_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with one_voice(1) as speaks:
+        assert speaks
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,284 @@
+"""The training loop on a tiny LLaMA and made-up samples: steps, skips, stops, validations and records."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from data.loader import IGNORE_INDEX
+from data.megatron import DataError
+from kernels.loss import cross_entropy_sum
+from model.llama import Llama, LlamaConfig, architecture_of, flops_per_token, initial_weight
+from parallel.checkpoint import CheckpointConfig
+from parallel.context import context_parallel
+from parallel.data import fill, shard_model
+from parallel.mesh import MeshConfig, joined
+from tests.ranks import run_ranks
+from train import loop
+from train.config import Config, TrainConfig
+from train.language import NextToken
+from train.loop import Progress, Trainer, TrainingError, validation_line
+from train.metrics import METRICS, LoggingConfig, RunLog, read_metrics
+from train.optim import OptimizerConfig, build_optimizer
+
+LENGTH, VOCABULARY = 8, 31
+MODEL = LlamaConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY)
+PEAK = 1e9
+
+
+class Samples:
+    """Sample n is random tokens of seed n, of which the first (n + 1) % 5 carry no loss; `length` before repeats."""
+
+    def __init__(self, length: int = 20, bad: int | None = None) -> None:
+        self.length, self.bad = length, bad
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+        if index is not None and index == self.bad:
+            raise DataError(f"x.bin: sample {index} is bad")
+        ids = torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index or 0))
+        mask = torch.zeros(LENGTH)
+        if index is not None:
+            mask[(index + 1) % 5 :] = 1
+        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask}
+
+
+def settings(**train: Any) -> Config:
+    wanted = {"seq_length": LENGTH, "global_batch_size": 4, "train_iters": 3, "eval_interval": 100, "eval_iters": 1}
+    return Config(
+        model=MODEL,
+        mesh=MeshConfig(device="cpu"),
+        optimizer=OptimizerConfig(lr=0.01, lr_decay_style="constant"),
+        train=TrainConfig(**(wanted | train)),
+        logging=LoggingConfig(log_interval=1000),
+    )
+
+
+def run_with(
+    rank: int,
+    world_size: int,
+    config: Config,
+    folder: Path | None = None,
+    prepare: Callable[[Trainer], None] | None = None,
+    valid_data: Samples | None = None,
+    train_data: Samples | None = None,
+) -> tuple[Progress, str]:
+    """Train, and return how far it came and the error that ended it, if any; data parallel over all ranks."""
+    loop.peak_flops = lambda *_: PEAK  # the measurement takes longer than all the rest
+    if folder is not None:
+        config = replace(config, checkpoint=replace(config.checkpoint, save=str(folder)))
+    with joined(config.mesh) as mesh:
+        with torch.device("meta"):
+            model = Llama(MODEL)
+        shard_model(model, model.layers, mesh.both, bf16=False)
+        fill(model, mesh.device, lambda name, shape: initial_weight(MODEL, name, shape, 5))
+        trainer = Trainer(
+            config=config,
+            mesh=mesh,
+            model=model,
+            optimizer=build_optimizer(config.optimizer, model),
+            objective=NextToken(context_parallel("ring", seq_len=LENGTH), mesh.device),
+            train_data=train_data or Samples(),
+            valid_data=valid_data,
+            architecture=architecture_of(MODEL),
+            flops_per_token=flops_per_token(MODEL, LENGTH),
+            log=RunLog(folder, config.logging, {}, 0) if rank == 0 else None,
+        )
+        if prepare is not None:
+            prepare(trainer)
+        try:
+            trainer.run()
+        except (TrainingError, RuntimeError, DataError) as error:
+            return trainer.progress, f"{type(error).__name__}: {error}"
+        return trainer.progress, ""
+
+
+def trained(folder: Path, world_size: int = 1, **settings_: Any) -> list[dict[str, Any]]:
+    for _, error in run_ranks(run_with, world_size, settings(**settings_), folder):
+        assert error == ""
+    return read_metrics(folder / METRICS)
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("iter_*"))
+
+
+def test_accumulation_micro_batches_and_ranks_change_no_loss(tmp_path: Path) -> None:
+    one = trained(tmp_path / "one", micro_batch_size=4)
+    for name, size, micro in (("accumulated", 1, 1), ("two ranks", 2, 1), ("both", 2, 2)):
+        other = trained(tmp_path / name, size, micro_batch_size=micro)
+        for got, want in zip(other, one, strict=True):
+            assert got["lm_loss"] == pytest.approx(want["lm_loss"], rel=1e-5)
+            assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
+
+
+def test_records_are_megatrons_numbers(tmp_path: Path) -> None:
+    records = trained(tmp_path / "run", 2, train_iters=2)
+    assert [r["iteration"] for r in records] == [1, 2]
+    assert [r["consumed_samples"] for r in records] == [4, 8]
+    assert [r["consumed_tokens"] for r in records] == [4 * LENGTH, 8 * LENGTH]
+    assert [r["skipped_iterations"] for r in records] == [0, 0]
+    for r in records:
+        assert r["tokens_per_second"] == pytest.approx(4 * LENGTH / (r["iteration_time_ms"] / 1e3))
+        per_process = flops_per_token(MODEL, LENGTH) * r["tokens_per_second"] / 2
+        assert r["tflops_per_gpu"] == pytest.approx(per_process / 1e12)
+        assert r["mfu"] == pytest.approx(per_process / PEAK)
+        assert r["learning_rate"] == 0.01
+        assert 0 < r["memory_gb"] < 100
+    assert records[0]["lm_loss"] == pytest.approx(math.log(VOCABULARY), rel=0.02)  # untrained, it knows nothing
+
+
+def test_batch_size_follows_the_ranks_where_none_is_given(tmp_path: Path) -> None:
+    records = trained(tmp_path / "run", 2, micro_batch_size=3, global_batch_size=None, train_iters=1)
+    assert records[0]["consumed_samples"] == 6
+
+
+def infinite_in(trainer: Trainer, iterations: range) -> None:
+    """A weight of the last rank's shard is infinite during these iterations, and back after."""
+    weight = trainer.model.layers[0].mlp.down.weight  # type: ignore[union-attr, index]
+    assert isinstance(weight, DTensor)
+    plain, good = trainer._forward_backward, weight.to_local()[0, 0].item()
+    states: list[list[torch.Tensor]] = []
+
+    def forward_backward(micro_batches: list, valid: int) -> tuple[float, float]:
+        hit = trainer.progress.iteration in iterations and dist.get_rank() == dist.get_world_size() - 1
+        with torch.no_grad():
+            weight.to_local()[0, 0] = math.inf if hit else good
+        answer = plain(micro_batches, valid)
+        with torch.no_grad():
+            weight.to_local()[0, 0] = good
+        states.append([parameter.to_local().clone() for parameter in trainer.model.parameters()])
+        if trainer.progress.iteration - 1 in iterations:
+            # What the skipped step before this one left as it was.
+            assert all(torch.equal(a, b) for a, b in zip(*states[-2:], strict=True))
+        return answer
+
+    trainer._forward_backward = forward_backward  # type: ignore[method-assign]
+
+
+def infinite_at_2_and_3(trainer: Trainer) -> None:
+    infinite_in(trainer, range(2, 4))
+
+
+def test_a_step_whose_gradient_is_not_finite_changes_no_weight_on_any_rank(tmp_path: Path) -> None:
+    ends = run_ranks(run_with, 2, settings(train_iters=5), tmp_path / "run", infinite_at_2_and_3)
+    assert ends == [(Progress(5, 20, 5 * 4 * LENGTH, 2), "")] * 2
+    records = read_metrics(tmp_path / "run" / METRICS)
+    assert [r["skipped_iterations"] for r in records] == [0, 1, 2, 2, 2]
+    assert [math.isfinite(r["grad_norm"]) for r in records] == [True, False, False, True, True]
+    assert all(math.isfinite(r["lm_loss"]) for r in records[3:])
+
+
+def infinite_9_then_10_times(trainer: Trainer) -> None:
+    infinite_in(trainer, [*range(2, 11), *range(12, 22)])  # type: ignore[arg-type]
+
+
+def test_ten_skipped_in_a_row_end_the_run_and_nine_do_not() -> None:
+    for progress, error in run_ranks(run_with, 2, settings(train_iters=50), None, infinite_9_then_10_times):
+        assert (progress.iteration, progress.skipped_iterations) == (21, 19)
+        assert error.startswith("TrainingError: the gradient norm was not finite in 10 iterations in a row")
+        assert "the last one 21; lower lr, lengthen lr_warmup_iters, or look at the data" in error
+
+
+def idle_weight(trainer: Trainer) -> None:
+    trainer.model.register_parameter("idle", nn.Parameter(torch.ones(2)))
+
+
+def idle_but_frozen(trainer: Trainer) -> None:
+    trainer.model.register_parameter("idle", nn.Parameter(torch.ones(2), requires_grad=False))
+
+
+def test_a_weight_without_a_gradient_is_named() -> None:
+    assert run_ranks(run_with, 1, settings(), None, idle_weight) == [
+        (Progress(iteration=1), "RuntimeError: no gradient reached idle: part of the model is not trained")
+    ]
+    assert run_ranks(run_with, 1, settings(), None, idle_but_frozen)[0][1] == ""
+
+
+def test_saves_and_validations_come_at_their_intervals_and_at_the_end(tmp_path: Path) -> None:
+    config = settings(train_iters=7, eval_interval=3)
+    config = replace(config, checkpoint=CheckpointConfig(save="set below", save_interval=2))
+    run_ranks(run_with, 2, config, tmp_path / "run", None, Samples())
+    records = read_metrics(tmp_path / "run" / METRICS)
+    assert [r["iteration"] for r in records if "validation_loss" in r] == [3, 6, 7]
+    assert checkpoints(tmp_path / "run") == [2, 4, 6, 7]
+    assert (tmp_path / "run" / "loss.png").is_file()
+
+
+@pytest.mark.parametrize(("limit", "last"), [({"exit_interval": 2}, 2), ({"exit_duration_in_mins": 1e-9}, 1), ({}, 5)])
+def test_told_to_stop_it_validates_saves_and_stops(limit: dict[str, float], last: int, tmp_path: Path) -> None:
+    config = settings(train_iters=5, **limit)
+    for progress, error in run_ranks(run_with, 2, config, tmp_path / "run", None, Samples()):
+        assert (progress.iteration, error) == (last, "")
+    records = read_metrics(tmp_path / "run" / METRICS)
+    assert [r["iteration"] for r in records] == list(range(1, last + 1))
+    assert "validation_loss" in records[-1]
+    assert checkpoints(tmp_path / "run") == [last]
+
+
+def hours_later_on_rank_1(trainer: Trainer) -> None:
+    """Clocks differ: one rank alone would think that the time is over."""
+    if dist.get_rank() == 1:
+        times = iter([0.0])
+        loop.time.monotonic = lambda: next(times, 1e6)
+
+
+def test_all_ranks_go_by_the_first_ones_clock() -> None:
+    config = settings(train_iters=3, exit_duration_in_mins=10.0)
+    ends = run_ranks(run_with, 2, config, None, hours_later_on_rank_1)
+    assert [progress.iteration for progress, _ in ends] == [3, 3]
+
+
+def expected_validation(samples: int) -> float:
+    """Mean loss of the initial weights over the tokens of samples 0, 1, ... in one process."""
+    model = Llama(MODEL)
+    model.init_weights(5)
+    items = [Samples()[n] for n in range(samples)]
+    tokens, labels, mask = (torch.stack([item[k] for item in items]) for k in ("tokens", "labels", "loss_mask"))
+    loss, count = cross_entropy_sum(model(tokens), labels.masked_fill(mask == 0, IGNORE_INDEX))
+    assert count < labels.numel()
+    return (loss / count).item()
+
+
+def frozen(trainer: Trainer) -> None:
+    trainer.optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
+
+
+@pytest.mark.parametrize(("there", "asked", "used"), [(3, 4, 3), (20, 2, 8)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_validation_is_the_mean_over_the_tokens_that_there_are(
+    size: int, there: int, asked: int, used: int, tmp_path: Path
+) -> None:
+    config = settings(train_iters=1, eval_iters=asked)
+    run_ranks(run_with, size, config, tmp_path / "run", frozen, Samples(there))
+    (record,) = read_metrics(tmp_path / "run" / METRICS)
+    assert record["validation_loss"] == pytest.approx(expected_validation(used), rel=1e-6)
+
+
+@pytest.mark.parametrize("where", ["training", "validation"])
+def test_a_bad_sample_of_one_rank_ends_all(where: str, tmp_path: Path) -> None:
+    bad = Samples(bad=6)  # in the second global batch, on the first rank
+    data = {"training": (Samples(), bad), "validation": (bad, Samples())}[where]
+    config = settings(train_iters=3, eval_iters=2)
+    ends = run_ranks(run_with, 2, config, tmp_path / "run", None, *data, timeout=40.0)
+    assert [error for _, error in ends] == ["DataError: x.bin: sample 6 is bad"] * 2
+    assert len({progress.iteration for progress, _ in ends}) == 1
+    assert checkpoints(tmp_path / "run") == []
+
+
+def test_validation_line_tells_what_frequencies_alone_would_give() -> None:
+    line = validation_line({"iteration": 50, "validation_loss": 2.0, "unigram_entropy": 5.5})
+    assert line == (
+        "validation loss at iteration 50: 2.0000 | perplexity: 7.39 | unigram entropy of the corpus: 5.5000"
+    )
+    assert "unigram" not in validation_line({"iteration": 50, "validation_loss": 2.0})
+    assert "perplexity" in validation_line({"iteration": 1, "validation_loss": 1e6}), "no overflow"

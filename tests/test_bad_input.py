@@ -57,7 +57,10 @@ def hide_wandb() -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer, data that go with it and a run of two checkpoints, all good."""
+    """A folder with a tokenizer, data that go with it and a run of two checkpoints, all good.
+
+    That run has the flags that the cases share, so these fail by nothing but what they add.
+    """
     root = tmp_path_factory.mktemp("bad_input")
     (root / "text").mkdir()
     (root / "text" / "a.txt").write_text("It was the best of tokens, it was the worst of tokens.\n" * 200)
@@ -247,11 +250,6 @@ def test_one_message_names_what_and_the_remedy(name: str, endings: list[dict[str
     for word in CASES[name].words:
         assert word in line
     assert max(rank.seconds for rank in ranks) < SECONDS
-
-
-def test_the_same_commands_without_the_fault_succeed(place: Path, endings: object) -> None:
-    """The cases fail by what they say, not by what all share."""
-    run_ranks(on_rank, 2, flags_of(place, "--load", "@run", "--train-iters", "3"))
 
 
 def end_alone(rank: int, world_size: int, root: Path) -> Ending | None:

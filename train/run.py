@@ -19,7 +19,8 @@ from train.config import Config, ConfigError, to_toml
 from train.loop import Progress, TrainingError
 from train.metrics import METRICS, RunLog, check_services
 
-SECONDS_TO_SPEAK = 5
+# How long ranks that fail wait for the others, so that a launcher does not end the one that is to speak.
+SECONDS_TO_SPEAK = 5.0
 USER_ERRORS = (ConfigError, MeshError, ContextError, DataError, CheckpointError, TrainingError)
 
 

@@ -171,7 +171,8 @@ def find_checkpoint(
     directory = Path(directory)
     found = from_first(lambda: _iterations(directory), group)
     if step is not None and step not in found:
-        raise CheckpointError(f"{directory} has no checkpoint of iteration {step}; it has {found or 'none at all'}")
+        held = f"it has {', '.join(map(str, found))}; name one of them" if found else "it has none at all"
+        raise CheckpointError(f"ckpt_step is {step} and {directory} has no checkpoint of that iteration: {held}")
     broken: list[str] = []
     for iteration in found if step is None else [step]:
         folder = checkpoint_folder(directory, iteration)

@@ -1,4 +1,4 @@
-"""Run a function on real gloo ranks, forked from a server that has imported torch already."""
+"""Run a function on real gloo ranks, forked from a server that has imported torch and megatron-core already."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "numpy"])
+_context.set_forkserver_preload(["tests.preload"])
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:

@@ -126,6 +126,12 @@ def validate(config: Config, world_size: int) -> None:
             f"lr_warmup_iters is {optimizer.lr_warmup_iters}, but the schedule ends at iteration {decay_iters}; "
             "lower it, or raise train_iters"
         )
+    wsd = optimizer.lr_wsd_decay_iters
+    if wsd is not None and wsd > decay_iters - optimizer.lr_warmup_iters:
+        raise ConfigError(
+            f"lr_wsd_decay_iters is {wsd}, but only {decay_iters - optimizer.lr_warmup_iters} iterations lie between "
+            "the warm-up and the end of the schedule; lower it"
+        )
     if config.context.attention_backend == "flash_attn" and not train.bf16:
         raise ConfigError(
             "attention_backend is flash_attn, which has no float32; give --bf16 or --attention-backend auto"

@@ -1,6 +1,7 @@
 """What a run reports: metrics.jsonl, progress lines, the loss curve, wandb and TensorBoard."""
 
 import json
+import math
 import os
 import resource
 from collections.abc import Callable, Sequence
@@ -60,7 +61,8 @@ class RunLog:
             self._file = (folder / METRICS).open("a")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add an iteration's record."""
+        """Add an iteration's record; a number that is not finite, which JSON does not know, becomes null."""
+        record = {name: value if math.isfinite(value) else None for name, value in record.items()}
         self._records.append(record)
         if self._folder is not None:
             self._file.write(json.dumps(record) + "\n")
@@ -175,7 +177,7 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in record.items() if name != "iteration"}
+    return {name: value for name, value in record.items() if name != "iteration" and value is not None}
 
 
 def check_services(config: LoggingConfig) -> None:

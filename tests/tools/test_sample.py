@@ -107,7 +107,7 @@ def test_bad_input_gives_one_message(run, tmp_path, capsys):
         return captured.err
 
     assert "config.toml" in error("--load", tmp_path)
-    assert "iteration 7" in error("--load", run, "--ckpt-step", 7)
+    assert "ckpt_step is 7" in error("--load", run, "--ckpt-step", 7)
     config = (run / "config.toml").read_text()
     (tmp_path / "config.toml").write_text(config)
     assert "holds no checkpoint" in error("--load", tmp_path)

@@ -146,16 +146,23 @@ def load_checkpoint(
     return manifest.extra
 
 
-def load_model(path: str | Path, model: nn.Module, *, group: dist.ProcessGroup | None = None) -> Manifest:
+def load_model(
+    path: str | Path,
+    model: nn.Module,
+    architecture: dict[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Manifest:
     """Load the weights alone, cast to the dtypes of ``model``; needs no process group. Returns the manifest.
 
     Raises:
-        CheckpointError: as ``load_checkpoint`` does; the architecture is the caller's to compare.
+        CheckpointError: as ``load_checkpoint`` does.
     """
     folder = Path(path)
     with cpu_group(group) as group:
         with agreed(group):
             manifest = read_manifest(folder)
+            _compare_architecture(folder, manifest.architecture, architecture)
             metadata = read_metadata(folder, manifest)
             state = tensors_of(model, None)
         compare_tensors(folder, state, metadata, group, exact_dtype=False)

@@ -164,7 +164,7 @@ CASES = {
         ("--load", "@broken", "--ckpt-step", "2"), ("broken/iter_0000002/__0_0.distcp", "SHA-256", "oad another")
     ),
     "no whole checkpoint": Case(("--load", "@all_broken"), ("all_broken has no whole checkpoint", "oad another")),
-    "no such checkpoint": Case(("--load", "@run", "--ckpt-step", "7"), ("ckpt_step is 7", "it has 2, 1; name one of them")),
+    "no such checkpoint": Case(("--load", "@run", "--ckpt-step", "7"), ("ckpt_step is 7", "it has 2, 1; name one")),
     "missing checkpoint": Case(
         ("--load", "@empty", "--exit-on-missing-checkpoint"), ("empty, which holds no checkpoint", "start afresh")
     ),

@@ -11,7 +11,7 @@ import torch
 from data.indexed import DataError
 from data.tokenizer import load_tokenizer
 from model.generate import generate
-from model.llama import Llama
+from model.llama import Llama, architecture_of
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_model
 from train.config import Config, ConfigError, load_config
 
@@ -75,7 +75,7 @@ def _load(config: Config, run: Path, step: int | None, vocab_size: int, device: 
         model = Llama(shape)
     model.to(torch.bfloat16 if config.train.bf16 and device.type == "cuda" else torch.float32)
     model.to_empty(device=device)
-    return model, load_model(folder, model).iteration
+    return model, load_model(folder, model, architecture_of(shape)).iteration
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

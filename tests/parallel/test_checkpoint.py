@@ -63,7 +63,7 @@ def test_saved_on_4_ranks_and_loaded_on_1_2_3_and_by_a_plain_process(tmp_path: P
     load_checkpoint(path, model, optimizer, ARCHITECTURE)
     assert equal(whole_tensors(model, optimizer), saved)
     only_weights = Tiny(tied).bfloat16()
-    assert load_model(path, only_weights).iteration == 3
+    assert load_model(path, only_weights, ARCHITECTURE).iteration == 3
     assert torch.equal(only_weights.head.weight, saved["embedding.weight" if tied else "head.weight"].bfloat16())
 
 
@@ -87,7 +87,7 @@ def _interrupted(rank: int, size: int, folder: Path) -> dict[str, list[float]]:
         save(folder, start + 3, model, optimizer)
 
     model, optimizer = build(8, sharded=True)
-    load_model(find_checkpoint(folder, 3), model)
+    load_model(find_checkpoint(folder, 3), model, ARCHITECTURE)
     return {"whole": whole, "pieces": pieces, "without moments": train(model, optimizer, range(3, 9))}
 
 
@@ -121,7 +121,7 @@ def test_wrappers_and_a_flattened_mesh_leave_no_trace_in_the_names(tmp_path: Pat
     answers = run_ranks(_wrapped, 4, tmp_path)
     assert all(exact for _, exact in answers)
     plain = Tiny()
-    load_model(tmp_path / "iter_0000002", plain)
+    load_model(tmp_path / "iter_0000002", plain, ARCHITECTURE)
     assert torch.equal(plain.head.weight, answers[0][0])
 
 

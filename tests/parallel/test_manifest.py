@@ -123,7 +123,7 @@ def test_where_there_is_none(tmp_path: Path) -> None:
     (tmp_path / "iter_0000007.tmp").mkdir()
     (tmp_path / "iter_7").mkdir()
     assert find_checkpoint(tmp_path) is None
-    with pytest.raises(CheckpointError, match="ckpt_step is 7 .* none at all"):
+    with pytest.raises(CheckpointError, match=r"ckpt_step is 7 .* none at all"):
         find_checkpoint(tmp_path, 7)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="not a folder"):

@@ -38,7 +38,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     ):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with pytest.raises(CheckpointError, match=message):
-            load_model(path, model)
+            load_model(path, model, ARCHITECTURE)
         assert equal(before, model.state_dict())
     halved = Tiny().bfloat16()
     with pytest.raises(CheckpointError, match=r"is torch.float32 instead of torch.bfloat16"):
@@ -68,7 +68,7 @@ def test_a_pickle_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
     table.planner_data = Bomb(target)
     _forge(path, table)
     with pytest.raises(CheckpointError, match=r"asks for posix\.mkdir"):
-        load_model(path, Tiny())
+        load_model(path, Tiny(), ARCHITECTURE)
     assert not target.exists()
     pickle.loads((path / ".metadata").read_bytes())
     assert target.exists(), "negative control: pickle itself runs it"
@@ -82,7 +82,7 @@ def test_no_other_name_of_torch_is_admitted(tmp_path: Path, opcodes: bytes) -> N
     path = tmp_path / "iter_0000002"
     (path / ".metadata").write_bytes(opcodes)
     with pytest.raises(CheckpointError, match=r"asks for torch\.|cannot be read"):
-        load_model(path, Tiny())
+        load_model(path, Tiny(), ARCHITECTURE)
 
 
 def test_objects_and_outside_files_in_the_table_are_refused(tmp_path: Path) -> None:
@@ -94,12 +94,12 @@ def test_objects_and_outside_files_in_the_table_are_refused(tmp_path: Path) -> N
     table.state_dict_metadata["model.head.weight"] = BytesStorageMetadata()
     _forge(path, table)
     with pytest.raises(CheckpointError, match="objects besides tensors"):
-        load_model(path, Tiny())
+        load_model(path, Tiny(), ARCHITECTURE)
     table = pickle.loads(intact)
     next(iter(table.storage_data.values())).relative_path = "../../secret"
     _forge(path, table)
     with pytest.raises(CheckpointError, match=r"points at '\.\./\.\./secret'"):
-        load_model(path, Tiny())
+        load_model(path, Tiny(), ARCHITECTURE)
 
 
 def test_only_tensors_are_saved(tmp_path: Path) -> None:

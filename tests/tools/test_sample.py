@@ -6,7 +6,7 @@ import torch
 
 from data.tokenizer import train_tokenizer
 from model.generate import generate
-from model.llama import Llama, LlamaConfig
+from model.llama import Llama, LlamaConfig, architecture_of
 from parallel.checkpoint import save_checkpoint
 from tools.sample import main
 
@@ -32,7 +32,7 @@ def run(tmp_path_factory):
     for iteration in (1, 2):
         model = trained(iteration)
         optimizer = torch.optim.AdamW(model.parameters())
-        save_checkpoint(folder, iteration, model, optimizer, architecture={}, extra={})
+        save_checkpoint(folder, iteration, model, optimizer, architecture=architecture_of(model.config), extra={})
     return folder
 
 
@@ -77,7 +77,9 @@ def test_vocabulary_larger_than_the_tokenizers(tmp_path, capsys):
     model = trained(1)
     with torch.no_grad():
         model.output.weight[:280] = 0
-    save_checkpoint(tmp_path, 1, model, torch.optim.AdamW(model.parameters()), architecture={}, extra={})
+    save_checkpoint(
+        tmp_path, 1, model, torch.optim.AdamW(model.parameters()), architecture=architecture_of(model.config), extra={}
+    )
     assert sampled(capsys, "--load", tmp_path, "--prompt", "value", "--temperature", 0).out.endswith("-\nvalue\n")
     (tmp_path / "config.toml").write_text(config.replace("[train]", "vocab_size = 270\n[train]"))
     assert main(["--load", str(tmp_path)]) == 1

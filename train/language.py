@@ -24,11 +24,10 @@ class NextToken:
 
     def local(self, batch: Batch) -> Batch:
         """This rank's tokens and labels ``[B, T]`` of whole sequences ``[B, S]``; padding carries no loss."""
-        tokens = self._cp.shard(batch["tokens"], dim=1)
-        labels = self._cp.shard(batch["labels"], dim=1, pad_value=IGNORE_INDEX)
+        tokens, labels = (batch[name].to(self._device, non_blocking=True) for name in ("tokens", "labels"))
         return {
-            "tokens": tokens.to(self._device, non_blocking=True),
-            "labels": labels.to(self._device, non_blocking=True),
+            "tokens": self._cp.shard(tokens, dim=1),
+            "labels": self._cp.shard(labels, dim=1, pad_value=IGNORE_INDEX),
         }
 
     def count(self, local: Batch) -> int:

@@ -43,7 +43,7 @@ class ContextParallel:
             return x.narrow(dim, 0, self.plan.seq_len)
         parts = [torch.empty_like(x) for _ in range(self.plan.size)]
         dist.all_gather(parts, x.detach().contiguous(), group=self.group)
-        order = self.plan.gather_order(tuple(range(self.plan.size))).to(x.device)
+        order = self.plan.gather_order(tuple(range(self.plan.size)), x.device)
         return torch.cat(parts, dim).index_select(dim, order).narrow(dim, 0, self.plan.seq_len)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

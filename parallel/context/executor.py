@@ -119,7 +119,7 @@ class Executor:
         parts = kv.new_empty(len(ranks), *kv.shape)
         _all_gather(parts.flatten(0, 1), kv, group=self.group)  # gloo takes joined, not stacked
         joined = parts.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)  # [2, B, ranks * T, K, D]
-        return joined.index_select(2, self.plan.gather_order(ranks).to(kv.device))
+        return joined.index_select(2, self.plan.gather_order(ranks, kv.device))
 
     def _bring_home(self, dkv: Tensor) -> Tensor:
         """Give each rank the gradient of its own KV, ``[2, B, T, K, D]``."""
@@ -129,7 +129,7 @@ class Executor:
         if len(holds) == 1:
             return self._shift(dkv, *self.plan.homecoming(self.rank), GRADIENT_TAG)()
         by_rank = dkv.new_empty(dkv.shape)
-        by_rank.index_copy_(2, self.plan.gather_order(holds).to(dkv.device), dkv)
+        by_rank.index_copy_(2, self.plan.gather_order(holds, dkv.device), dkv)
         parts = by_rank.unflatten(2, (len(holds), -1)).permute(2, 0, 1, 3, 4, 5).contiguous()
         own = torch.empty_like(parts[0])
         _reduce_scatter(own, parts.flatten(0, 1), group=self.group)
@@ -196,6 +196,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, ctx.scale, ctx.handle = inputs
+    ctx.executor = _executors[ctx.handle]  # alive until the backward, whoever drops it meanwhile
     ctx.save_for_backward(q, k, v, *output)
 
 

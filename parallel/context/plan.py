@@ -89,9 +89,9 @@ class Plan:
         last_holds = [self.hops(other)[-1].holds for other in range(self.size)]
         return last_holds[rank][0], last_holds.index((rank,))
 
-    def gather_order(self, ranks: tuple[int, ...]) -> Tensor:
+    def gather_order(self, ranks: tuple[int, ...], device: torch.device) -> Tensor:
         """Order that brings the joined KV of ``ranks`` into ascending positions: int64 ``[len(ranks) * local_len]``."""
-        return torch.from_numpy(np.argsort(self._joined(ranks), kind="stable"))
+        return _gather_order(self, ranks, device)
 
     def cost(self, rank: int, *, batch: int, kv_heads: int, head_dim: int, element_size: int) -> Cost:
         """Work and traffic of one attention on ``rank``; ``element_size`` in bytes, of the activations.
@@ -166,6 +166,12 @@ def _make_plan(
     method: Method, seq_len: int, size: int, team_size: int, causal: bool, documents: tuple[int, ...] | None
 ) -> Plan:
     return Plan(method, seq_len, size, team_size, causal, documents)
+
+
+@lru_cache(maxsize=64)
+def _gather_order(plan: Plan, ranks: tuple[int, ...], device: torch.device) -> Tensor:
+    # kept on the device: sorting and copying it in every layer would cost more than the gather
+    return torch.from_numpy(np.argsort(plan._joined(ranks), kind="stable")).to(device)
 
 
 @lru_cache(maxsize=4096)

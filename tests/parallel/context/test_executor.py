@@ -143,6 +143,13 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         context_parallel("ring", seq_len=16, ulysses_degree=2)
 
 
+def test_the_backward_outlives_the_object_that_attended() -> None:
+    q = torch.randn(1, 16, 2, 8, requires_grad=True)
+    context_parallel("striped", seq_len=16).attend(q, q, q).sum().backward()  # .sum(): a gradient with strides of 0
+    want = torch.autograd.grad(reference.attention(q, q, q, causal=True)[0].sum(), q)[0]
+    torch.testing.assert_close(q.grad, want)
+
+
 def test_the_attention_is_one_operator_that_autograd_and_tracing_accept() -> None:
     cp = context_parallel("striped", seq_len=16)
     q, k, v = (torch.randn(1, 16, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))

@@ -120,7 +120,7 @@ class _Alone(Executor):
 
     def _gather(self, kv: Tensor, ranks: tuple[int, ...]) -> Tensor:
         joined = torch.cat([kv] * len(ranks), dim=2)
-        return joined.index_select(2, self.plan.gather_order(ranks).to(kv.device))
+        return joined.index_select(2, self.plan.gather_order(ranks, kv.device))
 
     def _bring_home(self, dkv: Tensor) -> Tensor:
         return dkv[:, :, : self.plan.local_len]

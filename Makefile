@@ -57,12 +57,12 @@ $(STAMP): requirements.txt requirements-lock.txt $(if $(REPLACE),FORCE)
 	@echo "$(TORCH)" > $(STAMP)
 
 pretrain: $(READY) ## The main job: text, tokenizer, training on 4 processes, sampling. Goes on where RUN holds a checkpoint
-	@if [ -e $(RUN)/latest_checkpointed_iteration.txt ]; then \
-	  echo "$(RUN) holds iteration $$(cat $(RUN)/latest_checkpointed_iteration.txt): going on from there" \
+	@if [ -e "$(RUN)"/latest_checkpointed_iteration.txt ]; then \
+	  echo "$(RUN) holds iteration $$(cat "$(RUN)"/latest_checkpointed_iteration.txt): going on from there" \
 	       "(make pretrain RUN=runs/another starts afresh)"; fi
 	$(PY) -m tools.prepare_data
-	$(RANKS) pretrain_gpt.py --config $(CONFIG) --save $(RUN) --load $(RUN) $(ARGS)
-	$(PY) -m tools.sample --load $(RUN)
+	$(RANKS) pretrain_gpt.py --config "$(CONFIG)" --save "$(RUN)" --load "$(RUN)" $(ARGS)
+	$(PY) -m tools.sample --load "$(RUN)"
 
 test: $(READY) ## The tests, but for the slow ones; ARGS="tests/train -k config" chooses
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
@@ -78,7 +78,7 @@ format: $(READY) ## Rewrite the sources in the format that check wants, with ruf
 	$(PY) -m ruff check --fix-only --quiet .
 	$(PY) -m ruff format .
 
-bench: $(READY) ## Measure the attention: ring, striped and zigzag on 2 processes against one process
+bench: $(READY) ## Measure the attention: every method on 2 processes against one process
 	$(PY) -m bench.attention $(ARGS)
 
 gpu-check: $(READY) ## On one CUDA device: its tests and the attention bench, into bench/results/

@@ -180,7 +180,7 @@ class _Source:
                 raise DataError(
                     f'{self.prefix}: split "{self.config.split}" leaves the {SPLITS[index]} split {end - begin} '
                     f"documents with {tokens} tokens, but one sample takes seq_length + 1 = {self.seq_length + 1}; "
-                    f"give it a larger share or 0, more data, or a smaller seq_length"
+                    f"documents are what is shared out: give it a larger share or 0, more data, or a smaller seq_length"
                 )
         cache = self.cache()
         return [self.endless(index, cache) if index in wanted else None for index in range(len(SPLITS))]
@@ -238,6 +238,11 @@ class _Source:
         folder = root.absolute() / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
         if not folder.is_dir() and self.writes:
             self.write_cache(folder)
+        for path in folder.glob("*.npy"):
+            with path.open("rb") as file:
+                # numpy takes any other file for a pickle, and GPTDataset lets it run whatever that says
+                if file.read(6) != b"\x93NUMPY":
+                    raise DataError(f"{path} is not a numpy array; remove {folder}, which is then written anew")
         return str(folder)
 
     def write_cache(self, folder: Path) -> None:

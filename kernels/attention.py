@@ -109,7 +109,9 @@ def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.transpose(1, 2) for x in tensors)  # [B, T, H, ...] <-> [B, H, T, ...], a view
+    """[B, T, H, ...] <-> [B, H, T, ...], views; but the kernels take it for granted that a head lies in one piece."""
+    in_one_piece = (x if x.ndim < 4 or x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    return tuple(x.transpose(1, 2) for x in in_one_piece)
 
 
 def _aten_cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

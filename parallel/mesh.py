@@ -36,8 +36,6 @@ class MeshConfig:
             raise ValueError(f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; it must be above 0")
         if self.device == "cpu" and self.distributed_backend == "nccl":
             raise ValueError("distributed_backend is nccl and device is cpu; use gloo or auto")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device is cuda and torch finds no CUDA device; use --device cpu or auto")
 
     @property
     def device_type(self) -> str:
@@ -74,9 +72,11 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
     inner dimension: its ranks are neighbours.
 
     Raises:
-        MeshError: there are more processes than GPUs on a machine.
+        MeshError: there is no GPU, or there are more processes than GPUs on a machine.
     """
     device = torch.device(config.device_type)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise MeshError("device is cuda and torch finds no CUDA device; use --device cpu or auto")
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         gpus = torch.cuda.device_count()
@@ -87,16 +87,23 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
             )
         torch.cuda.set_device(device)
     found = dist.is_initialized()
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if not found:
-        timeout = timedelta(minutes=config.distributed_timeout_minutes)
         if "RANK" in os.environ:
             dist.init_process_group(config.backend, timeout=timeout)
         else:
             dist.init_process_group(config.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     cp = config.context_parallel_size
     mesh = init_device_mesh(device.type, (dist.get_world_size() // cp, cp), mesh_dim_names=("dp", "cp"))
-    yield Mesh(device, mesh["dp"], mesh["cp"], mesh["dp", "cp"]._flatten("dp_cp"))
-    # Only a body that ended well gets here: after an error the peers may be stuck in a collective, and waiting for them
-    # would turn a message into a hang.
-    if not found:
-        dist.destroy_process_group()
+    arranged = Mesh(device, mesh["dp"], mesh["cp"], mesh["dp", "cp"]._flatten("dp_cp"))
+    for part in (arranged.dp, arranged.cp, arranged.both):
+        # the groups of a mesh do not inherit the timeout of the processes, and wait for 30 minutes
+        dist.distributed_c10d._set_pg_timeout(timeout, part.get_group())
+    ended_well = False
+    try:
+        yield arranged
+        ended_well = True
+    finally:
+        # After an error the peers may be stuck in a collective, and waiting for them would turn a message into a hang.
+        if not found and (ended_well or dist.get_world_size() == 1):
+            dist.destroy_process_group()

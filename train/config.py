@@ -83,15 +83,16 @@ Pretrain a language model on long sequences, shared over processes by context pa
 
 A TOML file under configs/ sets the run and flags override it; "none" unsets a flag that has no default. Examples:
 
-  the main job: 4 processes, data parallel 2 x context parallel 2
-    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/llama_tiny.toml
+  the main job: 4 processes, data parallel 2 x context parallel 2; goes on where its folder holds a checkpoint
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/llama_tiny.toml --load runs/llama_tiny
 
   the same with another method and longer sequences, kept in a folder of its own
     torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/llama_tiny.toml \\
         --context-parallel-method zigzag --seq-length 4096 --save runs/zigzag
 
   go on from its newest whole checkpoint, in one process
-    torchrun --standalone %(prog)s --config runs/zigzag/config.toml --context-parallel-size 1 --load runs/zigzag
+    torchrun --standalone %(prog)s --config runs/zigzag/config.toml --context-parallel-size 1 --load runs/zigzag \\
+        --train-iters 240
 """
 
 
@@ -113,6 +114,16 @@ def to_toml(config: Config) -> str:
     return flags.write_toml(config)
 
 
+def sample_order(config: Config) -> dict[str, object]:
+    """What decides which sample is the n-th: kept in checkpoints, since consumed samples mean nothing without it."""
+    return {
+        "seed": config.train.seed,
+        "seq_length": config.train.seq_length,
+        "data_path": list(config.data.data_path),
+        "split": config.data.split,
+    }
+
+
 def validate(config: Config, world_size: int) -> None:
     """Check what no section can see alone, for a run of `world_size` processes; needs no process group.
 
@@ -124,13 +135,19 @@ def validate(config: Config, world_size: int) -> None:
     if optimizer.lr_warmup_iters >= decay_iters:
         raise ConfigError(
             f"lr_warmup_iters is {optimizer.lr_warmup_iters}, but the schedule ends at iteration {decay_iters}; "
-            "lower it, or raise train_iters"
+            f"give --lr-warmup-iters {decay_iters // 10}, or raise train_iters"
         )
     wsd = optimizer.lr_wsd_decay_iters
     if wsd is not None and wsd > decay_iters - optimizer.lr_warmup_iters:
         raise ConfigError(
             f"lr_wsd_decay_iters is {wsd}, but only {decay_iters - optimizer.lr_warmup_iters} iterations lie between "
             "the warm-up and the end of the schedule; lower it"
+        )
+    backend, method = config.context.attention_backend, config.context.context_parallel_method
+    if method == "none" and backend != "auto":
+        raise ConfigError(
+            f"attention_backend is {backend} and context_parallel_method is none, which is torch's own SDPA; "
+            "choose a method, or leave the backend out"
         )
     if config.context.attention_backend == "flash_attn" and not train.bf16:
         raise ConfigError(

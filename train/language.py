@@ -58,5 +58,11 @@ def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[Context
         select_backend(backend, config.mesh.device_type, torch.bfloat16 if config.train.bf16 else torch.float32)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    width = config.model.head_dim
+    if config.mesh.device_type == "cuda" and backend != "reference" and (width % 8 or width > 256):
+        raise ConfigError(
+            f"the heads are {width} wide, and attention on cuda takes multiples of 8 up to 256; "
+            "change kv_channels or num_attention_heads"
+        )
     cp = context_parallel(method, seq_len=seq_length, group=group, backend=backend)
     return cp, cp.attend

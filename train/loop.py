@@ -16,7 +16,7 @@ from parallel.agree import agreed
 from parallel.checkpoint import save_checkpoint
 from parallel.data import reduce_gradients
 from parallel.mesh import Mesh
-from train.config import Config
+from train.config import Config, sample_order
 from train.metrics import RunLog, memory_gb, progress_line
 from train.optim import clip_gradients, gradient_norm, learning_rate
 from train.peak import peak_flops
@@ -84,6 +84,12 @@ class Trainer:
         self._skipped_in_a_row = 0
         steps = batches(self.train_data, consumed_samples=progress.consumed_samples, **self._batching())
         unprinted: list[dict[str, Any]] = []
+        if self.log is not None and progress.iteration >= config.train.train_iters:
+            print(
+                f"iteration {progress.iteration} of {config.train.train_iters}: nothing left to train; "
+                "--train-iters N goes on",
+                flush=True,
+            )
         while progress.iteration < config.train.train_iters:
             record = self._iteration(steps)
             stop = self._told_to_stop(started)
@@ -236,7 +242,7 @@ class Trainer:
             self.model,
             self.optimizer,
             architecture=self.architecture,
-            extra=asdict(self.progress),
+            extra={"progress": asdict(self.progress), "sample_order": sample_order(self.config)},
         )
         if self.log is not None:
             print(f"saved {path}", flush=True)

@@ -4,7 +4,9 @@ import json
 import math
 import os
 import resource
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import import_module
@@ -55,7 +57,7 @@ class RunLog:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         # The services first: where one refuses, the records stay as they are.
-        self._writers = [*_tensorboard(config), *_wandb(config, folder, settings)]
+        self._writers = [*_tensorboard(config, iteration), *_wandb(config, folder, settings)]
         if folder is not None:
             self._records = cut_back(folder / METRICS, iteration)
             self._file = (folder / METRICS).open("a")
@@ -65,8 +67,9 @@ class RunLog:
         record = {name: value if math.isfinite(value) else None for name, value in record.items()}
         self._records.append(record)
         if self._folder is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            with _disk_errors(self._folder):
+                self._file.write(json.dumps(record) + "\n")
+                self._file.flush()
         for writer in self._writers:
             writer(record)
 
@@ -74,9 +77,18 @@ class RunLog:
         """Bring everything to disk, and the curve up to date."""
         if self._folder is None:
             return
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        plot_loss(self._records, self._folder / "loss.png")
+        with _disk_errors(self._folder):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            plot_loss(self._records, self._folder / "loss.png")
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"save is {folder}, which cannot be written to ({error}); make room there") from error
 
 
 def cut_back(path: Path, iteration: int) -> list[dict[str, Any]]:
@@ -117,16 +129,20 @@ def progress_line(records: Sequence[dict[str, Any]], train_iters: int, global_ba
     """Megatron's line for the iterations since the last one, and tokens/s, MFU and memory; losses are averaged."""
     last = records[-1]
 
-    def mean(name: str) -> float:
-        return sum(record[name] for record in records) / len(records)
+    def mean(name: str, weight: str | None = None) -> float:
+        """Mean over the iterations: rates by their time, losses over those that were not skipped."""
+        pairs = [(record[name], record[weight] if weight else 1.0) for record in records if math.isfinite(record[name])]
+        return sum(value * share for value, share in pairs) / sum(share for _, share in pairs) if pairs else math.nan
+
+    time = "iteration_time_ms"
 
     fields = [
         f"[{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last['iteration']:8d}/{train_iters:8d}",
         f"consumed samples: {last['consumed_samples']:12d}",
-        f"elapsed time per iteration (ms): {mean('iteration_time_ms'):.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {mean('tflops_per_gpu'):.3f}",
-        f"tokens/s: {mean('tokens_per_second'):.0f}",
-        f"MFU: {100 * mean('mfu'):.1f}%",
+        f"elapsed time per iteration (ms): {mean(time):.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {mean('tflops_per_gpu', time):.3f}",
+        f"tokens/s: {mean('tokens_per_second', time):.0f}",
+        f"MFU: {100 * mean('mfu', time):.1f}%",
         f"memory (GB): {last['memory_gb']:.2f}",
         f"learning rate: {last['learning_rate']:.6E}",
         f"global batch size: {global_batch_size:5d}",
@@ -195,12 +211,12 @@ def check_services(config: LoggingConfig) -> None:
             ) from error
 
 
-def _tensorboard(config: LoggingConfig) -> list[Writer]:
+def _tensorboard(config: LoggingConfig, iteration: int) -> list[Writer]:
     if config.tensorboard_dir is None:
         return []
     from torch.utils.tensorboard import SummaryWriter
 
-    events = SummaryWriter(config.tensorboard_dir)
+    events = SummaryWriter(config.tensorboard_dir, purge_step=iteration + 1)
 
     def write(record: dict[str, Any]) -> None:
         for name, value in _numbers(record).items():
@@ -210,6 +226,16 @@ def _tensorboard(config: LoggingConfig) -> list[Writer]:
     return [write]
 
 
+def _wandb_id(folder: Path | None) -> str | None:
+    """The identity under which a run that is resumed goes on in wandb, kept in its folder."""
+    if folder is None:
+        return None
+    kept = folder / "wandb_id.txt"
+    if not kept.exists():
+        kept.write_text(uuid.uuid4().hex[:16])
+    return kept.read_text()
+
+
 def _wandb(config: LoggingConfig, folder: Path | None, settings: dict[str, Any]) -> list[Writer]:
     if config.wandb_project is None:
         return []
@@ -217,7 +243,12 @@ def _wandb(config: LoggingConfig, folder: Path | None, settings: dict[str, Any])
 
     try:
         run = wandb.init(
-            project=config.wandb_project, name=config.wandb_exp_name, dir=folder, config=settings, resume="allow"
+            project=config.wandb_project,
+            name=config.wandb_exp_name,
+            dir=folder,
+            config=settings,
+            id=_wandb_id(folder),
+            resume="allow",
         )
     except wandb.Error as error:
         raise ConfigError(

@@ -35,5 +35,6 @@ def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.
         return time.perf_counter() - start
 
     products(3)
-    count = max(1, int(seconds / max(products(3) / 3, 1e-6)))
-    return 2 * side**3 * count / products(count)
+    count = max(1, int(seconds / 3 / max(products(3) / 3, 1e-6)))
+    # the best of three: a machine shared with others has slow moments, and the peak is what it can do
+    return 2 * side**3 * count / min(products(count) for _ in range(3))

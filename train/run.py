@@ -1,5 +1,6 @@
 """A run's beginning and end: its folder, what it resumes from, and the one message when it fails."""
 
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from parallel.agree import agreed, from_first, is_first, one_voice
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_checkpoint
 from parallel.context import ContextError
 from parallel.mesh import MeshError
-from train.config import Config, ConfigError, to_toml
+from train.config import Config, ConfigError, sample_order, to_toml
 from train.loop import Progress, TrainingError
 from train.metrics import METRICS, RunLog, check_services
 
@@ -38,6 +39,10 @@ def exit_status(main: Callable[[list[str]], None], arguments: list[str]) -> int:
             if speaks:
                 print(f"error: {_message(error)}", file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted; the same command with --load goes on from the newest checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -111,9 +116,15 @@ def resume(
         if is_first():
             print(f"no checkpoint in {load}: starting afresh", flush=True)
         return Progress()
-    progress = Progress(**load_checkpoint(path, model, optimizer, architecture))
+    extra = load_checkpoint(path, model, optimizer, architecture)
+    progress = Progress(**extra["progress"])
     if is_first():
         print(f"resumed from {path}, {progress.consumed_samples} samples consumed", flush=True)
+        for name, now in sample_order(config).items():
+            if (before := extra["sample_order"][name]) != now:
+                print(
+                    f"note: {name} was {before} and is {now}: the samples to come may repeat consumed ones", flush=True
+                )
     return progress
 
 
@@ -124,6 +135,6 @@ def open_log(config: Config, progress: Progress) -> RunLog | None:
         if is_first():
             folder = Path(config.checkpoint.save) if config.checkpoint.save else None
             log = RunLog(folder, config.logging, asdict(config), progress.iteration)
-            if folder is not None:
+            if folder is not None and progress.iteration < config.train.train_iters:
                 (folder / "config.toml").write_text(to_toml(config))
     return log

@@ -68,11 +68,12 @@ def _team_positions(name: str, seq_len: int, teams: int, team: int) -> np.ndarra
     """Ascending positions of a team: one block, every teams-th token, or chunks ``team`` and its mirror image."""
     if name == "contiguous":
         block = seq_len // teams
-        return np.arange(team * block, (team + 1) * block)
-    if name == "striped":
-        return np.arange(team, seq_len, teams)
-    chunk = seq_len // (2 * teams)
-    mirror = 2 * teams - 1 - team
-    return np.concatenate(
-        (np.arange(team * chunk, (team + 1) * chunk), np.arange(mirror * chunk, (mirror + 1) * chunk))
-    )
+        found = np.arange(team * block, (team + 1) * block)
+    elif name == "striped":
+        found = np.arange(team, seq_len, teams)
+    else:
+        chunk, mirror = seq_len // (2 * teams), 2 * teams - 1 - team
+        halves = (np.arange(start * chunk, (start + 1) * chunk) for start in (team, mirror))
+        found = np.concatenate(list(halves))
+    found.setflags(write=False)  # every plan of this layout shares it
+    return found

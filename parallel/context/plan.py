@@ -74,7 +74,7 @@ class Plan:
 
     def positions(self, rank: int) -> Tensor:
         """Ascending global positions of ``rank``: int64 ``[local_len]``; those from seq_len on are padding."""
-        return torch.from_numpy(self.layout.positions(rank))
+        return torch.tensor(self.layout.positions(rank))
 
     def rounds(self, rank: int) -> tuple[Round, ...]:
         """The rounds of ``rank``, in order."""
@@ -117,9 +117,9 @@ class Plan:
 
     @cached_property
     def _boundaries(self) -> tuple[int, ...]:
-        """First positions of the documents after the first. Under a full mask the padding is one more document."""
+        """First positions of the documents after the first. Padding is one more, so that it sees itself alone."""
         boundaries = self.documents[1:-1] if self.documents else ()
-        if not self.causal and self.padded_len > self.seq_len:
+        if self.padded_len > self.seq_len:
             boundaries = (*boundaries, self.seq_len)
         return boundaries
 

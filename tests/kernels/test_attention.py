@@ -73,6 +73,19 @@ def test_strided_views_are_fine() -> None:
     assert torch.equal(whole, copied)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("odd", range(4))
+def test_a_head_that_lies_in_pieces_is_put_together(odd: int, dtype: torch.dtype) -> None:
+    q, k, v, dout = tensors(32, 32, 4, 4, dtype)
+    want_out, lse = block_forward(q, k, v, CAUSAL, SCALE)
+    want = block_backward(dout, q, k, v, want_out, lse, CAUSAL, SCALE)
+    given = [q, k, v, dout]
+    given[odd] = given[odd].transpose(2, 3).contiguous().transpose(2, 3)  # last stride 4
+    out, lse = block_forward(*given[:3], CAUSAL, SCALE)
+    got = block_backward(given[3], *given[:3], out, lse, CAUSAL, SCALE)
+    assert all(torch.equal(a, b) for a, b in zip((out, *got), (want_out, *want), strict=True))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -281,3 +281,28 @@ def test_contradictions_in_the_configuration(fields: dict[str, Any], message: st
     CheckpointConfig()
     with pytest.raises(ValueError, match=message):
         CheckpointConfig(**fields)
+
+
+def test_everything_is_on_disk_before_a_checkpoint_bears_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut can lose what was not synced: files first, then the rename, then the parent, then the pointer."""
+    events: list[str] = []
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def synced(handle: int) -> None:
+        events.append("fsync " + Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", lambda a, b: (events.append(f"rename {Path(b).name}"), rename(a, b))[1])
+    monkeypatch.setattr(Path, "replace", lambda a, b: (events.append(f"replace {Path(b).name}"), replace(a, b))[1])
+    model, optimizer = build(0, sharded=False)
+    save(tmp_path, 1, model, optimizer)
+    named = events.index("rename iter_0000001")
+    for file in (tmp_path / "iter_0000001").iterdir():
+        assert any(event.startswith(f"fsync {file.name}") for event in events[:named]), (file.name, events)
+    after = events[named + 1 :]
+    pointer = next(i for i, event in enumerate(after) if event.startswith("replace latest"))
+    assert f"fsync {tmp_path.name}" in after[:pointer]
+    assert any(event.startswith("fsync latest") for event in after[:pointer])

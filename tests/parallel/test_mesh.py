@@ -41,8 +41,11 @@ def test_auto_takes_what_is_there(
 
 def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="device is cuda and torch finds no CUDA device; use --device cpu"):
-        MeshConfig(device="cuda")
+    with (
+        pytest.raises(MeshError, match="device is cuda and torch finds no CUDA device; use --device cpu"),
+        joined(MeshConfig(device="cuda")),
+    ):
+        pass
 
 
 def test_more_processes_than_gpus_are_refused_before_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +104,16 @@ def test_a_process_started_alone_needs_no_launcher() -> None:
     assert run_ranks(alone, 1, False) == [False]
 
 
-def test_after_an_error_nothing_waits_for_the_others() -> None:
-    """Leaving the group would wait for ranks that may be stuck: the process ends with it instead."""
-    assert run_ranks(alone, 1, True) == [True]
+def test_an_error_of_a_process_alone_leaves_its_group_too() -> None:
+    """Its threads would otherwise be cut off at exit, and now and then abort the process."""
+    assert run_ranks(alone, 1, True) == [False]
+
+
+def timeouts(rank: int, world_size: int) -> list[float]:
+    with joined(MeshConfig(device="cpu", context_parallel_size=2, distributed_timeout_minutes=0.2)) as mesh:
+        groups = [part.get_group() for part in (mesh.dp, mesh.cp, mesh.both)]
+        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_every_group_waits_no_longer_than_the_run_allows() -> None:
+    assert run_ranks(timeouts, 4) == [[12.0] * 3] * 4

@@ -174,7 +174,7 @@ def test_a_step_whose_gradient_is_not_finite_changes_no_weight_on_any_rank(tmp_p
     assert ends == [(Progress(5, 20, 5 * 4 * LENGTH, 2), "")] * 2
     records = read_metrics(tmp_path / "run" / METRICS)
     assert [r["skipped_iterations"] for r in records] == [0, 1, 2, 2, 2]
-    assert [math.isfinite(r["grad_norm"]) for r in records] == [True, False, False, True, True]
+    assert [r["grad_norm"] is not None for r in records] == [True, False, False, True, True]
     assert all(math.isfinite(r["lm_loss"]) for r in records[3:])
 
 

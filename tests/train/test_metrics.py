@@ -116,7 +116,7 @@ def test_progress_line_has_megatrons_fields_and_averages() -> None:
         "consumed samples:           16",
         "elapsed time per iteration (ms): 300.0",
         "throughput per GPU (TFLOP/s/GPU): 0.250",
-        "tokens/s: 3000",
+        "tokens/s: 3333",
         "MFU: 12.5%",
         "memory (GB): 1.50",
         "learning rate: 4.000000E-03",

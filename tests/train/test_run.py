@@ -16,10 +16,10 @@ import torch
 from parallel.agree import one_voice
 from parallel.checkpoint import CheckpointConfig, CheckpointError
 from parallel.mesh import MeshError
-from tests.parallel.tiny import ARCHITECTURE, build, equal, two_checkpoints, whole_tensors
+from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
 from tests.ranks import run_ranks
 from train import run
-from train.config import Config, ConfigError, load_config
+from train.config import Config, ConfigError, load_config, sample_order
 from train.loop import Progress
 from train.metrics import METRICS, LoggingConfig
 from train.run import claim_folder, exit_status, open_log, resume
@@ -122,10 +122,17 @@ def test_nothing_to_load_starts_afresh_unless_it_must_be_there(
 
 def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained, trained_optimizer = two_checkpoints(tmp_path)
+    order = {**sample_order(Config()), "seed": 99}
+    for i in (1, 2):
+        state = {"progress": {"consumed_samples": 4 * i}, "sample_order": order}
+        rewrite_manifest(tmp_path / f"iter_{i:07d}", extra=state)
     model, optimizer = build(1, sharded=False)
     progress = resume(with_checkpoint(load=str(tmp_path)), model, optimizer, ARCHITECTURE)
     assert progress == Progress(consumed_samples=8)
-    assert f"resumed from {tmp_path}/iter_0000002, 8 samples consumed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"resumed from {tmp_path}/iter_0000002, 8 samples consumed" in said
+    assert "note: seed was 99 and is 1234" in said
+    assert said.count("note:") == 1
     assert equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
     named = with_checkpoint(load=str(tmp_path), ckpt_step=1)
     assert resume(named, model, optimizer, ARCHITECTURE) == Progress(consumed_samples=4)

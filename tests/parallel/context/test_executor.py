@@ -130,6 +130,25 @@ def test_unshard_undoes_shard_and_padding_is_marked() -> None:
     assert all(run_ranks(shard_and_unshard, 4))
 
 
+def padding_rows_reach_nothing(rank: int, world_size: int) -> list[float]:
+    """Difference that gradients on the rows of padding make to dk and dv."""
+    found = []
+    for method in METHODS:
+        for causal in (True, False):
+            cp = context_parallel(method, seq_len=5, group=dist.group.WORLD, causal=causal)
+            q, k, v = (torch.randn(1, cp.plan.local_len, 2, 8, requires_grad=True) for _ in range(3))
+            dout = torch.zeros_like(q)
+            dout[:, cp.positions >= 5] = 1
+            gradients = torch.autograd.grad(cp.attend(q, k, v), (k, v), dout)
+            found += [g[:, cp.positions < 5].abs().sum().item() for g in gradients]
+    return found
+
+
+def test_padding_sees_and_changes_nothing_of_the_sequence() -> None:
+    for found in run_ranks(padding_rows_reach_nothing, 4):
+        assert found == [0.0] * len(found)
+
+
 def test_shapes_that_do_not_fit_are_named() -> None:
     cp = context_parallel("zigzag", seq_len=16)
     q = torch.randn(1, 16, 4, 8)
@@ -155,3 +174,5 @@ def test_the_attention_is_one_operator_that_autograd_and_tracing_accept() -> Non
     q, k, v = (torch.randn(1, 16, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     handle = cp._executor.handle
     torch.library.opcheck(torch.ops.longmesh.context_attention.default, (q, k, v, 0.3, handle))
+    strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(torch.ops.longmesh.context_attention.default, (*strided, 0.3, handle))

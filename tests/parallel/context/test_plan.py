@@ -26,11 +26,10 @@ def coverage(plan: Plan) -> np.ndarray:
 
 
 def visible(plan: Plan) -> np.ndarray:
-    """The pairs that the mask leaves, padding included: under a full mask it is a document of its own."""
+    """The pairs that the mask leaves; padding is a document of its own."""
     position = np.arange(plan.padded_len)
     boundaries = list(plan.documents[1:-1]) if plan.documents else []
-    if not plan.causal:
-        boundaries.append(plan.seq_len)
+    boundaries.append(plan.seq_len)
     document = np.searchsorted(boundaries, position, side="right")
     same = document[:, None] == document[None, :]
     return (same & (position[:, None] >= position[None, :])) if plan.causal else same

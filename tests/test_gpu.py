@@ -1,0 +1,44 @@
+"""The whole run on one GPU: NCCL, bfloat16, sharded weights, a checkpoint and its resume."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.pretraining import TINY
+from train.metrics import METRICS, read_metrics
+
+ENTRY = Path(__file__).parent.parent / "pretrain_gpt.py"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.parametrize("method", ["striped", "allgather"])
+def test_a_run_learns_saves_and_resumes_on_a_gpu(method: str, default_data: Path, tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        str(ENTRY),
+        *TINY,
+    ]
+    command += ["--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model", "--device", "cuda"]
+    command += ["--bf16", "--context-parallel-method", method, "--train-iters", "20", "--save", str(save)]
+    for stop in ("10", "20"):
+        subprocess.run(
+            [*command, "--load", str(save), "--exit-interval", stop],
+            check=True,
+            timeout=200,
+            cwd=ENTRY.parent,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    records = read_metrics(save / METRICS)
+    assert [record["iteration"] for record in records] == list(range(1, 21))
+    assert records[-1]["lm_loss"] < records[0]["lm_loss"] - 0.2

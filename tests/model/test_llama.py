@@ -7,10 +7,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.attention import sdpa
-from model.llama import Llama, LlamaConfig, flops_per_token, initial_weight, num_parameters
+from model.base import initial_weight
+from model.config import ModelConfig
+from model.llama import Llama
+from model.registry import flops_per_token, num_parameters
 from tests.ranks import run_ranks
 
-TINY = LlamaConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
+TINY = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
 TIED = dataclasses.replace(TINY, untie_embeddings_and_output_weights=False)
 
 
@@ -41,13 +44,13 @@ def tokens(batch=2, length=12, vocabulary=40):
 )
 def test_config_names_field_value_and_fix(field, value, fix):
     with pytest.raises(ValueError, match=f"^{field} is {value}; .*{fix}"):
-        LlamaConfig(**{field: value})
+        ModelConfig(**{field: value})
 
 
 def test_config_defaults():
-    config = LlamaConfig(hidden_size=256, num_attention_heads=8)
+    config = ModelConfig(hidden_size=256, num_attention_heads=8)
     assert (config.head_dim, config.query_groups, config.ffn_size) == (32, 8, 704)
-    assert LlamaConfig(hidden_size=100, num_attention_heads=8, kv_channels=16).head_dim == 16
+    assert ModelConfig(hidden_size=100, num_attention_heads=8, kv_channels=16).head_dim == 16
     with pytest.raises(ValueError, match="vocab_size"):
         Llama(config)
 
@@ -105,7 +108,7 @@ def test_initial_weights_are_a_function_of_the_seed_alone():
 
 
 def test_initial_weights_have_their_deviations():
-    config = LlamaConfig(num_layers=8, hidden_size=128, vocab_size=300, init_method_std=0.05)
+    config = ModelConfig(num_layers=8, hidden_size=128, vocab_size=300, init_method_std=0.05)
     for name, weight in built(config).named_parameters():
         if "norm" in name:
             assert (weight == 1).all()
@@ -116,7 +119,7 @@ def test_initial_weights_have_their_deviations():
 
 
 def test_initial_loss_is_that_of_a_uniform_guess():
-    config = LlamaConfig(vocab_size=500)
+    config = ModelConfig(vocab_size=500)
     loss = nn.functional.cross_entropy(built(config)(tokens(vocabulary=500)).flatten(0, 1), tokens().flatten())
     assert loss.item() == pytest.approx(torch.tensor(500.0).log().item(), abs=0.15)
 
@@ -135,7 +138,7 @@ def test_number_of_parameters(config):
 
 def test_known_sizes():
     """LLaMA-2-7B and LLaMA-3-8B have 6,738,415,616 and 8,030,261,248 parameters on Hugging Face."""
-    llama2 = LlamaConfig(
+    llama2 = ModelConfig(
         num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, vocab_size=32000
     )
     assert num_parameters(llama2) == 6_738_415_616

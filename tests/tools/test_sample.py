@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from data.tokenizer import train_tokenizer
+from model.config import ModelConfig, architecture_of
 from model.generate import generate
-from model.llama import Llama, LlamaConfig, architecture_of
+from model.llama import Llama
 from parallel.checkpoint import save_checkpoint
 from tools.sample import main
 
-SHAPE = LlamaConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=300)
+SHAPE = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=300)
 CONFIG = """\
 [model]
 num_layers = 1

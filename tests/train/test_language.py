@@ -10,7 +10,8 @@ from data.loader import IGNORE_INDEX, Batch
 from data.megatron import DataConfig
 from kernels.loss import cross_entropy_sum
 from model.attention import sdpa
-from model.llama import Llama, LlamaConfig
+from model.config import ModelConfig
+from model.llama import Llama
 from parallel.context import METHODS, make_plan
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
@@ -19,7 +20,7 @@ from tests.ranks import run_ranks
 from train.config import Config, ConfigError, TrainConfig
 from train.language import NextToken, context_of, corpus_entropy
 
-MODEL = LlamaConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=29)
+MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=29)
 LENGTH = 13  # of which neither 2 nor 3 ranks have equal parts
 
 

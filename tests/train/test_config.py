@@ -182,6 +182,9 @@ def test_a_file_that_cannot_be_read(tmp_path):
         ("--eval-iters -1", ["eval_iters is -1"]),
         ("--split 95;5", ["split is", "95;5"]),
         ("--ckpt-step 5", ["ckpt_step is 5", "--load"]),
+        ("--model-type bert", ["--model-type", "'bert'", "llama", "gpt"]),
+        ("--model-type gpt", ["max_position_embeddings is not set", "position_embedding_type to rope"]),
+        ("--position-embedding-type learned_absolute", ["position_embedding_type is learned_absolute", "gpt"]),
         ("--exit-on-missing-checkpoint", ["exit_on_missing_checkpoint", "--load"]),
     ],
 )
@@ -209,6 +212,11 @@ def test_wrong_flags_are_refused_by_name(argv, words):
         (1, "--wandb-exp-name x", ["wandb_exp_name is x", "--wandb-project"]),
         (1, "--split 100,0,0", ["split is 100,0,0", "--eval-iters 0"]),
         (1, "--tokenizer-model none", ["tokenizer_model is not set"]),
+        (
+            1,
+            "--model-type gpt --max-position-embeddings 512 --seq-length 513",
+            ["seq_length is 513", "max_position_embeddings 512", "--position-embedding-type rope"],
+        ),
     ],
 )
 def test_contradictions_are_refused_with_the_fix(world_size, argv, words):

@@ -91,7 +91,7 @@ def test_vocabulary_larger_than_the_tokenizers(tmp_path, capsys):
 
 def test_a_gpt_writes_as_far_as_its_table_of_positions(tmp_path, capsys):
     """The last token that is drawn is not read again, so prompt and tokens may be one more than the table holds."""
-    tokenizer = train_tokenizer([f"value {i}\n" for i in range(300)], tmp_path / "tokenizer", 300)
+    tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], tmp_path / "tokenizer", 300)
     gpt = 'model_type = "gpt"\nmax_position_embeddings = 12\n'
     (tmp_path / "config.toml").write_text(CONFIG.format(tokenizer=tokenizer).replace("[train]", gpt + "[train]"))
     model = build_model(dataclasses.replace(SHAPE, model_type="gpt", max_position_embeddings=12))

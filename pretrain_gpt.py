@@ -10,7 +10,9 @@ import torch
 
 from data.megatron import build_datasets
 from data.tokenizer import load_tokenizer
-from model.llama import Llama, architecture_of, flops_per_token, initial_weight, num_parameters
+from model.base import initial_weight
+from model.config import architecture_of
+from model.registry import TITLES, build_model, flops_per_token, num_parameters
 from parallel.agree import agreed, is_first
 from parallel.data import fill, shard_model
 from parallel.mesh import Mesh, joined, launched_world_size
@@ -34,7 +36,7 @@ def main(arguments: list[str]) -> None:
         train_data, valid_data, _ = build_datasets(config.data, config.train.seq_length, config.train.seed, tokenizer)
 
         with torch.device("meta"):
-            model = Llama(config.model, attend)
+            model = build_model(config.model, attend)
         shard_model(model, model.layers, mesh.both, bf16=config.train.bf16)
         fill(model, mesh.device, lambda name, shape: initial_weight(config.model, name, shape, config.train.seed))
         optimizer = build_optimizer(config.optimizer, model)
@@ -72,9 +74,10 @@ def summary(config: Config, mesh: Mesh) -> str:
     """One line on what is about to be trained, where, and how."""
     model, context = config.model, config.context
     return (
-        f"LLaMA of {num_parameters(model):,} parameters ({model.num_layers} layers of {model.hidden_size}) on "
-        f"{mesh.both.size()} {mesh.device.type} processes: data parallel {mesh.dp.size()} x context parallel "
-        f"{mesh.cp.size()} ({context.context_parallel_method}), sequences of {config.train.seq_length} tokens"
+        f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters ({model.num_layers} layers of "
+        f"{model.hidden_size}) on {mesh.both.size()} {mesh.device.type} processes: data parallel {mesh.dp.size()} x "
+        f"context parallel {mesh.cp.size()} ({context.context_parallel_method}), sequences of "
+        f"{config.train.seq_length} tokens"
     )
 
 

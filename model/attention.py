@@ -21,24 +21,32 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Projections, rotary positions, attend, output projection: [B, T, C] -> [B, T, C].
+    """Projections, rotary positions where there are any, attend, output projection: [B, T, C] -> [B, T, C].
 
     The projections stay separate linears, so that tensor parallelism can split each along its heads.
     """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_query_groups: int, head_dim: int, attend: Attend = sdpa
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_query_groups: int,
+        head_dim: int,
+        attend: Attend = sdpa,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.attend = attend
-        self.wq = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-        self.wk = nn.Linear(hidden_size, num_query_groups * head_dim, bias=False)
-        self.wv = nn.Linear(hidden_size, num_query_groups * head_dim, bias=False)
-        self.wo = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.wq = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
+        self.wk = nn.Linear(hidden_size, num_query_groups * head_dim, bias=bias)
+        self.wv = nn.Linear(hidden_size, num_query_groups * head_dim, bias=bias)
+        self.wo = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         # -1 rather than the number of heads: under tensor parallelism a device holds some of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H or G, D]
-        out = self.attend(rotary.rotate(q), rotary.rotate(k), v)  # [B, T, H, D]
+        if rotary is not None:
+            q, k = rotary.rotate(q), rotary.rotate(k)
+        out = self.attend(q, k, v)  # [B, T, H, D]
         return self.wo(out.flatten(-2))

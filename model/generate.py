@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class LanguageModel(Protocol):
-    """What generate needs of a model, as Llama has it."""
+    """What generate needs of a model, as every LanguageModel has it."""
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor: ...
 

@@ -1,144 +1,113 @@
-"""Hugging Face's LlamaForCausalLM <-> ours: configurations, state dicts and safetensors folders.
+"""Hugging Face models <-> ours: configurations, state dicts and safetensors folders.
 
-Both keep rotary pairs in the half-split convention and weights as [out, in], so that only names change.
+What differs from family to family stands in hf_llama.py (LlamaForCausalLM) and hf_gpt2.py (GPT2LMHeadModel).
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from model.llama import Llama, LlamaConfig
+from model import hf_gpt2, hf_llama
+from model.config import ModelConfig
+from model.registry import shapes_of
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# What our model computes, for the keys of config.json that could ask for something else; a missing key means this.
-SUPPORTED = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "quantization_config": None,
-}
-TOP_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
-LAYER_NAMES = {
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-# Old checkpoints carry the rotary frequencies, which follow from the configuration.
-DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+class Family(Protocol):
+    """What a module about one family has."""
+
+    SUPPORTED: dict[str, Any]
+    """Keys of config.json that could ask for what our model does not compute, and the one value that does not."""
+    EMBEDDING: str
+    """Their name of the embedding's weight, to which lm_head.weight can be tied."""
+    DERIVED: re.Pattern[str]
+    """Names in old checkpoints that hold no weights."""
+    PREFIX: str
+    """What all names but lm_head's begin with, and some files leave out."""
+
+    def check(self, config: ModelConfig) -> None: ...
+
+    def config_from_hf(self, hf: Mapping[str, Any]) -> ModelConfig: ...
+
+    def config_to_hf(self, config: ModelConfig, max_position_embeddings: int | None) -> dict[str, Any]: ...
+
+    def to_ours(self, theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]: ...
+
+    def to_theirs(self, ours: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
-    """LlamaConfig of a config.json's contents; keys that change nothing we compute are passed over.
+FAMILIES: dict[str, Family] = {"llama": hf_llama, "gpt": hf_gpt2}
 
-    ValueError names the key that is missing or asks for what we do not support (rope_scaling, biases, ...).
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a config.json's contents; keys that change nothing we compute are passed over.
+
+    Without a model_type it is taken for a LLaMA's. ValueError names the key that is missing or asks for what we do not
+    support (rope_scaling, another activation, ...).
     """
-    for key, supported in SUPPORTED.items():
+    by_type = {family.SUPPORTED["model_type"]: family for family in FAMILIES.values()}
+    kind = hf.get("model_type", "llama")
+    if kind not in by_type:
+        raise ValueError(f"{CONFIG}: model_type = {kind!r} is not supported; only {' and '.join(by_type)} are")
+    for key, supported in by_type[kind].SUPPORTED.items():
         if hf.get(key, supported) != supported:
             raise ValueError(f"{CONFIG}: {key} = {hf[key]!r} is not supported; only {supported!r} is")
-    for key in ("rope_parameters", "rope_scaling"):
-        if not _is_plain_rope(hf.get(key)):
-            raise ValueError(f"{CONFIG}: {key} = {hf[key]!r} is not supported; only unscaled rotation is")
-    rope = hf.get("rope_parameters") or {}  # transformers 5 keeps rope_theta in here
     try:
-        return LlamaConfig(
-            num_layers=hf["num_hidden_layers"],
-            hidden_size=hf["hidden_size"],
-            ffn_hidden_size=hf["intermediate_size"],
-            num_attention_heads=hf["num_attention_heads"],
-            num_query_groups=hf.get("num_key_value_heads"),
-            kv_channels=hf.get("head_dim"),
-            vocab_size=hf["vocab_size"],
-            rotary_base=rope.get("rope_theta") or hf.get("rope_theta", 10000.0),
-            norm_epsilon=hf.get("rms_norm_eps", 1e-6),
-            init_method_std=hf.get("initializer_range", 0.02),
-            untie_embeddings_and_output_weights=not hf.get("tie_word_embeddings", False),
-        )
+        return by_type[kind].config_from_hf(hf)
     except KeyError as missing:
-        raise ValueError(f"{CONFIG}: {missing.args[0]} is missing; this is no LLaMA's configuration") from None
+        raise ValueError(f"{CONFIG}: {missing.args[0]} is missing; this is no {kind}'s configuration") from None
 
 
-def _is_plain_rope(rope: Any) -> bool:
-    """Whether these rope parameters ask for nothing beyond the unscaled rotation of all channels."""
-    if rope is None:
-        return True
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    return kind == "default" and rope.get("partial_rotary_factor", 1.0) == 1.0
+def config_to_hf(config: ModelConfig, max_position_embeddings: int | None = None) -> dict[str, Any]:
+    """The contents of a config.json that transformers reads as the same model.
 
-
-def config_to_hf(config: LlamaConfig, max_position_embeddings: int = 2048) -> dict[str, Any]:
-    """The contents of a config.json that transformers 4 and 5 read as the same model."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        **{key: value for key, value in SUPPORTED.items() if value is not None},
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.query_groups,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocabulary,
-        "max_position_embeddings": max_position_embeddings,
-        "rope_theta": config.rotary_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
-        "rms_norm_eps": config.norm_epsilon,
-        "initializer_range": config.init_method_std,
-        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-    }
-
-
-def from_hf(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
-    """Our state dict, holding the same tensors. ValueError for missing, unknown, misshapen or wrongly tied weights."""
-    state = {name: weight for name, weight in state.items() if not DERIVED.fullmatch(name)}
-    if not config.untie_embeddings_and_output_weights and "lm_head.weight" in state:
-        output, embedding = state.pop("lm_head.weight"), state.get("model.embed_tokens.weight")
-        if embedding is not None and not torch.equal(output, embedding):
-            raise ValueError("lm_head.weight differs from model.embed_tokens.weight, yet tie_word_embeddings is true")
-    shapes = _shapes(config)
-    _check(state, {_hf_name(name): shape for name, shape in shapes.items()})
-    return {name: state[_hf_name(name)] for name in shapes}
-
-
-def to_hf(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
-    """What LlamaForCausalLM.state_dict() holds for our state dict: the same tensors, a tied lm_head.weight included.
-
-    ValueError for missing, unknown or misshapen weights.
+    max_position_embeddings is the longest sequence that readers should feed a LLaMA, 2048 where it is left out. A GPT's
+    table decides it. ValueError for a GPT that theirs cannot be (rope, fewer key heads, heads of another width).
     """
-    _check(state, _shapes(config))
-    theirs = {_hf_name(name): weight for name, weight in state.items()}
+    family = FAMILIES[config.model_type]
+    family.check(config)
+    fixed = {key: value for key, value in family.SUPPORTED.items() if value is not None}
+    return family.config_to_hf(config, max_position_embeddings) | fixed
+
+
+def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Our state dict. ValueError for missing, unknown, misshapen or wrongly tied weights."""
+    family, shapes = FAMILIES[config.model_type], shapes_of(config)
+    state = {_whole_name(name, family.PREFIX): weight for name, weight in state.items()}
+    state = {name: weight for name, weight in state.items() if not family.DERIVED.fullmatch(name)}
+    if not config.untie_embeddings_and_output_weights and "lm_head.weight" in state:
+        output, embedding = state.pop("lm_head.weight"), state.get(family.EMBEDDING)
+        if embedding is not None and not torch.equal(output, embedding):
+            raise ValueError(f"lm_head.weight differs from {family.EMBEDDING}, yet tie_word_embeddings is true")
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    _check(state, {name: weight.shape for name, weight in family.to_theirs(empty).items()})
+    return family.to_ours(state, shapes)
+
+
+def _whole_name(name: str, prefix: str) -> str:
+    return name if name.startswith((prefix, "lm_head.")) else prefix + name
+
+
+def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """What their module's state_dict() holds for our state dict, a tied lm_head.weight included.
+
+    ValueError for missing, unknown or misshapen weights, and for a GPT that theirs cannot be.
+    """
+    family = FAMILIES[config.model_type]
+    family.check(config)
+    _check(state, shapes_of(config))
+    theirs = family.to_theirs(state)
     if not config.untie_embeddings_and_output_weights:
-        theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"]
+        theirs["lm_head.weight"] = theirs[family.EMBEDDING]
     return theirs
-
-
-def _shapes(config: LlamaConfig) -> dict[str, torch.Size]:
-    """The shape of every weight of our model."""
-    with torch.device("meta"):
-        return {name: weight.shape for name, weight in Llama(config).state_dict().items()}
-
-
-def _hf_name(name: str) -> str:
-    """Hugging Face's name of our parameter."""
-    module = name.removesuffix(".weight")
-    if module.startswith("layers."):
-        _, layer, module = module.split(".", 2)
-        return f"model.layers.{layer}.{LAYER_NAMES[module]}.weight"
-    return f"{TOP_NAMES[module]}.weight"
 
 
 def _check(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
@@ -152,7 +121,7 @@ def _check(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> Non
             raise ValueError(f"{name} has shape {tuple(state[name].shape)}; the configuration makes it {tuple(shape)}")
 
 
-def load_hf(folder: str | Path) -> tuple[LlamaConfig, dict[str, Tensor]]:
+def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Configuration and our state dict (CPU, dtypes as stored) of a Hugging Face folder, sharded or not.
 
     Only safetensors are read, never pickles, and only files directly in the folder, whatever an index names.
@@ -178,12 +147,12 @@ def load_hf(folder: str | Path) -> tuple[LlamaConfig, dict[str, Tensor]]:
 
 
 def save_hf(
-    folder: str | Path, config: LlamaConfig, state: Mapping[str, Tensor], max_position_embeddings: int = 2048
+    folder: str | Path, config: ModelConfig, state: Mapping[str, Tensor], max_position_embeddings: int | None = None
 ) -> None:
     """Write config.json and model.safetensors of our state dict; transformers' from_pretrained reads the folder.
 
-    max_position_embeddings is the longest sequence that readers should feed the model; nothing here depends on it.
-    The folder is made; ValueError where it holds a model already.
+    max_position_embeddings as for `config_to_hf`. The folder is made; ValueError where it holds a model already, and
+    as `config_to_hf` and `to_hf` raise it.
     """
     from safetensors.torch import save_file
 
@@ -191,14 +160,14 @@ def save_hf(
     for file in (CONFIG, WEIGHTS, INDEX):
         if (folder / file).exists():
             raise ValueError(f"{folder / file} exists; choose a new folder, nothing is written over")
+    contents = config_to_hf(config, max_position_embeddings)
     theirs = {name: weight.detach().contiguous() for name, weight in to_hf(state, config).items()}
     if not config.untie_embeddings_and_output_weights:
         del theirs["lm_head.weight"]  # transformers ties it again
     folder.mkdir(parents=True, exist_ok=True)
     save_file(theirs, folder / WEIGHTS, metadata={"format": "pt"})
-    dtype = str(theirs["model.norm.weight"].dtype).removeprefix("torch.")
-    contents = config_to_hf(config, max_position_embeddings) | {"torch_dtype": dtype}
-    (folder / CONFIG).write_text(json.dumps(contents, indent=2) + "\n")
+    dtype = str(theirs[FAMILIES[config.model_type].EMBEDDING].dtype).removeprefix("torch.")
+    (folder / CONFIG).write_text(json.dumps(contents | {"torch_dtype": dtype}, indent=2) + "\n")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Layers that models share: RMSNorm, rotary positions, SwiGLU.
+"""Layers that models share: RMSNorm, LayerNorm, rotary positions, SwiGLU, GELU feed-forward.
 
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 # Normalises in float32 for 16-bit inputs and rounds once, at the end (Zhang & Sennrich 2019, eq. 4); the fused kernel
 # saves x and one number per token. Hugging Face rounds before the weight too, which a quarter of bf16 outputs show.
 RMSNorm = nn.RMSNorm
+
+# Weight and bias; it too computes in float32 inside and rounds once.
+LayerNorm = nn.LayerNorm
 
 
 class Rotary:
@@ -45,3 +48,15 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class MLP(nn.Module):
+    """Feed-forward with biases, down(gelu(up(x))), in GELU's tanh form (Hendrycks & Gimpel 2016), as GPT-2 has it."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden_size, ffn_hidden_size)
+        self.down = nn.Linear(ffn_hidden_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))

@@ -160,6 +160,15 @@ CASES = {
     "another architecture, same folder": Case(
         ("--load", "@run", "--save", "@run", "--hidden-size", "32"), ("hidden_size is 64 there and 32 here",)
     ),
+    "another kind of model": Case(
+        ("--load", "@run", "--model-type", "gpt", "--position-embedding-type", "rope"),
+        ("model_type is 'llama' there and 'gpt' here",),
+    ),
+    "gpt without a table": Case(("--model-type", "gpt"), ("max_position_embeddings is not set", "to rope")),
+    "short table": Case(
+        ("--model-type", "gpt", "--max-position-embeddings", "31"), ("seq_length is 32", "max_position_embeddings 31")
+    ),
+    "table without a gpt": Case(("--max-position-embeddings", "64"), ("max_position_embeddings is 64", "leave it out")),
     "broken named checkpoint": Case(
         ("--load", "@broken", "--ckpt-step", "2"), ("broken/iter_0000002/__0_0.distcp", "SHA-256", "oad another")
     ),

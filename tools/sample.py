@@ -10,8 +10,10 @@ import torch
 
 from data.indexed import DataError
 from data.tokenizer import load_tokenizer
+from model.base import LanguageModel
+from model.config import architecture_of
 from model.generate import generate
-from model.llama import Llama, architecture_of
+from model.registry import build_model
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_model
 from train.config import Config, ConfigError, load_config
 
@@ -38,6 +40,12 @@ def sample(args: argparse.Namespace) -> None:
 
     # Documents follow an end-of-text token: after one, the model takes the prompt for the beginning of a text.
     prompt = [tokenizer.eod, *tokenizer.tokenize(args.prompt)]
+    table = config.model.max_position_embeddings
+    if table is not None and len(prompt) + args.num_tokens > table + 1:  # the last token drawn is not read again
+        raise ConfigError(
+            f"num_tokens is {args.num_tokens} after a prompt of {len(prompt)} tokens, and the model's "
+            f"max_position_embeddings {table} allows {table + 1} together; lower --num-tokens or shorten --prompt"
+        )
     print(f"{args.load}, iteration {iteration}, prompt {args.prompt!r}, {args.num_samples} x {args.num_tokens} tokens")
     if len(prompt) + args.num_tokens > config.train.seq_length:
         print(
@@ -56,7 +64,9 @@ def sample(args: argparse.Namespace) -> None:
         print(tokenizer.detokenize(prompt[1:] + written))
 
 
-def _load(config: Config, run: Path, step: int | None, vocab_size: int, device: torch.device) -> tuple[Llama, int]:
+def _load(
+    config: Config, run: Path, step: int | None, vocab_size: int, device: torch.device
+) -> tuple[LanguageModel, int]:
     """The model of a run with the weights of its newest whole checkpoint, or of iteration `step`, and the iteration.
 
     On CUDA in the dtype that the run computed in, on a CPU, where bfloat16 is slow, in float32.
@@ -72,7 +82,7 @@ def _load(config: Config, run: Path, step: int | None, vocab_size: int, device: 
             f"vocab_size is {shape.vocab_size}, but the tokenizer has {vocab_size} entries; name the run's own"
         )
     with torch.device("meta"):
-        model = Llama(shape)
+        model = build_model(shape)
     model.to(torch.bfloat16 if config.train.bf16 and device.type == "cuda" else torch.float32)
     model.to_empty(device=device)
     return model, load_model(folder, model, architecture_of(shape)).iteration

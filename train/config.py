@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.megatron import DataConfig, split_shares
-from model.llama import LlamaConfig
+from model.config import ModelConfig
 from parallel.checkpoint import CheckpointConfig
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
@@ -68,7 +68,7 @@ class TrainConfig:
 class Config:
     """Everything that decides a run, one field per section; a field's name is unique over all sections."""
 
-    model: LlamaConfig = field(default_factory=LlamaConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -177,6 +177,12 @@ def validate(config: Config, world_size: int) -> None:
 
 
 def _validate_sizes(config: Config, world_size: int) -> None:
+    length, table = config.train.seq_length, config.model.max_position_embeddings
+    if table is not None and length > table:
+        raise ConfigError(
+            f"seq_length is {length} with max_position_embeddings {table}, the table of learned positions; lower the "
+            "one, raise the other, or give --position-embedding-type rope --max-position-embeddings none"
+        )
     cp, method = config.mesh.context_parallel_size, config.context.context_parallel_method
     if world_size % cp:
         fitting = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)

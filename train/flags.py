@@ -187,10 +187,11 @@ def _parser(root: type, introduction: str | None) -> _Parser:
                 options["help"] += f" (default: {str(field.default).lower() if field.base is bool else field.default})"
             if field.base is bool:
                 options["action"] = argparse.BooleanOptionalAction
-            elif field.choices:
+            elif field.choices and not field.optional:
                 options["choices"] = field.choices
             else:
-                options |= {"type": field.parse, "metavar": METAVAR[field.base]}
+                metavar = "{" + ",".join(field.choices) + "}" if field.choices else METAVAR[field.base]
+                options |= {"type": field.parse, "metavar": metavar}
             if field.many:
                 options["nargs"] = "+"
             group.add_argument(field.flag, **options)

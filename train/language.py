@@ -20,7 +20,8 @@ class NextToken:
     def __init__(self, cp: ContextParallel, device: torch.device) -> None:
         self._cp = cp
         self._device = device
-        self._positions = cp.positions.to(device)  # [T]
+        # Padding takes the last position: those beyond the sequence may have no entry in a table of learned positions.
+        self._positions = cp.positions.clamp(max=cp.plan.seq_len - 1).to(device)  # [T]
 
     def local(self, batch: Batch) -> Batch:
         """This rank's tokens and labels ``[B, T]`` of whole sequences ``[B, S]``; padding carries no loss."""

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from model.config import ModelConfig
 from model.generate import generate
-from model.llama import Llama, LlamaConfig
+from model.llama import Llama
 
 PROMPT = torch.tensor([[1, 2, 3], [7, 8, 9]])
 
@@ -23,7 +24,7 @@ class Table(torch.nn.Module):
 
 @pytest.fixture
 def llama():
-    model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=20))
+    model = Llama(ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=20))
     model.init_weights(0)
     return model
 

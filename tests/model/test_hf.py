@@ -6,12 +6,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from model.config import ModelConfig
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
-from model.llama import Llama, LlamaConfig
+from model.llama import Llama
 
 transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's LLaMA")
 
-GQA = LlamaConfig(
+GQA = ModelConfig(
     num_layers=2,
     hidden_size=48,
     ffn_hidden_size=80,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from model.layers import RMSNorm, Rotary, SwiGLU
+from model.layers import MLP, LayerNorm, RMSNorm, Rotary, SwiGLU
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 5e-7), (torch.bfloat16, 2**-8)])
@@ -123,3 +123,27 @@ def test_swiglu():
     gate = x @ mlp.gate.weight.T
     expected = (gate * torch.sigmoid(gate) * (x @ mlp.up.weight.T)) @ mlp.down.weight.T
     torch.testing.assert_close(mlp(x), expected, rtol=0, atol=1e-14)
+
+
+def test_mlp():
+    torch.manual_seed(0)
+    mlp = MLP(8, 12).double()
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    up = x @ mlp.up.weight.T + mlp.up.bias
+    gelu = up * (1 + torch.tanh((2 / math.pi) ** 0.5 * (up + 0.044715 * up**3))) / 2
+    torch.testing.assert_close(mlp(x), gelu @ mlp.down.weight.T + mlp.down.bias, rtol=0, atol=1e-14)
+    exact = nn.functional.gelu(up) @ mlp.down.weight.T + mlp.down.bias  # negative control: GELU by erf
+    assert (mlp(x) - exact).abs().max() > 1e-6
+
+
+def test_layer_norm_rounds_bf16_once():
+    torch.manual_seed(0)
+    norm = LayerNorm(250, eps=1e-5).bfloat16()
+    norm.weight.data.uniform_(0.5, 1.5)
+    norm.bias.data.uniform_(-0.5, 0.5)
+    x = torch.randn(2, 50, 250).bfloat16()
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    exact = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-5) * norm.weight + norm.bias
+    assert (norm(x) == exact.bfloat16()).float().mean() > 0.999
+    unit = nn.functional.layer_norm(x, (250,), eps=1e-5)  # negative control: rounded before weight and bias too
+    assert (unit * norm.weight + norm.bias == exact.bfloat16()).float().mean() < 0.9

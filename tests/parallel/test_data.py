@@ -10,11 +10,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from kernels.loss import cross_entropy_sum
-from model.llama import Llama, LlamaConfig, initial_weight
+from model.base import initial_weight
+from model.config import ModelConfig
+from model.llama import Llama
 from parallel.data import fill, reduce_gradients, shard_model
 from tests.ranks import run_ranks
 
-CONFIG = LlamaConfig(num_layers=2, hidden_size=24, num_attention_heads=2, num_query_groups=1, vocab_size=37)
+CONFIG = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=2, num_query_groups=1, vocab_size=37)
 SEED, LENGTH = 7, 10
 VALID = (LENGTH, 2, 5)
 """Tokens that carry loss on each rank."""

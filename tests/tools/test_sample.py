@@ -1,3 +1,4 @@
+import dataclasses
 import subprocess
 import sys
 
@@ -5,12 +6,14 @@ import pytest
 import torch
 
 from data.tokenizer import train_tokenizer
+from model.config import ModelConfig, architecture_of
 from model.generate import generate
-from model.llama import Llama, LlamaConfig, architecture_of
+from model.llama import Llama
+from model.registry import build_model
 from parallel.checkpoint import save_checkpoint
 from tools.sample import main
 
-SHAPE = LlamaConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=300)
+SHAPE = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=300)
 CONFIG = """\
 [model]
 num_layers = 1
@@ -84,6 +87,22 @@ def test_vocabulary_larger_than_the_tokenizers(tmp_path, capsys):
     (tmp_path / "config.toml").write_text(config.replace("[train]", "vocab_size = 270\n[train]"))
     assert main(["--load", str(tmp_path)]) == 1
     assert "vocab_size is 270" in capsys.readouterr().err
+
+
+def test_a_gpt_writes_as_far_as_its_table_of_positions(tmp_path, capsys):
+    """The last token that is drawn is not read again, so prompt and tokens may be one more than the table holds."""
+    tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], tmp_path / "tokenizer", 300)
+    gpt = 'model_type = "gpt"\nmax_position_embeddings = 12\n'
+    (tmp_path / "config.toml").write_text(CONFIG.format(tokenizer=tokenizer).replace("[train]", gpt + "[train]"))
+    model = build_model(dataclasses.replace(SHAPE, model_type="gpt", max_position_embeddings=12))
+    model.init_weights(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_checkpoint(tmp_path, 1, model, optimizer, architecture=architecture_of(model.config), extra={})
+    assert "iteration 1," in sampled(capsys, "--load", tmp_path, "--num-tokens", 12).out  # after the end of text
+    assert main(["--load", str(tmp_path), "--num-tokens", "13"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "max_position_embeddings 12 allows 13 together; lower --num-tokens" in captured.err
 
 
 def test_seed_decides_the_samples(run, capsys):

@@ -8,6 +8,7 @@ from typing import Literal, get_type_hints
 
 import pytest
 
+from model.registry import num_parameters
 from parallel.context import METHODS
 from train import flags
 from train.config import Config, ConfigError, TrainConfig, load_config, parse_args, to_toml, validate
@@ -56,19 +57,35 @@ def test_flags_override_the_file_and_the_rest_stays(tmp_path):
 
 
 def test_toml_round_trip_of_every_field(tmp_path):
-    changed: dict[str, object] = {"split": "90,5,5", "data_path": ("a b", 'c "d" \\ é')}
+    changed: dict[str, object] = {
+        "split": "90,5,5",
+        "data_path": ("a b", 'c "d" \\ é'),
+        "position_embedding_type": "learned_absolute",
+    }
+    alone = {"rotary_base": 0.1 + 0.2}  # which goes with no learned positions
     for name, field in flags.config_fields(Config).items():
-        if name in changed:
+        if name in changed or name in alone:
             continue
         one = {bool: not field.default, int: 16, float: 0.1 + 0.2, str: 'a "b" \\ é'}[field.base]
         changed[name] = next(choice for choice in field.choices if choice != field.default) if field.choices else one
-    for values in ({}, changed):
+    for values in ({}, alone, changed):
         config = flags.build(Config, values)
         assert load_config(write(tmp_path, to_toml(config))) == config
-    assert all(
-        getattr(getattr(config, field.section), name) != field.default
-        for name, field in flags.config_fields(Config).items()
+        for name, value in values.items():
+            field = flags.config_fields(Config)[name]
+            assert getattr(getattr(config, field.section), name) == value != field.default
+    assert changed.keys() | alone.keys() == flags.config_fields(Config).keys()
+
+
+def test_an_optional_choice_is_unset_by_none():
+    gpt = ["--model-type", "gpt", "--max-position-embeddings", "64", "--position-embedding-type"]
+    assert parse_args([*gpt, "learned_absolute"]).model.position_embedding_type == "learned_absolute"
+    assert (
+        parse_args([*gpt, "learned_absolute", "--position-embedding-type", "none"]).model == parse_args(gpt[:4]).model
     )
+    message = refusal(*gpt, "alibi")
+    assert "--position-embedding-type" in message
+    assert "'alibi' is not one of rope, learned_absolute" in message
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -77,11 +94,19 @@ def test_shipped_configs_load_and_are_free_of_contradictions(path):
     validate(parse_args(["--config", str(path), *DATA]), 2 * config.mesh.context_parallel_size)
 
 
-PUBLISHED = {"llama2_7b": 6_738_415_616, "llama2_13b": 13_015_864_320, "llama3_8b": 8_030_261_248}
+LLAMAS = {
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama3_8b": 8_030_261_248,
+    "striped_1b": 1_244_227_584,
+    "striped_3b": 3_426_473_600,  # OpenLLaMA 3B, of the same shape
+    "striped_7b": 6_738_415_616,
+}
+GPTS = {"wallfacer_gpt_3b": 3_159_646_208, "wallfacer_gpt_7b": 6_650_208_256}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_real_sizes_have_the_published_number_of_parameters(name):
+@pytest.mark.parametrize("name", LLAMAS)
+def test_llamas_have_their_number_of_parameters(name):
     model = load_config(ROOT / "configs" / f"{name}.toml").model
     groups = model.num_query_groups or model.num_attention_heads
     attention = (
@@ -89,7 +114,17 @@ def test_real_sizes_have_the_published_number_of_parameters(name):
     )
     layer = attention + 3 * model.hidden_size * model.ffn_hidden_size + 2 * model.hidden_size
     total = model.num_layers * layer + 2 * model.vocab_size * model.hidden_size + model.hidden_size
-    assert total == PUBLISHED[name]
+    assert total == num_parameters(model) == LLAMAS[name]
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_gpts_have_their_number_of_parameters(name):
+    model = load_config(ROOT / "configs" / f"{name}.toml").model
+    width, inside = model.hidden_size, model.num_attention_heads * model.head_dim
+    attention = 3 * (width + 1) * inside + (inside + 1) * width
+    layer = attention + (width + 1) * 4 * width + (4 * width + 1) * width + 4 * width
+    total = model.num_layers * layer + model.vocab_size * width + 2 * width  # rope, tied
+    assert total == num_parameters(model) == GPTS[name]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +182,9 @@ def test_a_file_that_cannot_be_read(tmp_path):
         ("--eval-iters -1", ["eval_iters is -1"]),
         ("--split 95;5", ["split is", "95;5"]),
         ("--ckpt-step 5", ["ckpt_step is 5", "--load"]),
+        ("--model-type bert", ["--model-type", "'bert'", "llama", "gpt"]),
+        ("--model-type gpt", ["max_position_embeddings is not set", "position_embedding_type to rope"]),
+        ("--position-embedding-type learned_absolute", ["position_embedding_type is learned_absolute", "gpt"]),
         ("--exit-on-missing-checkpoint", ["exit_on_missing_checkpoint", "--load"]),
     ],
 )
@@ -174,6 +212,11 @@ def test_wrong_flags_are_refused_by_name(argv, words):
         (1, "--wandb-exp-name x", ["wandb_exp_name is x", "--wandb-project"]),
         (1, "--split 100,0,0", ["split is 100,0,0", "--eval-iters 0"]),
         (1, "--tokenizer-model none", ["tokenizer_model is not set"]),
+        (
+            1,
+            "--model-type gpt --max-position-embeddings 512 --seq-length 513",
+            ["seq_length is 513", "max_position_embeddings 512", "--position-embedding-type rope"],
+        ),
     ],
 )
 def test_contradictions_are_refused_with_the_fix(world_size, argv, words):

@@ -10,7 +10,8 @@ from data.loader import IGNORE_INDEX, Batch
 from data.megatron import DataConfig
 from kernels.loss import cross_entropy_sum
 from model.attention import sdpa
-from model.llama import Llama, LlamaConfig
+from model.config import ModelConfig
+from model.registry import build_model
 from parallel.context import METHODS, make_plan
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
@@ -19,8 +20,9 @@ from tests.ranks import run_ranks
 from train.config import Config, ConfigError, TrainConfig
 from train.language import NextToken, context_of, corpus_entropy
 
-MODEL = LlamaConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=29)
 LENGTH = 13  # of which neither 2 nor 3 ranks have equal parts
+LLAMA = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=29)
+GPT = replace(LLAMA, model_type="gpt", max_position_embeddings=LENGTH)
 
 
 def whole_batch() -> Batch:
@@ -30,7 +32,7 @@ def whole_batch() -> Batch:
     return {"tokens": tokens[:, :-1], "labels": labels}
 
 
-def share(rank: int, world_size: int, method: str) -> tuple[Batch, torch.Tensor, int, float]:
+def share(rank: int, world_size: int, method: str, shape: ModelConfig) -> tuple[Batch, torch.Tensor, int, float]:
     import torch.distributed as dist
 
     config = Config(
@@ -39,7 +41,7 @@ def share(rank: int, world_size: int, method: str) -> tuple[Batch, torch.Tensor,
         train=TrainConfig(seq_length=LENGTH),
     )
     cp, attend = context_of(config, dist.group.WORLD)
-    model = Llama(MODEL, attend)
+    model = build_model(shape, attend)
     model.init_weights(3)
     objective = NextToken(cp, torch.device("cpu"))
     local = objective.local(whole_batch())
@@ -47,9 +49,9 @@ def share(rank: int, world_size: int, method: str) -> tuple[Batch, torch.Tensor,
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("size", [1, 3])
-def test_shares_make_up_the_batch_and_its_loss(method: str, size: int) -> None:
-    shares = run_ranks(share, size, method)
+@pytest.mark.parametrize(("size", "shape"), [(1, LLAMA), (3, LLAMA), (3, GPT)], ids=["1", "3", "3-gpt"])
+def test_shares_make_up_the_batch_and_its_loss(method: str, size: int, shape: ModelConfig) -> None:
+    shares = run_ranks(share, size, method, shape)
     whole = whole_batch()
     seen = []
     for rank, (local, positions, _, _) in enumerate(shares):
@@ -63,10 +65,21 @@ def test_shares_make_up_the_batch_and_its_loss(method: str, size: int) -> None:
                 assert (local["labels"][:, column] == IGNORE_INDEX).all(), "padding carries no loss"
     assert sorted(seen) == list(range(LENGTH))
     assert sum(count for _, _, count, _ in shares) == 2 * LENGTH - 5
-    model = Llama(MODEL)
+    model = build_model(shape)
     model.init_weights(3)
     want = cross_entropy_sum(model(whole["tokens"]), whole["labels"])[0].item()
     assert sum(loss for *_, loss in shares) == pytest.approx(want, rel=1e-6)
+
+
+def test_positions_of_padding_have_no_entry_of_their_own_in_a_table() -> None:
+    """Negative control: the plan's positions as they are, where NextToken has those of the sequence alone."""
+    model = build_model(GPT)
+    model.init_weights(3)
+    positions = make_plan("striped", seq_len=LENGTH, size=3).positions(1)
+    tokens = torch.zeros(1, len(positions), dtype=torch.int64)
+    assert positions.max() >= LENGTH
+    with pytest.raises(IndexError):
+        model(tokens, positions)
 
 
 def test_without_a_method_the_attention_is_plain() -> None:

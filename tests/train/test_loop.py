@@ -15,7 +15,10 @@ from torch.distributed.tensor import DTensor
 from data.loader import IGNORE_INDEX
 from data.megatron import DataError
 from kernels.loss import cross_entropy_sum
-from model.llama import Llama, LlamaConfig, architecture_of, flops_per_token, initial_weight
+from model.base import initial_weight
+from model.config import ModelConfig, architecture_of
+from model.llama import Llama
+from model.registry import flops_per_token
 from parallel.checkpoint import CheckpointConfig
 from parallel.context import context_parallel
 from parallel.data import fill, shard_model
@@ -29,7 +32,7 @@ from train.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 from train.optim import OptimizerConfig, build_optimizer
 
 LENGTH, VOCABULARY = 8, 31
-MODEL = LlamaConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY)
+MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY)
 PEAK = 1e9
 
 

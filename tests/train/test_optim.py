@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from model.llama import Llama, LlamaConfig
+from model.config import ModelConfig
+from model.llama import Llama
 from tests.ranks import run_ranks
 from train.optim import OptimizerConfig, build_optimizer, clip_gradients, gradient_norm, learning_rate
 
@@ -69,7 +70,7 @@ def test_a_wrong_setting_is_named(field: str, value: float) -> None:
 
 
 def test_matrices_decay_and_norms_do_not() -> None:
-    model = Llama(LlamaConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=11))
+    model = Llama(ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=11))
     model.layers[0].mlp.down.weight.requires_grad_(False)
     optimizer = build_optimizer(OptimizerConfig(weight_decay=0.3, adam_beta1=0.8, adam_eps=1e-6), model)
     decaying, others = optimizer.param_groups

@@ -1,0 +1,77 @@
+"""What language models share: from token ids to logits in two steps, and weights that a seed and a name decide.
+
+Shapes: B sequences, T tokens, C width of the residual stream, V vocabulary entries.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+
+
+class LanguageModel(nn.Module):
+    """Token ids -> logits. Its weights mean something after init_weights or load_state_dict.
+
+    A model sets the modules below and defines `hidden`. With tied embeddings there is no output module, and the
+    embedding's weight is the only copy in the state dict.
+    """
+
+    config: ModelConfig
+    embedding: nn.Embedding
+    layers: nn.ModuleList
+    norm: nn.Module
+    output: nn.Linear | None
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of tokens [B, T]; positions [T] or [B, T] are global, by default 0 .. T-1."""
+        return self.project(self.hidden(tokens, positions))
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Normalised hidden states [B, T, C], which `project` turns into logits; arguments as in `forward`."""
+        raise NotImplementedError
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., C]."""
+        return self.output(hidden) if self.output is not None else F.linear(hidden, self.embedding.weight)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Set every weight to its `initial_weight`. For whole tensors: call it before anything is sharded.
+
+        After construction on the meta device call `to_empty(device=...)` first, else ValueError.
+        """
+        for name, weight in self.named_parameters():
+            if weight.is_meta:
+                raise ValueError(f"{name} is on the meta device; call to_empty(device=...) before init_weights")
+            weight.copy_(initial_weight(self.config, name, weight.shape, seed))
+
+
+def output_module(config: ModelConfig) -> nn.Linear | None:
+    """The output projection, or None where it has the embedding's weight."""
+    untied = config.untie_embeddings_and_output_weights
+    return nn.Linear(config.hidden_size, config.vocabulary, bias=False) if untied else None
+
+
+def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """The initial value (float32, on the CPU) of the whole parameter `name`, a function of its name and the seed alone.
+
+    Norms start at 1, biases at 0, matrices and tables as normals of standard deviation init_method_std, those that
+    write into the residual stream divided by sqrt(2 * num_layers), so that its variance does not grow with depth
+    (Radford et al. 2019, section 2.3; Megatron-LM's scaled_init_method_normal). One generator per parameter makes the
+    weights the same on any mesh, pipeline split or order of construction.
+    """
+    if name.endswith(".bias"):
+        return torch.zeros(*shape)
+    if name.endswith("norm.weight"):
+        return torch.ones(*shape)
+    std = config.init_method_std
+    if name.endswith(("attention.wo.weight", "mlp.down.weight")):
+        std /= math.sqrt(2 * config.num_layers)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.empty(*shape).normal_(0.0, std, generator=generator)

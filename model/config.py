@@ -1,0 +1,148 @@
+"""The shape of a language model, whatever its kind, with Megatron-LM's names.
+
+model/registry.py has the module that each model_type names.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Kind and shape of the model."""
+
+    model_type: Literal["llama", "gpt"] = "llama"
+    """llama: RMSNorm, SwiGLU, no biases; gpt: LayerNorm, GELU, biases."""
+    num_layers: int = 4
+    """Transformer layers."""
+    hidden_size: int = 256
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None = None
+    """Width inside the feed-forward; by default 8/3 of hidden_size, rounded up to a multiple of 64; 4 x in a gpt."""
+    num_attention_heads: int = 8
+    """Query heads."""
+    num_query_groups: int | None = None
+    """Key and value heads (grouped-query attention); by default one per query head."""
+    kv_channels: int | None = None
+    """Width of one head; by default hidden_size / num_attention_heads."""
+    vocab_size: int | None = None
+    """Vocabulary entries; by default the tokenizer's."""
+    position_embedding_type: Literal["rope", "learned_absolute"] | None = None
+    """How tokens know their places; by default rope, and learned_absolute in a gpt, which alone has it."""
+    max_position_embeddings: int | None = None
+    """Entries in the table of learned_absolute positions, and so the longest sequence; rope has no such bound."""
+    rotary_base: float = 10000.0
+    """Base of the angles of rope."""
+    norm_epsilon: float = 1e-5
+    """Epsilon of the norms."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights."""
+    untie_embeddings_and_output_weights: bool = True
+    """Give the output projection weights of its own, not the embedding's."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+            self._require(getattr(self, name) >= 1, name, "it must be 1 or more")
+        for name in ("ffn_hidden_size", "num_query_groups", "kv_channels", "vocab_size", "max_position_embeddings"):
+            value = getattr(self, name)
+            self._require(value is None or value >= 1, name, "it must be 1 or more, or left out for its default")
+        for name in ("rotary_base", "norm_epsilon", "init_method_std"):
+            value = getattr(self, name)
+            self._require(math.isfinite(value) and value > 0, name, "it must be a number above 0")
+        heads = self.num_attention_heads
+        self._require(
+            self.kv_channels is not None or self.hidden_size % heads == 0,
+            "hidden_size",
+            f"it must be a multiple of num_attention_heads {heads}; change either, or set kv_channels",
+        )
+        self._require(heads % self.query_groups == 0, "num_query_groups", f"it must divide num_attention_heads {heads}")
+        self._check_positions()
+
+    def _check_positions(self) -> None:
+        if self.learned_positions:
+            self._require(
+                self.model_type == "gpt",
+                "position_embedding_type",
+                f"model_type {self.model_type} has rope alone; leave it out, or set model_type to gpt",
+            )
+            self._require(
+                self.max_position_embeddings is not None,
+                "max_position_embeddings",
+                "learned_absolute positions need the length of their table; set it to the longest sequence, or "
+                "position_embedding_type to rope",
+            )
+            default = type(self).rotary_base
+            self._require(
+                self.rotary_base == default,
+                "rotary_base",
+                "learned_absolute positions turn nothing; leave it out, or set position_embedding_type to rope",
+            )
+            return
+        self._require(
+            self.max_position_embeddings is None,
+            "max_position_embeddings",
+            "rope has no table of positions; leave it out, or set model_type to gpt and position_embedding_type to "
+            "learned_absolute",
+        )
+        self._require(
+            self.head_dim % 2 == 0,
+            "hidden_size" if self.kv_channels is None else "kv_channels",
+            f"the {self.num_attention_heads} heads are {self.head_dim} wide, which must be even: rotary positions turn "
+            "channels in pairs",
+        )
+
+    def _require(self, ok: bool, name: str, problem: str) -> None:
+        if not ok:
+            value = getattr(self, name)
+            raise ValueError(f"{name} is {'not set' if value is None else value}; {problem}")
+
+    @property
+    def learned_positions(self) -> bool:
+        """Whether positions are learned, one embedding each, rather than rotary."""
+        if self.position_embedding_type is None:
+            return self.model_type == "gpt"
+        return self.position_embedding_type == "learned_absolute"
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width inside the feed-forward; 8/3 of hidden_size gives SwiGLU's three matrices the size of a GELU's two."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return 4 * self.hidden_size if self.model_type == "gpt" else 64 * math.ceil(8 * self.hidden_size / 3 / 64)
+
+    @property
+    def vocabulary(self) -> int:
+        """Vocabulary entries; ValueError while nothing has set them."""
+        if self.vocab_size is None:
+            raise ValueError("vocab_size is not set; give it, or a tokenizer to take it from")
+        return self.vocab_size
+
+
+def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str | None]:
+    """What decides the shapes and the function of the model, defaults resolved: two equal ones share checkpoints."""
+    return {
+        "model_type": config.model_type,
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.query_groups,
+        "kv_channels": config.head_dim,
+        "vocab_size": config.vocabulary,
+        "position_embedding_type": "learned_absolute" if config.learned_positions else "rope",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rotary_base": config.rotary_base,
+        "norm_epsilon": config.norm_epsilon,
+        "untie_embeddings_and_output_weights": config.untie_embeddings_and_output_weights,
+    }

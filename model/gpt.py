@@ -1,0 +1,62 @@
+"""GPT (Radford et al. 2019): LayerNorm, GELU, biases; positions learned as in GPT-2, or rotary.
+
+Shapes: B sequences, T tokens, C width of the residual stream.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from model.attention import Attend, Attention, sdpa
+from model.base import LanguageModel, output_module
+from model.config import ModelConfig
+from model.layers import MLP, LayerNorm, Rotary
+
+
+class Layer(nn.Module):
+    """One pre-norm transformer layer: [B, T, C] -> [B, T, C]."""
+
+    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+        super().__init__()
+        width, heads, groups = config.hidden_size, config.num_attention_heads, config.query_groups
+        self.attention_norm = LayerNorm(width, eps=config.norm_epsilon)
+        self.attention = Attention(width, heads, groups, config.head_dim, attend, bias=True)
+        self.mlp_norm = LayerNorm(width, eps=config.norm_epsilon)
+        self.mlp = MLP(width, config.ffn_size)
+
+    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(LanguageModel):
+    """The language model: token ids -> logits."""
+
+    def __init__(self, config: ModelConfig, attend: Attend = sdpa) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
+        table = config.max_position_embeddings
+        self.position_embedding = nn.Embedding(table, config.hidden_size) if table is not None else None
+        self.layers = nn.ModuleList(Layer(config, attend) for _ in range(config.num_layers))
+        self.norm = LayerNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.output = output_module(config)
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """As in LanguageModel. Every learned position, that of padding too, must lie below max_position_embeddings.
+
+        ValueError for more tokens than that without positions of their own.
+        """
+        length, table = tokens.shape[1], self.config.max_position_embeddings
+        if positions is None:
+            if table is not None and length > table:
+                raise ValueError(f"{length} tokens are more than max_position_embeddings {table}; give fewer")
+            positions = torch.arange(length, device=tokens.device)
+        x = self.embedding(tokens)  # [B, T, C]
+        rotary = None
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions)  # [B, T, C] + [T, C] or [B, T, C]
+        else:
+            rotary = Rotary(positions, self.config.head_dim, self.config.rotary_base, x.dtype)
+        for layer in self.layers:
+            x = layer(x, rotary)
+        return self.norm(x)

@@ -1,0 +1,49 @@
+"""Models by model_type, and what is counted of any of them."""
+
+import torch
+from torch import nn
+
+from model.attention import Attend, sdpa
+from model.base import LanguageModel
+from model.config import ModelConfig
+from model.gpt import GPT
+from model.llama import Llama
+
+MODELS: dict[str, type[LanguageModel]] = {"llama": Llama, "gpt": GPT}
+TITLES = {"llama": "LLaMA", "gpt": "GPT"}
+
+
+def build_model(config: ModelConfig, attend: Attend = sdpa) -> LanguageModel:
+    """The module that config.model_type names, on torch's default device, weights not yet meaningful."""
+    return MODELS[config.model_type](config, attend)
+
+
+def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
+    """The shape of every parameter by its name in the state dict."""
+    return {name: weight.shape for name, weight in _on_meta(config).state_dict().items()}
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Trainable parameters, embeddings included; tied output weights are counted once."""
+    return sum(shape.numel() for shape in shapes_of(config).values())
+
+
+def flops_per_token(config: ModelConfig, seq_length: int) -> float:
+    """Floating-point operations that training one token takes, forward and backward, without recomputation.
+
+    6 per weight of every matrix product, the output projection included and the embeddings' lookups not (they multiply
+    nothing), as PaLM counts (Chowdhery et al. 2022, appendix B). Attention adds 12 * layers * heads * head width *
+    seq_length for a full mask; the causal mask needs half, and half is counted, as Megatron-LM's
+    num_floating_point_operations does. PaLM and nanoGPT count the full square and so report a higher utilisation.
+    """
+    model = _on_meta(config)
+    matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    if model.output is None:
+        matrices += model.embedding.weight.numel()
+    attention = 12 * config.num_layers * config.num_attention_heads * config.head_dim * seq_length / 2
+    return 6 * matrices + attention
+
+
+def _on_meta(config: ModelConfig) -> LanguageModel:
+    with torch.device("meta"):
+        return build_model(config)

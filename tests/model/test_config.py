@@ -1,0 +1,84 @@
+import dataclasses
+import json
+
+import pytest
+
+from model.config import ModelConfig, architecture_of
+
+GPT = ModelConfig(model_type="gpt", max_position_embeddings=64, vocab_size=40)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fix"),
+    [
+        ("num_layers", 0, "1 or more"),
+        ("vocab_size", 0, "1 or more"),
+        ("num_query_groups", 0, "1 or more"),
+        ("rotary_base", 0.0, "above 0"),
+        ("norm_epsilon", -1e-5, "above 0"),
+        ("init_method_std", float("nan"), "above 0"),
+        ("hidden_size", 100, "num_attention_heads 8"),
+        ("hidden_size", 24, "3 wide"),
+        ("kv_channels", 15, "15 wide"),
+        ("num_query_groups", 3, "must divide num_attention_heads 8"),
+    ],
+)
+def test_config_names_field_value_and_fix(field, value, fix):
+    with pytest.raises(ValueError, match=f"^{field} is {value}; .*{fix}"):
+        ModelConfig(**{field: value})
+
+
+def test_config_defaults():
+    config = ModelConfig(hidden_size=256, num_attention_heads=8)
+    assert (config.head_dim, config.query_groups, config.ffn_size) == (32, 8, 704)
+    assert ModelConfig(hidden_size=100, num_attention_heads=8, kv_channels=16).head_dim == 16
+    with pytest.raises(ValueError, match="vocab_size"):
+        _ = config.vocabulary
+
+
+def test_defaults_of_a_gpt():
+    assert (GPT.learned_positions, GPT.ffn_size) == (True, 1024)
+    assert not ModelConfig().learned_positions
+    rope = ModelConfig(model_type="gpt", position_embedding_type="rope", rotary_base=500.0)
+    assert not rope.learned_positions
+    # No rotation, no even heads.
+    assert ModelConfig(model_type="gpt", max_position_embeddings=8, kv_channels=15).head_dim == 15
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "gpt"}, "max_position_embeddings is not set; .* set it to the longest sequence"),
+        ({"model_type": "gpt", "max_position_embeddings": 0}, "max_position_embeddings is 0; it must be 1 or more"),
+        (
+            {"model_type": "gpt", "max_position_embeddings": 8, "rotary_base": 500.0},
+            "rotary_base is 500.0; .* set position_embedding_type to rope",
+        ),
+        (
+            {"model_type": "gpt", "max_position_embeddings": 8, "position_embedding_type": "rope"},
+            "max_position_embeddings is 8; rope has no table .* leave it out",
+        ),
+        (
+            {"model_type": "gpt", "position_embedding_type": "rope", "kv_channels": 15},
+            "kv_channels is 15; .* must be even",
+        ),
+        (
+            {"position_embedding_type": "learned_absolute", "max_position_embeddings": 8},
+            "position_embedding_type is learned_absolute; model_type llama has rope alone; .* set model_type to gpt",
+        ),
+        ({"max_position_embeddings": 8}, "max_position_embeddings is 8; rope has no table .* set model_type to gpt"),
+    ],
+)
+def test_what_does_not_fit_the_model_type_is_refused(values, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        ModelConfig(**values)
+
+
+def test_architecture_tells_apart_what_computes_something_else():
+    same = dataclasses.replace(GPT, position_embedding_type="learned_absolute", num_query_groups=8, init_method_std=1.0)
+    assert architecture_of(same) == architecture_of(GPT)
+    assert json.loads(json.dumps(architecture_of(GPT))) == architecture_of(GPT)
+    llama = ModelConfig(vocab_size=40, ffn_hidden_size=1024)
+    rope = dataclasses.replace(GPT, position_embedding_type="rope", max_position_embeddings=None)
+    others = [dataclasses.replace(GPT, max_position_embeddings=65), rope, llama]
+    assert all(architecture_of(a) != architecture_of(b) for i, a in enumerate(others) for b in [GPT, *others[:i]])

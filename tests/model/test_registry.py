@@ -1,0 +1,61 @@
+import dataclasses
+from typing import get_type_hints
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from model.config import ModelConfig
+from model.registry import MODELS, TITLES, build_model, flops_per_token, num_parameters
+
+LLAMA = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
+TIED = dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False)
+ODD = dataclasses.replace(LLAMA, kv_channels=10, ffn_hidden_size=50)
+GPTS = [dataclasses.replace(config, model_type="gpt", max_position_embeddings=16) for config in (LLAMA, TIED, ODD)]
+KINDS = [LLAMA, TIED, ODD, *GPTS]
+
+
+def test_every_model_type_has_its_module():
+    assert MODELS.keys() == TITLES.keys() == set(get_type_hints(ModelConfig)["model_type"].__args__)
+
+
+@pytest.mark.parametrize("config", KINDS)
+def test_number_of_parameters(config):
+    assert num_parameters(config) == sum(p.numel() for p in build_model(config).parameters())
+
+
+def test_known_sizes():
+    """LLaMA-2-7B, LLaMA-3-8B and GPT-2 have 6,738,415,616, 8,030,261,248 and 124,439,808 on Hugging Face."""
+    llama2 = ModelConfig(
+        num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, vocab_size=32000
+    )
+    assert num_parameters(llama2) == 6_738_415_616
+    llama3 = dataclasses.replace(llama2, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256)
+    assert num_parameters(llama3) == 8_030_261_248
+    gpt2 = ModelConfig(
+        model_type="gpt",
+        num_layers=12,
+        hidden_size=768,
+        num_attention_heads=12,
+        vocab_size=50257,
+        max_position_embeddings=1024,
+        untie_embeddings_and_output_weights=False,
+    )
+    assert num_parameters(gpt2) == 124_439_808
+
+
+@pytest.mark.parametrize("config", KINDS)
+def test_flops_match_those_torch_counts(config):
+    """Attention written as matrix products, so that torch counts the full square, forward and backward."""
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)))
+        return ((q @ k.transpose(2, 3)).softmax(-1) @ v).transpose(1, 2)
+
+    tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(3))
+    model = build_model(config, attend)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    width = config.num_attention_heads * config.head_dim
+    full_mask = flops_per_token(config, 12) + 12 * 2 * width * 12 / 2
+    assert counter.get_total_flops() == 2 * 12 * full_mask

@@ -1,0 +1,81 @@
+"""The GPT of configs/gpt_tiny.toml trains as one process does on any mesh, and goes on from its checkpoints."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.pretraining import differences, on_rank, pretrain
+from tests.ranks import run_ranks
+
+BOUND = 1e-5
+GPT = ("--config", str(Path(__file__).parents[1] / "configs" / "gpt_tiny.toml"), "--context-parallel-size")
+FIVE = ("--train-iters", "5")
+
+
+@pytest.fixture(scope="module")
+def one_process(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The reference: one process, no context parallelism, plain SDPA."""
+    save = tmp_path_factory.mktemp("one") / "run"
+    return pretrain(1, default_data, save, *GPT, "1", *FIVE, "--context-parallel-method", "none")
+
+
+@pytest.mark.parametrize(("method", "cp", "ranks"), [("striped", 2, 2), ("zigzag", 2, 4), ("allgather", 1, 2)])
+def test_context_and_data_parallel_equal_one_process(
+    method: str, cp: int, ranks: int, default_data: Path, one_process: list[dict], tmp_path: Path
+) -> None:
+    """Weights, gradients and optimizer are sharded over all ranks."""
+    flags = (*GPT, str(cp), *FIVE, "--context-parallel-method", method)
+    assert differences(pretrain(ranks, default_data, tmp_path / "run", *flags), one_process) <= BOUND
+    assert one_process[0]["lm_loss"] > one_process[-1]["lm_loss"]
+
+
+@pytest.mark.parametrize(
+    ("method", "cp", "positions"), [("striped", 2, "learned"), ("zigzag", 4, "learned"), ("zigzag", 4, "rope")]
+)
+def test_a_length_that_does_not_divide_and_a_table_that_ends_with_it(
+    method: str, cp: int, positions: str, default_data: Path, tmp_path: Path
+) -> None:
+    """Padding reaches up to position 255, and the table of learned ones ends at 250."""
+    table = {
+        "learned": ("--max-position-embeddings", "251"),
+        "rope": ("--position-embedding-type", "rope", "--max-position-embeddings", "none"),
+    }
+    flags = ("--train-iters", "3", "--seq-length", "251", *table[positions])
+    want = pretrain(1, default_data, tmp_path / "one", *GPT, "1", *flags, "--context-parallel-method", "none")
+    got = pretrain(cp, default_data, tmp_path / "many", *GPT, str(cp), *flags, "--context-parallel-method", method)
+    assert differences(got, want) <= BOUND
+
+
+def positions_from_zero(rank: int, world_size: int, arguments: list[str]) -> None:
+    """Train with every rank's tokens numbered from 0 instead of by their places in the whole sequence."""
+    from model.gpt import GPT
+
+    hidden = GPT.hidden
+    GPT.hidden = lambda self, tokens, positions=None: hidden(self, tokens)  # type: ignore[method-assign]
+    on_rank(rank, world_size, arguments)
+
+
+def test_positions_of_a_rank_alone_make_parity_fail(
+    default_data: Path, one_process: list[dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tests.pretraining.run_ranks", lambda _, world_size, flags: run_ranks(positions_from_zero, world_size, flags)
+    )
+    got = pretrain(2, default_data, tmp_path / "run", *GPT, "2", *FIVE)
+    assert differences(got, one_process) > 10 * BOUND
+
+
+def test_stopped_and_resumed_changes_no_bit_and_goes_on_elsewhere(
+    default_data: Path, one_process: list[dict], tmp_path: Path
+) -> None:
+    exact = ("lm_loss", "grad_norm", "learning_rate", "consumed_samples")
+    flags = (*GPT, "2", *FIVE)
+    whole = pretrain(2, default_data, tmp_path / "whole", *flags)
+    save = tmp_path / "run"
+    pretrain(2, default_data, save, *flags, "--exit-interval", "3")
+    elsewhere = pretrain(1, default_data, tmp_path / "elsewhere", *GPT, "1", *FIVE, "--load", str(save))
+    assert differences(elsewhere, one_process[3:]) <= BOUND
+    got = pretrain(2, default_data, save, *flags, "--load", str(save))
+    assert [[record[name] for name in exact] for record in got] == [
+        [record[name] for name in exact] for record in whole
+    ]

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def shard_model(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, bf16: bool) -> None:
@@ -45,9 +46,25 @@ def fill(model: nn.Module, device: torch.device, weight_of: Callable[[str, torch
     for name, parameter in model.named_parameters():
         whole = weight_of(name, parameter.shape).to(device)
         if isinstance(parameter, DTensor):
-            # source None: every rank has the whole tensor, so nothing is sent
-            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.copy_(whole)
+            parameter.to_local().copy_(own_shard(whole, parameter))
+        else:
+            parameter.copy_(whole)
+
+
+def own_shard(whole: Tensor, like: DTensor) -> Tensor:
+    """The part of a whole tensor that this rank holds of ``like``; nothing is sent.
+
+    Where tensor parallelism and FSDP split one dimension, the former, which is the mesh's last dimension, did so first.
+    """
+    for mesh_dim in reversed(range(like.device_mesh.ndim)):
+        placement = like.placements[mesh_dim]
+        if isinstance(placement, Shard | _StridedShard):
+            size, rank = like.device_mesh.size(mesh_dim), like.device_mesh.get_local_rank(mesh_dim)
+            length = whole.shape[placement.dim]
+            chunk = -(-length // size)
+            start = min(rank * chunk, length)
+            whole = whole.narrow(placement.dim, start, min(chunk, length - start))
+    return whole
 
 
 def reduce_gradients(model: nn.Module, now: bool) -> None:

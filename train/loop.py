@@ -142,8 +142,9 @@ class Trainer:
         counts = torch.tensor(
             [sum(map(self.objective.count, micro_batches)), int(error is not None)], device=self.mesh.device
         )
-        dist.all_reduce(counts, group=self.mesh.both.get_group())
+        dist.all_reduce(counts)  # over tp too, where the same tokens are counted again, since one rank alone may fail
         valid, failed = counts.tolist()
+        valid //= dist.get_world_size() // self.mesh.both.size()
         if failed:
             with agreed():
                 if error is not None:
@@ -163,7 +164,7 @@ class Trainer:
         missing = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
         if missing:
             raise RuntimeError(f"no gradient reached {', '.join(missing)}: part of the model is not trained")
-        norm = gradient_norm(parameters.values(), self.mesh.both.get_group())
+        norm = gradient_norm(parameters.values())
         clip_gradients(parameters.values(), norm, self.config.optimizer.clip_grad)
         return total.item(), norm
 

@@ -38,7 +38,8 @@ def main(arguments: list[str]) -> None:
             model = Llama(config.model, attend)
         # In this order: each kind of parallelism takes what the one before left of the model.
         split_model(model, mesh.tp, head_dim=config.model.head_dim, kv_heads=config.model.query_groups)
-        shard_model(model, model.layers, mesh.both, bf16=config.train.bf16)
+        strategy = config.data_parallel.data_parallel_sharding_strategy
+        shard_model(model, model.layers, mesh.both, bf16=config.train.bf16, strategy=strategy)
         fill(model, mesh.device, lambda name, shape: initial_weight(config.model, name, shape, config.train.seed))
         optimizer = build_optimizer(config.optimizer, model)
 

@@ -11,6 +11,7 @@ from data.megatron import DataConfig, split_shares
 from model.llama import LlamaConfig
 from parallel.checkpoint import CheckpointConfig
 from parallel.context.config import ContextConfig
+from parallel.data import DataParallelConfig
 from parallel.mesh import MeshConfig
 from train import flags
 from train.flags import ConfigError
@@ -79,6 +80,7 @@ class Config:
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -154,8 +154,9 @@ class Trainer:
     def _forward_backward(self, micro_batches: list[Batch], valid: int) -> tuple[float, float]:
         """Accumulate and clip the gradients of the mean loss over ``valid`` tokens; return that loss and their norm."""
         total = torch.zeros((), device=self.mesh.device)
+        strategy = self.config.data_parallel.data_parallel_sharding_strategy
         for index, batch in enumerate(micro_batches):
-            reduce_gradients(self.model, index == len(micro_batches) - 1)
+            reduce_gradients(self.model, index == len(micro_batches) - 1, strategy)
             loss = self.objective.loss_sum(self.model, batch) / max(valid, 1)
             loss.backward()
             total += loss.detach()

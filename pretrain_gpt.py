@@ -16,7 +16,8 @@ from model.registry import TITLES, build_model, flops_per_token, num_parameters
 from parallel.agree import agreed, is_first
 from parallel.data import fill, shard_model
 from parallel.mesh import Mesh, joined, launched_world_size
-from train.config import Config, ConfigError, parse_args, validate
+from parallel.tensor import split_model
+from train.config import Config, ConfigError, parse_args, validate, validate_vocabulary
 from train.language import NextToken, context_of, corpus_entropy
 from train.loop import Trainer
 from train.optim import build_optimizer
@@ -37,7 +38,10 @@ def main(arguments: list[str]) -> None:
 
         with torch.device("meta"):
             model = build_model(config.model, attend)
-        shard_model(model, model.layers, mesh.both, bf16=config.train.bf16)
+        # In this order: each kind of parallelism takes what the one before left of the model.
+        split_model(model, mesh.tp, head_dim=config.model.head_dim, kv_heads=config.model.query_groups)
+        strategy = config.data_parallel.data_parallel_sharding_strategy
+        shard_model(model, model.layers, mesh.both, bf16=config.train.bf16, strategy=strategy)
         fill(model, mesh.device, lambda name, shape: initial_weight(config.model, name, shape, config.train.seed))
         optimizer = build_optimizer(config.optimizer, model)
 
@@ -67,16 +71,18 @@ def with_vocabulary(config: Config, entries: int) -> Config:
     size = config.model.vocab_size
     if size is not None and size < entries:
         raise ConfigError(f"vocab_size is {size} and the tokenizer has {entries} entries; raise it or leave it out")
+    validate_vocabulary(size or entries, config.mesh.tensor_model_parallel_size)
     return replace(config, model=replace(config.model, vocab_size=size or entries))
 
 
 def summary(config: Config, mesh: Mesh) -> str:
     """One line on what is about to be trained, where, and how."""
     model, context = config.model, config.context
+    tensor = f" x tensor parallel {mesh.tp.size()}" if mesh.tp.size() > 1 else ""
     return (
         f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters ({model.num_layers} layers of "
-        f"{model.hidden_size}) on {mesh.both.size()} {mesh.device.type} processes: data parallel {mesh.dp.size()} x "
-        f"context parallel {mesh.cp.size()} ({context.context_parallel_method}), sequences of "
+        f"{model.hidden_size}) on {mesh.both.size() * mesh.tp.size()} {mesh.device.type} processes: data parallel "
+        f"{mesh.dp.size()} x context parallel {mesh.cp.size()} ({context.context_parallel_method}){tensor}, sequences of "
         f"{config.train.seq_length} tokens"
     )
 

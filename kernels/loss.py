@@ -29,7 +29,8 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) 
     return loss, (labels != ignore_index).sum()
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
+def row_chunks(logits: Tensor) -> Iterator[slice]:
+    """Slices of the rows of logits [N, V], to be worked on in float32 one after the other."""
     rows = max(1, CHUNK[logits.device.type] // logits.shape[1])
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
@@ -41,7 +42,7 @@ class _CrossEntropySum(torch.autograd.Function):
         valid = labels != ignore_index  # [N]
         labels = labels.where(valid, 0)
         lse = torch.empty(labels.shape, dtype=dtype, device=logits.device)
-        for rows in _chunks(logits):
+        for rows in row_chunks(logits):
             torch.logsumexp(logits[rows].to(dtype), dim=-1, out=lse[rows])
         chosen = logits.gather(-1, labels[:, None])[:, 0].to(dtype)
         ctx.save_for_backward(logits, labels, valid, lse)
@@ -52,7 +53,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
         logits, labels, valid, lse = ctx.saved_tensors
         grad = torch.empty_like(logits)
-        for rows in _chunks(logits):
+        for rows in row_chunks(logits):
             chunk = logits[rows].to(lse.dtype, copy=True).sub_(lse[rows, None]).exp_()  # softmax
             chunk.scatter_add_(-1, labels[rows, None], chunk.new_full((1, 1), -1.0).expand(len(chunk), 1))
             grad[rows] = chunk.mul_(grad_loss).masked_fill_(~valid[rows, None], 0)

@@ -1,5 +1,6 @@
-"""Processes and the device mesh they form: data parallel (dp) x context parallel (cp)."""
+"""Processes and the device mesh they form: data parallel (dp) x context parallel (cp) x tensor parallel (tp)."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +19,10 @@ class MeshError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How the processes are arranged: data parallel (dp, what is left over) x context parallel (cp)."""
+    """How the processes are arranged: data parallel (dp, what is left over) x context (cp) x tensor parallel (tp)."""
 
+    tensor_model_parallel_size: int = 1
+    """Processes that share each layer's matrices, the vocabulary and, between the matrices, their tokens."""
     context_parallel_size: int = 1
     """Processes that share each sequence."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -30,8 +33,9 @@ class MeshConfig:
     """How long a collective may wait for its peers before the run fails."""
 
     def __post_init__(self) -> None:
-        if self.context_parallel_size < 1:
-            raise ValueError(f"context_parallel_size is {self.context_parallel_size}; it must be 1 or more")
+        for name in ("tensor_model_parallel_size", "context_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.distributed_timeout_minutes <= 0:
             raise ValueError(f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; it must be above 0")
         if self.device == "cpu" and self.distributed_backend == "nccl":
@@ -51,11 +55,16 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run, arranged. ``both`` joins dp and cp: the ranks over which weights are sharded."""
+    """The processes of a run, arranged.
+
+    ``both`` joins dp and cp: the ranks that hold different tokens of the same part of the model, over which FSDP shards
+    that part. Along tp the ranks hold different parts and the same tokens.
+    """
 
     device: torch.device
     dp: DeviceMesh
     cp: DeviceMesh
+    tp: DeviceMesh
     both: DeviceMesh
 
 
@@ -68,8 +77,8 @@ def launched_world_size() -> int:
 def joined(config: MeshConfig) -> Iterator[Mesh]:
     """Join the processes that the launcher started and arrange them; part where the body ends cleanly.
 
-    Processes that have joined already stay so. The world size must be a multiple of context_parallel_size. cp is the
-    inner dimension: its ranks are neighbours.
+    Processes that have joined already stay so. The world size must be a multiple of the sizes of cp and tp. tp, which
+    talks most, is the inner dimension, then cp: their ranks are neighbours.
 
     Raises:
         MeshError: there is no GPU, or there are more processes than GPUs on a machine.
@@ -93,10 +102,11 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
             dist.init_process_group(config.backend, timeout=timeout)
         else:
             dist.init_process_group(config.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    cp = config.context_parallel_size
-    mesh = init_device_mesh(device.type, (dist.get_world_size() // cp, cp), mesh_dim_names=("dp", "cp"))
-    arranged = Mesh(device, mesh["dp"], mesh["cp"], mesh["dp", "cp"]._flatten("dp_cp"))
-    for part in (arranged.dp, arranged.cp, arranged.both):
+    sizes = {"cp": config.context_parallel_size, "tp": config.tensor_model_parallel_size}
+    sizes = {"dp": dist.get_world_size() // math.prod(sizes.values()), **sizes}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    arranged = Mesh(device, mesh["dp"], mesh["cp"], mesh["tp"], mesh["dp", "cp"]._flatten("dp_cp"))
+    for part in (arranged.dp, arranged.cp, arranged.tp, arranged.both):
         # the groups of a mesh do not inherit the timeout of the processes, and wait for 30 minutes
         dist.distributed_c10d._set_pg_timeout(timeout, part.get_group())
     ended_well = False

@@ -37,6 +37,28 @@ def test_data_parallel_and_context_parallel_together_equal_one_process(
     assert differences(pretrain(4, default_data, tmp_path / "run", *flags), one_process) <= BOUND
 
 
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (2, 2), (4, 1)])
+def test_tensor_parallel_equals_one_process(
+    tp: int, cp: int, default_data: Path, one_process: list[dict], tmp_path: Path
+) -> None:
+    """Two key-value heads: on tp 4 each is shared by two ranks."""
+    flags = (*ITERATIONS, "--tensor-model-parallel-size", str(tp), "--context-parallel-size", str(cp))
+    got = pretrain(tp * cp, default_data, tmp_path / "run", *flags)
+    assert differences(got, one_process) <= BOUND
+    assert got[-1]["validation_loss"] == pytest.approx(one_process[-1]["validation_loss"], rel=BOUND)
+
+
+@pytest.mark.parametrize(("strategy", "inner"), [("ddp", "tensor-model"), ("zero1", "context"), ("zero2", "context")])
+def test_data_parallel_strategies_equal_one_process(
+    strategy: str, inner: str, default_data: Path, one_process: list[dict], tmp_path: Path
+) -> None:
+    """Two micro-batches a step, on two data-parallel ranks of two processes each; zero3 is the default elsewhere."""
+    flags = (*ITERATIONS, "--data-parallel-sharding-strategy", strategy, f"--{inner}-parallel-size", "2")
+    got = pretrain(4, default_data, tmp_path / "run", *flags, "--eval-interval", "10")
+    assert differences(got, one_process) <= BOUND
+    assert got[-1]["validation_loss"] == pytest.approx(one_process[-1]["validation_loss"], rel=BOUND)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_length_that_does_not_divide_is_padded_never_cut(method: str, default_data: Path, tmp_path: Path) -> None:
     flags = ("--train-iters", "5", "--seq-length", "251")

@@ -55,6 +55,15 @@ def test_another_world_size_goes_on_with_the_same_samples(
     assert differences(pretrain(1, default_data, tmp_path / "run", *flags), uninterrupted[20:]) <= 1e-5
 
 
+@pytest.mark.parametrize(("strategy", "inner"), [("ddp", "context"), ("zero1", "tensor-model")])
+def test_another_strategy_and_tensor_parallelism_go_on_from_the_checkpoint(
+    strategy: str, inner: str, default_data: Path, uninterrupted: list[dict], stopped_at_20: Path, tmp_path: Path
+) -> None:
+    flags = (*MESH, "--context-parallel-size", "1", f"--{inner}-parallel-size", "2", "--load", str(stopped_at_20))
+    got = pretrain(4, default_data, tmp_path / "run", *flags, "--data-parallel-sharding-strategy", strategy)
+    assert differences(got, uninterrupted[20:]) <= 1e-5
+
+
 def test_metrics_hold_every_iteration_once_after_a_crash(
     default_data: Path, stopped_at_20: Path, tmp_path: Path
 ) -> None:

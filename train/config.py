@@ -11,13 +11,23 @@ from data.megatron import DataConfig, split_shares
 from model.config import ModelConfig
 from parallel.checkpoint import CheckpointConfig
 from parallel.context.config import ContextConfig
+from parallel.data import DataParallelConfig
 from parallel.mesh import MeshConfig
 from train import flags
 from train.flags import ConfigError
 from train.metrics import LoggingConfig
 from train.optim import OptimizerConfig
 
-__all__ = ["Config", "ConfigError", "TrainConfig", "load_config", "parse_args", "to_toml", "validate"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "TrainConfig",
+    "load_config",
+    "parse_args",
+    "to_toml",
+    "validate",
+    "validate_vocabulary",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +80,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -89,6 +100,10 @@ A TOML file under configs/ sets the run and flags override it; "none" unsets a f
   the same with another method and longer sequences, kept in a folder of its own
     torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/llama_tiny.toml \\
         --context-parallel-method zigzag --seq-length 4096 --save runs/zigzag
+
+  one data-parallel group of 4: 2 processes share every matrix, and 2 such pairs every sequence
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/llama_tiny.toml \\
+        --tensor-model-parallel-size 2 --context-parallel-size 2 --save runs/tensor
 
   go on from its newest whole checkpoint, in one process
     torchrun --standalone %(prog)s --config runs/zigzag/config.toml --context-parallel-size 1 --load runs/zigzag \\
@@ -183,21 +198,74 @@ def _validate_sizes(config: Config, world_size: int) -> None:
             f"seq_length is {length} with max_position_embeddings {table}, the table of learned positions; lower the "
             "one, raise the other, or give --position-embedding-type rope --max-position-embeddings none"
         )
-    cp, method = config.mesh.context_parallel_size, config.context.context_parallel_method
-    if world_size % cp:
-        fitting = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+    tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
+    if tp > 1 and config.model.model_type != "llama":
         raise ConfigError(
-            f"context_parallel_size is {cp}, which does not divide the {world_size} processes; "
-            f"sizes that fit them: {fitting}; or start a multiple of {cp} processes"
+            f"tensor_model_parallel_size is {tp}, and model_type {config.model.model_type} cannot be split yet; "
+            "use size 1, and context_parallel_size or data_parallel_sharding_strategy zero3 instead"
         )
-    if method == "none" and cp > 1:
+    _validate_fit("tensor_model_parallel_size", tp, world_size, 1)
+    _validate_fit("context_parallel_size", cp, world_size, tp)
+    if config.context.context_parallel_method == "none" and cp > 1:
         raise ConfigError(
             f"context_parallel_method is none with context_parallel_size {cp}; choose a method, or size 1"
         )
-    dp, micro, batch = world_size // cp, config.train.micro_batch_size, config.train.global_batch_size
+    _validate_shares(config.model, tp)
+    dp, micro, batch = world_size // (cp * tp), config.train.micro_batch_size, config.train.global_batch_size
     if batch is not None and batch % (micro * dp):
-        below = batch - batch % (micro * dp)
         raise ConfigError(
             f"global_batch_size is {batch}, not a multiple of micro_batch_size {micro} x data-parallel size {dp}; "
-            f"nearest that work: {f'{below} or ' if below else ''}{below + micro * dp}"
+            f"nearest that work: {_nearest_multiples(batch, micro * dp)}"
         )
+
+
+def _validate_fit(name: str, size: int, world_size: int, tp: int) -> None:
+    """Check that ``size`` divides the processes that a tensor-parallel size which divides them leaves."""
+    processes = world_size // tp
+    if processes % size:
+        fitting = ", ".join(str(other) for other in range(1, processes + 1) if processes % other == 0)
+        left = f" that tensor_model_parallel_size {tp} leaves of {world_size}" if tp > 1 else ""
+        raise ConfigError(
+            f"{name} is {size}, which does not divide the {processes} processes{left}; "
+            f"sizes that fit them: {fitting}; or start a multiple of {tp * size} processes"
+        )
+
+
+def _validate_shares(model: ModelConfig, tp: int) -> None:
+    """Check that ``tp`` ranks can share a layer's heads and channels and the vocabulary; they can share any length."""
+    size = f"tensor_model_parallel_size {tp}"
+    for name, value in (("num_attention_heads", model.num_attention_heads), ("ffn_hidden_size", model.ffn_size)):
+        if value % tp:
+            raise ConfigError(
+                f"{name} is {value}, not a multiple of {size}; nearest that work: {_nearest_multiples(value, tp)}"
+            )
+    groups = model.query_groups
+    if groups % tp and tp % groups:
+        fitting = [g for g in range(1, model.num_attention_heads + 1) if model.num_attention_heads % g == 0]
+        fitting = [g for g in fitting if g % tp == 0 or tp % g == 0]
+        nearest = [g for g in fitting if g < groups][-1:] + [g for g in fitting if g > groups][:1]
+        raise ConfigError(
+            f"num_query_groups is {groups}, neither a multiple nor a divisor of {size}; "
+            f"nearest that work: {' or '.join(map(str, nearest))}"
+        )
+    if model.vocab_size is not None:
+        validate_vocabulary(model.vocab_size, tp)
+
+
+def validate_vocabulary(entries: int, tp: int) -> None:
+    """Check that all of ``tp`` ranks hold some entries, where each but the last ones holds entries / tp, rounded up."""
+    if _last_is_empty(entries, tp):
+        fits = next(size for size in range(entries + 1, entries + tp * tp) if not _last_is_empty(size, tp))
+        raise ConfigError(
+            f"vocab_size is {entries}, of which tensor_model_parallel_size {tp} leaves nothing to its last process; "
+            f"nearest that works: --vocab-size {fits}"
+        )
+
+
+def _last_is_empty(entries: int, tp: int) -> bool:
+    return -(-entries // tp) * (tp - 1) >= entries
+
+
+def _nearest_multiples(value: int, step: int) -> str:
+    below = value - value % step
+    return f"{below} or {below + step}" if below else f"{step}"

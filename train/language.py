@@ -8,9 +8,9 @@ from data.loader import IGNORE_INDEX, Batch
 from data.megatron import DataConfig, blend
 from data.prepare import unigram_entropy
 from kernels.attention import select_backend
-from kernels.loss import cross_entropy_sum
 from model.attention import Attend, sdpa
 from parallel.context import ContextParallel, context_parallel
+from parallel.vocabulary import cross_entropy_sum
 from train.config import Config, ConfigError
 
 
@@ -52,9 +52,9 @@ def corpus_entropy(data: DataConfig) -> dict[str, float]:
 def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, Attend]:
     """The context-parallel dimension that the configuration names, and the attention that the model calls."""
     method, backend = config.context.context_parallel_method, config.context.attention_backend
-    seq_length = config.train.seq_length
+    seq_length, tp = config.train.seq_length, config.mesh.tensor_model_parallel_size
     if method == "none":
-        return context_parallel("ring", seq_len=seq_length), sdpa
+        return context_parallel("ring", seq_len=seq_length, multiple=tp), sdpa
     try:
         select_backend(backend, config.mesh.device_type, torch.bfloat16 if config.train.bf16 else torch.float32)
     except ValueError as error:
@@ -65,5 +65,5 @@ def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[Context
             f"the heads are {width} wide, and attention on cuda takes multiples of 8 up to 256; "
             "change kv_channels or num_attention_heads"
         )
-    cp = context_parallel(method, seq_len=seq_length, group=group, backend=backend)
+    cp = context_parallel(method, seq_len=seq_length, group=group, multiple=tp, backend=backend)
     return cp, cp.attend

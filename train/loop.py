@@ -148,8 +148,9 @@ class Trainer:
         counts = torch.tensor(
             [sum(map(self.objective.count, micro_batches)), int(error is not None)], device=self.mesh.device
         )
-        dist.all_reduce(counts, group=self.mesh.both.get_group())
+        dist.all_reduce(counts)  # over tp too, where the same tokens are counted again, since one rank alone may fail
         valid, failed = counts.tolist()
+        valid //= dist.get_world_size() // self.mesh.both.size()
         if failed:
             with agreed():
                 if error is not None:
@@ -159,8 +160,9 @@ class Trainer:
     def _forward_backward(self, micro_batches: list[Batch], valid: int) -> tuple[float, float]:
         """Accumulate and clip the gradients of the mean loss over ``valid`` tokens; return that loss and their norm."""
         total = torch.zeros((), device=self.mesh.device)
+        strategy = self.config.data_parallel.data_parallel_sharding_strategy
         for index, batch in enumerate(micro_batches):
-            reduce_gradients(self.model, index == len(micro_batches) - 1)
+            reduce_gradients(self.model, index == len(micro_batches) - 1, strategy)
             loss = self.objective.loss_sum(self.model, batch) / max(valid, 1)
             loss.backward()
             total += loss.detach()
@@ -169,7 +171,7 @@ class Trainer:
         missing = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
         if missing:
             raise RuntimeError(f"no gradient reached {', '.join(missing)}: part of the model is not trained")
-        norm = gradient_norm(parameters.values(), self.mesh.both.get_group())
+        norm = gradient_norm(parameters.values())
         clip_gradients(parameters.values(), norm, self.config.optimizer.clip_grad)
         return total.item(), norm
 

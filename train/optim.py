@@ -82,16 +82,25 @@ def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> 
     return config.min_lr + (config.lr - config.min_lr) * remaining
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> float:
-    """2-norm of the whole gradient, of which each rank of ``group`` holds a shard; collective.
+def gradient_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> float:
+    """2-norm of the whole gradient, of which each rank of ``group`` (default: all) holds a shard; collective.
 
+    A shard that several ranks hold, since a DTensor is replicated along a dimension of its mesh, counts once.
     Summed in float64: over a large tensor float32 is off by 1e-5, by an amount that depends on the shards' sizes.
     """
-    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-    squares = torch.stack(norms).square().sum()
+    squares = torch.stack([_own_square(p.grad) for p in parameters if p.grad is not None]).sum()
     dist.all_reduce(squares, group=group)
     return math.sqrt(squares.item())
+
+
+def _own_square(gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the squared norm, float64."""
+    copies = 1
+    if isinstance(gradient, DTensor):
+        sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+        copies = math.prod(size for size, placement in sizes if placement.is_replicate())
+        gradient = gradient.to_local()
+    return torch.linalg.vector_norm(gradient, dtype=torch.float64).square() / copies
 
 
 @torch.no_grad()

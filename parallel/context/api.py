@@ -81,6 +81,7 @@ def context_parallel(
     ulysses_degree: int = 1,
     causal: bool = True,
     documents: tuple[int, ...] | None = None,
+    multiple: int = 1,
     backend: str = "auto",
 ) -> ContextParallel:
     """Join this process to the others of ``group`` for sequences of ``seq_len`` tokens.
@@ -90,7 +91,7 @@ def context_parallel(
         group: the ranks that share a sequence; None is this process alone.
         ulysses_degree: ranks that split the heads among them; no method here splits heads, so it is 1.
         backend: attention kernel, see ``kernels.attention``.
-        seq_len, team_size, causal, documents: as for ``make_plan``.
+        seq_len, team_size, causal, documents, multiple: as for ``make_plan``.
 
     Raises:
         ContextError: as ``make_plan``.
@@ -98,5 +99,13 @@ def context_parallel(
     if ulysses_degree != 1:
         raise ContextError(f"ulysses_degree is {ulysses_degree} and method {method} splits no heads; use 1")
     size = dist.get_world_size(group) if group is not None else 1
-    plan = make_plan(method, seq_len=seq_len, size=size, team_size=team_size, causal=causal, documents=documents)
+    plan = make_plan(
+        method,
+        seq_len=seq_len,
+        size=size,
+        team_size=team_size,
+        causal=causal,
+        documents=documents,
+        multiple=multiple,
+    )
     return ContextParallel(plan, group, backend)

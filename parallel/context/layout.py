@@ -57,9 +57,9 @@ def granularity(name: str, size: int, team_size: int = 1) -> int:
     return lcm(size, 2 * (size // team_size)) if name == "zigzag" else size
 
 
-def padded_length(name: str, seq_len: int, size: int, team_size: int = 1) -> int:
-    """The shortest length that holds ``seq_len`` tokens and that the layout can divide."""
-    step = granularity(name, size, team_size)
+def padded_length(name: str, seq_len: int, size: int, team_size: int = 1, multiple: int = 1) -> int:
+    """The shortest length that holds ``seq_len`` tokens and gives each rank a ``multiple`` of that many."""
+    step = lcm(granularity(name, size, team_size), size * multiple)
     return -(-max(seq_len, 1) // step) * step
 
 

@@ -54,12 +54,13 @@ class Plan:
     team_size: int
     causal: bool
     documents: tuple[int, ...] | None
+    multiple: int = 1
 
     @cached_property
     def layout(self) -> Layout:
         """Who owns which position of the padded sequence."""
         name = self.method.layout(self.causal)
-        padded = padded_length(name, self.seq_len, self.size, self.team_size)
+        padded = padded_length(name, self.seq_len, self.size, self.team_size, self.multiple)
         return Layout(name, padded, self.size, self.team_size)
 
     @property
@@ -135,6 +136,7 @@ def make_plan(
     team_size: int = 1,
     causal: bool = True,
     documents: tuple[int, ...] | None = None,
+    multiple: int = 1,
 ) -> Plan:
     """The plan of a method; no processes needed, and cached.
 
@@ -145,6 +147,7 @@ def make_plan(
         team_size: ranks of a team, for the methods that have teams.
         causal: position p sees positions up to p (of its own document); otherwise all of its document.
         documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., seq_len).
+        multiple: pad until each rank's number of positions is a multiple of this, which tensor parallelism needs.
 
     Raises:
         ContextError: unknown method, or a combination that the method refuses, with the reason and the fix.
@@ -158,14 +161,20 @@ def make_plan(
         ascending = all(a < b for a, b in pairwise(documents))
         if len(documents) < 2 or documents[0] != 0 or documents[-1] != seq_len or not ascending:
             raise ContextError(f"documents must ascend from 0 to seq_len {seq_len} and are {documents}")
-    return _make_plan(chosen, seq_len, size, team_size, causal, documents)
+    return _make_plan(chosen, seq_len, size, team_size, causal, documents, multiple)
 
 
 @lru_cache(maxsize=1024)
 def _make_plan(
-    method: Method, seq_len: int, size: int, team_size: int, causal: bool, documents: tuple[int, ...] | None
+    method: Method,
+    seq_len: int,
+    size: int,
+    team_size: int,
+    causal: bool,
+    documents: tuple[int, ...] | None,
+    multiple: int,
 ) -> Plan:
-    return Plan(method, seq_len, size, team_size, causal, documents)
+    return Plan(method, seq_len, size, team_size, causal, documents, multiple)
 
 
 @lru_cache(maxsize=64)

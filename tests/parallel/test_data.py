@@ -1,6 +1,7 @@
 """Sharded weights are the whole model's, and sharded gradients the sum over ranks."""
 
-from typing import Any
+import math
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from kernels.loss import cross_entropy_sum
 from model.base import initial_weight
 from model.config import ModelConfig
 from model.llama import Llama
-from parallel.data import fill, reduce_gradients, shard_model
+from parallel.data import Strategy, fill, reduce_gradients, shard_model
 from tests.ranks import run_ranks
+from train.optim import gradient_norm
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=2, num_query_groups=1, vocab_size=37)
 SEED, LENGTH = 7, 10
@@ -28,11 +30,11 @@ def whole_model() -> Llama:
     return model
 
 
-def sharded(world_size: int, bf16: bool = False) -> Llama:
+def sharded(world_size: int, bf16: bool = False, strategy: Strategy = "zero3") -> Llama:
     mesh = init_device_mesh("cpu", (world_size,))
     with torch.device("meta"):
         model = Llama(CONFIG)
-    shard_model(model, model.layers, mesh, bf16=bf16)
+    shard_model(model, model.layers, mesh, bf16=bf16, strategy=strategy)
     fill(model, torch.device("cpu"), lambda name, shape: initial_weight(CONFIG, name, shape, SEED))
     return model
 
@@ -105,6 +107,10 @@ def reference(world_size: int, weigh: Any) -> dict[str, torch.Tensor]:
     return gradients_of(model)
 
 
+def gradient_norm_of(gradients: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients.values()))
+
+
 def difference(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
     """Largest over the parameters, relative to the parameter's gradient."""
     assert got.keys() == want.keys()
@@ -141,22 +147,46 @@ def test_bf16_computes_coarsely_and_keeps_float32_masters() -> None:
     assert 1e-4 < difference(run_ranks(gradients, 2, True)[0], want) < 0.1
 
 
-def accumulated(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], bool]:
-    model = sharded(world_size)
-    reduce_gradients(model, False)
+STRATEGIES = get_args(Strategy)
+
+
+SHARES = {"ddp": (2, 2, 2, 2), "zero1": (2, 2, 1, 1), "zero2": (2, 0, 1, 1), "zero3": (1, 1, 1, 1)}
+"""Copies on two ranks of the weights and their gradients between micro-batches, then of both at the end of a step.
+
+Between micro-batches of zero2 the gathered weights have no gradient: it has moved to the shards already.
+"""
+
+
+def elements(model: Llama, what: str) -> int:
+    """How many of the weights', or their gradients', elements lie on this rank."""
+    tensors = [parameter if what == "weights" else parameter.grad for parameter in model.parameters()]
+    return sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors if t is not None)
+
+
+def accumulated(rank: int, world_size: int, strategy: Strategy) -> tuple[dict[str, torch.Tensor], list[int], float]:
+    """Gradients of two micro-batches, what this rank held after the first and at the end, and their norm."""
+    model = sharded(world_size, strategy=strategy)
+    reduce_gradients(model, False, strategy)
     (loss_sum(model, rank, 0) / 10).backward()
-    held_back = all(p.grad is None for p in model.parameters())
-    reduce_gradients(model, True)
+    held = [elements(model, "weights"), elements(model, "gradients")]
+    reduce_gradients(model, True, strategy)
     (loss_sum(model, rank, 1) / 10).backward()
-    return gradients_of(model), held_back
+    held += [elements(model, "weights"), elements(model, "gradients")]
+    return gradients_of(model), held, gradient_norm(model.parameters())
 
 
-def test_micro_batches_accumulate_and_are_reduced_once() -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_micro_batches_accumulate_and_each_strategy_divides_what_it_says(strategy: Strategy) -> None:
     model = whole_model()
     sum(loss_sum(model, rank, micro) / 10 for rank in range(2) for micro in range(2)).backward()  # type: ignore[union-attr]
-    for got, held_back in run_ranks(accumulated, 2):
-        assert held_back, "nothing is sent before the last micro-batch"
+    norm = gradient_norm_of(gradients_of(model))
+    size = elements(model, "weights")
+    results = run_ranks(accumulated, 2, strategy)
+    for got, _, found in results:
         assert difference(got, gradients_of(model)) < 1e-5
+        assert found == pytest.approx(norm, rel=1e-6)
+    totals = [sum(held[index] for _, held, _ in results) for index in range(4)]
+    assert totals == [share * size for share in SHARES[strategy]]
 
 
 def a_plain_model(rank: int, world_size: int) -> bool:

@@ -11,6 +11,7 @@ from tests.ranks import run_ranks
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"tensor_model_parallel_size": -1}, "tensor_model_parallel_size is -1; it must be 1 or more"),
         ({"context_parallel_size": 0}, "context_parallel_size is 0; it must be 1 or more"),
         ({"distributed_timeout_minutes": 0.0}, "distributed_timeout_minutes is 0.0; it must be above 0"),
         ({"device": "cpu", "distributed_backend": "nccl"}, "distributed_backend is nccl and device is cpu"),
@@ -111,9 +112,26 @@ def test_an_error_of_a_process_alone_leaves_its_group_too() -> None:
 
 def timeouts(rank: int, world_size: int) -> list[float]:
     with joined(MeshConfig(device="cpu", context_parallel_size=2, distributed_timeout_minutes=0.2)) as mesh:
-        groups = [part.get_group() for part in (mesh.dp, mesh.cp, mesh.both)]
+        groups = [part.get_group() for part in (mesh.dp, mesh.cp, mesh.tp, mesh.both)]
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
 def test_every_group_waits_no_longer_than_the_run_allows() -> None:
-    assert run_ranks(timeouts, 4) == [[12.0] * 3] * 4
+    assert run_ranks(timeouts, 4) == [[12.0] * 4] * 4
+
+
+def tensor_places(rank: int, world_size: int, tp: int, cp: int) -> list[list[int]]:
+    """The ranks of this one's groups: tp, cp, dp, both."""
+    config = MeshConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, device="cpu")
+    with joined(config) as mesh:
+        return [dist.get_process_group_ranks(part.get_group()) for part in (mesh.tp, mesh.cp, mesh.dp, mesh.both)]
+
+
+def test_tensor_parallel_ranks_are_the_nearest_neighbours() -> None:
+    assert run_ranks(tensor_places, 4, 2, 2) == [
+        [[0, 1], [0, 2], [0], [0, 2]],
+        [[0, 1], [1, 3], [1], [1, 3]],
+        [[2, 3], [0, 2], [2], [0, 2]],
+        [[2, 3], [1, 3], [3], [1, 3]],
+    ]
+    assert run_ranks(tensor_places, 4, 2, 1)[3] == [[2, 3], [3], [1, 3], [1, 3]]

@@ -198,6 +198,30 @@ def test_wrong_flags_are_refused_by_name(argv, words):
     [
         (6, "--context-parallel-size 4", ["context_parallel_size is 4", "6 processes", "1, 2, 3, 6"]),
         (2, "--context-parallel-size 4", ["context_parallel_size is 4", "1, 2;", "multiple of 4"]),
+        (6, "--tensor-model-parallel-size 4", ["tensor_model_parallel_size is 4", "6 processes;", "1, 2, 3, 6;"]),
+        (
+            4,
+            "--tensor-model-parallel-size 2 --context-parallel-size 4",
+            [
+                "context_parallel_size is 4",
+                "2 processes that tensor_model_parallel_size 2 leaves of 4",
+                "1, 2;",
+                "of 8",
+            ],
+        ),
+        (3, "--tensor-model-parallel-size 3", ["num_attention_heads is 8", "parallel_size 3;", "work: 6 or 9"]),
+        (
+            2,
+            "--tensor-model-parallel-size 2 --ffn-hidden-size 31",
+            ["ffn_hidden_size is 31", "nearest that work: 30 or 32"],
+        ),
+        (
+            4,
+            "--tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 96 --num-query-groups 6",
+            ["num_query_groups is 6", "neither a multiple nor a divisor", "nearest that work: 4 or 12"],
+        ),
+        (4, "--tensor-model-parallel-size 4 --vocab-size 6", ["vocab_size is 6", "--vocab-size 7"]),
+        (4, "--tensor-model-parallel-size 2 --global-batch-size 3", ["data-parallel size 2", "2 or 4"]),
         (
             4,
             "--micro-batch-size 2 --global-batch-size 10",
@@ -228,6 +252,8 @@ def test_missing_data_is_refused_and_consistent_settings_are_not():
     with pytest.raises(ConfigError, match="data_path is empty"):
         validate(Config(), 1)
     argv = "--context-parallel-size 2 --micro-batch-size 2 --global-batch-size 8 --save runs/x --save-interval 5"
+    validate(parse_args([*DATA, *argv.split()]), 4)
+    argv = "--tensor-model-parallel-size 4 --num-query-groups 2 --seq-length 251 --vocab-size 37"
     validate(parse_args([*DATA, *argv.split()]), 4)
     validate(parse_args([*DATA, "--eval-iters", "0", "--split", "1,0,0"]), 1)
 

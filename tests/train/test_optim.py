@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from model.config import ModelConfig
 from model.llama import Llama
@@ -132,6 +132,21 @@ def test_norm_over_shards_is_the_whole_gradients() -> None:
             assert clipped == pytest.approx(0.5, rel=1e-6)
             # Why it is summed in float64: in float32 the norm would depend on the number of ranks.
             assert abs(single - exact) / exact > 1e-6
+
+
+def norm_over_two_dimensions(rank: int, world_size: int) -> float:
+    """Two shards, each on two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    parameters = []
+    for gradient in gradients():
+        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(0), Replicate()]))
+        parameter.grad = distribute_tensor(gradient, mesh, [Shard(0), Replicate()])
+        parameters.append(parameter)
+    return gradient_norm(parameters)
+
+
+def test_what_several_ranks_hold_counts_once() -> None:
+    assert run_ranks(norm_over_two_dimensions, 4) == pytest.approx([exact_norm()] * 4, rel=1e-12)
 
 
 @pytest.mark.parametrize(

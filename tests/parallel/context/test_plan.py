@@ -62,6 +62,16 @@ def test_every_size_sends_what_is_received_and_covers_each_pair_once(method: str
         np.testing.assert_array_equal(coverage(plan), visible(plan), err_msg=f"size {size}")
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_each_rank_gets_a_multiple_of_positions_where_that_is_asked_for(method: str) -> None:
+    for size, multiple in ((1, 2), (2, 2), (2, 3), (4, 8)):
+        plain = make_plan(method, seq_len=17, size=size)
+        plan = make_plan(method, seq_len=17, size=size, multiple=multiple)
+        assert plan.local_len % multiple == 0
+        assert plain.padded_len <= plan.padded_len < 17 + 2 * size * multiple
+        assert np.array_equal(coverage(plan), visible(plan))
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 def test_packed_documents_see_only_themselves(method: str, causal: bool) -> None:

@@ -1,0 +1,105 @@
+"""A small LLaMA on any mesh of data, context and tensor parallel ranks, and one step of it, for the tests of these."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from model.base import initial_weight
+from model.config import ModelConfig
+from model.llama import Llama
+from parallel.context import ContextParallel, context_parallel
+from parallel.data import fill, shard_model
+from parallel.mesh import Mesh, MeshConfig
+from parallel.tensor import split_model
+from parallel.vocabulary import cross_entropy_sum
+
+SEED, BATCH, LENGTH = 3, 4, 17
+VOCABULARY = 37
+"""Neither it nor the length is divisible by any number of ranks."""
+
+
+def config(tied: bool = False, **changes: Any) -> ModelConfig:
+    sizes = {
+        "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
+        "vocab_size": VOCABULARY, "untie_embeddings_and_output_weights": not tied,
+    }  # fmt: skip
+    return ModelConfig(**{**sizes, **changes})
+
+
+def mesh_config(tp: int = 1, cp: int = 1) -> MeshConfig:
+    return MeshConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, device="cpu")
+
+
+def build(mesh: Mesh, model_config: ModelConfig) -> tuple[Llama, ContextParallel]:
+    """As the entry script does."""
+    cp = context_parallel("zigzag", seq_len=LENGTH, group=mesh.cp.get_group(), multiple=mesh.tp.size())
+    with torch.device("meta"):
+        model = Llama(model_config, cp.attend)
+    split_model(model, mesh.tp, head_dim=model_config.head_dim, kv_heads=model_config.query_groups)
+    shard_model(model, model.layers, mesh.both, bf16=False)
+    fill(model, mesh.device, lambda name, shape: initial_weight(model_config, name, shape, SEED))
+    return model, cp
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Tokens and labels [B, S]; the sequences carry unequal numbers of labels."""
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(SEED))
+    labels = tokens[:, 1:].clone()
+    for row in range(BATCH):
+        labels[row, LENGTH - 5 * row :] = -100
+    return tokens[:, :-1], labels
+
+
+@dataclass
+class Step:
+    """What one step gave, in full."""
+
+    loss: float
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def full(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def whole_step(model_config: ModelConfig) -> Step:
+    """One process, plain modules."""
+    model = Llama(model_config)
+    model.init_weights(SEED)
+    tokens, labels = data()
+    loss = cross_entropy_sum(model(tokens), labels)[0] / (labels != -100).sum()
+    loss.backward()
+    named = dict(model.named_parameters())
+    gradients = {name: full(p.grad) for name, p in named.items() if p.grad is not None}
+    return Step(loss.item(), {name: full(p) for name, p in named.items()}, gradients)
+
+
+def own_batch(mesh: Mesh, cp: ContextParallel) -> tuple[Tensor, Tensor]:
+    """This rank's tokens and labels [B / dp, T]."""
+    tokens, labels = (part.chunk(mesh.dp.size())[mesh.dp.get_local_rank()] for part in data())
+    return cp.shard(tokens, 1), cp.shard(labels, 1, pad_value=-100)
+
+
+def split_step(mesh: Mesh, model_config: ModelConfig, *, local_mean: bool = False) -> tuple[Llama, Step]:
+    """The same on this mesh; ``local_mean`` divides by this rank's own number of labels, which is wrong."""
+    model, cp = build(mesh, model_config)
+    weights = {name: full(p) for name, p in model.named_parameters()}
+    tokens, labels = own_batch(mesh, cp)
+    valid = (labels != -100).sum() * mesh.both.size() if local_mean else (data()[1] != -100).sum()
+    loss = cross_entropy_sum(model(tokens, cp.positions), labels)[0] / valid
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=mesh.both.get_group())
+    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return model, Step(total.item(), weights, gradients)
+
+
+def difference(got: Step, want: Step) -> float:
+    """Largest difference of any element of any gradient."""
+    assert got.gradients.keys() == want.gradients.keys()
+    return max((got.gradients[name] - want.gradients[name]).abs().max().item() for name in want.gradients)

@@ -14,6 +14,7 @@ from model.llama import Llama, architecture_of, flops_per_token, initial_weight,
 from parallel.agree import agreed, is_first
 from parallel.data import fill, shard_model
 from parallel.mesh import Mesh, joined, launched_world_size
+from parallel.recompute import recompute_layers
 from train.config import Config, ConfigError, parse_args, validate
 from train.language import NextToken, context_of, corpus_entropy
 from train.loop import Trainer
@@ -35,6 +36,7 @@ def main(arguments: list[str]) -> None:
 
         with torch.device("meta"):
             model = Llama(config.model, attend)
+        recompute_layers(model.layers, config.recompute)
         shard_model(model, model.layers, mesh.both, bf16=config.train.bf16)
         fill(model, mesh.device, lambda name, shape: initial_weight(config.model, name, shape, config.train.seed))
         optimizer = build_optimizer(config.optimizer, model)
@@ -46,7 +48,7 @@ def main(arguments: list[str]) -> None:
             mesh=mesh,
             model=model,
             optimizer=optimizer,
-            objective=NextToken(cp, mesh.device),
+            objective=NextToken(cp, mesh.device, config.recompute.loss_chunk_size),
             train_data=train_data,
             valid_data=valid_data if config.train.eval_iters else None,
             architecture=architecture,

@@ -12,6 +12,7 @@ from model.llama import LlamaConfig
 from parallel.checkpoint import CheckpointConfig
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
+from parallel.recompute import RecomputeConfig
 from train import flags
 from train.flags import ConfigError
 from train.metrics import LoggingConfig
@@ -71,6 +72,7 @@ class Config:
     model: LlamaConfig = field(default_factory=LlamaConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -135,6 +137,11 @@ def validate(config: Config, world_size: int) -> None:
     if config.context.attention_backend == "flash_attn" and not train.bf16:
         raise ConfigError(
             "attention_backend is flash_attn, which has no float32; give --bf16 or --attention-backend auto"
+        )
+    if config.recompute.recompute_offload and config.mesh.device_type == "cpu":
+        raise ConfigError(
+            "recompute_offload is set and device is cpu, where what is kept lies in host memory already and a copy "
+            "would only add to it; leave it out, or use --device cuda"
         )
     if not data.data_path:
         raise ConfigError(

@@ -39,7 +39,9 @@ def test_equals_the_whole_at_once(size: int) -> None:
 def test_a_sum_and_the_rows_it_is_told() -> None:
     module, x, dout = problem()
     want = gradients((module(x) * dout).sum(), torch.tensor(3.0).double(), module, x)
-    got = over_chunks(lambda part, rows: (module(part) * dout[rows]).sum(), x, 4, tuple(module.parameters()), summed=True)
+    got = over_chunks(
+        lambda part, rows: (module(part) * dout[rows]).sum(), x, 4, tuple(module.parameters()), summed=True
+    )
     assert furthest(gradients(got, torch.tensor(3.0).double(), module, x), want) < 1e-14
 
 

@@ -68,5 +68,6 @@ class _OverChunks(torch.autograd.Function):
                 dx[rows], found = found[0], found[1:]
             for total, one in zip(sums, found, strict=True):
                 total += one
+            del part, out, inputs, found  # or the next chunk would be computed beside this one
         totals = iter(total.to(p.dtype) for total, p in zip(sums, wanted, strict=True))
         return None, None, None, dx, *(next(totals) if needed else None for needed in need)

@@ -1,6 +1,7 @@
 """No policy changes a loss or a gradient; each computes again what it says, and keeps what it says."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,27 @@ def test_with_context_parallelism_and_sharded_weights(bf16: bool) -> None:
             assert same(got, want), name
             assert count == found[f"{name} in chunks"][1] == MODEL.num_layers * forwards
             assert furthest(found[f"{name} in chunks"][0], want) < (2**-7 if bf16 else 2e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.parametrize("granularity", ["full", "attention_boundary"])
+def test_cuda_offload_frees_the_device(granularity: str) -> None:
+    shape = replace(MODEL, num_layers=6, hidden_size=256)
+    tokens, found, held = torch.randint(37, (1, 4096), device="cuda"), [], []
+    for offload in (False, True):
+        model = Llama(shape)
+        model.init_weights(SEED)
+        recompute_layers(model.layers, config(granularity, recompute_offload=offload))
+        model.to("cuda", torch.bfloat16)
+        before = torch.cuda.memory_allocated()
+        loss = model(tokens).float().square().sum()
+        held.append(torch.cuda.memory_allocated() - before)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    inputs = shape.num_layers * tokens.numel() * shape.hidden_size * 2
+    assert held[0] - held[1] >= 0.9 * inputs * (2 if granularity == "attention_boundary" else 1)
+    assert furthest(found[1], found[0]) < 2**-8
 
 
 def test_a_run_goes_on_from_a_checkpoint_of_another_policy(default_data: Path, tmp_path: Path) -> None:

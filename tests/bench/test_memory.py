@@ -29,9 +29,9 @@ def test_allocations_are_counted_to_the_byte() -> None:
 def test_policies_keep_and_need_less_and_less() -> None:
     found = {name: measure(SHAPE, chosen) for name, chosen in cases(SHAPE).items()}
     kept = {name: numbers["kept"] for name, numbers in found.items()}
-    inputs = SHAPE.num_layers * SHAPE.seq_length * SHAPE.hidden_size * 4
-    least = kept["full, loss and FFN in chunks"]
-    assert inputs <= least < 2 * inputs
+    one = SHAPE.seq_length * SHAPE.hidden_size * 4
+    outside = 5 * one  # of the layers: the last norm, the hidden states, rotary angles
+    assert SHAPE.num_layers * one <= kept["full, loss and FFN in chunks"] < SHAPE.num_layers * one + outside
     out_and_lse = SHAPE.num_layers * SHAPE.seq_length * (SHAPE.hidden_size + 1) * 4  # one head
     assert abs(kept["attention_boundary, loss in chunks"] - kept["full, loss in chunks"] - out_and_lse) < 4096
     assert kept["none"] - kept["none, loss in chunks"] >= SHAPE.seq_length * SHAPE.vocab_size * 4
@@ -61,14 +61,15 @@ def test_the_command_measures_in_fresh_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     whole = cases(SHAPE)
-    monkeypatch.setattr(memory, "cases", lambda shape: {name: whole[name] for name in ("none", "full, loss in chunks")})
+    monkeypatch.setattr(memory, "cases", lambda shape: {"none": whole["full, loss in chunks"]})
     sizes = ["--seq-length", "128", "--num-layers", "2", "--hidden-size", "64", "--vocab-size", "128"]
     assert main([*sizes, "--json", str(tmp_path / "x.json")]) == 0
     out, err = capfd.readouterr()
     assert err == ""
     assert out.splitlines()[2].startswith("none ")
     result = json.loads((tmp_path / "x.json").read_text())
-    assert result["cases"]["full, loss in chunks"]["peak"] < result["cases"]["none"]["peak"]
+    assert result["cases"]["none"]["attention_forwards"] == 2
+    assert result["cases"]["none"]["peak"] > result["cases"]["none"]["kept"] > 128 * 64 * 4 * 2
     assert result["shape"]["num_layers"] == 2
 
 

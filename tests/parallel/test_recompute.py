@@ -190,6 +190,8 @@ CHUNKED = {"loss_chunk_size": 5, "ffn_chunk_size": 7}
 
 def on_two_ranks(rank: int, world_size: int, bf16: bool) -> dict[str, tuple[list[Tensor], int]]:
     found = {name: sharded_step(config(name), world_size, bf16) for name in FORWARDS}
+    for name in ("full", "attention_boundary"):
+        assert same(sharded_step(config(name, recompute_offload=True), world_size, bf16)[0], found["none"][0]), name
     return found | {f"{name} in chunks": sharded_step(config(name, **CHUNKED), world_size, bf16) for name in FORWARDS}
 
 

@@ -16,6 +16,7 @@ from model.registry import TITLES, build_model, flops_per_token, num_parameters
 from parallel.agree import agreed, is_first
 from parallel.data import fill, shard_model
 from parallel.mesh import Mesh, joined, launched_world_size
+from parallel.recompute import recompute_layers
 from parallel.tensor import split_model
 from train.config import Config, ConfigError, parse_args, validate, validate_vocabulary
 from train.language import NextToken, context_of, corpus_entropy
@@ -38,8 +39,9 @@ def main(arguments: list[str]) -> None:
 
         with torch.device("meta"):
             model = build_model(config.model, attend)
-        # In this order: each kind of parallelism takes what the one before left of the model.
+        # In this order: each takes what the one before left of the model.
         split_model(model, mesh.tp, head_dim=config.model.head_dim, kv_heads=config.model.query_groups)
+        recompute_layers(model.layers, config.recompute)
         strategy = config.data_parallel.data_parallel_sharding_strategy
         shard_model(model, model.layers, mesh.both, bf16=config.train.bf16, strategy=strategy)
         fill(model, mesh.device, lambda name, shape: initial_weight(config.model, name, shape, config.train.seed))
@@ -52,7 +54,7 @@ def main(arguments: list[str]) -> None:
             mesh=mesh,
             model=model,
             optimizer=optimizer,
-            objective=NextToken(cp, mesh.device),
+            objective=NextToken(cp, mesh.device, config.recompute.loss_chunk_size),
             train_data=train_data,
             valid_data=valid_data if config.train.eval_iters else None,
             architecture=architecture,
@@ -82,8 +84,8 @@ def summary(config: Config, mesh: Mesh) -> str:
     return (
         f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters ({model.num_layers} layers of "
         f"{model.hidden_size}) on {mesh.both.size() * mesh.tp.size()} {mesh.device.type} processes: data parallel "
-        f"{mesh.dp.size()} x context parallel {mesh.cp.size()} ({context.context_parallel_method}){tensor}, sequences of "
-        f"{config.train.seq_length} tokens"
+        f"{mesh.dp.size()} x context parallel {mesh.cp.size()} ({context.context_parallel_method}){tensor}, "
+        f"sequences of {config.train.seq_length} tokens"
     )
 
 

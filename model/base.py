@@ -5,13 +5,16 @@ Shapes: B sequences, T tokens, C width of the residual stream, V vocabulary entr
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+
+Head = Callable[[Tensor, Tensor], Tensor]
+"""Normalised hidden states [B, T, C] and the output weights [V, C] -> what a forward is to return."""
 
 
 class LanguageModel(nn.Module):
@@ -27,13 +30,23 @@ class LanguageModel(nn.Module):
     norm: nn.Module
     output: nn.Linear | None
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V] of tokens [B, T]; positions [T] or [B, T] are global, by default 0 .. T-1."""
-        return self.project(self.hidden(tokens, positions))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, head: Head | None = None) -> Tensor:
+        """Logits [B, T, V] of tokens [B, T]; positions [T] or [B, T] are global, by default 0 .. T-1.
+
+        A head is what a caller puts in the place of the logits, such as a loss that never has all of them at once. It
+        runs in here because a sharded model has its weights whole in its forward alone.
+        """
+        hidden = self.hidden(tokens, positions)
+        return self.project(hidden) if head is None else head(hidden, self.output_weight)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """Weights [V, C] of the output projection."""
+        return self.embedding.weight if self.output is None else self.output.weight
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Normalised hidden states [B, T, C], which `project` turns into logits; arguments as in `forward`."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} defines no hidden states")
 
     def project(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., C]."""

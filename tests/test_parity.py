@@ -83,3 +83,18 @@ def test_dropping_the_shift_of_the_striped_mask_makes_parity_fail(
     )
     flags = (*ITERATIONS, "--context-parallel-method", "striped", "--context-parallel-size", "2")
     assert differences(pretrain(2, default_data, tmp_path / "run", *flags), one_process) > 10 * BOUND
+
+
+@pytest.mark.parametrize("granularity", ["full", "attention_boundary"])
+def test_recompute_changes_nothing_under_tensor_and_context_parallelism(
+    granularity: str, default_data: Path, one_process: list[dict], tmp_path: Path
+) -> None:
+    flags = (
+        "--tensor-model-parallel-size",
+        "2",
+        "--context-parallel-size",
+        "2",
+        "--recompute-granularity",
+        granularity,
+    )
+    assert differences(pretrain(4, default_data, tmp_path / "run", *ITERATIONS, *flags), one_process) <= BOUND

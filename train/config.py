@@ -13,6 +13,7 @@ from parallel.checkpoint import CheckpointConfig
 from parallel.context.config import ContextConfig
 from parallel.data import DataParallelConfig
 from parallel.mesh import MeshConfig
+from parallel.recompute import RecomputeConfig
 from train import flags
 from train.flags import ConfigError
 from train.metrics import LoggingConfig
@@ -82,6 +83,7 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -168,6 +170,11 @@ def validate(config: Config, world_size: int) -> None:
         raise ConfigError(
             "attention_backend is flash_attn, which has no float32; give --bf16 or --attention-backend auto"
         )
+    if config.recompute.recompute_offload and config.mesh.device_type == "cpu":
+        raise ConfigError(
+            "recompute_offload is set and device is cpu, where what is kept lies in host memory already and a copy "
+            "would only add to it; leave it out, or use --device cuda"
+        )
     if not data.data_path:
         raise ConfigError(
             "data_path is empty; give --data-path PREFIX, the .bin/.idx pair that tools/prepare_data.py wrote"
@@ -204,6 +211,12 @@ def _validate_sizes(config: Config, world_size: int) -> None:
             f"tensor_model_parallel_size is {tp}, and model_type {config.model.model_type} cannot be split yet; "
             "use size 1, and context_parallel_size or data_parallel_sharding_strategy zero3 instead"
         )
+    for name in ("loss_chunk_size", "ffn_chunk_size"):
+        if tp > 1 and (value := getattr(config.recompute, name)):
+            raise ConfigError(
+                f"{name} is {value} with tensor_model_parallel_size {tp}, whose ranks hold parts of the tokens already; "
+                f"leave {name} out, or use size 1 with context_parallel_size instead"
+            )
     _validate_fit("tensor_model_parallel_size", tp, world_size, 1)
     _validate_fit("context_parallel_size", cp, world_size, tp)
     if config.context.context_parallel_method == "none" and cp > 1:

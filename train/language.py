@@ -1,13 +1,17 @@
 """Next-token prediction, as the training loop sees it."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.loader import IGNORE_INDEX, Batch
 from data.megatron import DataConfig, blend
 from data.prepare import unigram_entropy
 from kernels.attention import select_backend
+from kernels.chunks import over_chunks
 from model.attention import Attend, sdpa
 from parallel.context import ContextParallel, context_parallel
 from parallel.vocabulary import cross_entropy_sum
@@ -17,8 +21,10 @@ from train.config import Config, ConfigError
 class NextToken:
     """Shards a batch over the context-parallel ranks and sums the loss of this rank's tokens."""
 
-    def __init__(self, cp: ContextParallel, device: torch.device) -> None:
+    def __init__(self, cp: ContextParallel, device: torch.device, loss_chunk_size: int = 0) -> None:
+        """loss_chunk_size: tokens whose logits exist at once; 0 is all."""
         self._cp = cp
+        self._loss_chunk_size = loss_chunk_size
         self._device = device
         # Padding takes the last position: those beyond the sequence may have no entry in a table of learned positions.
         self._positions = cp.positions.clamp(max=cp.plan.seq_len - 1).to(device)  # [T]
@@ -37,7 +43,18 @@ class NextToken:
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
         """Sum of the losses of this rank's tokens, float32."""
+        if self._loss_chunk_size:
+            return model(local["tokens"], self._positions, partial(self._in_chunks, local["labels"]))
         return cross_entropy_sum(model(local["tokens"], self._positions), local["labels"], IGNORE_INDEX)[0]
+
+    def _in_chunks(self, labels: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+        """The sum of losses from hidden states [B, T, C] and output weights [V, C], in place of the model's logits."""
+        labels = labels.flatten()
+
+        def loss(part: Tensor, rows: slice) -> Tensor:
+            return cross_entropy_sum(F.linear(part, weight), labels[rows], IGNORE_INDEX)[0]
+
+        return over_chunks(loss, hidden.flatten(0, -2), self._loss_chunk_size, (weight,), summed=True)
 
 
 def corpus_entropy(data: DataConfig) -> dict[str, float]:

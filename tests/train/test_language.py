@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.loader import IGNORE_INDEX, Batch
 from data.megatron import DataConfig
@@ -12,7 +14,7 @@ from kernels.loss import cross_entropy_sum
 from model.attention import sdpa
 from model.config import ModelConfig
 from model.registry import build_model
-from parallel.context import METHODS, make_plan
+from parallel.context import METHODS, context_parallel, make_plan
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
 from tests.data.corpora import write_documents
@@ -80,6 +82,41 @@ def test_positions_of_padding_have_no_entry_of_their_own_in_a_table() -> None:
     assert positions.max() >= LENGTH
     with pytest.raises(IndexError):
         model(tokens, positions)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any operator returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("untied", [True, False])
+@pytest.mark.parametrize("size", [1, 5, 100])
+def test_a_loss_in_chunks_is_the_loss_and_never_has_all_logits(size: int, untied: bool) -> None:
+    vocabulary = 500  # logits of all tokens are by far the largest tensor, those of a few are not
+    config = replace(MODEL, vocab_size=vocabulary, untie_embeddings_and_output_weights=untied)
+    model = build_model(config).double()
+    model.init_weights(3)
+    found, largest = [], []
+    for chunk in (0, size):
+        objective = NextToken(context_parallel("ring", seq_len=LENGTH), torch.device("cpu"), chunk)
+        with Largest() as seen:
+            loss = objective.loss_sum(model, objective.local(whole_batch()))
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+        found.append([loss.detach(), *gradients])
+        largest.append(seen.elements)
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 1e-14 * b.norm()
+    assert largest[0] == 2 * LENGTH * vocabulary
+    assert largest[1] == max(min(size, 2 * LENGTH) * vocabulary, vocabulary * MODEL.hidden_size)
 
 
 def test_without_a_method_the_attention_is_plain() -> None:

@@ -1,0 +1,156 @@
+"""What a layer keeps for its backward, and what it computes again; what is kept may wait in host memory.
+
+Applied to the layers of a plain model, before FSDP, in place. A layer has ``attention.attend`` (the core attention) and
+``mlp``. No module is wrapped, so the names in checkpoints stay the plain model's.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from kernels.chunks import over_chunks
+
+ATTENTION = frozenset(
+    {
+        "longmesh::context_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+    }
+)
+"""Operators that are a whole attention forward: ours, and what torch's SDPA becomes where a fused kernel fits."""
+
+
+class RecomputeError(ValueError):
+    """A policy that cannot be applied to this model here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """What is computed again in the backward instead of being kept, to save memory; no setting changes a result."""
+
+    recompute_granularity: Literal["none", "full", "selective", "attention_boundary"] = "none"
+    """What each layer computes again: full is everything; attention_boundary (DistFlashAttention) everything but the
+    attention forward, whose output and lse are kept; selective, as in Megatron-LM, the core attention alone."""
+    recompute_offload: bool = False
+    """Keep in host memory what full or attention_boundary keep between forward and backward; for a GPU."""
+    loss_chunk_size: int = 0
+    """Tokens whose logits exist at once; the backward computes them again. 0 computes all logits and keeps them."""
+    ffn_chunk_size: int = 0
+    """Tokens that go through a feed-forward layer at once (blockwise, Ring Attention); the backward computes its inside
+    again. 0 takes all tokens and leaves the inside to recompute_granularity."""
+
+    def __post_init__(self) -> None:
+        for name in ("loss_chunk_size", "ffn_chunk_size"):
+            if getattr(self, name) < 0:
+                raise RecomputeError(f"{name} is {getattr(self, name)}; it must be a number of tokens, or 0 for all")
+        if self.recompute_offload and self.recompute_granularity in ("none", "selective"):
+            raise RecomputeError(
+                f"recompute_offload is set and recompute_granularity is {self.recompute_granularity}, which keeps "
+                "nearly all activations: moving them takes longer than computing them; use full or attention_boundary"
+            )
+
+
+def recompute_layers(layers: nn.ModuleList, config: RecomputeConfig) -> None:
+    """Apply the policy of ``config`` to every layer in place; to be called once, before the model is sharded.
+
+    The layers then raise RecomputeError where ``attention_boundary`` meets an attention that is no operator of
+    ``ATTENTION``, since it would be computed again in silence.
+    """
+    for layer in layers:
+        parts: Any = layer
+        if config.ffn_chunk_size:
+            parts.mlp.forward = partial(_in_chunks, parts.mlp, parts.mlp.forward, config.ffn_chunk_size)
+        if config.recompute_granularity == "selective":
+            parts.attention.attend = partial(checkpoint, parts.attention.attend, use_reentrant=False)
+        elif config.recompute_granularity != "none":
+            keep_attention = config.recompute_granularity == "attention_boundary"
+            parts.forward = partial(_again, parts.forward, keep_attention, config.recompute_offload)
+
+
+def _in_chunks(module: nn.Module, forward: Callable[[Tensor], Tensor], size: int, x: Tensor) -> Tensor:
+    """``forward`` of x [B, T, C], ``size`` tokens at a time."""
+    # Asked for at every call: while a layer is computed, FSDP puts whole weights in the place of its shards.
+    parameters = tuple(module.parameters())
+    return over_chunks(lambda part, _: forward(part), x.flatten(0, -2), size, parameters).unflatten(0, x.shape[:-1])
+
+
+def _again(forward: Callable[..., Tensor], keep_attention: bool, offload: bool, *inputs: Any) -> Tensor:
+    """``forward``, of which the inputs alone are kept, and on demand the results of its attention."""
+    pack, unpack = (_to_host, _to_device) if offload else (_as_it_is, _as_it_is)
+    with saved_tensors_hooks(pack, unpack) if offload else nullcontext():  # around the checkpoint: its inputs alone
+        if not keep_attention:
+            return checkpoint(forward, *inputs, use_reentrant=False)
+        kept: deque[Any] = deque()
+        contexts = (_Keep(kept, pack), _Reuse(kept, unpack))
+        out = checkpoint(forward, *inputs, use_reentrant=False, context_fn=lambda: contexts)
+    if torch.is_grad_enabled() and not kept:
+        raise RecomputeError(
+            "recompute_granularity is attention_boundary, and the attention here is no single operator whose result "
+            "could be kept (torch's SDPA has no fused kernel for this dtype and these heads); use --bf16, a "
+            "context_parallel_method, or recompute_granularity full"
+        )
+    return out
+
+
+class _Keep(TorchDispatchMode):
+    """In the forward: keeps what every attention returns.
+
+    torch's own create_selective_checkpoint_contexts would do, but for a store that cannot lie in host memory.
+    """
+
+    def __init__(self, kept: deque[Any], pack: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self._kept, self._pack = kept, pack
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.name() in ATTENTION:
+            # Detached: autograd makes the tensors themselves part of the graph that is to be freed.
+            self._kept.append(tree_map_only(Tensor, lambda x: self._pack(x.detach()), out))
+        return out
+
+
+class _Reuse(TorchDispatchMode):
+    """In the backward's recomputation: hands out what was kept, in the order of the forward, once."""
+
+    def __init__(self, kept: deque[Any], unpack: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self._kept, self._unpack = kept, unpack
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() not in ATTENTION:
+            return func(*args, **(kwargs or {}))
+        if not self._kept:
+            raise RuntimeError("attention_boundary keeps each attention for one backward, and this is another one")
+        return tree_map_only((Tensor, _OnHost), self._unpack, self._kept.popleft())
+
+
+@dataclass(frozen=True)
+class _OnHost:
+    device: torch.device
+    copy: Tensor
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _to_host(x: Tensor) -> _OnHost:
+    copy = torch.empty_like(x, device="cpu", pin_memory=x.device.type == "cuda")
+    return _OnHost(x.device, copy.copy_(x))
+
+
+def _to_device(x: _OnHost) -> Tensor:
+    return x.copy.to(x.device, non_blocking=True)

@@ -1,0 +1,93 @@
+"""A function over chunks of rows is the function: results, gradients, and what is kept."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kernels.chunks import over_chunks
+
+ROWS, WIDTH, INSIDE = 13, 6, 40  # of which no size but 1 and all divides the rows
+
+
+def problem(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(WIDTH, INSIDE), nn.GELU(), nn.Linear(INSIDE, WIDTH)).to(dtype)
+    return module, torch.randn(ROWS, WIDTH, dtype=dtype, requires_grad=True), torch.randn(ROWS, WIDTH, dtype=dtype)
+
+
+def gradients(out: Tensor, dout: Tensor, module: nn.Module, x: Tensor) -> list[Tensor]:
+    return [out, *torch.autograd.grad(out, [x, *module.parameters()], dout)]
+
+
+def chunked(module: nn.Module, x: Tensor, size: int) -> Tensor:
+    return over_chunks(lambda part, _: module(part), x, size, tuple(module.parameters()))
+
+
+def furthest(got: list[Tensor], want: list[Tensor]) -> float:
+    return max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 4, ROWS, 100])
+def test_equals_the_whole_at_once(size: int) -> None:
+    module, x, dout = problem()
+    want = gradients(module(x), dout, module, x)
+    assert furthest(gradients(chunked(module, x, size), dout, module, x), want) < 1e-14
+
+
+def test_a_sum_and_the_rows_it_is_told() -> None:
+    module, x, dout = problem()
+    want = gradients((module(x) * dout).sum(), torch.tensor(3.0).double(), module, x)
+    got = over_chunks(
+        lambda part, rows: (module(part) * dout[rows]).sum(), x, 4, tuple(module.parameters()), summed=True
+    )
+    assert furthest(gradients(got, torch.tensor(3.0).double(), module, x), want) < 1e-14
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    module, x, dout = problem()
+    module[0].weight.requires_grad_(False)
+    chunked(module, x.detach(), 4).backward(dout)
+    assert module[0].weight.grad is None
+    want = torch.autograd.grad(module(x), module[2].weight, dout)[0]
+    assert torch.allclose(module[2].weight.grad, want, rtol=1e-13)
+    with torch.no_grad():
+        assert not chunked(module, x, 4).requires_grad
+
+
+def test_keeps_its_rows_alone() -> None:
+    module, x, _ = problem()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        chunked(module, x, 4)
+    assert [t.data_ptr() for t in kept] == [x.data_ptr()]
+
+
+def by_autograd(module: nn.Module, x: Tensor, size: int) -> Tensor:
+    """What over_chunks is there to improve on: autograd's own sum over the chunks, in the weights' dtype."""
+    return torch.cat([module(part) for part in x.split(size)])
+
+
+def test_gradients_of_bfloat16_weights_are_rounded_once() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(WIDTH, INSIDE, bias=False).bfloat16()
+    x, dout = (torch.randn(512, width).abs().bfloat16() for width in (WIDTH, INSIDE))  # sums that grow
+    errors: dict[Any, float] = {}
+    exact = dout.double().T @ x.double()
+    for run in (chunked, by_autograd):
+        errors[run] = furthest(list(torch.autograd.grad(run(module, x, 1), module.weight, dout)), [exact])
+    assert errors[chunked] < 2**-8
+    assert errors[by_autograd] > 4 * errors[chunked]
+
+
+def test_a_dropped_chunk_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the comparison above fails where the backward leaves out the last chunk."""
+    module, x, dout = problem()
+    want = gradients(module(x), dout, module, x)
+    out = chunked(module, x, 4)
+    import kernels.chunks
+
+    chunks = kernels.chunks._chunks
+    monkeypatch.setattr(kernels.chunks, "_chunks", lambda x, size: list(chunks(x, size))[:-1])
+    assert furthest(gradients(out, dout, module, x)[2:], want[2:]) > 1e-2

@@ -1,0 +1,241 @@
+"""No policy changes a loss or a gradient; each computes again what it says, and keeps what it says."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels.chunks
+from model.attention import sdpa
+from model.base import initial_weight
+from model.config import ModelConfig
+from model.layers import Rotary
+from model.llama import Llama
+from parallel import recompute
+from parallel.context import context_parallel
+from parallel.data import fill, shard_model
+from parallel.recompute import ATTENTION, RecomputeConfig, RecomputeError, recompute_layers
+from tests.pretraining import differences, pretrain
+from tests.ranks import run_ranks
+from train.language import NextToken
+
+MODEL = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37)
+LENGTH, SEED = 24, 3
+FORWARDS = {"none": 1, "full": 2, "selective": 2, "attention_boundary": 1}
+"""Attention forwards per layer and step of each policy."""
+
+
+class Attentions(TorchDispatchMode):
+    """Counts the attention forwards that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name() in ATTENTION
+        return func(*args, **(kwargs or {}))
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = torch.randint(37, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    labels = tokens[:, 1:].clone()
+    labels[1, 4:9] = -100
+    return {"tokens": tokens[:, :-1], "labels": labels}
+
+
+def config(granularity: str, **settings: Any) -> RecomputeConfig:
+    return RecomputeConfig(recompute_granularity=granularity, **settings)  # type: ignore[arg-type]
+
+
+def step(chosen: RecomputeConfig, method: str = "striped", attend: Callable[..., Tensor] | None = None) -> list[Tensor]:
+    """Loss and gradients of one process, float64."""
+    cp = context_parallel(method, seq_len=LENGTH)
+    model = Llama(MODEL, attend or cp.attend)
+    model.init_weights(SEED)
+    recompute_layers(model.double().layers, chosen)
+    objective = NextToken(cp, torch.device("cpu"), chosen.loss_chunk_size)
+    loss = objective.loss_sum(model, objective.local(batch()))
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def furthest(got: list[Tensor], want: list[Tensor]) -> float:
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
+
+
+def same(got: list[Tensor], want: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("granularity", FORWARDS)
+@pytest.mark.parametrize("attend", [None, sdpa], ids=["context_parallel", "sdpa"])
+def test_a_policy_changes_no_bit_and_repeats_what_it_says(granularity: str, attend: Any) -> None:
+    with Attentions() as attentions:
+        got = step(config(granularity), attend=attend)
+    assert same(got, step(config("none"), attend=attend))
+    assert attentions.count == MODEL.num_layers * FORWARDS[granularity]
+
+
+@pytest.mark.parametrize("granularity", FORWARDS)
+def test_chunks_inside_of_every_policy(granularity: str) -> None:
+    chosen = config(granularity, ffn_chunk_size=7, loss_chunk_size=5)  # neither divides the 48 tokens
+    with Attentions() as attentions:
+        got = step(chosen)
+    assert furthest(got, step(config("none"))) < 1e-14
+    assert attentions.count == MODEL.num_layers * FORWARDS[granularity]
+
+
+@pytest.mark.parametrize("size", ["ffn_chunk_size", "loss_chunk_size"])
+def test_a_dropped_chunk_would_be_noticed(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = step(config("none"))
+    chunks = kernels.chunks._chunks
+    monkeypatch.setattr(kernels.chunks, "_chunks", lambda x, size: list(chunks(x, size))[:-1])
+    with monkeypatch.context() as patch:  # rows that nothing fills would be whatever the memory held
+        patch.setattr(Tensor, "new_empty", Tensor.new_zeros)
+        assert furthest(step(config("none", **{size: 7})), whole) > 1e-3
+
+
+def layer_output(chosen: RecomputeConfig) -> tuple[Tensor, list[Tensor]]:
+    """One layer's output, and the tensors that autograd's own store holds between forward and backward."""
+    cp = context_parallel("striped", seq_len=LENGTH)
+    model = Llama(MODEL, cp.attend)
+    model.init_weights(SEED)
+    recompute_layers(model.layers, chosen)
+    weights = {p.data_ptr() for p in model.parameters()}
+    rotary = Rotary(cp.positions, MODEL.head_dim, MODEL.rotary_base, torch.float32)
+    x = torch.randn(2, LENGTH, MODEL.hidden_size, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = model.layers[0](x, rotary)
+    return out, [t for t in kept if t.data_ptr() not in weights]
+
+
+@pytest.mark.parametrize("granularity", ["full", "attention_boundary"])
+def test_a_layer_keeps_its_input(granularity: str) -> None:
+    assert [tuple(t.shape) for t in layer_output(config(granularity))[1]] == [(2, LENGTH, MODEL.hidden_size)]
+    everything = sum(t.numel() for t in layer_output(config("none"))[1])
+    assert everything > 10 * 2 * LENGTH * MODEL.hidden_size
+
+
+@pytest.mark.parametrize(("granularity", "kept"), [("full", 1), ("attention_boundary", 3)])
+def test_offload_moves_all_that_is_kept(granularity: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.Size] = []
+    to_host = recompute._to_host
+    monkeypatch.setattr(recompute, "_to_host", lambda x: moved.append(x.shape) or to_host(x))
+    assert same(step(config(granularity, recompute_offload=True)), step(config("none")))
+    heads = (2, LENGTH, MODEL.num_attention_heads)
+    of_a_layer = [(2, LENGTH, MODEL.hidden_size), (*heads, MODEL.head_dim), heads]  # its input, out, lse
+    assert [tuple(shape) for shape in moved] == of_a_layer[:kept] * MODEL.num_layers
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of many operators, each of which would be computed again."""
+    k, v = (x.repeat_interleave(2, dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) + torch.full((LENGTH, LENGTH), float("-inf")).triu(1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1).to(v.dtype), v)
+
+
+def test_an_attention_that_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(RecomputeError, match="no single operator"):
+        step(config("attention_boundary"), attend=by_hand)
+    step(config("full"), attend=by_hand)
+
+
+def test_what_was_kept_serves_one_backward() -> None:
+    out, _ = layer_output(config("attention_boundary"))
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="for one backward"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"loss_chunk_size": -1}, "loss_chunk_size is -1"),
+        ({"ffn_chunk_size": -5}, "ffn_chunk_size is -5"),
+        ({"recompute_offload": True}, "recompute_granularity is none"),
+        ({"recompute_offload": True, "recompute_granularity": "selective"}, "use full or attention_boundary"),
+    ],
+)
+def test_contradictions_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecomputeError, match=words):
+        RecomputeConfig(**settings)
+
+
+def sharded_step(chosen: RecomputeConfig, world_size: int, bf16: bool) -> tuple[list[Tensor], int]:
+    """As `step`, over context-parallel ranks that share the weights too; and the attention forwards of this rank."""
+    cp = context_parallel("zigzag", seq_len=LENGTH, group=dist.group.WORLD)
+    with torch.device("meta"):
+        model = Llama(MODEL, cp.attend)
+    recompute_layers(model.layers, chosen)
+    shard_model(model, model.layers, init_device_mesh("cpu", (world_size,)), bf16=bf16)
+    fill(model, torch.device("cpu"), lambda name, shape: initial_weight(MODEL, name, shape, SEED))
+    objective = NextToken(cp, torch.device("cpu"), chosen.loss_chunk_size)
+    with Attentions() as attentions:
+        loss = objective.loss_sum(model, objective.local(batch()))
+        loss.backward()
+    gradients = [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    return [loss.detach(), *gradients], attentions.count
+
+
+CHUNKED = {"loss_chunk_size": 5, "ffn_chunk_size": 7}
+
+
+def on_two_ranks(rank: int, world_size: int, bf16: bool) -> dict[str, tuple[list[Tensor], int]]:
+    found = {name: sharded_step(config(name), world_size, bf16) for name in FORWARDS}
+    for name in ("full", "attention_boundary"):
+        assert same(sharded_step(config(name, recompute_offload=True), world_size, bf16)[0], found["none"][0]), name
+    return found | {f"{name} in chunks": sharded_step(config(name, **CHUNKED), world_size, bf16) for name in FORWARDS}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_with_context_parallelism_and_sharded_weights(bf16: bool) -> None:
+    for found in run_ranks(on_two_ranks, 2, bf16):
+        want, _ = found["none"]
+        assert len(want) == 1 + len(list(Llama(MODEL).parameters()))
+        for name, forwards in FORWARDS.items():
+            got, count = found[name]
+            assert same(got, want), name
+            assert count == found[f"{name} in chunks"][1] == MODEL.num_layers * forwards
+            assert furthest(found[f"{name} in chunks"][0], want) < (2**-7 if bf16 else 2e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.parametrize("granularity", ["full", "attention_boundary"])
+def test_cuda_offload_frees_the_device(granularity: str) -> None:
+    shape = replace(MODEL, num_layers=6, hidden_size=256)
+    tokens, found, held = torch.randint(37, (1, 4096), device="cuda"), [], []
+    for offload in (False, True):
+        model = Llama(shape)
+        model.init_weights(SEED)
+        recompute_layers(model.layers, config(granularity, recompute_offload=offload))
+        model.to("cuda", torch.bfloat16)
+        before = torch.cuda.memory_allocated()
+        loss = model(tokens).float().square().sum()
+        held.append(torch.cuda.memory_allocated() - before)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    inputs = shape.num_layers * tokens.numel() * shape.hidden_size * 2
+    assert held[0] - held[1] >= 0.9 * inputs * (2 if granularity == "attention_boundary" else 1)
+    assert furthest(found[1], found[0]) < 2**-8
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_another_policy(default_data: Path, tmp_path: Path) -> None:
+    split = ("--context-parallel-size", "2")
+    whole = pretrain(2, default_data, tmp_path / "whole", *split, "--train-iters", "4")
+    memory = ("--recompute-granularity", "full", "--loss-chunk-size", "50", "--ffn-chunk-size", "50")
+    first = (*split, *memory, "--train-iters", "4", "--exit-interval", "2")
+    saved = pretrain(2, default_data, tmp_path / "run", *first)
+    assert differences(saved, whole[:2]) <= 1e-6
+    rest = (*split, "--train-iters", "4", "--load", str(tmp_path / "run"))
+    assert differences(pretrain(2, default_data, tmp_path / "run", *rest), whole) <= 1e-6

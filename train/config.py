@@ -214,7 +214,7 @@ def _validate_sizes(config: Config, world_size: int) -> None:
     for name in ("loss_chunk_size", "ffn_chunk_size"):
         if tp > 1 and (value := getattr(config.recompute, name)):
             raise ConfigError(
-                f"{name} is {value} with tensor_model_parallel_size {tp}, whose ranks hold parts of the tokens already; "
+                f"{name} is {value} with tensor_model_parallel_size {tp}, whose ranks hold parts of the tokens; "
                 f"leave {name} out, or use size 1 with context_parallel_size instead"
             )
     _validate_fit("tensor_model_parallel_size", tp, world_size, 1)

@@ -102,7 +102,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("size", [1, 5, 100])
 def test_a_loss_in_chunks_is_the_loss_and_never_has_all_logits(size: int, untied: bool) -> None:
     vocabulary = 500  # logits of all tokens are by far the largest tensor, those of a few are not
-    config = replace(MODEL, vocab_size=vocabulary, untie_embeddings_and_output_weights=untied)
+    config = replace(LLAMA, vocab_size=vocabulary, untie_embeddings_and_output_weights=untied)
     model = build_model(config).double()
     model.init_weights(3)
     found, largest = [], []
@@ -116,7 +116,7 @@ def test_a_loss_in_chunks_is_the_loss_and_never_has_all_logits(size: int, untied
     for a, b in zip(*found, strict=True):
         assert (a - b).norm() <= 1e-14 * b.norm()
     assert largest[0] == 2 * LENGTH * vocabulary
-    assert largest[1] == max(min(size, 2 * LENGTH) * vocabulary, vocabulary * MODEL.hidden_size)
+    assert largest[1] == max(min(size, 2 * LENGTH) * vocabulary, vocabulary * LLAMA.hidden_size)
 
 
 def test_without_a_method_the_attention_is_plain() -> None:

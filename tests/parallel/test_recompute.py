@@ -116,7 +116,8 @@ def layer_output(chosen: RecomputeConfig) -> tuple[Tensor, list[Tensor]]:
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         out = model.layers[0](x, rotary)
-    return out, [t for t in kept if t.data_ptr() not in weights]
+    # torch before 2.13 keeps an empty tensor besides
+    return out, [t for t in kept if t.numel() and t.data_ptr() not in weights]
 
 
 @pytest.mark.parametrize("granularity", ["full", "attention_boundary"])
@@ -134,7 +135,7 @@ def test_offload_moves_all_that_is_kept(granularity: str, kept: int, monkeypatch
     assert same(step(config(granularity, recompute_offload=True)), step(config("none")))
     heads = (2, LENGTH, MODEL.num_attention_heads)
     of_a_layer = [(2, LENGTH, MODEL.hidden_size), (*heads, MODEL.head_dim), heads]  # its input, out, lse
-    assert [tuple(shape) for shape in moved] == of_a_layer[:kept] * MODEL.num_layers
+    assert [tuple(shape) for shape in moved if shape.numel()] == of_a_layer[:kept] * MODEL.num_layers
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

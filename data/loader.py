@@ -4,13 +4,11 @@ Which samples a step holds depends on the number of samples consumed before it a
 save, and neither the number of ranks nor the micro-batch size changes the order.
 """
 
-import warnings
 from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from data.indexed import DataError
@@ -76,13 +74,8 @@ def evaluation_batches(
 
     The last step is filled up with samples whose labels are all IGNORE_INDEX, so that every rank makes the same number
     of steps and of micro-batches; a loss summed over all ranks and divided by the number of labels left is exact.
-    Warns (rank 0) where there are fewer samples than asked for.
     """
     _check_sizes(global_batch_size, micro_batch_size, dp_size)
-    if len(dataset) < samples and (not dist.is_initialized() or dist.get_rank() == 0):
-        warnings.warn(
-            f"{samples} validation samples are asked for; there are {len(dataset)}: all are used", stacklevel=2
-        )
     wanted: list[int | None] = list(range(min(samples, len(dataset))))
     wanted += [None] * (-len(wanted) % global_batch_size)
     indices = iter(wanted)

@@ -90,6 +90,12 @@ class Trainer:
                 "--train-iters N goes on",
                 flush=True,
             )
+        elif self.log is not None and self.valid_data is not None and len(self.valid_data) < self._wanted:
+            print(
+                f"note: eval_iters {config.train.eval_iters} asks for {self._wanted} validation samples; "
+                f"there are {len(self.valid_data)}, and all are used",
+                flush=True,
+            )
         while progress.iteration < config.train.train_iters:
             record = self._iteration(steps)
             stop = self._told_to_stop(started)
@@ -188,8 +194,7 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self, data: Samples) -> float:
         """Mean loss over the first eval_iters global batches of the validation data; always the same ones."""
-        wanted = self.config.train.eval_iters * self.global_batch_size
-        steps = evaluation_batches(data, samples=wanted, **self._batching())
+        steps = evaluation_batches(data, samples=self._wanted, **self._batching())
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.mesh.device), 0
         while True:
             micro_batches, valid = self._next_step(steps)
@@ -200,6 +205,11 @@ class Trainer:
             tokens += valid
         dist.all_reduce(total, group=self.mesh.both.get_group())
         return total.item() / max(tokens, 1)
+
+    @property
+    def _wanted(self) -> int:
+        """Validation samples that are asked for."""
+        return self.config.train.eval_iters * self.global_batch_size
 
     def _batching(self) -> dict[str, Any]:
         return {

@@ -1,7 +1,9 @@
 """The training loop on a tiny LLaMA and made-up samples: steps, skips, stops, validations and records."""
 
+import io
 import math
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -256,15 +258,25 @@ def frozen(trainer: Trainer) -> None:
     trainer.optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
 
 
+def said_of_validation(rank: int, world_size: int, asked: int, folder: Path, there: int) -> list[str]:
+    """Validate after each of two iterations; the notes that are printed."""
+    config, output = settings(train_iters=2, eval_iters=asked, eval_interval=1), io.StringIO()
+    with redirect_stdout(output):
+        run_with(rank, world_size, config, folder, frozen, Samples(there))
+    return [line for line in output.getvalue().splitlines() if line.startswith("note:")]
+
+
 @pytest.mark.parametrize(("there", "asked", "used"), [(3, 4, 3), (20, 2, 8)])
 @pytest.mark.parametrize("size", [1, 2])
 def test_validation_is_the_mean_over_the_tokens_that_there_are(
     size: int, there: int, asked: int, used: int, tmp_path: Path
 ) -> None:
-    config = settings(train_iters=1, eval_iters=asked)
-    run_ranks(run_with, size, config, tmp_path / "run", frozen, Samples(there))
-    (record,) = read_metrics(tmp_path / "run" / METRICS)
-    assert record["validation_loss"] == pytest.approx(expected_validation(used), rel=1e-6)
+    first, *others = run_ranks(said_of_validation, size, asked, tmp_path / "run", there)
+    for record in read_metrics(tmp_path / "run" / METRICS):
+        assert record["validation_loss"] == pytest.approx(expected_validation(used), rel=1e-6)
+    few = ["note: eval_iters 4 asks for 16 validation samples; there are 3, and all are used"]
+    assert first == (few if there < 4 * asked else [])
+    assert not any(others)
 
 
 @pytest.mark.parametrize("where", ["training", "validation"])

@@ -5,6 +5,7 @@ save, and neither the number of ranks nor the micro-batch size changes the order
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, Protocol
 
@@ -29,17 +30,33 @@ class Samples(Protocol):
         """One sample."""
 
 
-def batches(
-    dataset: Samples,
-    *,
-    consumed_samples: int,
-    global_batch_size: int,
-    micro_batch_size: int,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-) -> Iterator[list[Batch]]:
+@dataclass(frozen=True, kw_only=True)
+class Batching:
+    """How data-parallel ranks share out a global batch, cut it into micro-batches and read it."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    dp_rank: int = 0
+    dp_size: int = 1
+    num_workers: int = 0
+    """Processes that read ahead; 0 reads here."""
+    pin_memory: bool = False
+    """Page-lock the tensors, for copies to a GPU that do not block."""
+
+    def __post_init__(self) -> None:
+        if min(self.global_batch_size, self.micro_batch_size) < 1 or self.global_batch_size % self.together:
+            raise DataError(
+                f"global_batch_size {self.global_batch_size} is not a multiple of micro_batch_size "
+                f"{self.micro_batch_size} x data-parallel size {self.dp_size}; change one of them"
+            )
+
+    @property
+    def together(self) -> int:
+        """Samples that all ranks' micro-batches of one turn hold."""
+        return self.micro_batch_size * self.dp_size
+
+
+def batches(dataset: Samples, batching: Batching, consumed_samples: int) -> Iterator[list[Batch]]:
     """Endless steps, each this rank's micro-batches: dicts of `tokens` and `labels`, int64 [B, S].
 
     The ranks' micro-batches of a step together are exactly the samples [consumed, consumed + global_batch_size), then
@@ -48,82 +65,47 @@ def batches(
     Args:
         dataset: endless, as `data.megatron.build_datasets` gives it.
         consumed_samples: samples of all ranks before this step.
-        num_workers: processes that read ahead; 0 reads here.
-        pin_memory: page-lock the tensors, for copies to a GPU that do not block.
 
     Raises:
-        DataError: at once if global_batch_size cannot be shared out; when reached, for a bad sample.
+        DataError: when reached, for a bad sample.
     """
-    _check_sizes(global_batch_size, micro_batch_size, dp_size)
-    indices = count(consumed_samples)
-    return _steps(dataset, indices, global_batch_size, micro_batch_size, dp_rank, dp_size, num_workers, pin_memory)
+    return _steps(dataset, batching, count(consumed_samples))
 
 
-def evaluation_batches(
-    dataset: Samples,
-    *,
-    samples: int,
-    global_batch_size: int,
-    micro_batch_size: int,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-) -> Iterator[list[Batch]]:
+def evaluation_batches(dataset: Samples, batching: Batching, samples: int) -> Iterator[list[Batch]]:
     """As `batches`, but the samples [0, min(samples, len(dataset))), each once.
 
     The last step is filled up with samples whose labels are all IGNORE_INDEX, so that every rank makes the same number
     of steps and of micro-batches; a loss summed over all ranks and divided by the number of labels left is exact.
     """
-    _check_sizes(global_batch_size, micro_batch_size, dp_size)
     wanted: list[int | None] = list(range(min(samples, len(dataset))))
-    wanted += [None] * (-len(wanted) % global_batch_size)
-    indices = iter(wanted)
-    return _steps(dataset, indices, global_batch_size, micro_batch_size, dp_rank, dp_size, num_workers, pin_memory)
+    wanted += [None] * (-len(wanted) % batching.global_batch_size)
+    return _steps(dataset, batching, iter(wanted))
 
 
-def _check_sizes(global_batch_size: int, micro_batch_size: int, dp_size: int) -> None:
-    if min(global_batch_size, micro_batch_size) < 1 or global_batch_size % (micro_batch_size * dp_size):
-        raise DataError(
-            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} x "
-            f"data-parallel size {dp_size}; change one of them"
-        )
-
-
-def _steps(
-    dataset: Samples,
-    indices: Iterator[int | None],
-    global_batch_size: int,
-    micro_batch_size: int,
-    dp_rank: int,
-    dp_size: int,
-    num_workers: int,
-    pin_memory: bool,
-) -> Iterator[list[Batch]]:
+def _steps(dataset: Samples, batching: Batching, indices: Iterator[int | None]) -> Iterator[list[Batch]]:
     loader: DataLoader[Any] = DataLoader(
         _Reader(dataset),  # type: ignore[arg-type]
-        batch_sampler=_micro_batches(indices, micro_batch_size, dp_rank, dp_size),
+        batch_sampler=_micro_batches(batching, indices),
         collate_fn=_collate,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
+        num_workers=batching.num_workers,
+        pin_memory=batching.pin_memory,
         # Its own generator: the loader draws a seed for its workers, which must not move the training's random state.
         generator=torch.Generator(),
     )
-    per_step = global_batch_size // (micro_batch_size * dp_size)
     reader = iter(loader)
-    while step := list(islice(reader, per_step)):
+    while step := list(islice(reader, batching.global_batch_size // batching.together)):
         for batch in step:
             if isinstance(batch, DataError):
                 raise batch
         yield step
 
 
-def _micro_batches(
-    indices: Iterator[int | None], micro_batch_size: int, dp_rank: int, dp_size: int
-) -> Iterator[list[int | None]]:
+def _micro_batches(batching: Batching, indices: Iterator[int | None]) -> Iterator[list[int | None]]:
     """This rank's indices by micro-batch: as in Megatron, rank r takes the r-th of every dp_size micro-batches."""
-    while together := list(islice(indices, micro_batch_size * dp_size)):
-        yield together[dp_rank * micro_batch_size : (dp_rank + 1) * micro_batch_size]
+    begin = batching.dp_rank * batching.micro_batch_size
+    while together := list(islice(indices, batching.together)):
+        yield together[begin : begin + batching.micro_batch_size]
 
 
 class _Reader:

@@ -4,13 +4,14 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.loader import Batch, Samples, batches, evaluation_batches
+from data.loader import Batch, Batching, Samples, batches, evaluation_batches
 from data.megatron import DataError
 from parallel.agree import agreed
 from parallel.checkpoint import save_checkpoint
@@ -82,7 +83,7 @@ class Trainer:
         config, progress = self.config, self.progress
         self._peak = peak_flops(self.mesh.device, torch.bfloat16 if config.train.bf16 else torch.float32)
         self._skipped_in_a_row = 0
-        steps = batches(self.train_data, consumed_samples=progress.consumed_samples, **self._batching())
+        steps = batches(self.train_data, self._batching, progress.consumed_samples)
         unprinted: list[dict[str, Any]] = []
         if self.log is not None and progress.iteration >= config.train.train_iters:
             print(
@@ -194,7 +195,7 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self, data: Samples) -> float:
         """Mean loss over the first eval_iters global batches of the validation data; always the same ones."""
-        steps = evaluation_batches(data, samples=self._wanted, **self._batching())
+        steps = evaluation_batches(data, self._batching, self._wanted)
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.mesh.device), 0
         while True:
             micro_batches, valid = self._next_step(steps)
@@ -211,15 +212,16 @@ class Trainer:
         """Validation samples that are asked for."""
         return self.config.train.eval_iters * self.global_batch_size
 
-    def _batching(self) -> dict[str, Any]:
-        return {
-            "global_batch_size": self.global_batch_size,
-            "micro_batch_size": self.config.train.micro_batch_size,
-            "dp_rank": self.mesh.dp.get_local_rank(),
-            "dp_size": self.mesh.dp.size(),
-            "num_workers": self.config.data.num_workers,
-            "pin_memory": self.mesh.device.type == "cuda",
-        }
+    @cached_property
+    def _batching(self) -> Batching:
+        return Batching(
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.config.train.micro_batch_size,
+            dp_rank=self.mesh.dp.get_local_rank(),
+            dp_size=self.mesh.dp.size(),
+            num_workers=self.config.data.num_workers,
+            pin_memory=self.mesh.device.type == "cuda",
+        )
 
     def _told_to_stop(self, started: float) -> bool:
         """Whether exit_interval or exit_duration_in_mins ends the run here; all ranks go by the first one's clock."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from data.loader import IGNORE_INDEX, batches, evaluation_batches
+from data.loader import IGNORE_INDEX, Batching, batches, evaluation_batches
 from data.megatron import DataConfig, DataError, build_datasets
 from tests.data.corpora import EOD, NumberTokenizer, counting_documents, write_documents
 
@@ -31,9 +31,9 @@ class Numbers:
         return {"tokens": ids, "labels": ids + 1, "loss_mask": mask}
 
 
-def steps(count: int, **arguments: Any) -> list[list[list[int]]]:
+def steps(count: int, consumed_samples: int, **batching: Any) -> list[list[list[int]]]:
     """First tokens of each micro-batch of `count` steps."""
-    loader = batches(**({"dataset": Numbers(), "global_batch_size": GLOBAL} | arguments))  # type: ignore[arg-type]
+    loader = batches(Numbers(), Batching(global_batch_size=GLOBAL, **batching), consumed_samples)
     return [[batch["tokens"][:, 0].tolist() for batch in next(loader)] for _ in range(count)]
 
 
@@ -71,14 +71,13 @@ def test_reading_leaves_the_random_state_alone() -> None:
 @pytest.mark.parametrize(("global_batch", "micro", "dp"), [(12, 5, 1), (12, 2, 4), (0, 1, 1), (12, 0, 1)])
 def test_sizes_that_do_not_divide(global_batch: int, micro: int, dp: int) -> None:
     with pytest.raises(DataError, match=f"global_batch_size {global_batch} .*micro_batch_size {micro} .* size {dp}"):
-        batches(Numbers(), consumed_samples=0, global_batch_size=global_batch, micro_batch_size=micro, dp_size=dp)
+        Batching(global_batch_size=global_batch, micro_batch_size=micro, dp_size=dp)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_bad_sample_raises_one_clear_message(num_workers: int) -> None:
-    loader = batches(
-        Numbers(bad=29), consumed_samples=0, global_batch_size=GLOBAL, micro_batch_size=3, num_workers=num_workers
-    )
+    batching = Batching(global_batch_size=GLOBAL, micro_batch_size=3, num_workers=num_workers)
+    loader = batches(Numbers(bad=29), batching, 0)
     next(loader)
     with pytest.raises(DataError) as raised:
         next(loader)
@@ -91,7 +90,7 @@ def test_evaluation_reads_each_sample_once(dp_size: int, asked: int) -> None:
     ranks = [
         list(
             evaluation_batches(
-                Numbers(), samples=asked, global_batch_size=8, micro_batch_size=2, dp_rank=rank, dp_size=dp_size
+                Numbers(), Batching(global_batch_size=8, micro_batch_size=2, dp_rank=rank, dp_size=dp_size), asked
             )
         )
         for rank in range(dp_size)
@@ -112,7 +111,7 @@ def test_evaluation_reads_each_sample_once(dp_size: int, asked: int) -> None:
 
 
 def test_evaluation_never_wraps() -> None:
-    read = list(evaluation_batches(Numbers(), samples=50, global_batch_size=4, micro_batch_size=4))
+    read = list(evaluation_batches(Numbers(), Batching(global_batch_size=4, micro_batch_size=4), 50))
     assert [batch["tokens"][:, 0].tolist() for (batch,) in read] == [list(range(i, i + 4)) for i in range(0, 20, 4)]
 
 
@@ -122,9 +121,8 @@ def test_real_files_over_an_epochs_boundary(tmp_path: Path, num_workers: int, eo
     prefix = write_documents(tmp_path / "d", counting_documents(10))
     config = DataConfig(data_path=(prefix,), split="100,0,0", eod_mask_loss=eod_mask_loss)
     train = build_datasets(config, SEQ, 1, NumberTokenizer())[0]
-    loader = batches(
-        train, consumed_samples=len(train) - 5, global_batch_size=8, micro_batch_size=4, num_workers=num_workers
-    )
+    batching = Batching(global_batch_size=8, micro_batch_size=4, num_workers=num_workers)
+    loader = batches(train, batching, len(train) - 5)
     got = [batch for _ in range(10) for batch in next(loader)]
     expected = [train[n] for n in range(len(train) - 5, len(train) + 75)]
     assert 2 * len(train) < 75
@@ -141,7 +139,7 @@ def test_filler_of_a_real_file_carries_no_loss(tmp_path: Path) -> None:
     prefix = write_documents(tmp_path / "d", counting_documents(10))
     valid = build_datasets(DataConfig(data_path=(prefix,), split="50,50"), SEQ, 1, NumberTokenizer())[1]
     assert valid is not None
-    (step,) = evaluation_batches(valid, samples=3, global_batch_size=4, micro_batch_size=4)
+    (step,) = evaluation_batches(valid, Batching(global_batch_size=4, micro_batch_size=4), 3)
     labels = step[0]["labels"]
     assert (labels[:3] != IGNORE_INDEX).all()
     assert (labels[3] == IGNORE_INDEX).all()

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from parallel.files import write_text
+
 
 def usable_cores() -> list[int]:
     """The cores that this process may run on, in order."""
@@ -114,7 +116,4 @@ class OtherLoad:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file whole or not at all; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(partial, path)
+    write_text(path, json.dumps(content, indent=1) + "\n")

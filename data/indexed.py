@@ -8,13 +8,14 @@ pointers int64 [N] in bytes, document bounds int64 [D], and for multimodal data 
 import hashlib
 import os
 import struct
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from parallel.files import replacing
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -131,39 +132,15 @@ def check_indexed(prefix: str | os.PathLike[str], vocab_size: int, scan_tokens: 
 
 
 @contextmanager
-def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
-    """Temporary names in the paths' folders; what is written there is fsynced and renamed to the paths at the end.
-
-    The names differ from each other only as the paths do, so that a .bin/.idx pair stays a pair. When the block raises,
-    KeyboardInterrupt included, nothing stays and what stood at the paths is as before.
-
-    Raises:
-        DataError: a file cannot be written.
-    """
-    # Suffixes are kept, since readers choose by them. mkstemp would make the files private, against the umask.
-    unique = uuid.uuid4().hex
-    temporary = tuple(path.with_name(f".{path.stem}.{unique}{path.suffix}") for path in paths)
-    renamed: list[Path] = []
+def writing(*paths: Path) -> Iterator[tuple[Path, ...]]:
+    """As `parallel.files.replacing`, but a file that cannot be written is a DataError."""
     try:
-        for path in paths:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        for name in temporary:
-            with name.open("rb+") as stream:
-                os.fsync(stream.fileno())
-        for name, path in zip(temporary, paths, strict=True):
-            renamed.append(path)
-            name.replace(path)
-        renamed.clear()
+        with replacing(*paths) as temporary:
+            yield temporary
     except OSError as error:
         raise DataError(
             f"cannot write {paths[0]} ({error.strerror}); free space or choose a folder that you can write to"
         ) from error
-    finally:
-        # An interrupt between two renames must not leave a .bin beside another run's .idx.
-        for name in (*temporary, *renamed):
-            with suppress(OSError):
-                name.unlink()
 
 
 def _scan_blocks(tokens: int, scan_tokens: int) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from data.corpus import Corpus, input_files, stdlib_files, stdlib_folder
-from data.indexed import DataError, open_indexed, replacing
+from data.indexed import DataError, open_indexed, writing
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 22
@@ -80,7 +80,7 @@ def prepare(request: Request, prefix: Path, overwrite: bool = False, progress: b
         raise DataError(f"{stdlib_folder()} holds no Python sources on this machine; give other text by --input")
     trains = request.tokenizer_model is None
     ends = (".bin", ".idx", ".json", *((".model",) if trains else ()))
-    with replacing(*(_with_end(prefix, end) for end in ends)) as temporary:
+    with writing(*(_with_end(prefix, end) for end in ends)) as temporary:
         if request.tokenizer_model is None:
             if progress:
                 print(f"training a tokenizer of {request.vocab_size} entries", file=sys.stderr)
@@ -110,7 +110,7 @@ def write_indexed(documents: Iterable[str], prefix: Path, tokenizer: Tokenizer) 
     Raises:
         DataError: there are none, or the tokenizer gives an id outside its own vocabulary.
     """
-    with replacing(_with_end(prefix, ".bin"), _with_end(prefix, ".idx")) as (data, index):
+    with writing(_with_end(prefix, ".bin"), _with_end(prefix, ".idx")) as (data, index):
         _write(documents, data, index, tokenizer, progress=False)
 
 

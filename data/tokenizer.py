@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from data.indexed import DataError, replacing
+from data.indexed import DataError, writing
 
 END_OF_TEXT = "<|endoftext|>"
 # End-of-text tokens of well-known tokenizers, looked for where no tokenizer_config.json names one.
@@ -206,7 +206,7 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
         reason = str(error).rsplit("] ", 1)[-1].strip()
         raise DataError(f"vocab_size {vocab_size} does not suit the text to train on: {reason}") from error
     path = Path(f"{os.fspath(model_prefix)}.model")
-    with replacing(path) as (temporary,):
+    with writing(path) as (temporary,):
         temporary.write_bytes(model.getvalue())
     return path
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel.agree import agree, agreed, cpu_group, from_first, is_first
+from parallel.files import fsync_folder, write_text
 from parallel.manifest import (
     POINTER,
     CheckpointError,
@@ -20,11 +21,9 @@ from parallel.manifest import (
     checkpoint_folder,
     describe,
     find_checkpoint,
-    fsync_folder,
     read_manifest,
     to_stderr,
     what_is_broken,
-    write_durably,
     write_manifest,
 )
 from parallel.shards import METADATA, compare_tensors, read_metadata, read_shards, tensors_of, write_shards
@@ -221,7 +220,7 @@ def _publish(draft: Path, folder: Path, manifest: Manifest) -> None:
         write_manifest(draft, manifest)
         draft.rename(folder)
         fsync_folder(folder.parent)
-        write_durably(folder.parent / POINTER, f"{manifest.iteration}\n")
+        write_text(folder.parent / POINTER, f"{manifest.iteration}\n")
 
 
 def _compare_architecture(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:

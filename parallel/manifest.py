@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.agree import agree, from_first, is_first
+from parallel.files import write_text
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -49,32 +50,12 @@ def describe(path: Path) -> tuple[int, str]:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fsync_folder(path: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Put a text file in place at once and for good: a reader sees the old content or the new, never a part."""
-    draft = path.with_name(path.name + ".new")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    fsync_folder(path.parent)
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json``, which carries a checksum of itself too, since all else is trusted through it."""
     # Once through JSON, so that the checksum is of what a reader gets (tuples and integer keys change on the way).
     content = json.loads(json.dumps({"format_version": FORMAT_VERSION, **asdict(manifest)}))
     content["checksum"] = _checksum(content)
-    write_durably(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+    write_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
 def read_manifest(folder: str | Path) -> Manifest:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from parallel.files import replacing, write_text
 from train.flags import ConfigError
 
 METRICS = "metrics.jsonl"
@@ -98,9 +99,7 @@ def cut_back(path: Path, iteration: int) -> list[dict[str, Any]]:
         The records that stay.
     """
     kept = [record for record in read_metrics(path) if record["iteration"] <= iteration] if path.exists() else []
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    draft.replace(path)
+    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept
 
 
@@ -186,10 +185,9 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set(xlabel="iteration", ylabel="loss (nats per token)", title=path.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()
-    draft = path.with_name("loss.tmp.png")
-    figure.savefig(draft, dpi=120)
+    with replacing(path) as (draft,):
+        figure.savefig(draft, dpi=120)
     plt.close(figure)
-    draft.replace(path)
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:

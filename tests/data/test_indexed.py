@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.indexed import replacing
+from data.indexed import writing
 from data.megatron import DataError, check_indexed
 from tests.data.corpora import counting_documents, write_documents
 
@@ -112,35 +112,7 @@ def test_scan_reaches_head_and_tail(tmp_path: Path) -> None:
         check_indexed(prefix, vocab_size=50, scan_tokens=8)  # the two ranges overlap
 
 
-def _write_half(error: type[BaseException], *paths: Path) -> None:
-    with replacing(*paths) as names:
-        names[0].write_bytes(b"half")
-        raise error
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_replacing_leaves_nothing_when_interrupted(tmp_path: Path, error: type[BaseException]) -> None:
-    paths = tmp_path / "new" / "d.bin", tmp_path / "new" / "d.idx"
-    with pytest.raises(error):
-        _write_half(error, *paths)
-    assert not list((tmp_path / "new").iterdir())
-
-
-def test_replacing_keeps_the_old_and_pairs_the_new(tmp_path: Path) -> None:
-    paths = tmp_path / "d.bin", tmp_path / "d.idx"
-    for path in paths:
-        path.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt):
-        _write_half(KeyboardInterrupt, *paths)
-    assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == [b"old", b"old"]
-    with replacing(*paths) as names:
-        assert names[0].with_suffix("") == names[1].with_suffix("")
-        for name in names:
-            name.write_bytes(b"new")
-    assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == [b"new", b"new"]
-
-
-def test_replacing_names_a_file_in_the_way(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot write .*d\.bin"), replacing(tmp_path / "file" / "d.bin"):
+    with pytest.raises(DataError, match=r"cannot write .*d\.bin"), writing(tmp_path / "file" / "d.bin"):
         pass

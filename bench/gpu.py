@@ -13,8 +13,9 @@ from torch import Tensor
 
 from bench.ceilings import measure as measure_ceilings
 from bench.machine import describe, time_steps
-from bench.workload import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Workload, sdpa
+from bench.workload import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Workload
 from kernels.attention import CAUSAL, block_backward, block_forward, select_backend
+from model.attention import sdpa
 from parallel.context import make_plan
 from parallel.context.executor import Executor
 
@@ -115,7 +116,7 @@ def _row(name: str, shape: Workload, forward: list[float], backward: list[float]
 class _Alone(Executor):
     """The executor of one rank without the others: what would arrive from them is what would be sent to them."""
 
-    def _shift(self, tensor: Tensor, send_to: int, recv_from: int, tag: int) -> Callable[[], Tensor]:
+    def _shift(self, tensor: Tensor, send_to: int, recv_from: int) -> Callable[[], Tensor]:
         return lambda: tensor
 
     def _gather(self, kv: Tensor, ranks: tuple[int, ...]) -> Tensor:

@@ -23,7 +23,6 @@ from kernels.merge import merge_
 from parallel.context.plan import Plan, Round
 from parallel.context.tiles import Tile, halved
 
-KV_TAG, GRADIENT_TAG = 0, 1
 # torch 2.13 renamed these two and warns of the old names
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -77,7 +76,7 @@ class Executor:
             if arriving is not None:
                 dkv += arriving()
             if step.send_to is not None and step.recv_from is not None:
-                arriving = self._shift(dkv, step.send_to, step.recv_from, GRADIENT_TAG)
+                arriving = self._shift(dkv, step.send_to, step.recv_from)
 
         self._circulate(torch.stack((k, v)), attend)
         dk, dv = self._bring_home(dkv)
@@ -90,19 +89,19 @@ class Executor:
                 kv = self._gather(kv, step.holds)
             arriving = None
             if step.send_to is not None and step.recv_from is not None:
-                arriving = self._shift(kv, step.send_to, step.recv_from, KV_TAG)
+                arriving = self._shift(kv, step.send_to, step.recv_from)
             visit(kv, step)
             if arriving is not None:
                 kv = arriving()
 
-    def _shift(self, tensor: Tensor, send_to: int, recv_from: int, tag: int) -> Callable[[], Tensor]:
+    def _shift(self, tensor: Tensor, send_to: int, recv_from: int) -> Callable[[], Tensor]:
         """Start sending a contiguous tensor on and receiving one like it; the result waits for both and returns it."""
         received = torch.empty_like(tensor)
-        # gloo wants the receive posted first; the tag keeps KV and its gradient, both in flight, apart
+        # No tag keeps KV and its gradient, both in flight, apart: every rank posts them in the plan's order.
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.irecv, received, group=self.group, tag=tag, group_peer=recv_from),
-                dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=send_to),
+                dist.P2POp(dist.irecv, received, group=self.group, group_peer=recv_from),
+                dist.P2POp(dist.isend, tensor, group=self.group, group_peer=send_to),
             ]
         )
 
@@ -127,7 +126,7 @@ class Executor:
         if self.plan.size == 1:
             return dkv
         if len(holds) == 1:
-            return self._shift(dkv, *self.plan.homecoming(self.rank), GRADIENT_TAG)()
+            return self._shift(dkv, *self.plan.homecoming(self.rank))()
         by_rank = dkv.new_empty(dkv.shape)
         by_rank.index_copy_(2, self.plan.gather_order(holds, dkv.device), dkv)
         parts = by_rank.unflatten(2, (len(holds), -1)).permute(2, 0, 1, 3, 4, 5).contiguous()

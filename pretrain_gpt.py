@@ -4,7 +4,6 @@ torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/llama_
 """
 
 import sys
-from dataclasses import replace
 
 import torch
 
@@ -18,8 +17,8 @@ from parallel.data import fill, shard_model
 from parallel.mesh import Mesh, joined, launched_world_size
 from parallel.recompute import recompute_layers
 from parallel.tensor import split_model
-from train.config import Config, ConfigError, parse_args, validate, validate_vocabulary
-from train.language import NextToken, context_of, corpus_entropy
+from train.config import Config, parse_args, validate
+from train.language import NextToken, context_of, corpus_entropy, with_vocabulary
 from train.loop import Trainer
 from train.optim import build_optimizer
 from train.run import claim_folder, exit_status, open_log, resume
@@ -66,15 +65,6 @@ def main(arguments: list[str]) -> None:
         if is_first():
             print(summary(config, mesh), flush=True)
         trainer.run()
-
-
-def with_vocabulary(config: Config, entries: int) -> Config:
-    """The configuration with the tokenizer's vocabulary where it names none; ConfigError where it names too few."""
-    size = config.model.vocab_size
-    if size is not None and size < entries:
-        raise ConfigError(f"vocab_size is {size} and the tokenizer has {entries} entries; raise it or leave it out")
-    validate_vocabulary(size or entries, config.mesh.tensor_model_parallel_size)
-    return replace(config, model=replace(config.model, vocab_size=size or entries))
 
 
 def summary(config: Config, mesh: Mesh) -> str:

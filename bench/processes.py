@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.ceilings import matmul_rate
-from bench.workload import DTYPES, Workload, fingerprint, sdpa
+from bench.workload import DTYPES, Workload, fingerprint
+from model.attention import sdpa
 from parallel.context import context_parallel
 
 ONE_PROCESS = "one_process"

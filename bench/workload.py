@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -57,13 +56,6 @@ class Workload:
         )
         dtype = DTYPES[self.dtype]
         return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype), dout.to(device, dtype)
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's own causal attention, the peer that everything is compared with; ``[B, S, H, D]``."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
 def fingerprint(tensors: list[Tensor]) -> Tensor:

@@ -17,7 +17,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of one device that holds the whole sequence in order; see Attend for the shapes."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or G, T, D]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
 class Attention(nn.Module):

@@ -1,7 +1,6 @@
 """Print text that a trained model writes: python -m tools.sample --load runs/llama_tiny --prompt "def "."""
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from model.generate import generate
 from model.registry import build_model
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_model
 from train.config import Config, ConfigError, load_config
+from train.language import with_vocabulary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +36,8 @@ def sample(args: argparse.Namespace) -> None:
         raise ConfigError(f"{args.load / 'config.toml'}: tokenizer_model is not set; name the tokenizer of the run")
     tokenizer = load_tokenizer(config.data.tokenizer_model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, iteration = _load(config, args.load, args.ckpt_step, tokenizer.vocab_size, device)
+    config = with_vocabulary(config, tokenizer.vocab_size)
+    model, iteration = _load(config, args.load, args.ckpt_step, device)
 
     # Documents follow an end-of-text token: after one, the model takes the prompt for the beginning of a text.
     prompt = [tokenizer.eod, *tokenizer.tokenize(args.prompt)]
@@ -64,9 +65,7 @@ def sample(args: argparse.Namespace) -> None:
         print(tokenizer.detokenize(prompt[1:] + written))
 
 
-def _load(
-    config: Config, run: Path, step: int | None, vocab_size: int, device: torch.device
-) -> tuple[LanguageModel, int]:
+def _load(config: Config, run: Path, step: int | None, device: torch.device) -> tuple[LanguageModel, int]:
     """The model of a run with the weights of its newest whole checkpoint, or of iteration `step`, and the iteration.
 
     On CUDA in the dtype that the run computed in, on a CPU, where bfloat16 is slow, in float32.
@@ -74,18 +73,11 @@ def _load(
     folder = find_checkpoint(run, step)
     if folder is None:
         raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
-    shape = config.model
-    if shape.vocab_size is None:
-        shape = dataclasses.replace(shape, vocab_size=vocab_size)
-    if shape.vocabulary < vocab_size:
-        raise ConfigError(
-            f"vocab_size is {shape.vocab_size}, but the tokenizer has {vocab_size} entries; name the run's own"
-        )
     with torch.device("meta"):
-        model = build_model(shape)
+        model = build_model(config.model)
     model.to(torch.bfloat16 if config.train.bf16 and device.type == "cuda" else torch.float32)
     model.to_empty(device=device)
-    return model, load_model(folder, model, architecture_of(shape)).iteration
+    return model, load_model(folder, model, architecture_of(config.model)).iteration
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

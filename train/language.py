@@ -1,5 +1,6 @@
 """Next-token prediction, as the training loop sees it."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from kernels.chunks import over_chunks
 from model.attention import Attend, sdpa
 from parallel.context import ContextParallel, context_parallel
 from parallel.vocabulary import cross_entropy_sum
-from train.config import Config, ConfigError
+from train.config import Config, ConfigError, validate_vocabulary
 
 
 class NextToken:
@@ -84,3 +85,15 @@ def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[Context
         )
     cp = context_parallel(method, seq_len=seq_length, group=group, multiple=tp, backend=backend)
     return cp, cp.attend
+
+
+def with_vocabulary(config: Config, entries: int) -> Config:
+    """The configuration with the tokenizer's vocabulary where it names none; ConfigError where it names too few."""
+    size = config.model.vocab_size
+    if size is not None and size < entries:
+        raise ConfigError(
+            f"vocab_size is {size} and the tokenizer has {entries} entries; name the tokenizer that goes with it, or "
+            "leave vocab_size out of a new run"
+        )
+    validate_vocabulary(size or entries, config.mesh.tensor_model_parallel_size)
+    return replace(config, model=replace(config.model, vocab_size=size or entries))

@@ -1,8 +1,11 @@
 """What the server imports, once, that tests/ranks.py forks its ranks from."""
 
+import matplotlib.pyplot
 import torch.distributed.checkpoint
 import torch.distributed.fsdp  # noqa: F401
 
+import pretrain_gpt  # noqa: F401
 from data.megatron import megatron_core
 
+matplotlib.use("Agg")
 megatron_core()

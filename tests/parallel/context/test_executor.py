@@ -1,5 +1,7 @@
 """Attention over real gloo ranks against float64 in one process: out and every gradient."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ def inputs(shape: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tens
     )
 
 
+@cache
 def truth(shape: str, dtype: torch.dtype, causal: bool) -> list[Tensor]:
     q, k, v, dout = inputs(shape, dtype)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -32,6 +35,7 @@ def truth(shape: str, dtype: torch.dtype, causal: bool) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
+@cache
 def one_process_sdpa(shape: str, dtype: torch.dtype, causal: bool) -> list[Tensor]:
     *leaves, dout = (x.to(dtype) for x in inputs(shape, dtype))
     leaves = [x.requires_grad_() for x in leaves]

@@ -2,19 +2,48 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 
+from model.attention import sdpa
 from model.base import initial_weight
 from model.config import ModelConfig
 from model.registry import build_model
 
 LLAMA = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
-KINDS = [LLAMA, dataclasses.replace(LLAMA, model_type="gpt", max_position_embeddings=100)]
+GPT = dataclasses.replace(LLAMA, model_type="gpt", max_position_embeddings=100, num_query_groups=None)
+KINDS = [LLAMA, GPT]
+ALL = {
+    "llama": LLAMA,
+    "llama, tied": dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False),
+    "gpt": GPT,
+    "gpt, rope": dataclasses.replace(GPT, position_embedding_type="rope", max_position_embeddings=None),
+    "gpt, grouped and tied": dataclasses.replace(GPT, num_query_groups=2, untie_embeddings_and_output_weights=False),
+}
 
 
-def built(config, seed=1):
-    model = build_model(config)
+@pytest.fixture(params=ALL.values(), ids=ALL.keys())
+def any_kind(request):
+    """Weights far from their beginnings."""
+    return dataclasses.replace(request.param, init_method_std=0.1)
+
+
+def built(config, seed=1, attend=sdpa):
+    model = build_model(config, attend)
     model.init_weights(seed)
     return model
+
+
+def used(config, attend=sdpa):
+    """Biases and norms as training leaves them: not 0 and 1."""
+    model, generator = built(config, attend=attend), torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def tokens(length=12, vocabulary=40):
+    return torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("config", KINDS)
@@ -55,3 +84,41 @@ def test_weights_on_the_meta_device_are_not_initialised_silently():
         model = build_model(KINDS[1])
     with pytest.raises(ValueError, match="to_empty"):
         model.init_weights(0)
+
+
+def test_explicit_positions_make_the_order_of_tokens_free(any_kind):
+    """What a context-parallel layout relies on: permuted tokens with their positions and a mask to match."""
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    back = order.argsort()
+
+    def attend(q, k, v):
+        return sdpa(*(x[:, back] for x in (q, k, v)))[:, order]
+
+    expected, model = used(any_kind)(tokens()), used(any_kind, attend)
+    permuted = model(tokens()[:, order], order)
+    torch.testing.assert_close(permuted[:, back], expected, rtol=0, atol=1e-5)
+    each = model(tokens()[:, order], order.expand(2, -1))
+    torch.testing.assert_close(each, permuted, rtol=0, atol=1e-6)
+    wrong = model(tokens()[:, order])[:, back]
+    assert (wrong - expected).abs().max() > 1e-3  # the bound sees positions that were not given
+
+
+@pytest.mark.parametrize("config", KINDS)
+def test_initial_loss_is_that_of_a_uniform_guess(config):
+    ids = tokens(vocabulary=500)
+    logits = built(dataclasses.replace(config, vocab_size=500))(ids)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    assert loss.item() == pytest.approx(torch.tensor(500.0).log().item(), abs=0.15)
+
+
+def test_every_parameter_gets_a_gradient_in_bf16(any_kind):
+    model = used(any_kind).bfloat16()
+    logits = model(tokens())
+    assert logits.dtype == torch.bfloat16
+    exact = used(any_kind)(tokens())
+    assert (logits - exact).norm() < 0.03 * exact.norm()
+    logits.float().logsumexp(-1).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+        # Softmax takes no notice of what all keys share: but for rotation, their bias has no gradient but noise.
+        assert parameter.grad.abs().sum() > 0 or name.endswith("wk.bias"), name

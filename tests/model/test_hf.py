@@ -1,3 +1,5 @@
+"""What holds for each family that Hugging Face and we both have: same numbers, and weights there and back."""
+
 import dataclasses
 import json
 
@@ -6,72 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from model.config import ModelConfig
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
-from model.llama import Llama
-
-transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's LLaMA")
-
-GQA = ModelConfig(
-    num_layers=2,
-    hidden_size=48,
-    ffn_hidden_size=80,
-    num_attention_heads=6,
-    num_query_groups=2,
-    vocab_size=61,
-    rotary_base=5000.0,
-    norm_epsilon=1e-6,
-    init_method_std=0.2,  # ten times the usual, so that softmax and logits are far from flat
-)
-CONFIGS = {
-    "gqa": GQA,
-    "mha": dataclasses.replace(GQA, num_query_groups=6),
-    "tied": dataclasses.replace(GQA, untie_embeddings_and_output_weights=False),
-    "wide heads": dataclasses.replace(GQA, kv_channels=14),
-}
-TOKENS = torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(0))
+from tests.model.hugging_face import CONFIGS, GPT2, LLAMA, TOKENS, hugging_face, ours, transformers
 
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
 def config(request):
     return request.param
-
-
-class ExactRotary(nn.Module):
-    """Hugging Face's rotary embedding with float64 angles."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.frequencies = config.rotary_base ** (-torch.arange(0, config.head_dim, 2).double() / config.head_dim)
-
-    def forward(self, x, position_ids):
-        angles = position_ids[..., None].double() * self.frequencies.repeat(2)
-        return angles.cos(), angles.sin()
-
-
-def hugging_face(config, dtype=torch.float32):
-    """Random weights; in float64 with the two float32 islands of the original (norms, angles) widened as well."""
-    torch.manual_seed(0)
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**config_to_hf(config), attn_implementation="sdpa")
-    ).to(dtype)
-    for name, parameter in theirs.named_parameters():
-        if "norm" in name:
-            parameter.data.uniform_(0.5, 1.5)
-    if dtype == torch.float64:
-        theirs.model.rotary_emb = ExactRotary(config)
-        for name, module in list(theirs.named_modules()):
-            if "norm" in name:
-                exact = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon, dtype=dtype)
-                exact.weight = module.weight
-                theirs.set_submodule(name, exact)
-    return theirs
-
-
-def ours(theirs, config, dtype=torch.float32):
-    model = Llama(config).to(dtype)
-    model.load_state_dict(from_hf(theirs.state_dict(), config))
-    return model
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
@@ -86,21 +29,35 @@ def test_logits_and_gradients_equal_hugging_faces(config, dtype, bound):
         nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.roll(-1).flatten()).backward()
     wanted = from_hf({name: p.grad for name, p in theirs.named_parameters()}, config)
     for name, parameter in model.named_parameters():
-        assert (parameter.grad - wanted[name]).norm() < bound * wanted[name].norm(), name
+        if name.endswith("wk.bias"):  # softmax takes no notice of it: zero, and noise in both
+            assert max(parameter.grad.abs().max(), wanted[name].abs().max()) < bound, name
+        else:
+            assert (parameter.grad - wanted[name]).norm() < bound * wanted[name].norm(), name
 
 
 @pytest.mark.parametrize(
-    "breakage",
+    ("config", "breakage"),
     [
-        {"rotary_base": 5500.0},
-        {"norm_epsilon": 1e-3},
-        {"num_attention_heads": 12, "num_query_groups": 4, "kv_channels": 4},
+        (LLAMA, {"rotary_base": 5500.0}),
+        (LLAMA, {"norm_epsilon": 1e-3}),
+        (LLAMA, {"num_attention_heads": 12, "num_query_groups": 4, "kv_channels": 4}),
+        (GPT2, {"norm_epsilon": 1e-3}),
+        (GPT2, {"num_attention_heads": 12}),
     ],
 )
-def test_bound_sees_a_wrong_configuration(breakage):
+def test_bound_sees_a_wrong_configuration(config, breakage):
     """Negative control: weights of the same shapes in a model that computes something else."""
-    theirs = hugging_face(GQA)
-    model = ours(theirs, dataclasses.replace(GQA, **breakage))
+    theirs = hugging_face(config)
+    model = ours(theirs, dataclasses.replace(config, **breakage))
+    assert (model(TOKENS) - theirs(TOKENS).logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_bound_sees_a_square_matrix_that_is_not_transposed(config):
+    theirs = hugging_face(config)
+    model = ours(theirs, config)
+    with torch.no_grad():
+        model.layers[0].attention.wo.weight.copy_(model.layers[0].attention.wo.weight.T.clone())
     assert (model(TOKENS) - theirs(TOKENS).logits).abs().max() > 1e-3
 
 
@@ -110,19 +67,21 @@ def test_round_trip(config):
     assert back.keys() == theirs.keys()
     assert all(torch.equal(back[name], theirs[name]) for name in theirs)
     full = config_from_hf(config_to_hf(config))
+    left_open = {name: getattr(full, name) for name in ("kv_channels", "num_query_groups")}
+    assert full == dataclasses.replace(config, ffn_hidden_size=config.ffn_size, **left_open)
     assert (full.head_dim, full.query_groups) == (config.head_dim, config.query_groups)
     assert config_from_hf(config_to_hf(full)) == full
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_transformers_loads_what_is_saved(tmp_path, config, dtype):
-    model = Llama(config)
-    model.init_weights(3)
-    model.to(dtype)
-    save_hf(tmp_path / "out", config, model.state_dict(), max_position_embeddings=4096)
+    model = ours(hugging_face(config), config).to(dtype)
+    longest = config.max_position_embeddings or 4096
+    save_hf(tmp_path / "out", config, model.state_dict(), max_position_embeddings=longest)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert type(theirs) is type(hugging_face(config))
     assert theirs.dtype == dtype
-    assert theirs.config.max_position_embeddings == 4096
+    assert theirs.config.max_position_embeddings == longest
     expected = theirs(TOKENS).logits
     bound = 1e-5 if dtype == torch.float32 else 0.05
     assert (expected - model(TOKENS)).norm() < bound * expected.norm()
@@ -133,20 +92,24 @@ def test_transformers_loads_what_is_saved(tmp_path, config, dtype):
         save_hf(tmp_path / "out", config, model.state_dict())
 
 
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_reads_shards_that_transformers_wrote(config, tmp_path):
+    theirs = hugging_face(config)
+    theirs.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    read, state = load_hf(tmp_path)
+    expected = from_hf(theirs.state_dict(), config)
+    assert config_from_hf(config_to_hf(read)) == read
+    assert read.max_position_embeddings == config.max_position_embeddings
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
 @pytest.fixture
 def sharded(tmp_path):
     """A folder as transformers writes it, in several shards."""
-    hugging_face(GQA).save_pretrained(tmp_path, max_shard_size="60KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    hugging_face(LLAMA).save_pretrained(tmp_path, max_shard_size="60KB")
     return tmp_path
-
-
-def test_reads_shards_that_transformers_wrote(sharded):
-    config, state = load_hf(sharded)
-    expected = from_hf(hugging_face(GQA).state_dict(), GQA)
-    assert config_from_hf(config_to_hf(config)) == config
-    assert state.keys() == expected.keys()
-    assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 def edit(path, **changes):
@@ -195,55 +158,26 @@ def _load(contents, folder):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("config", "change"),
     [
-        {"model_type": "mistral"},
-        {"hidden_act": "gelu"},
-        {"attention_bias": True},
-        {"mlp_bias": True},
-        {"attention_dropout": 0.1},
-        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        {"quantization_config": {"quant_method": "gptq"}},
+        (LLAMA, {"model_type": "mistral"}),
+        (LLAMA, {"hidden_act": "gelu"}),
+        (LLAMA, {"attention_bias": True}),
+        (LLAMA, {"mlp_bias": True}),
+        (LLAMA, {"attention_dropout": 0.1}),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}),
+        (LLAMA, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
+        (LLAMA, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+        (LLAMA, {"quantization_config": {"quant_method": "gptq"}}),
+        (GPT2, {"activation_function": "relu"}),
+        (GPT2, {"scale_attn_weights": False}),
+        (GPT2, {"scale_attn_by_inverse_layer_idx": True}),
+        (GPT2, {"add_cross_attention": True}),
+        (GPT2, {"quantization_config": {"quant_method": "gptq"}}),
+        (GPT2, {"model_type": "gpt_neox"}),
     ],
 )
-def test_unsupported_configurations_are_refused(change):
+def test_unsupported_configurations_are_refused(config, change):
     with pytest.raises(ValueError, match=r"config\.json: \w+ = .* is not supported"):
-        config_from_hf(config_to_hf(GQA) | change)
-
-
-def test_old_and_sparse_configurations():
-    """A config.json of transformers 4 has rope_theta at the top, and leaves may be missing."""
-    sparse = {
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "vocab_size": 100,
-        "rope_theta": 7000.0,
-        "rope_scaling": None,
-    }
-    config = config_from_hf(sparse)
-    assert (config.rotary_base, config.norm_epsilon, config.query_groups) == (7000.0, 1e-6, 4)
-    assert config.untie_embeddings_and_output_weights
-    del sparse["intermediate_size"]
-    with pytest.raises(ValueError, match="intermediate_size is missing"):
-        config_from_hf(sparse)
-
-
-def test_state_dicts_that_do_not_fit():
-    state = hugging_face(GQA).state_dict()
-    with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
-        from_hf({name: w for name, w in state.items() if name != "lm_head.weight"}, GQA)
-    with pytest.raises(ValueError, match=r"unknown model\.layers\.0\.self_attn\.q_proj\.bias"):
-        from_hf(state | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}, GQA)
-    with pytest.raises(ValueError, match=r"k_proj\.weight has shape \(16, 48\); .* \(48, 48\)"):
-        from_hf(state, CONFIGS["mha"])
-    with pytest.raises(ValueError, match="tie_word_embeddings"):
-        from_hf(state, CONFIGS["tied"])
-    with pytest.raises(ValueError, match=r"lacks layers\.1\.mlp"):
-        to_hf({name: w for name, w in from_hf(state, GQA).items() if "1.mlp." not in name}, GQA)
-    derived = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
-    assert from_hf(state | derived, GQA).keys() == from_hf(state, GQA).keys()
+        config_from_hf(config_to_hf(config) | change)

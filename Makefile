@@ -67,7 +67,7 @@ pretrain: $(READY) ## The main job: text, tokenizer, training on 4 processes, sa
 test: $(READY) ## The tests, but for the slow ones; ARGS="tests/train -k config" chooses
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
 
-test-slow: $(READY) ## The slow tests
+test-slow: $(READY) ## The slow tests: training for 20 and 40 iterations where make test has 6 and 12
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(ARGS)
 
 check: $(READY) ## Check format, lint and types

@@ -19,8 +19,8 @@ def built(config=TINY, seed=1, **kwargs):
     return model
 
 
-def tokens(batch=2, length=12, vocabulary=40):
-    return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(3))
+def tokens(batch=2, length=12):
+    return torch.randint(40, (batch, length), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("config", [TINY, TIED])

@@ -206,17 +206,6 @@ def _validate_sizes(config: Config, world_size: int) -> None:
             "one, raise the other, or give --position-embedding-type rope --max-position-embeddings none"
         )
     tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
-    if tp > 1 and config.model.model_type != "llama":
-        raise ConfigError(
-            f"tensor_model_parallel_size is {tp}, and model_type {config.model.model_type} cannot be split yet; "
-            "use size 1, and context_parallel_size or data_parallel_sharding_strategy zero3 instead"
-        )
-    for name in ("loss_chunk_size", "ffn_chunk_size"):
-        if tp > 1 and (value := getattr(config.recompute, name)):
-            raise ConfigError(
-                f"{name} is {value} with tensor_model_parallel_size {tp}, whose ranks hold parts of the tokens; "
-                f"leave {name} out, or use size 1 with context_parallel_size instead"
-            )
     _validate_fit("tensor_model_parallel_size", tp, world_size, 1)
     _validate_fit("context_parallel_size", cp, world_size, tp)
     if config.context.context_parallel_method == "none" and cp > 1:

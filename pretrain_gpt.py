@@ -18,7 +18,7 @@ from parallel.data import fill, shard_model
 from parallel.mesh import Mesh, joined, launched_world_size
 from parallel.recompute import recompute_layers
 from parallel.tensor import split_model
-from train.config import Config, ConfigError, parse_args, validate, validate_vocabulary
+from train.config import Config, ConfigError, parse_args, validate, validate_entries
 from train.language import NextToken, context_of, corpus_entropy
 from train.loop import Trainer
 from train.optim import build_optimizer
@@ -73,7 +73,7 @@ def with_vocabulary(config: Config, entries: int) -> Config:
     size = config.model.vocab_size
     if size is not None and size < entries:
         raise ConfigError(f"vocab_size is {size} and the tokenizer has {entries} entries; raise it or leave it out")
-    validate_vocabulary(size or entries, config.mesh.tensor_model_parallel_size)
+    validate_entries(size or entries, config.mesh.tensor_model_parallel_size)
     return replace(config, model=replace(config.model, vocab_size=size or entries))
 
 

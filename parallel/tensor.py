@@ -34,8 +34,8 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
 
     The query heads and the feed-forward width must be multiples of the mesh's size, and ``kv_heads`` a multiple or a
     divisor of it: fewer heads than ranks are kept by every rank, which computes the one that its query heads attend to.
-    The vocabulary need not divide: each rank holds V / size entries, rounded up, and the last one the fewer that are
-    left, which must be one at least.
+    The vocabulary and the table of positions need not divide: each rank holds V / size entries, rounded up, and the
+    last one the fewer that are left, which must be one at least.
 
     Raises:
         ValueError: the model has a parameter in a module that is none of these.
@@ -45,9 +45,8 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
         return
     heads = _Matrix(0) if kv_heads % size == 0 else _OneHead(head_dim, mesh.get_local_rank() * kv_heads // size)
     styles: dict[str, ParallelStyle] = {
-        "embedding": _Vocabulary(),
-        # Each rank looks up some channels of all positions, and trades them for all channels of its tokens.
-        "position_embedding": ColwiseParallel(output_layouts=Shard(-2), use_local_output=False),
+        "embedding": _Entries(),
+        "position_embedding": _Entries(),
         "attention_norm": SequenceParallel(),
         "attention": _AllTokens(),
         "attention.wq": _Matrix(0),
@@ -76,6 +75,11 @@ def _of_tokens(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
 
 
+def _scatter(part: Tensor, mesh: DeviceMesh) -> DTensor:
+    """The sum over ranks of ``part`` [..., T, C], sharded over T."""
+    return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(part.ndim - 2)])
+
+
 class _AllTokens(ParallelStyle):
     """A module that needs all tokens and gives parts of a sum: [B, T, C], sharded over T outside, plain inside.
 
@@ -88,8 +92,7 @@ class _AllTokens(ParallelStyle):
             return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]), *inputs[1:]
 
         def scatter(module: nn.Module, inputs: Any, part: Tensor) -> DTensor:
-            out = DTensor.from_local(part, device_mesh, [Partial()], run_check=False)
-            return out.redistribute(placements=[Shard(1)])
+            return _scatter(part, device_mesh)
 
         module.register_forward_pre_hook(gather)
         module.register_forward_hook(scatter)
@@ -148,10 +151,10 @@ class _OneHead(ParallelStyle):
         return module
 
 
-class _Vocabulary(ParallelStyle):
-    """An embedding whose entries are split; a token that another rank holds adds nought here: [B, T] -> [B, T, C].
+class _Entries(ParallelStyle):
+    """An embedding whose entries are split: [..., T] -> [..., T, C]; one that another rank holds adds nought here.
 
-    DTensor's own would compute the gradient of all V entries on every rank.
+    DTensor's own would compute the gradient of all entries on every rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -159,13 +162,13 @@ class _Vocabulary(ParallelStyle):
             weight = distribute_tensor(module.weight, mesh, [Shard(0)])  # type: ignore[arg-type]
             module.register_parameter("weight", nn.Parameter(weight))
 
-        def forward(tokens: Tensor) -> DTensor:
+        def forward(indices: Tensor) -> DTensor:
             weight: Any = module.weight
             first = first_entry(weight)
             local = weight.to_local()
-            inside = (tokens >= first) & (tokens < first + len(local))
-            x = F.embedding((tokens - first).where(inside, 0), local).where(inside[..., None], 0)
-            return DTensor.from_local(x, device_mesh, [Partial()], run_check=False).redistribute(placements=[Shard(1)])
+            inside = (indices >= first) & (indices < first + len(local))
+            x = F.embedding((indices - first).where(inside, 0), local).where(inside[..., None], 0)
+            return _scatter(x, device_mesh)
 
         distribute_module(module, device_mesh, split)
         module.forward = forward

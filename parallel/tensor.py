@@ -11,60 +11,123 @@ and value heads, D width of a head, V vocabulary entries. ``Shard(1)`` of [B, T,
 channels.
 """
 
-from functools import partial
+import re
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel, parallelize_module
 
 
 def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: int) -> None:
     """Split a transformer on the meta device over the ranks of ``mesh``, in place; before any other parallelism.
 
-    The model has the modules embedding, layers (each attention_norm, attention with wq, wk, wv and wo, mlp_norm, mlp
-    with gate, up and down), norm and, unless its output weights are the embedding's, output. It takes tokens [B, T],
-    the same on all ranks of ``mesh``, and returns logits [B, T, V] as a DTensor sharded over the vocabulary, which
-    ``parallel.vocabulary.cross_entropy_sum`` takes.
+    The model may have the modules embedding, position_embedding, layers (each attention_norm, attention with wq, wk, wv
+    and wo, mlp_norm, mlp with up, down and perhaps gate), norm and output; with biases or without. It takes tokens
+    [B, T], the same on all ranks of ``mesh``, and returns logits [B, T, V] as a DTensor sharded over the vocabulary,
+    which ``parallel.vocabulary.cross_entropy_sum`` takes.
+
+    A pipeline stage lacks some of these. One without embedding takes, and one without norm returns, what lies between
+    two layers: hidden states of this rank's tokens [B, T / size, C], a plain tensor.
 
     The query heads and the feed-forward width must be multiples of the mesh's size, and ``kv_heads`` a multiple or a
     divisor of it: fewer heads than ranks are kept by every rank, which computes the one that its query heads attend to.
-    The vocabulary need not divide: each rank holds V / size entries, rounded up, and the last one the fewer that are
-    left, which must be one at least.
+    The vocabulary and the table of positions need not divide: each rank holds V / size entries, rounded up, and the
+    last one the fewer that are left, which must be one at least.
+
+    Raises:
+        ValueError: the model has a parameter in a module that is none of these.
     """
     size = mesh.size()
     if size == 1:
         return
-    kv = ColwiseParallel() if kv_heads % size == 0 else _OneHead(head_dim, mesh.get_local_rank() * kv_heads // size)
-    gather = partial(PrepareModuleInput, input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    layer: dict[str, ParallelStyle] = {
+    heads = _Matrix(0) if kv_heads % size == 0 else _OneHead(head_dim, mesh.get_local_rank() * kv_heads // size)
+    styles: dict[str, ParallelStyle] = {
+        "embedding": _Entries(),
+        "position_embedding": _Entries(),
         "attention_norm": SequenceParallel(),
-        # All matrices of a module share one all-gather of its input.
-        "attention": gather(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
-        "attention.wq": ColwiseParallel(),
-        "attention.wk": kv,
-        "attention.wv": kv,
-        "attention.wo": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "attention": _AllTokens(),
+        "attention.wq": _Matrix(0),
+        "attention.wk": heads,
+        "attention.wv": heads,
+        "attention.wo": _Matrix(1),
         "mlp_norm": SequenceParallel(),
-        "mlp": gather(),
-        "mlp.gate": ColwiseParallel(),
-        "mlp.up": ColwiseParallel(),
-        "mlp.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "mlp": _AllTokens(),
+        "mlp.gate": _Matrix(0),
+        "mlp.up": _Matrix(0),
+        "mlp.down": _Matrix(1),
+        "norm": _GatheredNorm(),
+        "output": ColwiseParallel(use_local_output=False),
     }
-    plan: dict[str, ParallelStyle] = {f"layers.*.{name}": style for name, style in layer.items()}
-    plan |= {"embedding": _Vocabulary(), "norm": _GatheredNorm()}
-    if getattr(model, "output", None) is not None:
-        plan["output"] = ColwiseParallel(use_local_output=False)
-    parallelize_module(model, mesh, plan)
+    names = {name: re.sub(r"^layers\.[^.]+\.", "", name) for name, _ in model.named_modules()}
+    parallelize_module(model, mesh, {name: styles[kind] for name, kind in names.items() if kind in styles})
+    if left := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
+        raise ValueError(f"tensor parallelism knows no way to split {', '.join(left)}; parallel/tensor.py has the plan")
+    if getattr(model, "embedding", None) is None:
+        model.register_forward_pre_hook(lambda _, inputs: (_of_tokens(inputs[0], mesh), *inputs[1:]))
+    if getattr(model, "norm", None) is None:
+        model.register_forward_hook(lambda _, inputs, x: x.to_local())
+
+
+def _of_tokens(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
+
+
+def _scatter(part: Tensor, mesh: DeviceMesh) -> DTensor:
+    """The sum over ranks of ``part`` [..., T, C], sharded over T."""
+    return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(part.ndim - 2)])
+
+
+class _AllTokens(ParallelStyle):
+    """A module that needs all tokens and gives parts of a sum: [B, T, C], sharded over T outside, plain inside.
+
+    All matrices of the module share one all-gather of its input. Each rank's gradient of that is a part of a sum too.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(module: nn.Module, inputs: Any) -> Any:
+            x: DTensor = inputs[0]
+            return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]), *inputs[1:]
+
+        def scatter(module: nn.Module, inputs: Any, part: Tensor) -> DTensor:
+            return _scatter(part, device_mesh)
+
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(scatter)
+        return module
+
+
+class _Matrix(ParallelStyle):
+    """A projection split by its output channels (dim 0 of its weight), or by its input channels (1).
+
+    The latter gives parts of a sum, and each rank adds the bias of some output channels to its own.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def forward(x: Tensor) -> Tensor:
+            weight: Any = module.weight
+            bias: Any = module.bias
+            if bias is not None:
+                bias = bias.to_local() if self.dim == 0 else own_entries(bias)
+            return F.linear(x, weight.to_local(), bias)
+
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            split = distribute_tensor(parameter, device_mesh, [Shard(self.dim if name == "weight" else 0)])
+            module.register_parameter(name, nn.Parameter(split))
+        module.forward = forward
+        return module
+
+
+def own_entries(x: DTensor) -> Tensor:
+    """This rank's entries of a sharded vector, and noughts in the place of the others."""
+    first, local = first_entry(x), x.to_local()
+    return F.pad(local, (first, len(x) - first - len(local)))
 
 
 class _OneHead(ParallelStyle):
@@ -78,19 +141,20 @@ class _OneHead(ParallelStyle):
         self.rows = slice(head * head_dim, (head + 1) * head_dim)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def forward(x: DTensor) -> Tensor:  # [B, T, C] -> [B, T, D]
-            weight = module.weight.to_local(grad_placements=[Partial()])  # type: ignore[operator, union-attr]
-            return F.linear(x.to_local(grad_placements=[Partial()]), weight[self.rows])
+        def forward(x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, D]
+            whole = (module.weight, module.bias)
+            own: Any = (p if p is None else p.to_local(grad_placements=[Partial()])[self.rows] for p in whole)  # type: ignore[operator, union-attr]
+            return F.linear(x, *own)
 
         distribute_module(module, device_mesh)
         module.forward = forward
         return module
 
 
-class _Vocabulary(ParallelStyle):
-    """An embedding whose entries are split; a token that another rank holds adds nought here: [B, T] -> [B, T, C].
+class _Entries(ParallelStyle):
+    """An embedding whose entries are split: [..., T] -> [..., T, C]; one that another rank holds adds nought here.
 
-    DTensor's own would compute the gradient of all V entries on every rank.
+    DTensor's own would compute the gradient of all entries on every rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -98,13 +162,13 @@ class _Vocabulary(ParallelStyle):
             weight = distribute_tensor(module.weight, mesh, [Shard(0)])  # type: ignore[arg-type]
             module.register_parameter("weight", nn.Parameter(weight))
 
-        def forward(tokens: Tensor) -> DTensor:
+        def forward(indices: Tensor) -> DTensor:
             weight: Any = module.weight
             first = first_entry(weight)
             local = weight.to_local()
-            inside = (tokens >= first) & (tokens < first + len(local))
-            x = F.embedding((tokens - first).where(inside, 0), local).where(inside[..., None], 0)
-            return DTensor.from_local(x, device_mesh, [Partial()], run_check=False).redistribute(placements=[Shard(1)])
+            inside = (indices >= first) & (indices < first + len(local))
+            x = F.embedding((indices - first).where(inside, 0), local).where(inside[..., None], 0)
+            return _scatter(x, device_mesh)
 
         distribute_module(module, device_mesh, split)
         module.forward = forward

@@ -1,16 +1,19 @@
 """Cross entropy of logits whose vocabulary entries are split over ranks, which never meet in one place.
 
-Shapes: N tokens, V vocabulary entries, W of them on this rank.
+Shapes: N tokens, C width of the residual stream, V vocabulary entries, W of them on this rank.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
+from kernels.chunks import over_chunks
 from kernels.loss import cross_entropy_sum as whole_cross_entropy_sum
 from kernels.loss import row_chunks
 from parallel.tensor import first_entry
@@ -29,6 +32,31 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) 
     group = logits.device_mesh.get_group()
     loss = _SplitCrossEntropySum.apply(logits.to_local().flatten(0, -2), labels.flatten(), ignore_index, first, group)
     return loss, (labels != ignore_index).sum()
+
+
+def chunked_cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, ignore_index: int = -100
+) -> Tensor:
+    """The sum of ``cross_entropy_sum`` from what makes the logits: those of ``chunk_size`` tokens exist at once.
+
+    hidden [..., C], output weights [V, C], labels [...]. Where the weights are a DTensor sharded over V, the hidden
+    states are one that every rank holds whole; collective then, and each rank has logits of its own W entries only.
+    """
+    labels = labels.flatten()
+    of_logits: Callable[[Tensor, Tensor], Tensor]
+    if isinstance(weight, DTensor):
+        assert isinstance(hidden, DTensor)
+        split = first_entry(weight), weight.device_mesh.get_group()
+        of_logits = lambda logits, labels: _SplitCrossEntropySum.apply(logits, labels, ignore_index, *split)  # noqa: E731
+        # A rank's own entries give it a part of the gradient of the hidden states.
+        hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
+    else:
+        of_logits = lambda logits, labels: whole_cross_entropy_sum(logits, labels, ignore_index)[0]  # noqa: E731
+
+    def loss(part: Tensor, rows: slice) -> Tensor:
+        return of_logits(F.linear(part, weight), labels[rows])
+
+    return over_chunks(loss, hidden.flatten(0, -2), chunk_size, (weight,), summed=True)
 
 
 class _SplitCrossEntropySum(torch.autograd.Function):

@@ -29,6 +29,20 @@ def test_context_and_data_parallel_equal_one_process(
     assert one_process[0]["lm_loss"] > one_process[-1]["lm_loss"]
 
 
+def test_tensor_parallel_in_chunks_equals_one_process_and_goes_on_elsewhere(
+    default_data: Path, one_process: list[dict], tmp_path: Path
+) -> None:
+    """From a checkpoint of tp 2 x cp 2, where the biases of all projections are split, to cp 2 and to tp 2 x dp 2."""
+    tensor = ("--tensor-model-parallel-size", "2")
+    chunks = ("--loss-chunk-size", "50", "--ffn-chunk-size", "70", "--recompute-granularity", "attention_boundary")
+    save = tmp_path / "run"
+    first = pretrain(4, default_data, save, *GPT, "2", *FIVE, *tensor, *chunks, "--exit-interval", "3")
+    assert differences(first, one_process[:3]) <= BOUND
+    for name, ranks, flags in (("cp", 2, (*GPT, "2")), ("dp", 4, (*GPT, "1", *tensor))):
+        got = pretrain(ranks, default_data, tmp_path / name, *flags, *FIVE, "--load", str(save))
+        assert differences(got, one_process[3:]) <= BOUND
+
+
 @pytest.mark.parametrize(
     ("method", "cp", "positions"), [("striped", 2, "learned"), ("zigzag", 4, "learned"), ("zigzag", 4, "rope")]
 )

@@ -27,7 +27,7 @@ __all__ = [
     "parse_args",
     "to_toml",
     "validate",
-    "validate_vocabulary",
+    "validate_entries",
 ]
 
 
@@ -206,17 +206,6 @@ def _validate_sizes(config: Config, world_size: int) -> None:
             "one, raise the other, or give --position-embedding-type rope --max-position-embeddings none"
         )
     tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
-    if tp > 1 and config.model.model_type != "llama":
-        raise ConfigError(
-            f"tensor_model_parallel_size is {tp}, and model_type {config.model.model_type} cannot be split yet; "
-            "use size 1, and context_parallel_size or data_parallel_sharding_strategy zero3 instead"
-        )
-    for name in ("loss_chunk_size", "ffn_chunk_size"):
-        if tp > 1 and (value := getattr(config.recompute, name)):
-            raise ConfigError(
-                f"{name} is {value} with tensor_model_parallel_size {tp}, whose ranks hold parts of the tokens; "
-                f"leave {name} out, or use size 1 with context_parallel_size instead"
-            )
     _validate_fit("tensor_model_parallel_size", tp, world_size, 1)
     _validate_fit("context_parallel_size", cp, world_size, tp)
     if config.context.context_parallel_method == "none" and cp > 1:
@@ -245,7 +234,7 @@ def _validate_fit(name: str, size: int, world_size: int, tp: int) -> None:
 
 
 def _validate_shares(model: ModelConfig, tp: int) -> None:
-    """Check that ``tp`` ranks can share a layer's heads and channels and the vocabulary; they can share any length."""
+    """Check that ``tp`` ranks can share a layer's heads and channels and the tables' entries."""
     size = f"tensor_model_parallel_size {tp}"
     for name, value in (("num_attention_heads", model.num_attention_heads), ("ffn_hidden_size", model.ffn_size)):
         if value % tp:
@@ -261,17 +250,18 @@ def _validate_shares(model: ModelConfig, tp: int) -> None:
             f"num_query_groups is {groups}, neither a multiple nor a divisor of {size}; "
             f"nearest that work: {' or '.join(map(str, nearest))}"
         )
-    if model.vocab_size is not None:
-        validate_vocabulary(model.vocab_size, tp)
+    for name in ("vocab_size", "max_position_embeddings"):
+        if (entries := getattr(model, name)) is not None:
+            validate_entries(entries, tp, name)
 
 
-def validate_vocabulary(entries: int, tp: int) -> None:
+def validate_entries(entries: int, tp: int, name: str = "vocab_size") -> None:
     """Check that all of ``tp`` ranks hold some entries, where each but the last ones holds entries / tp, rounded up."""
     if _last_is_empty(entries, tp):
         fits = next(size for size in range(entries + 1, entries + tp * tp) if not _last_is_empty(size, tp))
         raise ConfigError(
-            f"vocab_size is {entries}, of which tensor_model_parallel_size {tp} leaves nothing to its last process; "
-            f"nearest that works: --vocab-size {fits}"
+            f"{name} is {entries}, of which tensor_model_parallel_size {tp} leaves nothing to its last process; "
+            f"nearest that works: --{name.replace('_', '-')} {fits}"
         )
 
 

@@ -1,22 +1,19 @@
 """Next-token prediction, as the training loop sees it."""
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.loader import IGNORE_INDEX, Batch
 from data.megatron import DataConfig, blend
 from data.prepare import unigram_entropy
 from kernels.attention import select_backend
-from kernels.chunks import over_chunks
 from model.attention import Attend, sdpa
 from parallel.context import ContextParallel, context_parallel
-from parallel.vocabulary import cross_entropy_sum
-from train.config import Config, ConfigError, validate_vocabulary
+from parallel.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
+from train.config import Config, ConfigError, validate_entries
 
 
 class NextToken:
@@ -44,18 +41,14 @@ class NextToken:
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
         """Sum of the losses of this rank's tokens, float32."""
-        if self._loss_chunk_size:
-            return model(local["tokens"], self._positions, partial(self._in_chunks, local["labels"]))
-        return cross_entropy_sum(model(local["tokens"], self._positions), local["labels"], IGNORE_INDEX)[0]
+        labels, size = local["labels"], self._loss_chunk_size
+        if not size:
+            return cross_entropy_sum(model(local["tokens"], self._positions), labels, IGNORE_INDEX)[0]
 
-    def _in_chunks(self, labels: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-        """The sum of losses from hidden states [B, T, C] and output weights [V, C], in place of the model's logits."""
-        labels = labels.flatten()
+        def in_chunks(hidden: Tensor, weight: Tensor) -> Tensor:
+            return chunked_cross_entropy_sum(hidden, weight, labels, size, IGNORE_INDEX)
 
-        def loss(part: Tensor, rows: slice) -> Tensor:
-            return cross_entropy_sum(F.linear(part, weight), labels[rows], IGNORE_INDEX)[0]
-
-        return over_chunks(loss, hidden.flatten(0, -2), self._loss_chunk_size, (weight,), summed=True)
+        return model(local["tokens"], self._positions, in_chunks)
 
 
 def corpus_entropy(data: DataConfig) -> dict[str, float]:
@@ -95,5 +88,5 @@ def with_vocabulary(config: Config, entries: int) -> Config:
             f"vocab_size is {size} and the tokenizer has {entries} entries; name the tokenizer that goes with it, or "
             "leave vocab_size out of a new run"
         )
-    validate_vocabulary(size or entries, config.mesh.tensor_model_parallel_size)
+    validate_entries(size or entries, config.mesh.tensor_model_parallel_size)
     return replace(config, model=replace(config.model, vocab_size=size or entries))

@@ -1,5 +1,6 @@
-"""A small LLaMA on any mesh of data, context and tensor parallel ranks, and one step of it, for the tests of these."""
+"""A small model on any mesh of data, context and tensor parallel ranks, and one step of it, for the tests of these."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,21 +9,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from model.base import initial_weight
+from kernels.loss import cross_entropy_sum
+from model.attention import Attend, sdpa
+from model.base import LanguageModel, initial_weight
 from model.config import ModelConfig
-from model.llama import Llama
+from model.registry import build_model
 from parallel.context import ContextParallel, context_parallel
 from parallel.data import fill, shard_model
 from parallel.mesh import Mesh, MeshConfig
+from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor import split_model
-from parallel.vocabulary import cross_entropy_sum
+from train.language import NextToken
 
 SEED, BATCH, LENGTH = 3, 4, 17
 VOCABULARY = 37
 """Neither it nor the length is divisible by any number of ranks."""
+PLAIN = RecomputeConfig()
 
 
 def config(tied: bool = False, **changes: Any) -> ModelConfig:
+    """A LLaMA unless `changes` has another model_type."""
     sizes = {
         "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
         "vocab_size": VOCABULARY, "untie_embeddings_and_output_weights": not tied,
@@ -34,14 +40,31 @@ def mesh_config(tp: int = 1, cp: int = 1) -> MeshConfig:
     return MeshConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, device="cpu")
 
 
-def build(mesh: Mesh, model_config: ModelConfig) -> tuple[Llama, ContextParallel]:
+def weight_of(model_config: ModelConfig, name: str, shape: Sequence[int]) -> Tensor:
+    """Initial weights, but for biases, whose noughts would hide what is done with them: drawn as matrices are."""
+    return initial_weight(model_config, name.replace("bias", "bias.matrix"), shape, SEED)
+
+
+def plain(model_config: ModelConfig, attend: Attend = sdpa) -> LanguageModel:
+    """In one process."""
+    model = build_model(model_config, attend)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weight_of(model_config, name, parameter.shape))
+    return model
+
+
+def build(
+    mesh: Mesh, model_config: ModelConfig, recompute: RecomputeConfig = PLAIN
+) -> tuple[LanguageModel, ContextParallel]:
     """As the entry script does."""
     cp = context_parallel("zigzag", seq_len=LENGTH, group=mesh.cp.get_group(), multiple=mesh.tp.size())
     with torch.device("meta"):
-        model = Llama(model_config, cp.attend)
+        model = build_model(model_config, cp.attend)
     split_model(model, mesh.tp, head_dim=model_config.head_dim, kv_heads=model_config.query_groups)
+    recompute_layers(model.layers, recompute)
     shard_model(model, model.layers, mesh.both, bf16=False)
-    fill(model, mesh.device, lambda name, shape: initial_weight(model_config, name, shape, SEED))
+    fill(model, mesh.device, lambda name, shape: weight_of(model_config, name, shape))
     return model, cp
 
 
@@ -69,8 +92,7 @@ def full(value: Tensor) -> Tensor:
 
 def whole_step(model_config: ModelConfig) -> Step:
     """One process, plain modules."""
-    model = Llama(model_config)
-    model.init_weights(SEED)
+    model = plain(model_config)
     tokens, labels = data()
     loss = cross_entropy_sum(model(tokens), labels)[0] / (labels != -100).sum()
     loss.backward()
@@ -85,13 +107,16 @@ def own_batch(mesh: Mesh, cp: ContextParallel) -> tuple[Tensor, Tensor]:
     return cp.shard(tokens, 1), cp.shard(labels, 1, pad_value=-100)
 
 
-def split_step(mesh: Mesh, model_config: ModelConfig, *, local_mean: bool = False) -> tuple[Llama, Step]:
+def split_step(
+    mesh: Mesh, model_config: ModelConfig, recompute: RecomputeConfig = PLAIN, *, local_mean: bool = False
+) -> tuple[LanguageModel, Step]:
     """The same on this mesh; ``local_mean`` divides by this rank's own number of labels, which is wrong."""
-    model, cp = build(mesh, model_config)
+    model, cp = build(mesh, model_config, recompute)
     weights = {name: full(p) for name, p in model.named_parameters()}
     tokens, labels = own_batch(mesh, cp)
     valid = (labels != -100).sum() * mesh.both.size() if local_mean else (data()[1] != -100).sum()
-    loss = cross_entropy_sum(model(tokens, cp.positions), labels)[0] / valid
+    objective = NextToken(cp, mesh.device, recompute.loss_chunk_size)
+    loss = objective.loss_sum(model, {"tokens": tokens, "labels": labels}) / valid
     loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total, group=mesh.both.get_group())

@@ -223,6 +223,11 @@ def test_wrong_flags_are_refused_by_name(argv, words):
             ["num_query_groups is 6", "neither a multiple nor a divisor", "nearest that work: 4 or 12"],
         ),
         (4, "--tensor-model-parallel-size 4 --vocab-size 6", ["vocab_size is 6", "--vocab-size 7"]),
+        (
+            4,
+            "--tensor-model-parallel-size 4 --model-type gpt --max-position-embeddings 5 --seq-length 5",
+            ["max_position_embeddings is 5", "--max-position-embeddings 7"],
+        ),
         (4, "--tensor-model-parallel-size 2 --global-batch-size 3", ["data-parallel size 2", "2 or 4"]),
         (
             4,
@@ -258,6 +263,8 @@ def test_missing_data_is_refused_and_consistent_settings_are_not():
     validate(parse_args([*DATA, *argv.split()]), 4)
     argv = "--tensor-model-parallel-size 4 --num-query-groups 2 --seq-length 251 --vocab-size 37"
     validate(parse_args([*DATA, *argv.split()]), 4)
+    gpt = "--model-type gpt --max-position-embeddings 251 --loss-chunk-size 50 --ffn-chunk-size 50"
+    validate(parse_args([*DATA, *argv.split(), *gpt.split()]), 4)
     validate(parse_args([*DATA, "--eval-iters", "0", "--split", "1,0,0"]), 1)
 
 

@@ -1,6 +1,7 @@
 """A small LLaMA on any mesh of data, context and tensor parallel ranks, and one step of it, for the tests of these."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +12,15 @@ from torch.distributed.tensor import DTensor
 from model.base import initial_weight
 from model.config import ModelConfig
 from model.llama import Llama
+from parallel.checkpoint import load_checkpoint
 from parallel.context import ContextParallel, context_parallel
-from parallel.data import fill, shard_model
-from parallel.mesh import Mesh, MeshConfig
+from parallel.data import DataParallelConfig, fill, finish_gradients, reduce_gradients, shard_model, sharding_mesh
+from parallel.mesh import Mesh, MeshConfig, joined
 from parallel.tensor import split_model
 from parallel.vocabulary import cross_entropy_sum
+from tests.parallel.tiny import ARCHITECTURE, save, whole_tensors
 
+ZERO3 = DataParallelConfig()
 SEED, BATCH, LENGTH = 3, 4, 17
 VOCABULARY = 37
 """Neither it nor the length is divisible by any number of ranks."""
@@ -34,13 +38,16 @@ def mesh_config(tp: int = 1, cp: int = 1) -> MeshConfig:
     return MeshConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, device="cpu")
 
 
-def build(mesh: Mesh, model_config: ModelConfig) -> tuple[Llama, ContextParallel]:
+def build(
+    mesh: Mesh, model_config: ModelConfig, data_parallel: DataParallelConfig = ZERO3
+) -> tuple[Llama, ContextParallel]:
     """As the entry script does."""
     cp = context_parallel("zigzag", seq_len=LENGTH, group=mesh.cp.get_group(), multiple=mesh.tp.size())
     with torch.device("meta"):
         model = Llama(model_config, cp.attend)
     split_model(model, mesh.tp, head_dim=model_config.head_dim, kv_heads=model_config.query_groups)
-    shard_model(model, model.layers, mesh.both, bf16=False)
+    sharding = sharding_mesh(mesh.both, data_parallel)
+    shard_model(model, model.layers, sharding, bf16=False, strategy=data_parallel.strategy)
     fill(model, mesh.device, lambda name, shape: initial_weight(model_config, name, shape, SEED))
     return model, cp
 
@@ -85,18 +92,47 @@ def own_batch(mesh: Mesh, cp: ContextParallel) -> tuple[Tensor, Tensor]:
     return cp.shard(tokens, 1), cp.shard(labels, 1, pad_value=-100)
 
 
-def split_step(mesh: Mesh, model_config: ModelConfig, *, local_mean: bool = False) -> tuple[Llama, Step]:
+def split_step(
+    mesh: Mesh, model_config: ModelConfig, data_parallel: DataParallelConfig = ZERO3, *, local_mean: bool = False
+) -> tuple[Llama, Step]:
     """The same on this mesh; ``local_mean`` divides by this rank's own number of labels, which is wrong."""
-    model, cp = build(mesh, model_config)
+    model, cp = build(mesh, model_config, data_parallel)
     weights = {name: full(p) for name, p in model.named_parameters()}
     tokens, labels = own_batch(mesh, cp)
     valid = (labels != -100).sum() * mesh.both.size() if local_mean else (data()[1] != -100).sum()
     loss = cross_entropy_sum(model(tokens, cp.positions), labels)[0] / valid
     loss.backward()
+    finish_gradients(model, mesh.both, data_parallel.strategy)
     total = loss.detach().clone()
     dist.all_reduce(total, group=mesh.both.get_group())
     gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return model, Step(total.item(), weights, gradients)
+
+
+def train_and_save(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    tp: int,
+    cp: int,
+    load: Path | None,
+    data_parallel: DataParallelConfig = ZERO3,
+) -> dict[str, Tensor]:
+    """Load or train two steps, save, and return everything in full."""
+    with joined(mesh_config(tp, cp)) as mesh:
+        model, context = build(mesh, config(), data_parallel)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        tokens, labels = own_batch(mesh, context)
+        if load is not None:
+            load_checkpoint(load, model, optimizer, ARCHITECTURE)
+        for _ in range(2 if load is None else 0):
+            reduce_gradients(model, True, data_parallel.strategy)
+            cross_entropy_sum(model(tokens, context.positions), labels)[0].backward()
+            finish_gradients(model, mesh.both, data_parallel.strategy)
+            optimizer.step()
+            optimizer.zero_grad()
+        save(folder, 1, model, optimizer)
+        return whole_tensors(model, optimizer)
 
 
 def difference(got: Step, want: Step) -> float:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from parallel.checkpoint import load_checkpoint
 from parallel.data import reduce_gradients
 from parallel.mesh import joined
 from parallel.vocabulary import cross_entropy_sum
@@ -22,9 +21,10 @@ from tests.parallel.split import (
     mesh_config,
     own_batch,
     split_step,
+    train_and_save,
     whole_step,
 )
-from tests.parallel.tiny import ARCHITECTURE, equal, save, whole_tensors
+from tests.parallel.tiny import equal
 from tests.ranks import run_ranks
 from train.optim import gradient_norm
 
@@ -102,22 +102,6 @@ def test_micro_batches_accumulate() -> None:
     want = whole_step(config())
     for got in run_ranks(accumulated, 2):
         assert difference(Step(0.0, {}, got), want) < GRADIENT
-
-
-def train_and_save(rank: int, world_size: int, folder: Path, tp: int, cp: int, load: Path | None) -> dict:
-    """Load or train two steps, save, and return everything in full."""
-    with joined(mesh_config(tp, cp)) as mesh:
-        model, context = build(mesh, config())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        tokens, labels = own_batch(mesh, context)
-        if load is not None:
-            load_checkpoint(load, model, optimizer, ARCHITECTURE)
-        for _ in range(2 if load is None else 0):
-            cross_entropy_sum(model(tokens, context.positions), labels)[0].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        save(folder, 1, model, optimizer)
-        return whole_tensors(model, optimizer)
 
 
 def test_a_checkpoint_goes_from_one_mesh_to_another_bit_for_bit(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from model.base import initial_weight
 from model.config import architecture_of
 from model.registry import TITLES, build_model, flops_per_token, num_parameters
 from parallel.agree import agreed, is_first
-from parallel.data import fill, shard_model
+from parallel.data import fill, shard_model, sharding_mesh
 from parallel.mesh import Mesh, joined, launched_world_size
 from parallel.recompute import recompute_layers
 from parallel.tensor import split_model
@@ -41,8 +41,8 @@ def main(arguments: list[str]) -> None:
         # In this order: each takes what the one before left of the model.
         split_model(model, mesh.tp, head_dim=config.model.head_dim, kv_heads=config.model.query_groups)
         recompute_layers(model.layers, config.recompute)
-        strategy = config.data_parallel.data_parallel_sharding_strategy
-        shard_model(model, model.layers, mesh.both, bf16=config.train.bf16, strategy=strategy)
+        sharding, strategy = sharding_mesh(mesh.both, config.data_parallel), config.data_parallel.strategy
+        shard_model(model, model.layers, sharding, bf16=config.train.bf16, strategy=strategy)
         fill(model, mesh.device, lambda name, shape: initial_weight(config.model, name, shape, config.train.seed))
         optimizer = build_optimizer(config.optimizer, model)
 

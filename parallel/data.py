@@ -6,21 +6,59 @@ from functools import partial
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
+Strategy = Literal["ddp", "legacy_ddp", "zero1", "zero2", "zero3"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelConfig:
     """What the ranks that hold different tokens divide among them."""
 
-    data_parallel_sharding_strategy: Strategy = "zero3"
-    """What is divided: nothing (ddp), the optimizer's state (zero1), also gradients (zero2), also weights (zero3)."""
+    data_parallel_sharding_strategy: Literal["ddp", "legacy_ddp", "zero1", "zero2", "zero3", "fsdp"] = "zero3"
+    """What is divided: nothing (ddp; legacy_ddp, which sums all gradients at once after the last backward), the
+    optimizer's state (zero1), also gradients (zero2), also weights (zero3, or by its other name fsdp)."""
+    num_distributed_optimizer_instances: int = 1
+    """Copies of what zero1, zero2 or zero3 divide: each is divided among consecutive data- and context-parallel ranks,
+    such as those of one node, and gradients are summed over the copies."""
+
+    def __post_init__(self) -> None:
+        copies, name = self.num_distributed_optimizer_instances, self.data_parallel_sharding_strategy
+        if copies < 1:
+            raise ValueError(f"num_distributed_optimizer_instances is {copies}; it must be 1 or more")
+        if copies > 1 and name in ("ddp", "legacy_ddp"):
+            raise ValueError(
+                f"num_distributed_optimizer_instances is {copies} with data_parallel_sharding_strategy {name}, which "
+                "divides nothing and copies all; use 1, or strategy zero1"
+            )
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy under the one name that the code knows it by."""
+        name = self.data_parallel_sharding_strategy
+        return "zero3" if name == "fsdp" else name
+
+
+def sharding_mesh(mesh: DeviceMesh, config: DataParallelConfig) -> DeviceMesh:
+    """``mesh``, of one dimension, over all ranks that share a model, as ``shard_model`` takes it; collective.
+
+    Returns it with N copies as [N, ranks that divide one], and for ``legacy_ddp`` the part of it that is this rank
+    alone. With tensor parallelism ``mesh`` must be part of a larger one that has the dimension tp too.
+    """
+    copies = mesh.size() if config.strategy == "legacy_ddp" else config.num_distributed_optimizer_instances
+    if copies == 1:
+        return mesh
+    device = torch.device(mesh.device_type)
+    timeout = mesh.get_group()._get_backend(device).options._timeout  # new groups do not inherit it
+    arranged = mesh._unflatten(0, (copies, mesh.size() // copies), ("copies", "shards"))
+    for group in arranged.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return arranged["shards"] if config.strategy == "legacy_ddp" else arranged
 
 
 def shard_model(
@@ -28,12 +66,17 @@ def shard_model(
 ) -> None:
     """Apply a strategy to each layer and to the rest of the model, in place.
 
-    ``ddp`` replicates, and sums gradients while the backward goes on (Li et al. 2020). The others are ZeRO's stages
-    (Rajbhandari et al. 2020, section 5); with them float32 master weights lie in shards, as the optimizer's state does.
+    ``ddp`` replicates, and sums gradients while the backward goes on (Li et al. 2020). ``legacy_ddp`` replicates and
+    leaves each rank's gradients alone until ``finish_gradients`` (fairseq's LegacyDistributedDataParallel, with which
+    LASP was measured). The others are ZeRO's stages (Rajbhandari et al. 2020, section 5); with them float32 master
+    weights lie in shards, as the optimizer's state does.
     ``zero1`` and ``zero2`` gather the weights once per step and keep them until its last backward; ``zero3`` (FSDP)
     gathers each layer for its forward and again for its backward. ``zero1`` adds up the micro-batches' gradients whole
     and sums them over the ranks once; ``zero2`` and ``zero3`` do so after every micro-batch and keep shards. Which
     micro-batch is the last one, ``reduce_gradients`` is told.
+
+    On a mesh of two dimensions ZeRO divides along the last and copies along the first (hybrid sharding): weights are
+    gathered among the ranks of one copy, and the shards' gradients summed over the copies once per step.
 
     Gradients are *summed* over the mesh, in float32, never averaged: the loss is already divided by the global number
     of valid tokens, and a mean of local means is wrong where ranks hold unequal numbers of them.
@@ -41,11 +84,14 @@ def shard_model(
     Args:
         model: float32, on any device or on the meta device; its weights stay float32 as the optimizer's masters.
         layers: the repeated blocks, gathered one at a time.
-        mesh: one-dimensional, over all ranks that share the model.
+        mesh: what ``sharding_mesh`` made of all ranks that share the model.
         bf16: gather and compute in bfloat16.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
-    if strategy == "ddp":
+    if strategy in ("ddp", "legacy_ddp"):
+        # With legacy_ddp each rank is alone for the library, which casts and adds up micro-batches, and sends nothing.
+        if strategy == "legacy_ddp" and mesh.size() > 1:
+            raise ValueError(f"legacy_ddp is applied to one rank alone, not {mesh.size()}; take sharding_mesh's mesh")
         # Unlike DistributedDataParallel it takes DTensors, and gradients in another dtype than the weights'.
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
@@ -100,8 +146,32 @@ def own_shard(whole: Tensor, like: DTensor) -> Tensor:
 def reduce_gradients(model: nn.Module, last: bool, strategy: Strategy = "zero3") -> None:
     """Say before each backward whether it is of the ``last`` micro-batch of its step.
 
-    Before the last one ``ddp`` and ``zero1`` only accumulate on each rank, and all but ``zero3`` keep whole weights.
+    Before the last one only ``zero2`` and ``zero3`` send gradients, among the ranks of one copy, and all but ``zero3``
+    keep whole weights.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or strategy in ("zero2", "zero3"))
+        model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or strategy == "zero3")
+
+
+@torch.no_grad()
+def finish_gradients(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> None:
+    """Do what a strategy leaves to do after the last backward of a step; collective over ``mesh``, of one dimension.
+
+    ``legacy_ddp`` sums all gradients over the ranks in one all-reduce of one flat float32 buffer; every rank must have
+    the same ones. The others have summed theirs in the backward.
+    """
+    if strategy != "legacy_ddp":
+        return
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    flat = torch.cat([g.flatten() for g in locals_])
+    dist.all_reduce(flat, group=mesh.get_group())
+    parts = flat.split([g.numel() for g in locals_])
+    torch._foreach_copy_(locals_, [part.view_as(g) for part, g in zip(parts, locals_, strict=True)])
+
+
+def copies_unseen(mesh: DeviceMesh, strategy: Strategy) -> int:
+    """How many ranks of ``mesh`` hold each gradient without its DTensor's telling so: for ``gradient_norm``."""
+    return mesh.size() if strategy == "legacy_ddp" else 1

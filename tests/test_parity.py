@@ -60,10 +60,20 @@ def test_tensor_parallel_equals_one_process(
     assert got[-1]["validation_loss"] == pytest.approx(one_process[-1]["validation_loss"], rel=BOUND)
 
 
-@pytest.mark.parametrize(("strategy", "inner"), [("ddp", "tensor-model"), ("zero1", "context"), ("zero2", "context")])
+@pytest.mark.parametrize(
+    ("strategy", "inner", "copies"),
+    [
+        ("ddp", "tensor-model", 1),
+        ("legacy_ddp", "tensor-model", 1),
+        ("zero1", "context", 1),
+        ("zero2", "context", 1),
+        ("fsdp", "context", 2),
+    ],
+)
 def test_data_parallel_strategies_equal_one_process(
     strategy: str,
     inner: str,
+    copies: int,
     iterations: tuple[str, str],
     default_data: Path,
     one_process: list[dict],
@@ -71,6 +81,7 @@ def test_data_parallel_strategies_equal_one_process(
 ) -> None:
     """Two micro-batches a step, on two data-parallel ranks of two processes each; zero3 is the default elsewhere."""
     flags = (*iterations, "--data-parallel-sharding-strategy", strategy, f"--{inner}-parallel-size", "2")
+    flags += ("--num-distributed-optimizer-instances", str(copies))
     got = pretrain(4, default_data, tmp_path / "run", *flags, "--eval-interval", "5")
     assert differences(got, one_process) <= BOUND
     assert got[-1]["validation_loss"] == pytest.approx(one_process[-1]["validation_loss"], rel=BOUND)

@@ -219,6 +219,14 @@ def _validate_sizes(config: Config, world_size: int) -> None:
             f"global_batch_size is {batch}, not a multiple of micro_batch_size {micro} x data-parallel size {dp}; "
             f"nearest that work: {_nearest_multiples(batch, micro * dp)}"
         )
+    copies, ranks = config.data_parallel.num_distributed_optimizer_instances, dp * cp
+    if ranks % copies:
+        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        nearest = [n for n in divisors if n < copies][-1:] + [n for n in divisors if n > copies][:1]
+        raise ConfigError(
+            f"num_distributed_optimizer_instances is {copies}, which does not divide the {ranks} data- and "
+            f"context-parallel processes; nearest that work: {' or '.join(map(str, nearest))}"
+        )
 
 
 def _validate_fit(name: str, size: int, world_size: int, tp: int) -> None:

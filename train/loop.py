@@ -15,7 +15,7 @@ from data.loader import Batch, Batching, Samples, batches, evaluation_batches
 from data.megatron import DataError
 from parallel.agree import agreed
 from parallel.checkpoint import save_checkpoint
-from parallel.data import reduce_gradients
+from parallel.data import copies_unseen, finish_gradients, reduce_gradients
 from parallel.mesh import Mesh
 from train.config import Config, sample_order
 from train.metrics import RunLog, memory_gb, progress_line
@@ -167,7 +167,7 @@ class Trainer:
     def _forward_backward(self, micro_batches: list[Batch], valid: int) -> tuple[float, float]:
         """Accumulate and clip the gradients of the mean loss over ``valid`` tokens; return that loss and their norm."""
         total = torch.zeros((), device=self.mesh.device)
-        strategy = self.config.data_parallel.data_parallel_sharding_strategy
+        strategy = self.config.data_parallel.strategy
         for index, batch in enumerate(micro_batches):
             reduce_gradients(self.model, index == len(micro_batches) - 1, strategy)
             loss = self.objective.loss_sum(self.model, batch) / max(valid, 1)
@@ -178,7 +178,8 @@ class Trainer:
         missing = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
         if missing:
             raise RuntimeError(f"no gradient reached {', '.join(missing)}: part of the model is not trained")
-        norm = gradient_norm(parameters.values())
+        finish_gradients(self.model, self.mesh.both, strategy)
+        norm = gradient_norm(parameters.values(), copies=copies_unseen(self.mesh.both, strategy))
         clip_gradients(parameters.values(), norm, self.config.optimizer.clip_grad)
         return total.item(), norm
 

@@ -82,13 +82,18 @@ def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> 
     return config.min_lr + (config.lr - config.min_lr) * remaining
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> float:
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None, *, copies: int = 1
+) -> float:
     """2-norm of the whole gradient, of which each rank of ``group`` (default: all) holds a shard; collective.
 
     A shard that several ranks hold, since a DTensor is replicated along a dimension of its mesh, counts once.
     Summed in float64: over a large tensor float32 is off by 1e-5, by an amount that depends on the shards' sizes.
+
+    Args:
+        copies: how many ranks hold each shard besides what its mesh tells (``parallel.data.copies_unseen``).
     """
-    squares = torch.stack([_own_square(p.grad) for p in parameters if p.grad is not None]).sum()
+    squares = torch.stack([_own_square(p.grad) for p in parameters if p.grad is not None]).sum() / copies
     dist.all_reduce(squares, group=group)
     return math.sqrt(squares.item())
 

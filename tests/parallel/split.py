@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +15,16 @@ from model.attention import Attend, sdpa
 from model.base import LanguageModel, initial_weight
 from model.config import ModelConfig
 from model.registry import build_model
+from parallel.checkpoint import load_checkpoint
 from parallel.context import ContextParallel, context_parallel
-from parallel.data import fill, shard_model
-from parallel.mesh import Mesh, MeshConfig
+from parallel.data import DataParallelConfig, fill, finish_gradients, reduce_gradients, shard_model, sharding_mesh
+from parallel.mesh import Mesh, MeshConfig, joined
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor import split_model
+from tests.parallel.tiny import ARCHITECTURE, save, whole_tensors
 from train.language import NextToken
 
+ZERO3 = DataParallelConfig()
 SEED, BATCH, LENGTH = 3, 4, 17
 VOCABULARY = 37
 """Neither it nor the length is divisible by any number of ranks."""
@@ -55,7 +59,10 @@ def plain(model_config: ModelConfig, attend: Attend = sdpa) -> LanguageModel:
 
 
 def build(
-    mesh: Mesh, model_config: ModelConfig, recompute: RecomputeConfig = PLAIN
+    mesh: Mesh,
+    model_config: ModelConfig,
+    recompute: RecomputeConfig = PLAIN,
+    data_parallel: DataParallelConfig = ZERO3,
 ) -> tuple[LanguageModel, ContextParallel]:
     """As the entry script does."""
     cp = context_parallel("zigzag", seq_len=LENGTH, group=mesh.cp.get_group(), multiple=mesh.tp.size())
@@ -63,7 +70,8 @@ def build(
         model = build_model(model_config, cp.attend)
     split_model(model, mesh.tp, head_dim=model_config.head_dim, kv_heads=model_config.query_groups)
     recompute_layers(model.layers, recompute)
-    shard_model(model, model.layers, mesh.both, bf16=False)
+    sharding = sharding_mesh(mesh.both, data_parallel)
+    shard_model(model, model.layers, sharding, bf16=False, strategy=data_parallel.strategy)
     fill(model, mesh.device, lambda name, shape: weight_of(model_config, name, shape))
     return model, cp
 
@@ -108,20 +116,52 @@ def own_batch(mesh: Mesh, cp: ContextParallel) -> tuple[Tensor, Tensor]:
 
 
 def split_step(
-    mesh: Mesh, model_config: ModelConfig, recompute: RecomputeConfig = PLAIN, *, local_mean: bool = False
+    mesh: Mesh,
+    model_config: ModelConfig,
+    recompute: RecomputeConfig = PLAIN,
+    data_parallel: DataParallelConfig = ZERO3,
+    *,
+    local_mean: bool = False,
 ) -> tuple[LanguageModel, Step]:
     """The same on this mesh; ``local_mean`` divides by this rank's own number of labels, which is wrong."""
-    model, cp = build(mesh, model_config, recompute)
+    model, cp = build(mesh, model_config, recompute, data_parallel)
     weights = {name: full(p) for name, p in model.named_parameters()}
     tokens, labels = own_batch(mesh, cp)
     valid = (labels != -100).sum() * mesh.both.size() if local_mean else (data()[1] != -100).sum()
     objective = NextToken(cp, mesh.device, recompute.loss_chunk_size)
     loss = objective.loss_sum(model, {"tokens": tokens, "labels": labels}) / valid
     loss.backward()
+    finish_gradients(model, mesh.both, data_parallel.strategy)
     total = loss.detach().clone()
     dist.all_reduce(total, group=mesh.both.get_group())
     gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return model, Step(total.item(), weights, gradients)
+
+
+def train_and_save(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    tp: int,
+    cp: int,
+    load: Path | None,
+    data_parallel: DataParallelConfig = ZERO3,
+) -> dict[str, Tensor]:
+    """Load or train two steps, save, and return everything in full."""
+    with joined(mesh_config(tp, cp)) as mesh:
+        model, context = build(mesh, config(), data_parallel=data_parallel)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        tokens, labels = own_batch(mesh, context)
+        if load is not None:
+            load_checkpoint(load, model, optimizer, ARCHITECTURE)
+        for _ in range(2 if load is None else 0):
+            reduce_gradients(model, True, data_parallel.strategy)
+            NextToken(context, mesh.device).loss_sum(model, {"tokens": tokens, "labels": labels}).backward()
+            finish_gradients(model, mesh.both, data_parallel.strategy)
+            optimizer.step()
+            optimizer.zero_grad()
+        save(folder, 1, model, optimizer)
+        return whole_tensors(model, optimizer)
 
 
 def difference(got: Step, want: Step) -> float:

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model.config import ModelConfig
 from model.gpt import GPT
 from parallel import tensor
-from parallel.checkpoint import load_checkpoint
 from parallel.context import context_parallel
 from parallel.data import fill, reduce_gradients
 from parallel.mesh import joined
@@ -34,10 +33,11 @@ from tests.parallel.split import (
     mesh_config,
     own_batch,
     split_step,
+    train_and_save,
     weight_of,
     whole_step,
 )
-from tests.parallel.tiny import ARCHITECTURE, equal, save, whole_tensors
+from tests.parallel.tiny import equal
 from tests.ranks import run_ranks
 from train.optim import gradient_norm
 
@@ -251,22 +251,6 @@ def test_micro_batches_accumulate() -> None:
     want = whole_step(config())
     for got in run_ranks(accumulated, 2):
         assert difference(Step(0.0, {}, got), want) < GRADIENT
-
-
-def train_and_save(rank: int, world_size: int, folder: Path, tp: int, cp: int, load: Path | None) -> dict:
-    """Load or train two steps, save, and return everything in full."""
-    with joined(mesh_config(tp, cp)) as mesh:
-        model, context = build(mesh, config())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        tokens, labels = own_batch(mesh, context)
-        if load is not None:
-            load_checkpoint(load, model, optimizer, ARCHITECTURE)
-        for _ in range(2 if load is None else 0):
-            cross_entropy_sum(model(tokens, context.positions), labels)[0].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        save(folder, 1, model, optimizer)
-        return whole_tensors(model, optimizer)
 
 
 def test_a_checkpoint_goes_from_one_mesh_to_another_bit_for_bit(tmp_path: Path) -> None:

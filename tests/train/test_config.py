@@ -61,6 +61,7 @@ def test_toml_round_trip_of_every_field(tmp_path):
         "split": "90,5,5",
         "data_path": ("a b", 'c "d" \\ é'),
         "position_embedding_type": "learned_absolute",
+        "data_parallel_sharding_strategy": "fsdp",
     }
     alone = {"rotary_base": 0.1 + 0.2}  # which goes with no learned positions
     for name, field in flags.config_fields(Config).items():
@@ -235,6 +236,12 @@ def test_wrong_flags_are_refused_by_name(argv, words):
             ["global_batch_size is 10", "data-parallel size 4", "8 or 16"],
         ),
         (4, "--global-batch-size 2", ["global_batch_size is 2", "nearest that work: 4"]),
+        (
+            8,
+            "--tensor-model-parallel-size 2 --num-distributed-optimizer-instances 3",
+            ["num_distributed_optimizer_instances is 3", "the 4 data- and context-parallel", "work: 2 or 4"],
+        ),
+        (2, "--num-distributed-optimizer-instances 4", ["instances is 4", "the 2 data-", "nearest that work: 2"]),
         (2, "--context-parallel-size 2 --context-parallel-method none", ["none", "context_parallel_size 2"]),
         (1, "--train-iters 10 --lr-warmup-iters 10", ["lr_warmup_iters is 10", "iteration 10"]),
         (1, "--lr-decay-iters 5 --lr-warmup-iters 6", ["lr_warmup_iters is 6", "iteration 5"]),

@@ -1,0 +1,214 @@
+"""What each data-parallel strategy divides, sends and sums; on meshes with tensor parallelism too."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from model.llama import Llama
+from parallel.data import (
+    DataParallelConfig,
+    Strategy,
+    copies_unseen,
+    finish_gradients,
+    reduce_gradients,
+    shard_model,
+    sharding_mesh,
+)
+from parallel.mesh import joined
+from tests.parallel import split
+from tests.parallel.tiny import equal
+from tests.parallel.unequal import difference, gradient_norm_of, gradients_of, loss_sum, sharded, whole_model
+from tests.ranks import run_ranks
+from train.optim import gradient_norm
+
+STRATEGIES = get_args(Strategy)
+# [ranks, copies of what is divided]
+CASES = [(strategy, ranks, 1) for strategy in STRATEGIES for ranks in (2, 3)]
+CASES += [("zero1", 4, 2), ("zero2", 4, 2), ("zero3", 4, 2), ("zero3", 2, 2)]
+
+
+def shares(strategy: Strategy, ranks: int, copies: int) -> list[int]:
+    """Copies over all ranks of the weights and their gradients between micro-batches, then of both after a step.
+
+    Between micro-batches of zero2 and zero3 the gradients are in shards: of the weights with one copy; with more, not
+    yet with the weights at all.
+    """
+    if strategy in ("ddp", "legacy_ddp"):
+        return [ranks] * 4
+    first = {"zero1": [ranks, ranks], "zero2": [ranks, 0], "zero3": [copies, copies % 2]}[strategy]
+    return [*first, copies, copies]
+
+
+def traffic(strategy: Strategy, ranks: int, copies: int) -> list[set[tuple[str, int]]]:
+    """What sends gradients in the first and in the last micro-batch and after it: the collective, among how many."""
+    scatter, reduce = ("reduce_scatter", ranks // copies), ("all_reduce", copies if copies > 1 else ranks)
+    if strategy in ("ddp", "legacy_ddp"):
+        return [set(), *([{reduce}, set()] if strategy == "ddp" else [set(), {reduce}])]
+    every = {scatter} if ranks > copies else set()
+    return [set() if strategy == "zero1" else every, every | ({reduce} if copies > 1 else set()), set()]
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[str, int]]]:
+    """The collectives that send gradients, and among how many ranks, more than one."""
+    calls: list[tuple[str, int]] = []
+
+    def recording(name: str, original: Any) -> Any:
+        def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+            size = dist.get_world_size(group)
+            calls.extend([(name, size)] if size > 1 else [])
+            return original(*args, group=group, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"):  # the last is torch 2.13's
+            if original := getattr(dist, name, None):
+                patch.setattr(dist, name, recording(name.removesuffix("_tensor").removesuffix("_single"), original))
+        yield calls
+
+
+def elements(model: Llama, what: str) -> int:
+    """How many of the weights', or their gradients', elements lie on this rank."""
+    tensors = [parameter if what == "weights" else parameter.grad for parameter in model.parameters()]
+    return sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors if t is not None)
+
+
+def accumulated(
+    rank: int, world_size: int, strategy: Strategy, copies: int = 1, bf16: bool = False, finish: bool = True
+) -> tuple[dict[str, torch.Tensor], list[int], list[list[tuple[str, int]]], float]:
+    """Gradients of two micro-batches, what this rank held after the first and at the end, what was sent, the norm."""
+    model = sharded(world_size, bf16, strategy, copies)
+    mesh = init_device_mesh("cpu", (world_size,))
+    held, sent = [], []
+    for micro in range(2):
+        reduce_gradients(model, micro == 1, strategy)
+        with recorded() as calls:
+            (loss_sum(model, rank, micro) / 10).backward()
+        sent.append(calls)
+        held += [elements(model, "weights"), elements(model, "gradients")]
+    with recorded() as calls:
+        if finish:
+            finish_gradients(model, mesh, strategy)
+    sent.append(calls)
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    norm = gradient_norm(model.parameters(), copies=copies_unseen(mesh, strategy))
+    return gradients_of(model), held, sent, norm
+
+
+def accumulated_in_one_process(ranks: int) -> dict[str, torch.Tensor]:
+    model = whole_model()
+    sum(loss_sum(model, rank, micro) / 10 for rank in range(ranks) for micro in range(2)).backward()  # type: ignore[union-attr]
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "copies"), CASES)
+def test_micro_batches_accumulate_and_each_strategy_divides_and_sends_what_it_says(
+    strategy: Strategy, ranks: int, copies: int
+) -> None:
+    want, size = accumulated_in_one_process(ranks), elements(whole_model(), "weights")
+    results = run_ranks(accumulated, ranks, strategy, copies)
+    for got, _, sent, norm in results:
+        assert difference(got, want) < 1e-5
+        assert norm == pytest.approx(gradient_norm_of(want), rel=1e-6)
+        assert [set(calls) for calls in sent] == traffic(strategy, ranks, copies)
+        assert strategy != "legacy_ddp" or len(sent[2]) == 1
+    totals = [sum(held[index] for _, held, _, _ in results) for index in range(4)]
+    assert totals == [share * size for share in shares(strategy, ranks, copies)]
+
+
+def test_gradients_that_legacy_ddp_does_not_sum_would_be_seen() -> None:
+    want = accumulated_in_one_process(2)
+    for got, _, _, norm in run_ranks(accumulated, 2, "legacy_ddp", 1, False, False):
+        assert difference(got, want) > 0.1
+        assert abs(norm / gradient_norm_of(want) - 1) > 0.1
+
+
+def test_legacy_ddp_in_bf16_is_ddp_in_bf16_to_the_bit() -> None:
+    (want, *_), (got, *_) = (run_ranks(accumulated, 2, name, 1, True)[0] for name in ("ddp", "legacy_ddp"))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert 1e-4 < difference(got, accumulated_in_one_process(2)) < 0.1
+
+
+def refused(rank: int, world_size: int) -> None:
+    model, mesh = whole_model(), init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_cp",))
+    with pytest.raises(ValueError, match="applied to one rank alone, not 2"):
+        shard_model(model, model.layers, mesh, bf16=False, strategy="legacy_ddp")
+
+
+def test_legacy_ddp_over_ranks_that_the_library_sums_over_too_is_refused() -> None:
+    run_ranks(refused, 2)
+
+
+def of(strategy: Strategy, copies: int = 1) -> DataParallelConfig:
+    return DataParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies)
+
+
+def step(rank: int, world_size: int, tp: int, cp: int, config: DataParallelConfig) -> tuple[split.Step, float]:
+    with joined(split.mesh_config(tp, cp)) as mesh:
+        model, found = split.split_step(mesh, split.config(), data_parallel=config)
+        return found, gradient_norm(model.parameters(), copies=copies_unseen(mesh.both, config.strategy))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cp", "strategy", "copies"), [(8, 2, "zero3", 2), (4, 2, "zero1", 2), (4, 1, "legacy_ddp", 1)]
+)
+def test_with_tensor_parallelism_a_step_is_that_of_one_process(
+    ranks: int, cp: int, strategy: Strategy, copies: int
+) -> None:
+    """The first on all dimensions: tp 2, in it 2 ranks that divide the weights, 2 copies."""
+    want = split.whole_step(split.config())
+    for got, norm in run_ranks(step, ranks, 2, cp, of(strategy, copies)):
+        assert abs(got.loss - want.loss) < 2e-6
+        assert split.difference(got, want) < 1e-7
+        assert norm == pytest.approx(gradient_norm_of(want.gradients), rel=1e-6)
+        assert equal(got.weights, want.weights)
+
+
+def test_a_checkpoint_goes_from_one_strategy_to_another_bit_for_bit(tmp_path: Path) -> None:
+    """From copies on tp 2 over zero3 and legacy_ddp to other copies, moments and all."""
+    folders = [tmp_path / name for name in "abcd"]
+    first = run_ranks(split.train_and_save, 8, folders[0], 2, 2, None, of("zero2", 2))[0]
+    # [ranks, tp, cp]
+    meshes = [((2, 1, 1), of("zero3")), ((2, 1, 2), of("legacy_ddp")), ((4, 1, 2), of("zero1", 2))]
+    for index, ((ranks, tp, cp), config) in enumerate(meshes):
+        load = folders[index] / "iter_0000001"
+        for result in run_ranks(split.train_and_save, ranks, folders[index + 1], tp, cp, load, config):
+            assert equal(result, first)
+    assert first["norm.weight/exp_avg"].count_nonzero() > 0
+
+
+def timeouts(rank: int, world_size: int) -> list[float]:
+    with joined(split.MeshConfig(device="cpu", distributed_timeout_minutes=0.2)) as mesh:
+        groups = sharding_mesh(mesh.both, of("zero3", 2)).get_all_groups()
+        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_the_groups_of_copies_wait_no_longer_than_the_others() -> None:
+    assert run_ranks(timeouts, 4) == [[12.0] * 2] * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_distributed_optimizer_instances": 0}, "instances is 0; it must be 1 or more"),
+        (
+            {"num_distributed_optimizer_instances": 2, "data_parallel_sharding_strategy": "legacy_ddp"},
+            "instances is 2 with data_parallel_sharding_strategy legacy_ddp, which .* use 1, or strategy zero1",
+        ),
+    ],
+)
+def test_a_wrong_number_of_copies_is_named(settings: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DataParallelConfig(**settings)
+
+
+def test_fsdp_is_zero3() -> None:
+    assert DataParallelConfig(data_parallel_sharding_strategy="fsdp").strategy == "zero3"

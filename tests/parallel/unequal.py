@@ -1,0 +1,66 @@
+"""A small LLaMA under any data-parallel strategy, its ranks with unequal numbers of tokens, for the tests of these."""
+
+import math
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from kernels.loss import cross_entropy_sum
+from model.base import initial_weight
+from model.config import ModelConfig
+from model.llama import Llama
+from parallel.data import DataParallelConfig, Strategy, fill, shard_model, sharding_mesh
+
+CONFIG = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=2, num_query_groups=1, vocab_size=37)
+SEED, LENGTH = 7, 10
+VALID = (LENGTH, 2, 5, 0)
+"""Tokens that carry loss on each rank."""
+
+
+def whole_model() -> Llama:
+    model = Llama(CONFIG)
+    model.init_weights(SEED)
+    return model
+
+
+def sharded(world_size: int, bf16: bool = False, strategy: Strategy = "zero3", copies: int = 1) -> Llama:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_cp",))
+    config = DataParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies)
+    with torch.device("meta"):
+        model = Llama(CONFIG)
+    shard_model(model, model.layers, sharding_mesh(mesh, config), bf16=bf16, strategy=strategy)
+    fill(model, torch.device("cpu"), lambda name, shape: initial_weight(CONFIG, name, shape, SEED))
+    return model
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def batch(rank: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels [1, S] of a rank, some without loss."""
+    generator = torch.Generator().manual_seed(100 * micro + rank)
+    tokens = torch.randint(CONFIG.vocabulary, (1, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[:, VALID[rank] :] = -100
+    return tokens[:, :-1], labels
+
+
+def loss_sum(model: Llama, rank: int, micro: int = 0) -> torch.Tensor:
+    tokens, labels = batch(rank, micro)
+    return cross_entropy_sum(model(tokens), labels)[0]
+
+
+def gradients_of(model: Llama) -> dict[str, torch.Tensor]:
+    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradient_norm_of(gradients: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients.values()))
+
+
+def difference(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """Largest over the parameters, relative to the parameter's gradient."""
+    assert got.keys() == want.keys()
+    return max(((got[name] - want[name]).norm() / want[name].norm()).item() for name in want)

@@ -21,36 +21,73 @@ class LanguageModel(nn.Module):
     """Token ids -> logits. Its weights mean something after init_weights or load_state_dict.
 
     A model sets the modules below and defines `hidden`. With tied embeddings there is no output module, and the
-    embedding's weight is the only copy in the state dict.
+    embedding's weight is the only copy in the state dict. What `keep` has dropped is None.
     """
 
     config: ModelConfig
-    embedding: nn.Embedding
+    embedding: nn.Embedding | None
     layers: nn.ModuleList
-    norm: nn.Module
+    norm: nn.Module | None
     output: nn.Linear | None
+
+    only_first: tuple[str, ...] = ()
+    """Modules, besides the embedding, that come before the layers."""
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, head: Head | None = None) -> Tensor:
         """Logits [B, T, V] of tokens [B, T]; positions [T] or [B, T] are global, by default 0 .. T-1.
 
         A head is what a caller puts in the place of the logits, such as a loss that never has all of them at once. It
         runs in here because a sharded model has its weights whole in its forward alone.
+
+        A part that `keep` made takes hidden states [B, T, C] of the layers before it in the place of tokens, and
+        returns them where layers come after it.
         """
         hidden = self.hidden(tokens, positions)
+        if self.norm is None:
+            return hidden
         return self.project(hidden) if head is None else head(hidden, self.output_weight)
 
     @property
     def output_weight(self) -> Tensor:
         """Weights [V, C] of the output projection."""
-        return self.embedding.weight if self.output is None else self.output.weight
+        weight = self.embedding if self.output is None else self.output
+        assert weight is not None
+        return weight.weight
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Normalised hidden states [B, T, C], which `project` turns into logits; arguments as in `forward`."""
         raise TypeError(f"{type(self).__name__} defines no hidden states")
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Embeddings [B, T, C] of token ids, or the hidden states that stand in their place as they are."""
+        if tokens.is_floating_point():
+            return tokens
+        assert self.embedding is not None, "a part without an embedding takes hidden states"
+        return self.embedding(tokens)
+
     def project(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., C]."""
-        return self.output(hidden) if self.output is not None else F.linear(hidden, self.embedding.weight)
+        return self.output(hidden) if self.output is not None else F.linear(hidden, self.output_weight)
+
+    def keep(self, layers: range) -> None:
+        """Become the part of the model that these layers are; parameters keep their names.
+
+        What comes before the layers stays with the first one, the norm and the output with the last. A last part whose
+        output weights are the embedding's keeps a copy of that.
+        """
+        total = len(self.layers)
+        for number in set(range(total)) - set(layers):
+            delattr(self.layers, str(number))  # `del` would number the rest anew
+        first, last = 0 in layers, total - 1 in layers
+        if not first:
+            for name in self.only_first:
+                setattr(self, name, None)
+        if not last:
+            self.norm = None
+        if not first and not (last and self.output is None):
+            self.embedding = None
+        if not last:
+            self.output = None
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -31,6 +31,8 @@ class Layer(nn.Module):
 class GPT(LanguageModel):
     """The language model: token ids -> logits."""
 
+    only_first = ("position_embedding",)
+
     def __init__(self, config: ModelConfig, attend: Attend = sdpa) -> None:
         super().__init__()
         self.config = config
@@ -51,12 +53,12 @@ class GPT(LanguageModel):
             if table is not None and length > table:
                 raise ValueError(f"{length} tokens are more than max_position_embeddings {table}; give fewer")
             positions = torch.arange(length, device=tokens.device)
-        x = self.embedding(tokens)  # [B, T, C]
-        rotary = None
+        x = self.embedded(tokens)  # [B, T, C]
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)  # [B, T, C] + [T, C] or [B, T, C]
-        else:
+        rotary = None
+        if table is None:
             rotary = Rotary(positions, self.config.head_dim, self.config.rotary_base, x.dtype)
         for layer in self.layers:
             x = layer(x, rotary)
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)

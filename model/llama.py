@@ -34,16 +34,16 @@ class Llama(LanguageModel):
     def __init__(self, config: ModelConfig, attend: Attend = sdpa) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
+        self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, attend) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.norm: nn.Module | None = RMSNorm(config.hidden_size, eps=config.norm_epsilon)
         self.output = output_module(config)
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens)  # [B, T, C]
+        x = self.embedded(tokens)  # [B, T, C]
         rotary = Rotary(positions, self.config.head_dim, self.config.rotary_base, x.dtype)
         for layer in self.layers:
             x = layer(x, rotary)
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)

@@ -39,7 +39,7 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     model = _on_meta(config)
     matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     if model.output is None:
-        matrices += model.embedding.weight.numel()
+        matrices += model.output_weight.numel()
     attention = 12 * config.num_layers * config.num_attention_heads * config.head_dim * seq_length / 2
     return 6 * matrices + attention
 

@@ -26,7 +26,7 @@ from parallel.manifest import (
     what_is_broken,
     write_manifest,
 )
-from parallel.shards import METADATA, compare_tensors, read_metadata, read_shards, tensors_of, write_shards
+from parallel.shards import METADATA, Model, compare_tensors, read_metadata, read_shards, tensors_of, write_shards
 
 __all__ = [
     "CheckpointConfig",
@@ -67,7 +67,7 @@ class CheckpointConfig:
 def save_checkpoint(
     directory: str | Path,
     iteration: int,
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     *,
     architecture: dict[str, Any],
@@ -111,7 +111,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: str | Path,
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     architecture: dict[str, Any],
     *,

@@ -1,6 +1,5 @@
-"""Processes and the device mesh they form: data parallel (dp) x context parallel (cp) x tensor parallel (tp)."""
+"""Processes and the device mesh they form: pipeline (pp) x data (dp) x context (cp) x tensor parallel (tp)."""
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +16,17 @@ class MeshError(ValueError):
     """Processes that cannot form the mesh."""
 
 
+SIZES = ("pipeline_model_parallel_size", "context_parallel_size", "tensor_model_parallel_size")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How the processes are arranged: data parallel (dp, what is left over) x context (cp) x tensor parallel (tp)."""
+    """How the processes are arranged: pipeline (pp) x data (dp, what is left over) x context (cp) x tensor parallel."""
 
     tensor_model_parallel_size: int = 1
     """Processes that share each layer's matrices, the vocabulary and, between the matrices, their tokens."""
+    pipeline_model_parallel_size: int = 1
+    """Processes that share the layers, each a run of them."""
     context_parallel_size: int = 1
     """Processes that share each sequence."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -33,7 +37,7 @@ class MeshConfig:
     """How long a collective may wait for its peers before the run fails."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor_model_parallel_size", "context_parallel_size"):
+        for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.distributed_timeout_minutes <= 0:
@@ -58,10 +62,11 @@ class Mesh:
     """The processes of a run, arranged.
 
     ``both`` joins dp and cp: the ranks that hold different tokens of the same part of the model, over which FSDP shards
-    that part. Along tp the ranks hold different parts and the same tokens.
+    that part. Along tp and pp the ranks hold different parts and the same tokens.
     """
 
     device: torch.device
+    pp: DeviceMesh
     dp: DeviceMesh
     cp: DeviceMesh
     tp: DeviceMesh
@@ -77,8 +82,9 @@ def launched_world_size() -> int:
 def joined(config: MeshConfig) -> Iterator[Mesh]:
     """Join the processes that the launcher started and arrange them; part where the body ends cleanly.
 
-    Processes that have joined already stay so. The world size must be a multiple of the sizes of cp and tp. tp, which
-    talks most, is the inner dimension, then cp: their ranks are neighbours.
+    Processes that have joined already stay so. The world size must be a multiple of the sizes of pp, cp and tp.
+    tp, which talks most, is the inner dimension, then cp: their ranks are neighbours. pp, which talks least, is the
+    outer one.
 
     Raises:
         MeshError: there is no GPU, or there are more processes than GPUs on a machine.
@@ -102,11 +108,12 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
             dist.init_process_group(config.backend, timeout=timeout)
         else:
             dist.init_process_group(config.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    sizes = {"cp": config.context_parallel_size, "tp": config.tensor_model_parallel_size}
-    sizes = {"dp": dist.get_world_size() // math.prod(sizes.values()), **sizes}
+    pp, cp, tp = (getattr(config, name) for name in SIZES)
+    sizes = {"pp": pp, "dp": dist.get_world_size() // (pp * cp * tp), "cp": cp, "tp": tp}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    arranged = Mesh(device, mesh["dp"], mesh["cp"], mesh["tp"], mesh["dp", "cp"]._flatten("dp_cp"))
-    for part in (arranged.dp, arranged.cp, arranged.tp, arranged.both):
+    parts = {name: mesh[name] for name in sizes}
+    arranged = Mesh(device=device, both=mesh["dp", "cp"]._flatten("dp_cp"), **parts)
+    for part in (arranged.pp, arranged.dp, arranged.cp, arranged.tp, arranged.both):
         # the groups of a mesh do not inherit the timeout of the processes, and wait for 30 minutes
         dist.distributed_c10d._set_pg_timeout(timeout, part.get_group())
     ended_well = False

@@ -2,7 +2,7 @@
 
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -13,13 +13,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from parallel.agree import agree
 from parallel.manifest import CheckpointError, Manifest
 
 METADATA = ".metadata"
 State = dict[str, dict[str, torch.Tensor]]
+Model = nn.Module | Sequence[nn.Module]
+"""A model, or the parts of it that a rank holds, with the names that their parameters have in the whole."""
 
 # All that DCP puts into `.metadata` for a state of tensors. None of these does anything but hold data.
 _DATA_CLASSES = {
@@ -41,7 +43,7 @@ _DATA_CLASSES = {
 }
 
 
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, create: bool = False) -> State:
+def tensors_of(model: Model, optimizer: torch.optim.Optimizer | None, *, create: bool = False) -> State:
     """The tensors of a run under the plain model's parameter names: {"model": weights, "optimizer": moments, step}.
 
     They are the live tensors (DTensors where sharded), not copies: DCP writes them as they are and reads into them,
@@ -52,19 +54,38 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, cre
         create: give an optimizer that has made no step yet its (zero) state, to be read into.
     """
     # The weights come first: an evaluation may have left FSDP modules unsharded, and this reshards them.
-    state: State = {"model": dict(get_model_state_dict(model))}  # type: ignore[arg-type]
+    state: State = {"model": {}}
+    parts = [model] if isinstance(model, nn.Module) else model
+    for part in parts:
+        state["model"] |= get_model_state_dict(part)  # type: ignore[arg-type]
     if optimizer is not None:
-        flat: dict[str, Any] = {}
-        if create or any(optimizer.state.values()):
-            options = StateDictOptions(flatten_optimizer_state_dict=True)
-            flat = get_optimizer_state_dict(model, optimizer, options=options)
-        state["optimizer"] = {name: value for name, value in flat.items() if name.startswith("state.")}
-    for part, values in state.items():
+        if create:
+            _first_step_without_effect(optimizer)
+        state["optimizer"] = {
+            f"state.{name}.{key}": value
+            for part in parts
+            for name, parameter in part.named_parameters()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+    for section, values in state.items():
         for name, value in values.items():
             if not isinstance(value, torch.Tensor) or value.is_meta:
                 kind = "a meta tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-                raise CheckpointError(f"{part} state {name} is {kind}; a checkpoint holds tensors with data only")
+                raise CheckpointError(f"{section} state {name} is {kind}; a checkpoint holds tensors with data only")
     return state
+
+
+def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its state: a step with gradients of nought and a learning rate of nought."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def write_shards(folder: Path, state: State, group: dist.ProcessGroup | None) -> None:

@@ -29,8 +29,8 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
     [B, T], the same on all ranks of ``mesh``, and returns logits [B, T, V] as a DTensor sharded over the vocabulary,
     which ``parallel.vocabulary.cross_entropy_sum`` takes.
 
-    A pipeline stage lacks some of these. One without embedding takes, and one without norm returns, what lies between
-    two layers: hidden states of this rank's tokens [B, T / size, C], a plain tensor.
+    A pipeline stage lacks some of these. What passes between two stages is hidden states of this rank's tokens
+    [B, T / size, C], a plain tensor.
 
     The query heads and the feed-forward width must be multiples of the mesh's size, and ``kv_heads`` a multiple or a
     divisor of it: fewer heads than ranks are kept by every rank, which computes the one that its query heads attend to.
@@ -65,14 +65,14 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
     parallelize_module(model, mesh, {name: styles[kind] for name, kind in names.items() if kind in styles})
     if left := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
         raise ValueError(f"tensor parallelism knows no way to split {', '.join(left)}; parallel/tensor.py has the plan")
-    if getattr(model, "embedding", None) is None:
-        model.register_forward_pre_hook(lambda _, inputs: (_of_tokens(inputs[0], mesh), *inputs[1:]))
+    model.register_forward_pre_hook(lambda _, inputs: (_of_tokens(inputs[0], mesh), *inputs[1:]))
     if getattr(model, "norm", None) is None:
         model.register_forward_hook(lambda _, inputs, x: x.to_local())
 
 
-def _of_tokens(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    return DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
+def _of_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Hidden states of this rank's tokens as a part of all; token ids, which all ranks have, as they are."""
+    return DTensor.from_local(x, mesh, [Shard(1)], run_check=False) if x.is_floating_point() else x
 
 
 def _scatter(part: Tensor, mesh: DeviceMesh) -> DTensor:

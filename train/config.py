@@ -14,6 +14,7 @@ from parallel.context.config import ContextConfig
 from parallel.data import DataParallelConfig
 from parallel.mesh import MeshConfig
 from parallel.recompute import RecomputeConfig
+from parallel.stages import PipelineConfig
 from train import flags
 from train.flags import ConfigError
 from train.metrics import LoggingConfig
@@ -81,6 +82,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
@@ -106,6 +108,10 @@ A TOML file under configs/ sets the run and flags override it; "none" unsets a f
   one data-parallel group of 4: 2 processes share every matrix, and 2 such pairs every sequence
     torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/llama_tiny.toml \\
         --tensor-model-parallel-size 2 --context-parallel-size 2 --save runs/tensor
+
+  a pipeline of 2: each pair holds half of the layers, and 4 micro-batches follow each other through them
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/llama_tiny.toml \\
+        --pipeline-model-parallel-size 2 --context-parallel-size 2 --micro-batch-size 1 --save runs/pipeline
 
   go on from its newest whole checkpoint, in one process
     torchrun --standalone %(prog)s --config runs/zigzag/config.toml --context-parallel-size 1 --load runs/zigzag \\
@@ -206,19 +212,33 @@ def _validate_sizes(config: Config, world_size: int) -> None:
             "one, raise the other, or give --position-embedding-type rope --max-position-embeddings none"
         )
     tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
-    _validate_fit("tensor_model_parallel_size", tp, world_size, 1)
-    _validate_fit("context_parallel_size", cp, world_size, tp)
+    pp = config.mesh.pipeline_model_parallel_size
+    _validate_fit("tensor_model_parallel_size", tp, world_size, "")
+    _validate_fit("context_parallel_size", cp, world_size, f"tensor_model_parallel_size {tp}", tp)
+    within = f"tensor_model_parallel_size {tp} x context_parallel_size {cp}"
+    _validate_fit("pipeline_model_parallel_size", pp, world_size, within, tp * cp)
     if config.context.context_parallel_method == "none" and cp > 1:
         raise ConfigError(
             f"context_parallel_method is none with context_parallel_size {cp}; choose a method, or size 1"
         )
     _validate_shares(config.model, tp)
-    dp, micro, batch = world_size // (cp * tp), config.train.micro_batch_size, config.train.global_batch_size
+    dp, micro, batch = world_size // (pp * cp * tp), config.train.micro_batch_size, config.train.global_batch_size
     if batch is not None and batch % (micro * dp):
         raise ConfigError(
             f"global_batch_size is {batch}, not a multiple of micro_batch_size {micro} x data-parallel size {dp}; "
             f"nearest that work: {_nearest_multiples(batch, micro * dp)}"
         )
+    try:
+        config.pipeline.check(
+            config.model.num_layers,
+            pp,
+            micro_batches(config, dp),
+            config.data_parallel.strategy,
+            tied=not config.model.untie_embeddings_and_output_weights,
+            recompute=config.recompute != RecomputeConfig(),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     copies, ranks = config.data_parallel.num_distributed_optimizer_instances, dp * cp
     if ranks % copies:
         divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -229,16 +249,22 @@ def _validate_sizes(config: Config, world_size: int) -> None:
         )
 
 
-def _validate_fit(name: str, size: int, world_size: int, tp: int) -> None:
-    """Check that ``size`` divides the processes that a tensor-parallel size which divides them leaves."""
-    processes = world_size // tp
+def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int = 1) -> None:
+    """Check that ``size`` divides the processes that ``others``, which divide them into ``taken``, leave."""
+    processes = world_size // taken
     if processes % size:
         fitting = ", ".join(str(other) for other in range(1, processes + 1) if processes % other == 0)
-        left = f" that tensor_model_parallel_size {tp} leaves of {world_size}" if tp > 1 else ""
+        left = f" that {others} leaves of {world_size}" if taken > 1 else ""
         raise ConfigError(
             f"{name} is {size}, which does not divide the {processes} processes{left}; "
-            f"sizes that fit them: {fitting}; or start a multiple of {tp * size} processes"
+            f"sizes that fit them: {fitting}; or start a multiple of {taken * size} processes"
         )
+
+
+def micro_batches(config: Config, dp: int) -> int:
+    """Micro-batches of one iteration on each of ``dp`` data-parallel ranks."""
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    return 1 if batch is None else batch // (micro * dp)
 
 
 def _validate_shares(model: ModelConfig, tp: int) -> None:

@@ -1,9 +1,11 @@
 """Next-token prediction, as the training loop sees it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.loader import IGNORE_INDEX, Batch
@@ -12,8 +14,10 @@ from data.prepare import unigram_entropy
 from kernels.attention import select_backend
 from model.attention import Attend, sdpa
 from parallel.context import ContextParallel, context_parallel
+from parallel.mesh import Mesh
+from parallel.pipeline import PipelineRunner, Runner
 from parallel.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
-from train.config import Config, ConfigError, validate_entries
+from train.config import Config, ConfigError, micro_batches, validate_entries
 
 
 class NextToken:
@@ -26,6 +30,11 @@ class NextToken:
         self._device = device
         # Padding takes the last position: those beyond the sequence may have no entry in a table of learned positions.
         self._positions = cp.positions.clamp(max=cp.plan.seq_len - 1).to(device)  # [T]
+
+    @property
+    def local_length(self) -> int:
+        """Tokens of a sequence that this rank takes, padding included."""
+        return len(self._positions)
 
     def local(self, batch: Batch) -> Batch:
         """This rank's tokens and labels ``[B, T]`` of whole sequences ``[B, S]``; padding carries no loss."""
@@ -40,15 +49,39 @@ class NextToken:
         return int((local["labels"] != IGNORE_INDEX).sum())
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """Sum of the losses of this rank's tokens, float32."""
+        """Sum of the losses of this rank's tokens, float32; hidden states, where the model is a part without the end.
+
+        A part without the beginning finds hidden states in the place of the tokens.
+        """
         labels, size = local["labels"], self._loss_chunk_size
-        if not size:
-            return cross_entropy_sum(model(local["tokens"], self._positions), labels, IGNORE_INDEX)[0]
 
-        def in_chunks(hidden: Tensor, weight: Tensor) -> Tensor:
-            return chunked_cross_entropy_sum(hidden, weight, labels, size, IGNORE_INDEX)
+        def head(hidden: Tensor, weight: Tensor) -> Tensor:
+            if size:
+                return chunked_cross_entropy_sum(hidden, weight, labels, size, IGNORE_INDEX)
+            return cross_entropy_sum(F.linear(hidden, weight), labels, IGNORE_INDEX)[0]
 
-        return model(local["tokens"], self._positions, in_chunks)
+        return model(local["tokens"], self._positions, head)
+
+
+def build_runner(config: Config, mesh: Mesh, parts: Sequence[nn.Module], objective: NextToken) -> Runner:
+    """What takes a step's micro-batches through this rank's parts of the model."""
+    strategy, train, ranks = config.data_parallel.strategy, config.train, mesh.pp.size()
+    if ranks == 1:
+        return Runner(parts, objective.loss_sum, strategy)
+    shape = train.micro_batch_size, objective.local_length  # [B, T]
+    hidden = (shape[0], shape[1] // mesh.tp.size(), config.model.hidden_size)
+    return PipelineRunner(
+        parts,
+        objective.loss_sum,
+        strategy,
+        config=config.pipeline,
+        mesh=mesh.pp,
+        device=mesh.device,
+        micro_batches=micro_batches(config, mesh.dp.size()),
+        first_input=("tokens", torch.empty(shape, dtype=torch.int64, device="meta")),
+        hidden=torch.empty(hidden, dtype=torch.bfloat16 if train.bf16 else torch.float32, device="meta"),
+        tied=None if config.model.untie_embeddings_and_output_weights else "embedding.weight",
+    )
 
 
 def corpus_entropy(data: DataConfig) -> dict[str, float]:

@@ -9,14 +9,15 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.loader import Batch, Batching, Samples, batches, evaluation_batches
 from data.megatron import DataError
 from parallel.agree import agreed
 from parallel.checkpoint import save_checkpoint
-from parallel.data import copies_unseen, finish_gradients, reduce_gradients
+from parallel.data import copies_unseen, finish_gradients
 from parallel.mesh import Mesh
+from parallel.pipeline import Runner
 from train.config import Config, sample_order
 from train.metrics import RunLog, memory_gb, progress_line
 from train.optim import clip_gradients, gradient_norm, learning_rate
@@ -30,16 +31,13 @@ class TrainingError(RuntimeError):
 
 
 class Objective(Protocol):
-    """What is trained: how a batch is shared out, and its loss."""
+    """What is trained: how a batch is shared out."""
 
     def local(self, batch: Batch) -> Batch:
         """This rank's part of a batch, on its device."""
 
     def count(self, local: Batch) -> int:
         """Tokens of that part that carry loss."""
-
-    def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """The sum of their losses."""
 
 
 @dataclass
@@ -58,7 +56,7 @@ class Trainer:
 
     config: Config
     mesh: Mesh
-    model: nn.Module
+    runner: Runner
     optimizer: torch.optim.Optimizer
     objective: Objective
     train_data: Samples
@@ -166,22 +164,23 @@ class Trainer:
 
     def _forward_backward(self, micro_batches: list[Batch], valid: int) -> tuple[float, float]:
         """Accumulate and clip the gradients of the mean loss over ``valid`` tokens; return that loss and their norm."""
-        total = torch.zeros((), device=self.mesh.device)
-        strategy = self.config.data_parallel.strategy
-        for index, batch in enumerate(micro_batches):
-            reduce_gradients(self.model, index == len(micro_batches) - 1, strategy)
-            loss = self.objective.loss_sum(self.model, batch) / max(valid, 1)
-            loss.backward()
-            total += loss.detach()
-        dist.all_reduce(total, group=self.mesh.both.get_group())
-        parameters = dict(self.model.named_parameters())
+        total = self._over_all(self.runner.forward_backward(micro_batches, max(valid, 1)))
+        parameters, strategy = self.runner.parameters(), self.config.data_parallel.strategy
         missing = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
         if missing:
             raise RuntimeError(f"no gradient reached {', '.join(missing)}: part of the model is not trained")
-        finish_gradients(self.model, self.mesh.both, strategy)
+        for part in self.runner.parts:
+            finish_gradients(part, self.mesh.both, strategy)
         norm = gradient_norm(parameters.values(), copies=copies_unseen(self.mesh.both, strategy))
-        clip_gradients(parameters.values(), norm, self.config.optimizer.clip_grad)
+        everything = [p for part in self.runner.parts for p in part.parameters()]
+        clip_gradients(everything, norm, self.config.optimizer.clip_grad)
         return total.item(), norm
+
+    def _over_all(self, share: Tensor) -> Tensor:
+        """The sum of a loss's shares over the ranks that hold different tokens, for the stages without the last too."""
+        for mesh in (self.mesh.both, self.mesh.pp):
+            dist.all_reduce(share, group=mesh.get_group())
+        return share
 
     def _count_skipped(self, norm: float) -> None:
         """A step whose gradients are not finite is skipped; a run that only skips is beyond help."""
@@ -202,11 +201,9 @@ class Trainer:
             micro_batches, valid = self._next_step(steps)
             if not micro_batches:
                 break
-            for batch in micro_batches:
-                total += self.objective.loss_sum(self.model, batch)
+            total += self.runner.forward(micro_batches)
             tokens += valid
-        dist.all_reduce(total, group=self.mesh.both.get_group())
-        return total.item() / max(tokens, 1)
+        return self._over_all(total).item() / max(tokens, 1)
 
     @property
     def _wanted(self) -> int:
@@ -254,7 +251,7 @@ class Trainer:
         path = save_checkpoint(
             folder,
             self.progress.iteration,
-            self.model,
+            self.runner.parts,
             self.optimizer,
             architecture=self.architecture,
             extra={"progress": asdict(self.progress), "sample_order": sample_order(self.config)},

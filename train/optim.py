@@ -54,9 +54,9 @@ class OptimizerConfig:
             raise ValueError(f"{name} is {getattr(self, name)}; {problem}")
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.AdamW:
+def build_optimizer(config: OptimizerConfig, *parts: nn.Module) -> torch.optim.AdamW:
     """Fused AdamW; only matrices decay, since shrinking a norm's weight or a bias regularises nothing."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

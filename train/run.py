@@ -3,7 +3,7 @@
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def resume(
-    config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, architecture: dict[str, Any]
+    config: Config, model: Sequence[nn.Module], optimizer: torch.optim.Optimizer, architecture: dict[str, Any]
 ) -> Progress:
     """Load what ``--load`` names and say where it stands; a run without a checkpoint starts afresh. Collective.
 

@@ -1,0 +1,198 @@
+"""Pipeline parallelism: which layers each rank of pp holds, and when micro-batches pass through them.
+
+A stage is a run of layers; the first one also has what comes before the layers, the last one what comes after. Stages
+pass hidden states forward and their gradients back, one micro-batch at a time; the schedules are torch's. The loss is
+divided by the global number of valid tokens, so gradients add up over micro-batches and are never rescaled.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from parallel.data import Strategy, reduce_gradients
+from parallel.stages import SINGLE, ZERO_BUBBLE, PipelineConfig
+
+Batch = dict[str, Tensor]
+
+
+class LossSum(Protocol):
+    """What a stage makes of a micro-batch: hidden states, or in the last stage the sum of losses."""
+
+    def __call__(self, model: nn.Module, local: Batch) -> Tensor:
+        """In all but the first stage ``local`` holds hidden states in the place of the first stage's input."""
+
+
+class Runner:
+    """Takes the micro-batches of a step through a model that one rank holds whole."""
+
+    def __init__(self, parts: Sequence[nn.Module], loss_sum: LossSum, strategy: Strategy) -> None:
+        self.parts, self.loss_sum, self.strategy = parts, loss_sum, strategy
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by name; those of which another rank of pp counts the same copy are left out."""
+        return {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
+
+    def forward_backward(self, batches: Sequence[Batch], valid: int) -> Tensor:
+        """Accumulate the gradients of the sum of losses over ``valid``; returns this rank's share of that loss."""
+        (model,), losses = self.parts, []
+        for index, batch in enumerate(batches):
+            reduce_gradients(model, index == len(batches) - 1, self.strategy)
+            loss = self.loss_sum(model, batch) / valid
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[Batch]) -> Tensor:
+        """This rank's share of the sum of losses, float64."""
+        (model,) = self.parts
+        return torch.stack([self.loss_sum(model, batch) for batch in batches]).double().sum()
+
+
+class PipelineRunner(Runner):
+    """The same for the stages that this rank of pp holds. Its share of the loss is nought without the last stage."""
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        loss_sum: LossSum,
+        strategy: Strategy,
+        *,
+        config: PipelineConfig,
+        mesh: DeviceMesh,
+        device: torch.device,
+        micro_batches: int,
+        first_input: tuple[str, Tensor],
+        hidden: Tensor,
+        tied: str | None = None,
+    ) -> None:
+        """``parts`` are the stages ``config.own`` names.
+
+        Args:
+            first_input: what of a micro-batch the first stage takes: its name, and one like it on the meta device.
+            hidden: what passes between stages, on the meta device.
+            tied: name of the parameter of which the first and the last stage hold a copy each.
+        """
+        super().__init__(parts, loss_sum, strategy)
+        self.mesh, self.device, self.tied = mesh, device, tied
+        self.name, like = first_input
+        ranks, stages = mesh.size(), config.stages(mesh.size())
+        self.own = config.own(mesh.get_local_rank(), ranks)
+        self._valid = 1
+        hidden = hidden.requires_grad_()  # torch asks it whether gradients are sent back
+        built = []
+        for part, number in zip(parts, self.own, strict=True):
+            last = number == stages - 1
+            built.append(
+                _Stage(
+                    _Part(part, self.name, loss_sum),
+                    number,
+                    stages,
+                    device,
+                    input_args=(like,) if number == 0 else (hidden,),
+                    output_args=(hidden.new_empty((), dtype=torch.float32).requires_grad_() if last else hidden,),
+                    group=mesh.get_group(),
+                )
+            )
+            built[-1].strategy = strategy
+            built[-1].apart = config.pipeline_schedule in ZERO_BUBBLE
+        schedule = get_schedule_class(config.pipeline_schedule)
+        loss_fn: Callable[[Tensor, Any], Tensor] = lambda loss, _: loss / self._valid  # noqa: E731
+        self.schedule: Any = schedule(
+            built[0] if config.pipeline_schedule in SINGLE else built,
+            micro_batches,
+            loss_fn=loss_fn,
+            scale_grads=False,
+        )
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        found = super().parameters()
+        if self.tied is not None and 0 not in self.own:
+            found.pop(self.tied, None)
+        return found
+
+    def forward_backward(self, batches: Sequence[Batch], valid: int) -> Tensor:
+        self._valid = valid
+        total = self._run(self.schedule.step, batches).sum()
+        if self.tied is not None:
+            self._sum_copies(self.tied)
+        return total
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[Batch]) -> Tensor:
+        self._valid = 1
+        return self._run(self.schedule.eval, batches).double().sum()
+
+    def _run(self, step: Callable[..., Any], batches: Sequence[Batch]) -> Tensor:
+        """The losses of the micro-batches, none without the last stage."""
+        others = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+        first, losses = others.pop(self.name), list[Tensor]()
+        step(*([first] if 0 in self.own else []), target=first, losses=losses, return_outputs=False, **others)
+        if not losses:
+            return torch.zeros(1, device=self.device)
+        return torch.stack([loss.detach() for loss in losses])
+
+    def _sum_copies(self, name: str) -> None:
+        """Give both copies of a parameter the sum of their gradients: they then stay equal, to the bit."""
+        first, last = 0 in self.own, self.mesh.size() - 1 == self.mesh.get_local_rank()
+        if not (first or last):
+            return
+        parameter = dict(self.parts[0 if first else -1].named_parameters())[name]
+        assert parameter.grad is not None
+        own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        other, peer = torch.empty_like(own), self.mesh.size() - 1 if first else 0
+        group = self.mesh.get_group()
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+                dist.P2POp(dist.isend, own.contiguous(), group=group, group_peer=peer),
+            ]
+        )
+        for work in works:
+            work.wait()
+        own += other
+
+
+class _Part(nn.Module):
+    """A stage's layers as torch's schedules call them: the first tensor of a batch alone, the rest by name.
+
+    It hides from them whether the model is FSDP's, for which they would hold back every reduction to the end of the
+    step and keep whole weights until then.
+    """
+
+    def __init__(self, model: nn.Module, name: str, loss_sum: LossSum) -> None:
+        super().__init__()
+        self.model, self._name, self._loss_sum = model, name, loss_sum
+
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        return self._loss_sum(self.model, {self._name: x, **others})
+
+
+class _Stage(PipelineStage):
+    strategy: Strategy
+    apart: bool
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        part: Any = self.submod
+        reduce_gradients(part.model, last_backward and not self.apart, self.strategy)
+        return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Where no backward is a whole one, FSDP's hooks do not run, and the library reduces at the step's end."""
+        if not self.apart:
+            return super().perform_reduce_grad(grad_scale_factor)
+        part: Any = self.submod
+        try:
+            self.submod = part.model
+            super().perform_reduce_grad(grad_scale_factor)
+        finally:
+            self.submod = part

@@ -1,0 +1,131 @@
+"""Which layers each rank of a pipeline holds, and which schedules go with what."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from parallel.data import Strategy
+
+Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+SINGLE: tuple[Schedule, ...] = ("1F1B", "GPipe")
+"""Schedules of one stage per rank."""
+ZERO_BUBBLE: tuple[Schedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules that compute the gradients of weights apart from those of activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How the pipeline-parallel processes share the layers, and in which order micro-batches pass through them."""
+
+    pipeline_schedule: Schedule = "1F1B"
+    """Order of forwards and backwards: 1F1B keeps activations of as many micro-batches as there are stages, GPipe of
+    all; Interleaved1F1B has several stages per process and shorter bubbles; the ZeroBubble ones fill bubbles with the
+    gradients of weights (ZBVZeroBubble: two stages per process, the first and the last one on the same)."""
+    num_virtual_stages_per_pipeline_rank: int = 1
+    """Stages of each pipeline-parallel process; more than 1 with Interleaved1F1B and the ZeroBubble schedules."""
+    pipeline_layers: tuple[int, ...] = ()
+    """Layers of each stage, such as 7 8 8 7; by default equal, the first and the last stages the fewer."""
+
+    def __post_init__(self) -> None:
+        virtual, schedule = self.num_virtual_stages_per_pipeline_rank, self.pipeline_schedule
+        if virtual < 1:
+            raise ValueError(f"num_virtual_stages_per_pipeline_rank is {virtual}; it must be 1 or more")
+        if schedule in SINGLE and virtual > 1:
+            raise ValueError(
+                f"num_virtual_stages_per_pipeline_rank is {virtual} with pipeline_schedule {schedule}, which has one "
+                "stage per process; use Interleaved1F1B, or 1 virtual stage"
+            )
+        if schedule == "ZBVZeroBubble" and virtual != 2:
+            raise ValueError(
+                f"num_virtual_stages_per_pipeline_rank is {virtual} with pipeline_schedule ZBVZeroBubble, whose V "
+                "has two stages per process; use 2"
+            )
+        if min(self.pipeline_layers, default=1) < 1:
+            raise ValueError(f"pipeline_layers is {self.pipeline_layers}; each stage needs a layer")
+
+    def check(
+        self, layers: int, ranks: int, micro_batches: int, strategy: Strategy, *, tied: bool, recompute: bool
+    ) -> None:
+        """Refuse what cannot run, or would compute something else in silence, naming the nearest that works.
+
+        Raises:
+            ValueError: stages more than layers, fewer micro-batches than ranks, a schedule that does not go with a
+                data-parallel strategy or with recomputation.
+        """
+        schedule, stages = self.pipeline_schedule, self.stages(ranks)
+        if ranks == 1 and self != PipelineConfig():
+            raise ValueError(
+                f"pipeline_schedule {schedule}, num_virtual_stages_per_pipeline_rank "
+                f"{self.num_virtual_stages_per_pipeline_rank} or pipeline_layers {self.pipeline_layers} is set, and there "
+                "is no pipeline; give --pipeline-model-parallel-size 2 or more, or leave these out"
+            )
+        if stages > layers:
+            most = layers // self.num_virtual_stages_per_pipeline_rank
+            raise ValueError(
+                f"num_layers is {layers} and there are {stages} pipeline stages, each of which needs a layer; nearest "
+                f"that work: pipeline_model_parallel_size {max(most, 1)}, or num_layers {stages}"
+            )
+        stage_layers(self, layers, ranks)
+        if micro_batches < ranks:
+            raise ValueError(
+                f"each data-parallel rank has {micro_batches} micro-batches for pipeline_model_parallel_size {ranks}: "
+                f"some processes would only wait; nearest that works: {ranks} micro-batches, by a global_batch_size of "
+                f"{ranks} x micro_batch_size x data-parallel size"
+            )
+        if schedule not in SINGLE and micro_batches % max(1, micro_batches // ranks):
+            below = micro_batches - micro_batches % ranks
+            raise ValueError(
+                f"each data-parallel rank has {micro_batches} micro-batches, which pipeline_schedule {schedule} cannot "
+                f"take in equal rounds of about {ranks}; nearest that work: {below} or {below + ranks}"
+            )
+        if schedule not in ZERO_BUBBLE:
+            return
+        if strategy in ("zero2", "zero3"):
+            raise ValueError(
+                f"pipeline_schedule {schedule} keeps weights and gradients whole until its last micro-batch, and "
+                f"data_parallel_sharding_strategy {strategy} divides them; nearest that work: zero1, or Interleaved1F1B"
+            )
+        if recompute:
+            raise ValueError(
+                f"pipeline_schedule {schedule} takes each backward in two parts, and recompute_granularity, "
+                "loss_chunk_size and ffn_chunk_size would compute again in both; leave them out, or use Interleaved1F1B"
+            )
+        if tied and schedule == "ZBVZeroBubble":
+            raise ValueError(
+                "pipeline_schedule ZBVZeroBubble has the first and the last stage on one process, which cannot hold "
+                "tied embeddings twice; give --untie-embeddings-and-output-weights, or use InterleavedZeroBubble"
+            )
+
+    def stages(self, ranks: int) -> int:
+        """Stages of a pipeline of that many ranks."""
+        return ranks * self.num_virtual_stages_per_pipeline_rank
+
+    def own(self, rank: int, ranks: int) -> tuple[int, ...]:
+        """The stages of a rank, ascending: every ``ranks``-th one, or there and back along a V."""
+        if self.pipeline_schedule == "ZBVZeroBubble":
+            return rank, 2 * ranks - 1 - rank
+        return tuple(range(rank, self.stages(ranks), ranks))
+
+
+def stage_layers(config: PipelineConfig, layers: int, ranks: int) -> list[range]:
+    """The layers of each stage.
+
+    Layers that do not divide go to the stages in the middle: the first has the embedding and the last the logits.
+
+    Raises:
+        ValueError: ``pipeline_layers`` does not name all.
+    """
+    stages = config.stages(ranks)
+    counts = list(config.pipeline_layers)
+    if not counts:
+        counts = [layers // stages] * stages
+        from_the_middle = sorted(range(stages), key=lambda stage: abs(2 * stage - stages + 1))
+        for stage in from_the_middle[: layers % stages]:
+            counts[stage] += 1
+    if len(counts) != stages or sum(counts) != layers:
+        raise ValueError(
+            f"pipeline_layers is {counts}, {sum(counts)} layers for {len(counts)} stages, and there are {layers} "
+            f"layers and {stages} stages"
+        )
+    starts = [sum(counts[:stage]) for stage in range(stages + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
 from parallel.data import Strategy, reduce_gradients
-from parallel.stages import SINGLE, ZERO_BUBBLE, PipelineConfig
+from parallel.stages import SINGLE, PipelineConfig
 
 Batch = dict[str, Tensor]
 
@@ -102,7 +102,7 @@ class PipelineRunner(Runner):
                 )
             )
             built[-1].strategy = strategy
-            built[-1].apart = config.pipeline_schedule in ZERO_BUBBLE
+            built[-1].apart = config.pipeline_schedule == "InterleavedZeroBubble"
         schedule = get_schedule_class(config.pipeline_schedule)
         loss_fn: Callable[[Tensor, Any], Tensor] = lambda loss, _: loss / self._valid  # noqa: E731
         self.schedule: Any = schedule(

@@ -6,11 +6,9 @@ from typing import Literal
 
 from parallel.data import Strategy
 
-Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"]
 SINGLE: tuple[Schedule, ...] = ("1F1B", "GPipe")
 """Schedules of one stage per rank."""
-ZERO_BUBBLE: tuple[Schedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules that compute the gradients of weights apart from those of activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +17,10 @@ class PipelineConfig:
 
     pipeline_schedule: Schedule = "1F1B"
     """Order of forwards and backwards: 1F1B keeps activations of as many micro-batches as there are stages, GPipe of
-    all; Interleaved1F1B has several stages per process and shorter bubbles; the ZeroBubble ones fill bubbles with the
-    gradients of weights (ZBVZeroBubble: two stages per process, the first and the last one on the same)."""
+    all; Interleaved1F1B has several stages per process and shorter bubbles; InterleavedZeroBubble computes the
+    gradients of weights apart from those of activations, and fills bubbles with them."""
     num_virtual_stages_per_pipeline_rank: int = 1
-    """Stages of each pipeline-parallel process; more than 1 with Interleaved1F1B and the ZeroBubble schedules."""
+    """Stages of each pipeline-parallel process; more than 1 with the interleaved schedules alone."""
     pipeline_layers: tuple[int, ...] = ()
     """Layers of each stage, such as 7 8 8 7; by default equal, the first and the last stages the fewer."""
 
@@ -35,29 +33,24 @@ class PipelineConfig:
                 f"num_virtual_stages_per_pipeline_rank is {virtual} with pipeline_schedule {schedule}, which has one "
                 "stage per process; use Interleaved1F1B, or 1 virtual stage"
             )
-        if schedule == "ZBVZeroBubble" and virtual != 2:
-            raise ValueError(
-                f"num_virtual_stages_per_pipeline_rank is {virtual} with pipeline_schedule ZBVZeroBubble, whose V "
-                "has two stages per process; use 2"
-            )
         if min(self.pipeline_layers, default=1) < 1:
             raise ValueError(f"pipeline_layers is {self.pipeline_layers}; each stage needs a layer")
 
     def check(
-        self, layers: int, ranks: int, micro_batches: int, strategy: Strategy, *, tied: bool, recompute: bool
+        self, layers: int, ranks: int, micro_batches: int, strategy: Strategy, *, tp: int, recompute: bool
     ) -> None:
         """Refuse what cannot run, or would compute something else in silence, naming the nearest that works.
 
         Raises:
             ValueError: stages more than layers, fewer micro-batches than ranks, a schedule that does not go with a
-                data-parallel strategy or with recomputation.
+                data-parallel strategy, with tensor parallelism or with recomputation.
         """
         schedule, stages = self.pipeline_schedule, self.stages(ranks)
         if ranks == 1 and self != PipelineConfig():
             raise ValueError(
-                f"pipeline_schedule {schedule}, num_virtual_stages_per_pipeline_rank "
-                f"{self.num_virtual_stages_per_pipeline_rank} or pipeline_layers {self.pipeline_layers} is set, and there "
-                "is no pipeline; give --pipeline-model-parallel-size 2 or more, or leave these out"
+                f"pipeline_schedule is {schedule}, num_virtual_stages_per_pipeline_rank "
+                f"{self.num_virtual_stages_per_pipeline_rank}, pipeline_layers {self.pipeline_layers}, and there is no "
+                "pipeline; give --pipeline-model-parallel-size 2 or more, or leave these out"
             )
         if stages > layers:
             most = layers // self.num_virtual_stages_per_pipeline_rank
@@ -78,22 +71,22 @@ class PipelineConfig:
                 f"each data-parallel rank has {micro_batches} micro-batches, which pipeline_schedule {schedule} cannot "
                 f"take in equal rounds of about {ranks}; nearest that work: {below} or {below + ranks}"
             )
-        if schedule not in ZERO_BUBBLE:
+        if schedule != "InterleavedZeroBubble":
             return
         if strategy in ("zero2", "zero3"):
             raise ValueError(
                 f"pipeline_schedule {schedule} keeps weights and gradients whole until its last micro-batch, and "
                 f"data_parallel_sharding_strategy {strategy} divides them; nearest that work: zero1, or Interleaved1F1B"
             )
+        if tp > 1:
+            raise ValueError(
+                f"pipeline_schedule {schedule} takes each backward in two parts, and torch cannot part that of a layer "
+                f"split by tensor_model_parallel_size {tp}; nearest that work: size 1, or Interleaved1F1B"
+            )
         if recompute:
             raise ValueError(
                 f"pipeline_schedule {schedule} takes each backward in two parts, and recompute_granularity, "
                 "loss_chunk_size and ffn_chunk_size would compute again in both; leave them out, or use Interleaved1F1B"
-            )
-        if tied and schedule == "ZBVZeroBubble":
-            raise ValueError(
-                "pipeline_schedule ZBVZeroBubble has the first and the last stage on one process, which cannot hold "
-                "tied embeddings twice; give --untie-embeddings-and-output-weights, or use InterleavedZeroBubble"
             )
 
     def stages(self, ranks: int) -> int:
@@ -101,9 +94,7 @@ class PipelineConfig:
         return ranks * self.num_virtual_stages_per_pipeline_rank
 
     def own(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """The stages of a rank, ascending: every ``ranks``-th one, or there and back along a V."""
-        if self.pipeline_schedule == "ZBVZeroBubble":
-            return rank, 2 * ranks - 1 - rank
+        """The stages of a rank, ascending: every ``ranks``-th one."""
         return tuple(range(rank, self.stages(ranks), ranks))
 
 

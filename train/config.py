@@ -234,7 +234,7 @@ def _validate_sizes(config: Config, world_size: int) -> None:
             pp,
             micro_batches(config, dp),
             config.data_parallel.strategy,
-            tied=not config.model.untie_embeddings_and_output_weights,
+            tp=tp,
             recompute=config.recompute != RecomputeConfig(),
         )
     except ValueError as error:

@@ -70,11 +70,12 @@ def main(arguments: list[str]) -> None:
 def summary(config: Config, mesh: Mesh) -> str:
     """One line on what is about to be trained, where, and how."""
     model, context = config.model, config.context
+    method = "linear attention" if model.linear_attention else context.context_parallel_method
     tensor = f" x tensor parallel {mesh.tp.size()}" if mesh.tp.size() > 1 else ""
     return (
         f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters ({model.num_layers} layers of "
         f"{model.hidden_size}) on {mesh.both.size() * mesh.tp.size()} {mesh.device.type} processes: data parallel "
-        f"{mesh.dp.size()} x context parallel {mesh.cp.size()} ({context.context_parallel_method}){tensor}, "
+        f"{mesh.dp.size()} x context parallel {mesh.cp.size()} ({method}){tensor}, "
         f"sequences of {config.train.seq_length} tokens"
     )
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from data.megatron import build_datasets
 from data.tokenizer import load_tokenizer
-from model.attention import Attend
+from model.attention import Attend, LinearAttend
 from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
 from model.registry import TITLES, build_model, flops_per_token, num_parameters
@@ -67,7 +67,7 @@ def prepared(config: Config, mesh: Mesh) -> Trainer:
     )
 
 
-def model_parts(config: Config, mesh: Mesh, attend: Attend) -> list[LanguageModel]:
+def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend) -> list[LanguageModel]:
     """This rank's part of the model for each of its pipeline stages, with its weights; the whole one is one stage."""
     model, strategy = config.model, config.data_parallel.strategy
     sharding = sharding_mesh(mesh.both, config.data_parallel)
@@ -89,12 +89,13 @@ def model_parts(config: Config, mesh: Mesh, attend: Attend) -> list[LanguageMode
 def summary(config: Config, mesh: Mesh) -> str:
     """One line on what is about to be trained, where, and how."""
     model, context = config.model, config.context
+    method = "linear attention" if model.linear_attention else context.context_parallel_method
     pipeline = f"pipeline parallel {mesh.pp.size()} x " if mesh.pp.size() > 1 else ""
     tensor = f" x tensor parallel {mesh.tp.size()}" if mesh.tp.size() > 1 else ""
     return (
         f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters ({model.num_layers} layers of "
         f"{model.hidden_size}) on {dist.get_world_size()} {mesh.device.type} processes: {pipeline}data parallel "
-        f"{mesh.dp.size()} x context parallel {mesh.cp.size()} ({context.context_parallel_method}){tensor}, "
+        f"{mesh.dp.size()} x context parallel {mesh.cp.size()} ({method}){tensor}, "
         f"sequences of {config.train.seq_length} tokens"
     )
 

@@ -1,7 +1,10 @@
-"""Naive attention: the truth that every fast path is compared with.
+"""Naive attention, softmax and linear: the truth that every fast path is compared with.
 
-Shapes: B batch, T queries, S keys, H query heads, K key/value heads (H a multiple of K), D head width.
+Shapes: B batch, T queries, S keys, H query heads, K key/value heads (H a multiple of K), D head width. Linear attention
+has as many key heads as query heads, keys D and values E wide.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -69,3 +72,40 @@ def _to_rows(x: Tensor) -> Tensor:
 
 def _from_rows(x: Tensor, groups: tuple[int, int]) -> Tensor:
     return x.unflatten(2, groups).permute(0, 2, 3, 1)  # [B, T, H] -> [B, K, G, T]
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Sequence[float],
+    state: Tensor | None = None,
+    *,
+    documents: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention with every score materialised, in the dtype of its inputs; differentiable.
+
+    Arguments, results and their shapes as in ``kernels.linear_attention.linear_attention``.
+    """
+    length = q.shape[1]
+    bounds = torch.tensor(documents or (0, length), device=q.device)
+    place = torch.arange(length, device=q.device)
+    rates = torch.tensor(log_decay, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)  # [H]
+
+    def decay(distance: Tensor, seen: Tensor) -> Tensor:
+        """[H, ...] of distances [...]; 0 where nothing is seen."""
+        distance = distance.clamp(min=0).to(rates.dtype)
+        return (rates.view(-1, *[1] * distance.ndim) * distance).exp().where(seen, 0).to(q.dtype)
+
+    document = torch.bucketize(place, bounds[1:], right=True)
+    distance = place[:, None] - place  # [T, S]
+    seen = (distance >= 0) & (document[:, None] == document)
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * decay(distance, seen)
+    out = torch.einsum("bhts,bshe->bthe", scores, v)
+    weights = decay(length - 1 - place, document == document[-1])
+    final = torch.einsum("bshd,bshe,hs->bhde", k, v, weights)
+    if state is not None:
+        state = state.to(q.dtype)
+        out = out + torch.einsum("bthd,bhde,ht->bthe", q, state, decay(place + 1, document == 0))
+        final = final + state * decay(torch.tensor(length, device=q.device), document[-1] == 0)[:, None, None]
+    return out, final.to(rates.dtype)

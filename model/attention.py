@@ -1,13 +1,15 @@
 """Grouped-query attention whose core is injected, so that the model knows nothing of who else holds the sequence.
 
 Shapes: B sequences, T tokens, H query heads, G key and value heads, D width of a head, C width of the residual stream.
+In linear attention queries and keys are D wide and values E.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.linear_attention import linear_attention
 from model.layers import Rotary
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -19,6 +21,32 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or G, T, D]
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+LinearAttend = Callable[[Tensor, Tensor, Tensor, Sequence[float]], Tensor]
+"""q and k [B, T, H, D], v [B, T, H, E], logarithms of H decays -> [B, T, H, E]; causal, without a scale."""
+
+
+def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
+    """Linear attention of one device that holds the whole sequence in order; see LinearAttend for the shapes."""
+    return linear_attention(q, k, v, log_decay)[0]
+
+
+States = list[Tensor | None] | None
+"""Per layer what the tokens so far have left, [B, H, D, E], None before the first; None as a whole: no generation."""
+
+
+class LinearCore(nn.Module):
+    """The core of linear attention: injected, or for generation the recurrence, whose state a caller keeps."""
+
+    attend: LinearAttend
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], states: States, layer: int) -> Tensor:
+        """The attention's output [B, T, H, E]; with states, that of this layer goes in and is replaced."""
+        if states is None:
+            return self.attend(q, k, v, log_decay)
+        out, states[layer] = linear_attention(q, k, v, log_decay, states[layer])
+        return out
 
 
 class Attention(nn.Module):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.attention import States
 from model.config import ModelConfig
 
 Head = Callable[[Tensor, Tensor], Tensor]
@@ -89,6 +90,13 @@ class LanguageModel(nn.Module):
         if not last:
             self.output = None
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Compute in this dtype from now on, but for the modules that say full_precision, which stay in float32."""
+        self.to(dtype)
+        for module in self.modules():
+            if getattr(module, "full_precision", False):
+                module.float()
+
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Set every weight to its `initial_weight`. For whole tensors: call it before anything is sharded.
@@ -101,6 +109,26 @@ class LanguageModel(nn.Module):
             weight.copy_(initial_weight(self.config, name, weight.shape, seed))
 
 
+class RecurrentModel(LanguageModel):
+    """A language model of linear attention, whose layers carry all of the past in a state of one size.
+
+    A model sets the modules of a LanguageModel and defines `embed`; a layer takes (x, positions, states).
+    """
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """What enters the first layer [B, T, C], of tokens [B, T] and positions [T] or [B, T]."""
+        raise TypeError(f"{type(self).__name__} defines no embedding")
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, states: States = None) -> Tensor:
+        """As in LanguageModel. With states, one entry per layer, the tokens go on from these, which are replaced."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)
+        for layer in self.layers:
+            x = layer(x, positions) if states is None else layer(x, positions, states)
+        return x if self.norm is None else self.norm(x)
+
+
 def output_module(config: ModelConfig) -> nn.Linear | None:
     """The output projection, or None where it has the embedding's weight."""
     untied = config.untie_embeddings_and_output_weights
@@ -110,15 +138,17 @@ def output_module(config: ModelConfig) -> nn.Linear | None:
 def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
     """The initial value (float32, on the CPU) of the whole parameter `name`, a function of its name and the seed alone.
 
-    Norms start at 1, biases at 0, matrices and tables as normals of standard deviation init_method_std, those that
-    write into the residual stream divided by sqrt(2 * num_layers), so that its variance does not grow with depth
-    (Radford et al. 2019, section 2.3; Megatron-LM's scaled_init_method_normal). One generator per parameter makes the
-    weights the same on any mesh, pipeline split or order of construction.
+    Norms start at 1, biases at 0, LRPE's angle j at 10000^(-2 j / channels), matrices and tables as normals of standard
+    deviation init_method_std, those that write into the residual stream divided by sqrt(2 * num_layers), so that its
+    variance does not grow with depth (Radford et al. 2019, section 2.3; Megatron-LM's scaled_init_method_normal). One
+    generator per parameter makes the weights the same on any mesh, pipeline split or order of construction.
     """
     if name.endswith(".bias"):
         return torch.zeros(*shape)
     if name.endswith("norm.weight"):
         return torch.ones(*shape)
+    if name.endswith("lrpe.theta"):
+        return (10000.0 ** (-2 / shape[0] * torch.arange(shape[0], dtype=torch.float64))).float()
     std = config.init_method_std
     if name.endswith(("attention.wo.weight", "mlp.down.weight")):
         std /= math.sqrt(2 * config.num_layers)

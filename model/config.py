@@ -12,14 +12,16 @@ from typing import Literal
 class ModelConfig:
     """Kind and shape of the model."""
 
-    model_type: Literal["llama", "gpt"] = "llama"
-    """llama: RMSNorm, SwiGLU, no biases; gpt: LayerNorm, GELU, biases."""
+    model_type: Literal["llama", "gpt", "transnormer", "linear_transformer"] = "llama"
+    """llama: RMSNorm, SwiGLU, no biases; gpt: LayerNorm, GELU, biases; transnormer: TransNormerLLM, and
+    linear_transformer: a gpt with elu + 1 features, both with linear attention in the place of softmax attention."""
     num_layers: int = 4
     """Transformer layers."""
     hidden_size: int = 256
     """Width of the residual stream."""
     ffn_hidden_size: int | None = None
-    """Width inside the feed-forward; by default 8/3 of hidden_size, rounded up to a multiple of 64; 4 x in a gpt."""
+    """Width inside the feed-forward; by default 8/3 of hidden_size, rounded up to a multiple of 64; 4 x in a gpt and
+    a linear_transformer."""
     num_attention_heads: int = 8
     """Query heads."""
     num_query_groups: int | None = None
@@ -34,6 +36,10 @@ class ModelConfig:
     """Entries in the table of learned_absolute positions, and so the longest sequence; rope has no such bound."""
     rotary_base: float = 10000.0
     """Base of the angles of rope."""
+    linear_decay: Literal["released", "paper"] | None = None
+    """How fast a transnormer's heads forget: as its released models do, the default, or as its paper writes."""
+    no_scale_embedding: bool = False
+    """Leave the embeddings of a model with linear attention as they are, not times the root of hidden_size."""
     norm_epsilon: float = 1e-5
     """Epsilon of the norms."""
     init_method_std: float = 0.02
@@ -57,9 +63,45 @@ class ModelConfig:
             f"it must be a multiple of num_attention_heads {heads}; change either, or set kv_channels",
         )
         self._require(heads % self.query_groups == 0, "num_query_groups", f"it must divide num_attention_heads {heads}")
+        self._check_kind()
         self._check_positions()
 
+    def _check_kind(self) -> None:
+        """What goes with linear attention alone, and what does not go with it."""
+        kind, linear = self.model_type, self.linear_attention
+        self._require(
+            self.linear_decay is None or kind == "transnormer",
+            "linear_decay",
+            f"model_type {kind} has no decay; leave it out, or set model_type to transnormer",
+        )
+        self._require(
+            linear or not self.no_scale_embedding,
+            "no_scale_embedding",
+            f"model_type {kind} scales no embeddings; leave it out",
+        )
+        if not linear:
+            return
+        self._require(
+            self.query_groups == self.num_attention_heads,
+            "num_query_groups",
+            f"linear attention has one key head per query head, {self.num_attention_heads} here; leave it out",
+        )
+        own = "LRPE" if kind == "transnormer" else "sinusoidal"
+        for name in ("position_embedding_type", "max_position_embeddings", "rotary_base"):
+            self._require(
+                getattr(self, name) == getattr(type(self), name),
+                name,
+                f"model_type {kind} has {own} positions, which take no settings; leave it out",
+            )
+        self._require(
+            kind == "transnormer" or self.hidden_size % 2 == 0,
+            "hidden_size",
+            "it must be even: sinusoidal positions come in pairs",
+        )
+
     def _check_positions(self) -> None:
+        if self.linear_attention:
+            return
         if self.learned_positions:
             self._require(
                 self.model_type == "gpt",
@@ -98,6 +140,16 @@ class ModelConfig:
             raise ValueError(f"{name} is {'not set' if value is None else value}; {problem}")
 
     @property
+    def linear_attention(self) -> bool:
+        """Whether the attention is linear, with a state in the place of keys and values."""
+        return self.model_type in ("transnormer", "linear_transformer")
+
+    @property
+    def embedding_scale(self) -> float:
+        """What a model with linear attention multiplies its embeddings by (Vaswani et al. 2017, section 3.4)."""
+        return 1.0 if self.no_scale_embedding else math.sqrt(self.hidden_size)
+
+    @property
     def learned_positions(self) -> bool:
         """Whether positions are learned, one embedding each, rather than rotary."""
         if self.position_embedding_type is None:
@@ -119,7 +171,8 @@ class ModelConfig:
         """Width inside the feed-forward; 8/3 of hidden_size gives SwiGLU's three matrices the size of a GELU's two."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        return 4 * self.hidden_size if self.model_type == "gpt" else 64 * math.ceil(8 * self.hidden_size / 3 / 64)
+        wide = self.model_type in ("gpt", "linear_transformer")
+        return 4 * self.hidden_size if wide else 64 * math.ceil(8 * self.hidden_size / 3 / 64)
 
     @property
     def vocabulary(self) -> int:
@@ -131,6 +184,14 @@ class ModelConfig:
 
 def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str | None]:
     """What decides the shapes and the function of the model, defaults resolved: two equal ones share checkpoints."""
+    positions = "learned_absolute" if config.learned_positions else "rope"
+    linear: dict[str, int | float | bool | str | None] = {}
+    if config.linear_attention:
+        positions = "lrpe" if config.model_type == "transnormer" else "sinusoidal"
+        linear = {
+            "linear_decay": config.linear_decay or ("released" if config.model_type == "transnormer" else None),
+            "no_scale_embedding": config.no_scale_embedding,
+        }
     return {
         "model_type": config.model_type,
         "num_layers": config.num_layers,
@@ -140,9 +201,10 @@ def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str |
         "num_query_groups": config.query_groups,
         "kv_channels": config.head_dim,
         "vocab_size": config.vocabulary,
-        "position_embedding_type": "learned_absolute" if config.learned_positions else "rope",
+        "position_embedding_type": positions,
         "max_position_embeddings": config.max_position_embeddings,
         "rotary_base": config.rotary_base,
         "norm_epsilon": config.norm_epsilon,
         "untie_embeddings_and_output_weights": config.untie_embeddings_and_output_weights,
+        **linear,
     }

@@ -5,6 +5,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from model.attention import States
+from model.base import RecurrentModel
+
 
 class LanguageModel(Protocol):
     """What generate needs of a model, as every LanguageModel has it."""
@@ -26,9 +29,9 @@ def generate(
     """Continue tokens [B, T] by max_new_tokens; returns int64 [B, T + max_new_tokens], the prompt included.
 
     Draws from softmax(logits / temperature) over the top_k likeliest tokens (all by default), in float32 and with
-    `generator` (of the tokens' device); temperature 0 takes the likeliest. There is no KV cache: every new token costs
-    a forward over all tokens so far, which is meant for looking at a few lines. ValueError for an empty prompt, a
-    negative temperature or a top_k below 1.
+    `generator` (of the tokens' device); temperature 0 takes the likeliest. A RecurrentModel reads each token once and
+    keeps its state. For the others there is no KV cache: every new token costs a forward over all tokens so far, which
+    is meant for looking at a few lines. ValueError for an empty prompt, a negative temperature or a top_k below 1.
     """
     if tokens.shape[1] == 0:
         raise ValueError("the prompt has no tokens; give at least one")
@@ -36,8 +39,16 @@ def generate(
         raise ValueError(f"temperature is {temperature}; it must be 0 (the likeliest token) or more")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k is {top_k}; it must be 1 or more, or left out to draw from all tokens")
+    states: States = [None] * model.config.num_layers if isinstance(model, RecurrentModel) else None
+    seen = 0
     for _ in range(max_new_tokens):
-        logits = model.project(model.hidden(tokens)[:, -1]).float()  # [B, V]
+        if isinstance(model, RecurrentModel):
+            positions = torch.arange(seen, tokens.shape[1], device=tokens.device)
+            hidden = model.hidden(tokens[:, seen:], positions, states)
+            seen = tokens.shape[1]
+        else:
+            hidden = model.hidden(tokens)
+        logits = model.project(hidden[:, -1]).float()  # [B, V]
         tokens = torch.cat([tokens, _draw(logits, temperature, top_k, generator)], dim=1)
     return tokens
 

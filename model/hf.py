@@ -1,6 +1,7 @@
 """Hugging Face models <-> ours: configurations, state dicts and safetensors folders.
 
-What differs from family to family stands in hf_llama.py (LlamaForCausalLM) and hf_gpt2.py (GPT2LMHeadModel).
+What differs from family to family stands in hf_llama.py (LlamaForCausalLM), hf_gpt2.py (GPT2LMHeadModel) and
+hf_transnormer.py (the released TransNormerLLM checkpoints).
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from model import hf_gpt2, hf_llama
+from model import hf_gpt2, hf_llama, hf_transnormer
 from model.config import ModelConfig
 from model.registry import shapes_of
 
@@ -41,10 +42,23 @@ class Family(Protocol):
 
     def to_ours(self, theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]: ...
 
-    def to_theirs(self, ours: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    def to_theirs(self, ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]: ...
 
 
-FAMILIES: dict[str, Family] = {"llama": hf_llama, "gpt": hf_gpt2}
+FAMILIES: dict[str, Family] = {"llama": hf_llama, "gpt": hf_gpt2, "transnormer": hf_transnormer}
+
+
+def _family(config: ModelConfig) -> Family:
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type is {config.model_type}, which Hugging Face has no model of; only {_listed(FAMILIES)}"
+        )
+    return FAMILIES[config.model_type]
+
+
+def _listed(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}"
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -56,7 +70,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     by_type = {family.SUPPORTED["model_type"]: family for family in FAMILIES.values()}
     kind = hf.get("model_type", "llama")
     if kind not in by_type:
-        raise ValueError(f"{CONFIG}: model_type = {kind!r} is not supported; only {' and '.join(by_type)} are")
+        raise ValueError(f"{CONFIG}: model_type = {kind!r} is not supported; only {_listed(by_type)} are")
     for key, supported in by_type[kind].SUPPORTED.items():
         if hf.get(key, supported) != supported:
             raise ValueError(f"{CONFIG}: {key} = {hf[key]!r} is not supported; only {supported!r} is")
@@ -70,9 +84,10 @@ def config_to_hf(config: ModelConfig, max_position_embeddings: int | None = None
     """The contents of a config.json that transformers reads as the same model.
 
     max_position_embeddings is the longest sequence that readers should feed a LLaMA, 2048 where it is left out. A GPT's
-    table decides it. ValueError for a GPT that theirs cannot be (rope, fewer key heads, heads of another width).
+    table decides it. ValueError for a GPT that theirs cannot be (rope, fewer key heads, heads of another width), for a
+    TransNormer of another decay or epsilon, and for a Linear Transformer.
     """
-    family = FAMILIES[config.model_type]
+    family = _family(config)
     family.check(config)
     fixed = {key: value for key, value in family.SUPPORTED.items() if value is not None}
     return family.config_to_hf(config, max_position_embeddings) | fixed
@@ -80,7 +95,7 @@ def config_to_hf(config: ModelConfig, max_position_embeddings: int | None = None
 
 def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Our state dict. ValueError for missing, unknown, misshapen or wrongly tied weights."""
-    family, shapes = FAMILIES[config.model_type], shapes_of(config)
+    family, shapes = _family(config), shapes_of(config)
     state = {_whole_name(name, family.PREFIX): weight for name, weight in state.items()}
     state = {name: weight for name, weight in state.items() if not family.DERIVED.fullmatch(name)}
     if not config.untie_embeddings_and_output_weights and "lm_head.weight" in state:
@@ -88,7 +103,7 @@ def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
         if embedding is not None and not torch.equal(output, embedding):
             raise ValueError(f"lm_head.weight differs from {family.EMBEDDING}, yet tie_word_embeddings is true")
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    _check(state, {name: weight.shape for name, weight in family.to_theirs(empty).items()})
+    _check(state, {name: weight.shape for name, weight in family.to_theirs(empty, config).items()})
     return family.to_ours(state, shapes)
 
 
@@ -99,12 +114,12 @@ def _whole_name(name: str, prefix: str) -> str:
 def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """What their module's state_dict() holds for our state dict, a tied lm_head.weight included.
 
-    ValueError for missing, unknown or misshapen weights, and for a GPT that theirs cannot be.
+    ValueError for missing, unknown or misshapen weights, and for a model that theirs cannot be.
     """
-    family = FAMILIES[config.model_type]
+    family = _family(config)
     family.check(config)
     _check(state, shapes_of(config))
-    theirs = family.to_theirs(state)
+    theirs = family.to_theirs(state, config)
     if not config.untie_embeddings_and_output_weights:
         theirs["lm_head.weight"] = theirs[family.EMBEDDING]
     return theirs
@@ -166,7 +181,7 @@ def save_hf(
         del theirs["lm_head.weight"]  # transformers ties it again
     folder.mkdir(parents=True, exist_ok=True)
     save_file(theirs, folder / WEIGHTS, metadata={"format": "pt"})
-    dtype = str(theirs[FAMILIES[config.model_type].EMBEDDING].dtype).removeprefix("torch.")
+    dtype = str(theirs[_family(config).EMBEDDING].dtype).removeprefix("torch.")
     (folder / CONFIG).write_text(json.dumps(contents | {"torch_dtype": dtype}, indent=2) + "\n")
 
 

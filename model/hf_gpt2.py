@@ -127,7 +127,7 @@ def to_ours(theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Ten
     return ours
 
 
-def to_theirs(ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_theirs(ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Their state dict: the same tensors where the layouts agree, copies elsewhere."""
     theirs = {}
     for name, weight in ours.items():

@@ -97,7 +97,7 @@ def to_ours(theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Ten
     return {name: theirs[_hf_name(name)] for name in names}
 
 
-def to_theirs(ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_theirs(ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Their state dict, holding the same tensors."""
     return {_hf_name(name): weight for name, weight in ours.items()}
 

@@ -1,4 +1,4 @@
-"""Layers that models share: RMSNorm, LayerNorm, rotary positions, SwiGLU, GELU feed-forward.
+"""Layers that models share: RMSNorm, LayerNorm, rotary positions, SwiGLU, SGLU, GELU feed-forward.
 
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """
@@ -48,6 +48,13 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class SGLU(SwiGLU):
+    """Gated feed-forward without an activation, down(gate(x) * up(x)) (Qin et al. 2023): [B, T, C] -> [B, T, C]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate(x) * self.up(x))
 
 
 class MLP(nn.Module):

@@ -3,19 +3,35 @@
 import torch
 from torch import nn
 
-from model.attention import Attend, sdpa
+from model.attention import Attend, LinearAttend
 from model.base import LanguageModel
 from model.config import ModelConfig
 from model.gpt import GPT
+from model.linear_transformer import LinearTransformer
 from model.llama import Llama
+from model.transnormer import TransNormer
 
-MODELS: dict[str, type[LanguageModel]] = {"llama": Llama, "gpt": GPT}
-TITLES = {"llama": "LLaMA", "gpt": "GPT"}
+MODELS: dict[str, type[LanguageModel]] = {
+    "llama": Llama,
+    "gpt": GPT,
+    "transnormer": TransNormer,
+    "linear_transformer": LinearTransformer,
+}
+TITLES = {
+    "llama": "LLaMA",
+    "gpt": "GPT",
+    "transnormer": "TransNormer",
+    "linear_transformer": "Linear Transformer",
+}
 
 
-def build_model(config: ModelConfig, attend: Attend = sdpa) -> LanguageModel:
-    """The module that config.model_type names, on torch's default device, weights not yet meaningful."""
-    return MODELS[config.model_type](config, attend)
+def build_model(config: ModelConfig, attend: Attend | LinearAttend | None = None) -> LanguageModel:
+    """The module that config.model_type names, on torch's default device, weights not yet meaningful.
+
+    attend is the core of its attention, linear where the model's is, by default that of one device.
+    """
+    kind = MODELS[config.model_type]
+    return kind(config) if attend is None else kind(config, attend)
 
 
 def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
@@ -35,13 +51,23 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     nothing), as PaLM counts (Chowdhery et al. 2022, appendix B). Attention adds 12 * layers * heads * head width *
     seq_length for a full mask; the causal mask needs half, and half is counted, as Megatron-LM's
     num_floating_point_operations does. PaLM and nanoGPT count the full square and so report a higher utilisation.
+    Linear attention adds 12 per element of a layer's state, into which each token writes and from which it reads.
     """
     model = _on_meta(config)
     matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     if model.output is None:
         matrices += model.output_weight.numel()
-    attention = 12 * config.num_layers * config.num_attention_heads * config.head_dim * seq_length / 2
-    return 6 * matrices + attention
+    if config.linear_attention:
+        return 6 * matrices + 12 * state_elements(config)
+    return 6 * matrices + 12 * config.num_layers * config.num_attention_heads * config.head_dim * seq_length / 2
+
+
+def state_elements(config: ModelConfig) -> int:
+    """Numbers in the states of all layers of linear attention, per sequence: what the past comes to."""
+    one = config.num_attention_heads * config.head_dim**2
+    if config.model_type == "transnormer":
+        return one * (config.num_layers + 1)  # LRPE doubles the first layer's keys
+    return (one + config.num_attention_heads * config.head_dim) * config.num_layers  # and the normaliser
 
 
 def _on_meta(config: ModelConfig) -> LanguageModel:

@@ -85,7 +85,7 @@ def shard_model(
         model: float32, on any device or on the meta device; its weights stay float32 as the optimizer's masters.
         layers: the repeated blocks, gathered one at a time.
         mesh: what ``sharding_mesh`` made of all ranks that share the model.
-        bf16: gather and compute in bfloat16.
+        bf16: gather and compute in bfloat16, but for modules inside of layers that say ``full_precision``.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
     if strategy in ("ddp", "legacy_ddp"):
@@ -95,11 +95,15 @@ def shard_model(
         # Unlike DistributedDataParallel it takes DTensors, and gradients in another dtype than the weights'.
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
-        apply: Callable[[nn.Module], object] = partial(replicate, mesh=mesh, mp_policy=policy)
+        apply: Callable[..., object] = partial(replicate, mesh=mesh, mp_policy=policy)
     else:
         reshard = None if strategy == "zero3" else False  # None: but for the outermost module, whose backward is next
         apply = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    full = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in layers:
+        for module in layer.modules():
+            if bf16 and getattr(module, "full_precision", False):
+                apply(module, mp_policy=full)
         apply(layer)
     apply(model)
     for module in model.modules():

@@ -23,6 +23,7 @@ from kernels.chunks import over_chunks
 ATTENTION = frozenset(
     {
         "longmesh::context_attention",
+        "longmesh::linear_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",

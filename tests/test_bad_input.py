@@ -169,6 +169,13 @@ CASES = {
         ("--model-type", "gpt", "--max-position-embeddings", "31"), ("seq_length is 32", "max_position_embeddings 31")
     ),
     "table without a gpt": Case(("--max-position-embeddings", "64"), ("max_position_embeddings is 64", "leave it out")),
+    "linear attention over several ranks": Case(
+        ("--model-type", "transnormer", "--num-query-groups", "none", "--context-parallel-size", "2"),
+        ("context_parallel_size is 2", "transnormer has linear attention", "use size 1"),
+    ),
+    "linear attention with grouped queries": Case(
+        ("--model-type", "transnormer"), ("num_query_groups is 2", "one key head per query head", "leave it out")
+    ),
     "broken named checkpoint": Case(
         ("--load", "@broken", "--ckpt-step", "2"), ("broken/iter_0000002/__0_0.distcp", "SHA-256", "oad another")
     ),

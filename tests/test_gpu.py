@@ -16,8 +16,16 @@ ENTRY = Path(__file__).parent.parent / "pretrain_gpt.py"
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
-@pytest.mark.parametrize("method", ["striped", "allgather"])
-def test_a_run_learns_saves_and_resumes_on_a_gpu(method: str, default_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "attention",
+    [
+        "--context-parallel-method striped",
+        "--context-parallel-method allgather",
+        "--model-type transnormer --num-query-groups none",
+        "--model-type linear_transformer --num-query-groups none",
+    ],
+)
+def test_a_run_learns_saves_and_resumes_on_a_gpu(attention: str, default_data: Path, tmp_path: Path) -> None:
     save = tmp_path / "run"
     command = [
         sys.executable,
@@ -30,7 +38,7 @@ def test_a_run_learns_saves_and_resumes_on_a_gpu(method: str, default_data: Path
         *TINY,
     ]
     command += ["--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model", "--device", "cuda"]
-    command += ["--bf16", "--context-parallel-method", method, "--train-iters", "20", "--save", str(save)]
+    command += ["--bf16", *attention.split(), "--train-iters", "20", "--save", str(save)]
     for stop in ("10", "20"):
         subprocess.run(
             [*command, "--load", str(save), "--exit-interval", stop],

@@ -75,7 +75,7 @@ def _load(config: Config, run: Path, step: int | None, device: torch.device) -> 
         raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
     with torch.device("meta"):
         model = build_model(config.model)
-    model.to(torch.bfloat16 if config.train.bf16 and device.type == "cuda" else torch.float32)
+    model.cast(torch.bfloat16 if config.train.bf16 and device.type == "cuda" else torch.float32)
     model.to_empty(device=device)
     return model, load_model(folder, model, architecture_of(config.model)).iteration
 

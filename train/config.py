@@ -166,16 +166,7 @@ def validate(config: Config, world_size: int) -> None:
             f"lr_wsd_decay_iters is {wsd}, but only {decay_iters - optimizer.lr_warmup_iters} iterations lie between "
             "the warm-up and the end of the schedule; lower it"
         )
-    backend, method = config.context.attention_backend, config.context.context_parallel_method
-    if method == "none" and backend != "auto":
-        raise ConfigError(
-            f"attention_backend is {backend} and context_parallel_method is none, which is torch's own SDPA; "
-            "choose a method, or leave the backend out"
-        )
-    if config.context.attention_backend == "flash_attn" and not train.bf16:
-        raise ConfigError(
-            "attention_backend is flash_attn, which has no float32; give --bf16 or --attention-backend auto"
-        )
+    _validate_backend(config)
     if config.recompute.recompute_offload and config.mesh.device_type == "cpu":
         raise ConfigError(
             "recompute_offload is set and device is cpu, where what is kept lies in host memory already and a copy "
@@ -204,6 +195,31 @@ def validate(config: Config, world_size: int) -> None:
             raise ConfigError(f"{name} is {value}, but {other} is not set; give --{flag}, or leave {name} out")
 
 
+def _validate_backend(config: Config) -> None:
+    """Check that the kernel of the attention is one of the model's kind of attention, and has something to do."""
+    backend, method = config.context.attention_backend, config.context.context_parallel_method
+    linear, kind = config.model.linear_attention, config.model.model_type
+    if linear and backend in ("aten", "cudnn", "flash_attn"):
+        raise ConfigError(
+            f"attention_backend is {backend}, which is softmax attention, and model_type {kind} has linear attention; "
+            "use auto, chunked, triton or reference"
+        )
+    if not linear and backend in ("chunked", "triton"):
+        raise ConfigError(
+            f"attention_backend is {backend}, which is linear attention, and model_type {kind} has softmax attention; "
+            "use auto, aten, cudnn, flash_attn or reference"
+        )
+    if method == "none" and backend != "auto" and not linear:
+        raise ConfigError(
+            f"attention_backend is {backend} and context_parallel_method is none, which is torch's own SDPA; "
+            "choose a method, or leave the backend out"
+        )
+    if backend == "flash_attn" and not config.train.bf16:
+        raise ConfigError(
+            "attention_backend is flash_attn, which has no float32; give --bf16 or --attention-backend auto"
+        )
+
+
 def _validate_sizes(config: Config, world_size: int) -> None:
     length, table = config.train.seq_length, config.model.max_position_embeddings
     if table is not None and length > table:
@@ -213,6 +229,8 @@ def _validate_sizes(config: Config, world_size: int) -> None:
         )
     tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
     pp = config.mesh.pipeline_model_parallel_size
+    if config.model.linear_attention:
+        _validate_linear(config.model.model_type, tp, cp)
     _validate_fit("tensor_model_parallel_size", tp, world_size, "")
     _validate_fit("context_parallel_size", cp, world_size, f"tensor_model_parallel_size {tp}", tp)
     within = f"tensor_model_parallel_size {tp} x context_parallel_size {cp}"
@@ -246,6 +264,20 @@ def _validate_sizes(config: Config, world_size: int) -> None:
         raise ConfigError(
             f"num_distributed_optimizer_instances is {copies}, which does not divide the {ranks} data- and "
             f"context-parallel processes; nearest that work: {' or '.join(map(str, nearest))}"
+        )
+
+
+def _validate_linear(model_type: str, tp: int, cp: int) -> None:
+    """Check that nobody shares a layer or a sequence of linear attention."""
+    if tp > 1:
+        raise ConfigError(
+            f"tensor_model_parallel_size is {tp}, and model_type {model_type} cannot be split yet; "
+            "use size 1, and data_parallel_sharding_strategy zero3 instead"
+        )
+    if cp > 1:
+        raise ConfigError(
+            f"context_parallel_size is {cp}, and model_type {model_type} has linear attention: the methods here pass "
+            "keys and values on, and no state; use size 1, and the processes for data parallelism"
         )
 
 

@@ -12,7 +12,9 @@ from data.loader import IGNORE_INDEX, Batch
 from data.megatron import DataConfig, blend
 from data.prepare import unigram_entropy
 from kernels.attention import select_backend
-from model.attention import Attend, sdpa
+from kernels.linear_attention import linear_attention
+from kernels.linear_attention import select_backend as select_linear_backend
+from model.attention import Attend, LinearAttend, sdpa
 from parallel.context import ContextParallel, context_parallel
 from parallel.mesh import Mesh
 from parallel.pipeline import PipelineRunner, Runner
@@ -93,8 +95,10 @@ def corpus_entropy(data: DataConfig) -> dict[str, float]:
     return {"unigram_entropy": unigram_entropy(prefixes[0])} if len(prefixes) == 1 else {}
 
 
-def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, Attend]:
+def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, Attend | LinearAttend]:
     """The context-parallel dimension that the configuration names, and the attention that the model calls."""
+    if config.model.linear_attention:
+        return context_parallel("ring", seq_len=config.train.seq_length), _linear_attend(config)
     method, backend = config.context.context_parallel_method, config.context.attention_backend
     seq_length, tp = config.train.seq_length, config.mesh.tensor_model_parallel_size
     if method == "none":
@@ -111,6 +115,20 @@ def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[Context
         )
     cp = context_parallel(method, seq_len=seq_length, group=group, multiple=tp, backend=backend)
     return cp, cp.attend
+
+
+def _linear_attend(config: Config) -> LinearAttend:
+    """Linear attention of a process that holds whole sequences, by the backend that the configuration names."""
+    dtype = torch.bfloat16 if config.train.bf16 else torch.float32
+    try:
+        backend = select_linear_backend(config.context.attention_backend, config.mesh.device_type, dtype)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
+        return linear_attention(q, k, v, log_decay, backend=backend)[0]
+
+    return attend
 
 
 def with_vocabulary(config: Config, entries: int) -> Config:

@@ -11,7 +11,10 @@ from model.registry import build_model
 
 LLAMA = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
 GPT = dataclasses.replace(LLAMA, model_type="gpt", max_position_embeddings=100, num_query_groups=None)
-KINDS = [LLAMA, GPT]
+LINEAR = [
+    dataclasses.replace(LLAMA, model_type=kind, num_query_groups=None) for kind in ("transnormer", "linear_transformer")
+]
+KINDS = [LLAMA, GPT, *LINEAR]
 ALL = {
     "llama": LLAMA,
     "llama, tied": dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False),
@@ -27,13 +30,13 @@ def any_kind(request):
     return dataclasses.replace(request.param, init_method_std=0.1)
 
 
-def built(config, seed=1, attend=sdpa):
+def built(config, seed=1, attend=None):
     model = build_model(config, attend)
     model.init_weights(seed)
     return model
 
 
-def used(config, attend=sdpa):
+def used(config, attend=None):
     """Biases and norms as training leaves them: not 0 and 1."""
     model, generator = built(config, attend=attend), torch.Generator().manual_seed(2)
     for parameter in model.parameters():
@@ -73,6 +76,9 @@ def test_initial_weights_have_their_deviations(kind):
     for name, weight in built(config).named_parameters():
         if "norm" in name or name.endswith("bias"):
             assert (weight == (0 if name.endswith("bias") else 1)).all()
+            continue
+        if name.endswith("lrpe.theta"):  # the angles, from 1 down
+            assert weight.tolist() == pytest.approx([10000 ** (-2 * j / 128) for j in range(128)])
             continue
         expected = 0.05 / 4 if name.endswith(("wo.weight", "down.weight")) else 0.05
         assert weight.std().item() == pytest.approx(expected, rel=0.03), name

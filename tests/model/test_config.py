@@ -36,6 +36,13 @@ def test_config_defaults():
         _ = config.vocabulary
 
 
+def test_defaults_of_linear_attention():
+    transnormer = ModelConfig(model_type="transnormer", hidden_size=15, num_attention_heads=5)
+    assert (transnormer.head_dim, transnormer.ffn_size, transnormer.embedding_scale) == (3, 64, 15**0.5)
+    linear = ModelConfig(model_type="linear_transformer", hidden_size=256, no_scale_embedding=True)
+    assert (linear.ffn_size, linear.embedding_scale, linear.learned_positions) == (1024, 1, False)
+
+
 def test_defaults_of_a_gpt():
     assert (GPT.learned_positions, GPT.ffn_size) == (True, 1024)
     assert not ModelConfig().learned_positions
@@ -67,6 +74,26 @@ def test_defaults_of_a_gpt():
             "position_embedding_type is learned_absolute; model_type llama has rope alone; .* set model_type to gpt",
         ),
         ({"max_position_embeddings": 8}, "max_position_embeddings is 8; rope has no table .* set model_type to gpt"),
+        (
+            {"linear_decay": "paper"},
+            "linear_decay is paper; model_type llama has no decay; .* model_type to transnormer",
+        ),
+        ({"model_type": "linear_transformer", "linear_decay": "paper"}, "linear_decay is paper; .* has no decay"),
+        ({"no_scale_embedding": True}, "no_scale_embedding is True; model_type llama scales no embeddings"),
+        ({"model_type": "transnormer", "num_query_groups": 2}, "num_query_groups is 2; .* per query head, 8 here"),
+        (
+            {"model_type": "transnormer", "position_embedding_type": "rope"},
+            "position_embedding_type is rope; model_type transnormer has LRPE positions",
+        ),
+        (
+            {"model_type": "linear_transformer", "max_position_embeddings": 9},
+            "max_position_embeddings is 9; model_type linear_transformer has sinusoidal positions",
+        ),
+        ({"model_type": "transnormer", "rotary_base": 500.0}, "rotary_base is 500.0; .*; leave it out"),
+        (
+            {"model_type": "linear_transformer", "hidden_size": 15, "num_attention_heads": 3},
+            "hidden_size is 15; it must be even",
+        ),
     ],
 )
 def test_what_does_not_fit_the_model_type_is_refused(values, message):
@@ -80,5 +107,11 @@ def test_architecture_tells_apart_what_computes_something_else():
     assert json.loads(json.dumps(architecture_of(GPT))) == architecture_of(GPT)
     llama = ModelConfig(vocab_size=40, ffn_hidden_size=1024)
     rope = dataclasses.replace(GPT, position_embedding_type="rope", max_position_embeddings=None)
-    others = [dataclasses.replace(GPT, max_position_embeddings=65), rope, llama]
+    linear = dataclasses.replace(llama, model_type="linear_transformer")
+    decays = [
+        dataclasses.replace(llama, model_type="transnormer", linear_decay=decay) for decay in ("released", "paper")
+    ]
+    plain = dataclasses.replace(decays[0], no_scale_embedding=True)
+    assert architecture_of(dataclasses.replace(decays[0], linear_decay=None)) == architecture_of(decays[0])
+    others = [dataclasses.replace(GPT, max_position_embeddings=65), rope, llama, linear, *decays, plain]
     assert all(architecture_of(a) != architecture_of(b) for i, a in enumerate(others) for b in [GPT, *others[:i]])

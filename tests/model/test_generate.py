@@ -4,6 +4,7 @@ import torch
 from model.config import ModelConfig
 from model.generate import generate
 from model.llama import Llama
+from model.registry import build_model
 
 PROMPT = torch.tensor([[1, 2, 3], [7, 8, 9]])
 
@@ -75,3 +76,40 @@ def test_frequencies_are_those_of_the_distribution(temperature, top_k):
 def test_bad_arguments(llama, prompt, options, message):
     with pytest.raises(ValueError, match=message):
         generate(llama, prompt, 1, **options)
+
+
+@pytest.fixture(params=["transnormer", "linear_transformer"])
+def recurrent(request):
+    config = ModelConfig(model_type=request.param, num_layers=3, hidden_size=32, num_attention_heads=4, vocab_size=20)
+    model = build_model(config).double()
+    model.init_weights(0)
+    return model
+
+
+def test_a_state_goes_on_where_the_parallel_form_is(recurrent):
+    """Prompts and continuations of any length, in double precision; a state holds no more for it."""
+    tokens = torch.randint(20, (2, 150), generator=torch.Generator().manual_seed(1))
+    want = recurrent.hidden(tokens)
+    states, parts, start = [None] * 3, [], 0
+    for stop in (1, 70, 71, 72, 150):
+        parts.append(recurrent.hidden(tokens[:, start:stop], torch.arange(start, stop), states))
+        sizes = [state.numel() for state in states]
+        start = stop
+    assert (torch.cat(parts, 1) - want).norm() < 1e-12 * want.norm()
+    assert sizes == [state.numel() for state in states]
+    wrong = recurrent.hidden(tokens[:, 1:2], torch.arange(1, 2), [None] * 3)
+    assert (wrong - want[:, 1:2]).norm() > 1e-3 * want[:, 1:2].norm()  # negative control: without what came before
+
+
+def test_recurrent_generation_reads_each_token_once_and_takes_what_the_parallel_form_would(recurrent, monkeypatch):
+    read, hidden = [], recurrent.hidden
+
+    def counted(tokens, positions=None, states=None):
+        read.append(tokens.shape[1])
+        return hidden(tokens, positions, states)
+
+    monkeypatch.setattr(recurrent, "hidden", counted)
+    out = generate(recurrent, PROMPT, 40, temperature=0)
+    assert read == [3] + 39 * [1]
+    monkeypatch.undo()
+    assert torch.equal(out[:, 3:], recurrent(out).argmax(-1)[:, 2:-1])

@@ -6,13 +6,19 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import ModelConfig
-from model.registry import MODELS, TITLES, build_model, flops_per_token, num_parameters
+from model.registry import MODELS, TITLES, build_model, flops_per_token, num_parameters, state_elements
 
 LLAMA = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
 TIED = dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False)
 ODD = dataclasses.replace(LLAMA, kv_channels=10, ffn_hidden_size=50)
 GPTS = [dataclasses.replace(config, model_type="gpt", max_position_embeddings=16) for config in (LLAMA, TIED, ODD)]
-KINDS = [LLAMA, TIED, ODD, *GPTS]
+SOFTMAX = [LLAMA, TIED, ODD, *GPTS]
+LINEAR = [
+    dataclasses.replace(config, model_type=kind, num_query_groups=None)
+    for kind in ("transnormer", "linear_transformer")
+    for config in (LLAMA, TIED, ODD)
+]
+KINDS = [*SOFTMAX, *LINEAR]
 
 
 def test_every_model_type_has_its_module():
@@ -44,7 +50,7 @@ def test_known_sizes():
     assert num_parameters(gpt2) == 124_439_808
 
 
-@pytest.mark.parametrize("config", KINDS)
+@pytest.mark.parametrize("config", SOFTMAX)
 def test_flops_match_those_torch_counts(config):
     """Attention written as matrix products, so that torch counts the full square, forward and backward."""
 
@@ -59,3 +65,23 @@ def test_flops_match_those_torch_counts(config):
     width = config.num_attention_heads * config.head_dim
     full_mask = flops_per_token(config, 12) + 12 * 2 * width * 12 / 2
     assert counter.get_total_flops() == 2 * 12 * full_mask
+
+
+@pytest.mark.parametrize("config", LINEAR)
+def test_flops_of_linear_attention_match_those_torch_counts(config):
+    """The recurrence written as matrix products: each token writes into the state, and reads from it."""
+    sizes = []
+
+    def attend(q, k, v, log_decay):
+        written = k[..., None] @ v[..., None, :]  # [B, T, H, D, E]
+        sizes.append(written[0, 0].numel())
+        return (q[..., None, :] @ written)[..., 0, :]
+
+    tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(3))
+    model = build_model(config, attend)
+    model.init_weights(0)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    assert counter.get_total_flops() == 2 * 12 * flops_per_token(config, 12)
+    assert flops_per_token(config, 12) == flops_per_token(config, 1 << 20)
+    assert sum(sizes) == state_elements(config)

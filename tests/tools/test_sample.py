@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from data.tokenizer import train_tokenizer
+from data.tokenizer import load_tokenizer, train_tokenizer
 from model.config import ModelConfig, architecture_of
 from model.generate import generate
 from model.llama import Llama
@@ -54,8 +54,6 @@ def sampled(capsys, *args):
 
 
 def greedy(run, iteration):
-    from data.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(run / "tokenizer.model")
     prompt = [tokenizer.eod, *tokenizer.tokenize("value 1")]
     ids = generate(trained(iteration), torch.tensor([prompt]), 12, temperature=0)[0].tolist()[1:]
@@ -103,6 +101,27 @@ def test_a_gpt_writes_as_far_as_its_table_of_positions(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "max_position_embeddings 12 allows 13 together; lower --num-tokens" in captured.err
+
+
+def test_a_transnormer_writes_from_its_state(tmp_path, capsys):
+    tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], tmp_path / "tokenizer", 300)
+    (tmp_path / "config.toml").write_text(
+        CONFIG.format(tokenizer=tokenizer).replace("[train]", 'model_type = "transnormer"\n[train]')
+    )
+    model = build_model(dataclasses.replace(SHAPE, model_type="transnormer"))
+    model.init_weights(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_checkpoint(tmp_path, 1, model, optimizer, architecture=architecture_of(model.config), extra={})
+    out = sampled(
+        capsys, "--load", tmp_path, "--prompt", "value 1", "--num-tokens", 12, "--temperature", 0, "--num-samples", 1
+    ).out
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
+    ids = torch.tensor([[tokenizer.eod, *tokenizer.tokenize("value 1")]])
+    for _ in range(12):  # the parallel form, over all tokens each time
+        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
+    written = ids[0].tolist()[1:]
+    written = written[: written.index(tokenizer.eod)] if tokenizer.eod in written else written
+    assert out.split("-" * 80 + "\n")[1] == tokenizer.detokenize(written) + "\n"
 
 
 def test_seed_decides_the_samples(run, capsys):

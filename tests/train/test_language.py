@@ -126,6 +126,28 @@ def test_without_a_method_the_attention_is_plain() -> None:
     assert torch.equal(cp.positions, torch.arange(LENGTH))
 
 
+@pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+def test_linear_attention_of_the_backend_that_is_named(backend: str) -> None:
+    shape = replace(LLAMA, model_type="transnormer", num_layers=2)
+    train = TrainConfig(seq_length=LENGTH)
+    config = Config(model=shape, context=ContextConfig(attention_backend=backend), train=train)  # type: ignore[arg-type]
+    cp, attend = context_of(config, None)
+    assert torch.equal(cp.positions, torch.arange(LENGTH))
+    found = []
+    for model in (build_model(shape, attend), build_model(shape)):
+        model.init_weights(3)
+        found.append(model(whole_batch()["tokens"]))
+    assert (found[0] - found[1]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+def test_a_backend_without_linear_attention_here_is_a_configuration_error(backend: str) -> None:
+    context = ContextConfig(attention_backend=backend)  # type: ignore[arg-type]
+    config = Config(model=replace(LLAMA, model_type="transnormer"), context=context, mesh=MeshConfig(device="cpu"))
+    with pytest.raises(ConfigError, match=backend):
+        context_of(config, None)
+
+
 def test_a_backend_that_the_device_lacks_is_a_configuration_error() -> None:
     context = ContextConfig(attention_backend="flash_attn")
     config = Config(context=context, mesh=MeshConfig(device="cpu"), train=TrainConfig(bf16=True))

@@ -1,0 +1,306 @@
+"""Linear attention with decay, forward and backward: the backends, and the parts that ranks of one sequence need.
+
+With decay a (0 < a <= 1, one per head) the state S_t = a S_(t-1) + k_t v_t^T gives o_t = S_t^T q_t, which is
+sum over s <= t of a^(t-s) (q_t . k_s) v_s (LASP, Sun et al. 2024, section 2; TransNormerLLM, Qin et al. 2023). Factors
+are exponentials of (distance * log a), never quotients, so that none overflows.
+
+Everything is one scan over the tokens (``Scan``): the gradients are scans too, of other tensors or backwards in time.
+
+    out = scan(q, k, v, S)           dq = scan(dout, v, k, S^T)
+    dv = scan_back(k, q, dout, G)    dk = scan_back(v, dout, q, G^T)    G: gradient of the outgoing state
+
+The state is linear in what comes in, so a rank that shares a sequence computes all but ``from_state`` before the state
+of the ranks before it is there.
+
+Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]``, states ``[B, H, D, E]`` in float32 or wider.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import linear_scan, reference
+from kernels.linear_scan import rates_of
+
+BACKENDS = ("chunked", "triton", "reference")
+
+
+class Scan(Protocol):
+    """One pass over the tokens: ``(out, final)`` of queries, keys and values, and of a state that comes in."""
+
+    def __call__(
+        self,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Sequence[float],
+        state: Tensor | None = None,
+        documents: Sequence[int] | None = None,
+        *,
+        reverse: bool = False,
+        wide: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """out ``[B, T, H, E]``, empty where q is None, and final ``[B, H, D, E]``, in float32 or wider.
+
+        out is in v's dtype or wider; with ``wide`` in float32 or wider, for what is yet to be added to it.
+
+        Forwards a token's own key and value are in the state that it reads. Backwards (``reverse``) everything is
+        mirrored in time, and what comes in is a gradient: of the state after the last token, whereas final is that of
+        the state before the first one.
+        """
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Sequence[float],
+    state: Tensor | None = None,
+    *,
+    documents: Sequence[int] | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Causal linear attention; differentiable in q, k, v and state.
+
+    Args:
+        log_decay: logarithm of each head's decay, H numbers of 0 or less.
+        state: what came before the first token, by default nothing; tokens of the first document alone see it.
+        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); the state starts afresh in each.
+        backend: as for ``select_backend``.
+
+    Returns:
+        out ``[B, T, H, E]`` in v's dtype and the state after the last token, of the last document.
+
+    Raises:
+        ValueError: a decay outside (0, 1], a state that is not finite, shapes that do not fit.
+    """
+    log_decay = tuple(log_decay)
+    check(q, k, v, log_decay, state, documents)
+    name = select_backend(backend, q.device.type, q.dtype)
+    if name == "reference":
+        return reference.linear_attention(q, k, v, log_decay, state, documents=documents)
+    return torch.ops.longmesh.linear_attention(q, k, v, log_decay, state, documents, name)
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: tuple[float, ...],
+    state: Tensor | None = None,
+    documents: Sequence[int] | None = None,
+) -> None:
+    """Refuse what ``linear_attention`` cannot take; a state's numbers are looked at, which waits for a GPU.
+
+    Raises:
+        ValueError: with what was found.
+    """
+    batch, length, heads, width = q.shape
+    if k.shape != q.shape or v.shape[:3] != q.shape[:3] or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"linear attention takes q and k [B, T, H, D] and v [B, T, H, E] of one dtype, and got q {tuple(q.shape)} "
+            f"{q.dtype}, k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype}"
+        )
+    if length == 0:
+        raise ValueError("linear attention got no tokens; give at least one")
+    check_decay(log_decay, heads)
+    if state is not None:
+        wanted = (batch, heads, width, v.shape[-1])
+        if state.shape != wanted:
+            raise ValueError(f"the state has shape {tuple(state.shape)}; these q, k and v make it {wanted}")
+        if not state.detach().isfinite().all():
+            raise ValueError("the state holds numbers that are not finite; what came before has overflowed")
+    if documents is not None:
+        rising = all(a < b for a, b in pairwise(documents))
+        if len(documents) < 2 or documents[0] != 0 or documents[-1] != length or not rising:
+            raise ValueError(
+                f"documents is {tuple(documents)}; it must be cumulative lengths, rising from 0 to the {length} tokens"
+            )
+
+
+def check_decay(log_decay: Sequence[float], heads: int) -> None:
+    """Refuse decays that are not one number in (0, 1] per head.
+
+    Raises:
+        ValueError: with the first that is not.
+    """
+    if len(log_decay) != heads:
+        raise ValueError(f"log_decay has {len(log_decay)} numbers for {heads} heads; give one per head")
+    for head, rate in enumerate(log_decay):
+        if not (math.isfinite(rate) and rate <= 0):
+            shown = math.inf if rate > 700 else math.exp(rate)
+            raise ValueError(
+                f"the decay of head {head} is {shown} (its logarithm {rate}); a decay lies above 0 and at most at 1"
+            )
+
+
+@cache
+def select_backend(name: str, device_type: str, dtype: torch.dtype) -> str:
+    """The backend for tensors of that device and dtype; ``auto`` takes the fastest that is there.
+
+    ``chunked`` is torch on any device, ``triton`` the fused kernel of a GPU, ``reference`` the naive form, whose memory
+    grows with the square of the tokens.
+
+    Raises:
+        ValueError: the backend does not exist, or cannot take this device or dtype.
+    """
+    if name == "auto":  # in float32 torch's matrix products are the faster ones: the kernel's state spills
+        fused = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and find_spec("triton") is not None
+        return "triton" if fused else "chunked"
+    if name not in BACKENDS:
+        raise ValueError(
+            f"attention_backend is {name!r}, which has no linear attention; use auto, {', '.join(BACKENDS)}"
+        )
+    if name == "triton":
+        from kernels.triton import interpreted
+
+        if find_spec("triton") is None:
+            raise ValueError("attention_backend is triton, which is not installed; use auto or chunked")
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"attention_backend triton takes no {dtype}; use chunked")
+        if device_type != "cuda" and not interpreted():
+            raise ValueError(
+                f"attention_backend triton needs a cuda device and this one is {device_type}; use auto or chunked"
+            )
+    return name
+
+
+def scan_of(backend: str) -> Scan:
+    """The scan of a backend that ``select_backend`` returned."""
+    if backend == "triton":
+        from kernels.triton.linear_attention import scan
+
+        return scan
+    return linear_scan.scan
+
+
+def local_state(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Sequence[float],
+    documents: Sequence[int] | None = None,
+    *,
+    reverse: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """The state after these tokens, had nothing come before: what a rank adds to the state that it passes on.
+
+    With ``reverse``, of (q, dout): what it adds to the gradient of the state that it passes back.
+    """
+    run = scan_of(select_backend(backend, k.device.type, k.dtype))
+    return run(None, k, v, log_decay, None, documents, reverse=reverse)[1]
+
+
+def passed_on(state: Tensor, log_decay: Sequence[float], tokens: int) -> Tensor:
+    """A state (or its gradient) beyond ``tokens`` tokens of one document; their ``local_state`` is yet to be added."""
+    rates = rates_of(tuple(log_decay), state.dtype, state.device)
+    return state * (rates * tokens).exp()[:, None, None]
+
+
+def from_state(
+    q: Tensor, state: Tensor, log_decay: Sequence[float], tokens: int | None = None, *, reverse: bool = False
+) -> Tensor:
+    """What a state that comes in adds to the scan of these tokens, ``[B, T, H, E]`` in the state's dtype.
+
+    Args:
+        tokens: how many see it: those of the first document (the last one with ``reverse``); by default all.
+        reverse: backwards in time, see ``Scan``.
+    """
+    length = q.shape[1]
+    tokens = length if tokens is None else tokens
+    place = torch.arange(length, device=q.device)
+    distance = length - 1 - place if reverse else place + 1
+    seen = place >= length - tokens if reverse else place < tokens
+    rates = rates_of(tuple(log_decay), state.dtype, state.device)
+    weights = (distance[:, None] * rates).exp() * seen[:, None]  # [T, H]
+    out = q.transpose(1, 2).to(state.dtype) @ state  # [B, H, T, E]
+    return out.transpose(1, 2) * weights[..., None]
+
+
+# One operator, so that recompute policies and torch.compile see a single node.
+@torch.library.custom_op("longmesh::linear_attention", mutates_args=())
+def _forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Sequence[float],
+    state: Tensor | None,
+    documents: Sequence[int] | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    out, final = scan_of(backend)(q, k, v, log_decay, state, documents)
+    return out.to(v.dtype), final
+
+
+@_forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, state: Any, documents: Any, backend: str) -> Any:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return v.new_empty(v.shape), k.new_empty((k.shape[0], *k.shape[2:], v.shape[-1]), dtype=wide)
+
+
+@torch.library.custom_op("longmesh::linear_attention_backward", mutates_args=())
+def _backward_op(
+    dout: Tensor,
+    dfinal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Sequence[float],
+    state: Tensor | None,
+    documents: Sequence[int] | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return backward(scan_of(backend), dout, dfinal, q, k, v, log_decay, state, documents)
+
+
+@_backward_op.register_fake
+def _(dout: Tensor, dfinal: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dstate = k.new_empty((k.shape[0], *k.shape[2:], v.shape[-1]), dtype=wide)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dstate
+
+
+def backward(
+    run: Scan,
+    dout: Tensor,
+    dfinal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Sequence[float],
+    state: Tensor | None = None,
+    documents: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv in their tensors' dtypes, and dstate; ``dfinal`` is the gradient of the final state, None for zero."""
+
+    def turned(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.transpose(-1, -2)
+
+    dq, _ = run(dout, v, k, log_decay, turned(state), documents)
+    dk, _ = run(v, dout, q, log_decay, turned(dfinal), documents, reverse=True)
+    dv, dstate = run(k, q, dout, log_decay, dfinal, documents, reverse=True)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dstate
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.log_decay, state, ctx.documents, ctx.backend = inputs
+    ctx.save_for_backward(q, k, v, state)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, state = ctx.saved_tensors
+    dout = torch.zeros_like(v) if dout is None else dout
+    dq, dk, dv, dstate = torch.ops.longmesh.linear_attention_backward(
+        dout, dfinal, q, k, v, ctx.log_decay, state, ctx.documents, ctx.backend
+    )
+    return dq, dk, dv, None, None if state is None else dstate.to(state.dtype), None, None
+
+
+_forward_op.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,117 @@
+"""Linear attention by chunks in torch, on any device: memory and time linear in the number of tokens.
+
+Shapes: B sequences, T tokens, H heads, D width of queries and keys, E width of values, N chunks of C tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How tokens fall into chunks, none of which has tokens of two documents."""
+
+    index: Tensor | None
+    """Token at each place [N * C], any token where the chunk has fewer; None where all places are filled in order."""
+    lengths: Tensor
+    """Tokens of each chunk [N]."""
+    begins: tuple[bool, ...]
+    """Whether a chunk is its document's first."""
+
+
+@lru_cache(maxsize=64)  # packed documents differ from batch to batch
+def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.device) -> Chunks:
+    """The chunks of packed documents with these cumulative lengths, by default one of ``length`` tokens."""
+    bounds = documents or (0, length)
+    starts, lengths, begins = [], [], []
+    for first, end in pairwise(bounds):
+        for start in range(first, end, CHUNK):
+            starts.append(start)
+            lengths.append(min(CHUNK, end - start))
+            begins.append(start == first)
+    counts = torch.tensor(lengths, device=device)
+    if all(count == CHUNK for count in lengths):
+        return Chunks(None, counts, tuple(begins))
+    index = torch.tensor(starts, device=device)[:, None] + torch.arange(CHUNK, device=device)
+    return Chunks(index.clamp(max=length - 1).flatten(), counts, tuple(begins))
+
+
+@cache
+def rates_of(log_decay: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The logarithms of the heads' decays as a tensor [H]."""
+    return torch.tensor(log_decay, dtype=dtype, device=device)
+
+
+def scan(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Sequence[float],
+    state: Tensor | None = None,
+    documents: Sequence[int] | None = None,
+    *,
+    reverse: bool = False,
+    wide: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """One pass over the tokens, see ``kernels.linear_attention.Scan``; out is wide in any case."""
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    chunks = chunks_of(k.shape[1], None if documents is None else tuple(documents), k.device)
+    rates = rates_of(tuple(log_decay), dtype, k.device)
+    place = torch.arange(CHUNK, device=k.device)
+    filled = place < chunks.lengths[:, None]  # [N, C]
+    before, after = place.expand_as(filled) + 1, (chunks.lengths[:, None] - 1 - place).clamp(min=0)
+    reads, writes = (after, before) if reverse else (before, after)
+
+    # Empty places of k are zero, so that whatever the others hold there adds nothing.
+    keys = _chunked(k, chunks, dtype) * (_power(rates, writes) * filled[:, None, :, None])
+    values = _chunked(v, chunks, dtype)  # [B, N, H, C, E]
+    added = keys.transpose(-1, -2) @ values  # [B, N, H, D, E]
+    carried = _power(rates, chunks.lengths[:, None])  # [N, H, 1, 1]
+    entering, final = _carry(added, carried, state, chunks.begins, reverse)
+    if q is None:
+        return final.new_empty(0), final
+
+    queries = _chunked(q, chunks, dtype)
+    distance = place[:, None] - place
+    distance = -distance if reverse else distance
+    mask = (rates[:, None, None] * distance.clamp(min=0)).exp() * (distance >= 0)  # [H, C, C]
+    keys = _chunked(k, chunks, dtype) * filled[:, None, :, None]
+    out = (queries @ keys.transpose(-1, -2) * mask) @ values
+    out += queries @ entering * _power(rates, reads)
+    out = out.transpose(2, 3).flatten(1, 2)  # [B, N * C, H, E]
+    return out if chunks.index is None else out[:, filled.flatten()], final
+
+
+def _chunked(x: Tensor, chunks: Chunks, dtype: torch.dtype) -> Tensor:
+    """[B, T, H, D] -> [B, N, H, C, D]."""
+    x = x if chunks.index is None else x.index_select(1, chunks.index)
+    return x.unflatten(1, (-1, CHUNK)).transpose(2, 3).to(dtype)
+
+
+def _power(rates: Tensor, exponents: Tensor) -> Tensor:
+    """decay^exponent [N, H, C, 1] of exponents [N, C] of 0 or more: one exponential, so that nothing overflows."""
+    return (rates[:, None] * exponents[:, None, :]).exp()[..., None]
+
+
+def _carry(
+    added: Tensor, carried: Tensor, state: Tensor | None, begins: tuple[bool, ...], reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """The states [B, N, H, D, E] that enter the chunks, and the last one that leaves [B, H, D, E]."""
+    running = torch.zeros_like(added[:, 0]) if state is None else state.to(added.dtype)
+    entering = torch.empty_like(added)
+    count = len(begins)
+    for n in reversed(range(count)) if reverse else range(count):
+        if reverse and n + 1 < count:
+            fresh = begins[n + 1]
+        else:
+            fresh = not reverse and n > 0 and begins[n]
+        entering[:, n] = 0 if fresh else running
+        running = torch.addcmul(added[:, n], entering[:, n], carried[n])
+    return entering, running

@@ -1,0 +1,127 @@
+"""The released TransNormerLLM checkpoints (OpenNLPLab/TransNormerLLM-385M, -1B, -7B) <-> ours.
+
+Names and layouts are those of modeling_transnormer.py that is released beside the weights (copyright 2024 OpenNLPLab,
+Apache-2.0), which transformers runs with trust_remote_code. Its norms have no weights, and their epsilon is 1e-6.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+
+# What our model computes, for the keys of config.json that could ask for something else; a missing key means this.
+SUPPORTED = {
+    "model_type": "transnormer",
+    "norm_type": "simplermsnorm",
+    "linear_act_fun": "silu",
+    "bias": False,
+    "quantization_config": None,
+}
+EPSILON = 1e-6
+EMBEDDING = "model.embed_tokens.weight"
+TOP_NAMES = {"embedding": "model.embed_tokens", "output": "lm_head"}
+LAYER_NAMES = {
+    "attention.wo": "token_mixer.out_proj",
+    "mlp.gate": "channel_mixer.l1",
+    "mlp.up": "channel_mixer.l2",
+    "mlp.down": "channel_mixer.l3",
+}
+FUSED, PARTS = "token_mixer.qkvu_proj", ("attention.wq", "attention.wk", "attention.wv", "attention.wu")
+THETA, THEIR_THETA = "layers.0.attention.lrpe.theta", "model.layers.0.token_mixer.lrpe.theta"  # [H * D], [H, 1, D]
+DERIVED = re.compile(r"(?!)")  # nothing
+PREFIX = "model."
+
+
+def check(config: ModelConfig) -> None:
+    """ValueError where theirs has no such TransNormer."""
+    needs = (
+        ("linear_decay", config.linear_decay or "released", "released"),
+        ("norm_epsilon", config.norm_epsilon, EPSILON),
+    )
+    for name, value, only in needs:
+        if value != only:
+            raise ValueError(
+                f"{name} is {value}, which a released TransNormer does not have; only {only} can be written"
+            )
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a config.json's contents; KeyError for what is missing, ValueError for what is not supported."""
+    layers, lrpe = hf["decoder_layers"], hf["linear_use_lrpe_list"]
+    if [bool(one) for one in lrpe] != [layer == 0 for layer in range(layers)]:
+        raise ValueError(f"config.json: linear_use_lrpe_list = {lrpe} is not supported; only the first layer has LRPE")
+    ffn = hf["glu_dim"]
+    return ModelConfig(
+        model_type="transnormer",
+        num_layers=layers,
+        hidden_size=hf["decoder_embed_dim"],
+        ffn_hidden_size=hf["decoder_embed_dim"] if ffn == -1 else ffn,
+        num_attention_heads=hf["decoder_attention_heads"],
+        kv_channels=hf["hidden_dim"] // hf["decoder_attention_heads"],
+        vocab_size=hf["vocab_size"],
+        norm_epsilon=EPSILON,
+        init_method_std=hf.get("init_std", 0.02),
+        no_scale_embedding=hf.get("no_scale_embedding", False),
+        untie_embeddings_and_output_weights=not hf.get("tie_word_embeddings", True),
+    )
+
+
+def config_to_hf(config: ModelConfig, max_position_embeddings: int | None) -> dict[str, Any]:
+    """The contents of a config.json that the released code reads as the same model; no length is among them."""
+    return {
+        "architectures": ["TransnormerForCausalLM"],
+        "decoder_layers": config.num_layers,
+        "decoder_embed_dim": config.hidden_size,
+        "decoder_attention_heads": config.num_attention_heads,
+        "hidden_dim": config.num_attention_heads * config.head_dim,
+        "glu_dim": config.ffn_size,
+        "linear_use_lrpe_list": [int(layer == 0) for layer in range(config.num_layers)],
+        "vocab_size": config.vocabulary,
+        "no_scale_embedding": config.no_scale_embedding,
+        "init_std": config.init_method_std,
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+    }
+
+
+def to_ours(theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Our state dict of `names`, holding the same tensors or views of them."""
+    ours = {}
+    for name in names:
+        if name == THETA:
+            ours[name] = theirs[THEIR_THETA].flatten()
+            continue
+        module = name.removesuffix(".weight")
+        if not module.startswith("layers."):
+            ours[name] = theirs[f"{TOP_NAMES[module]}.weight"]
+            continue
+        _, layer, module = module.split(".", 2)
+        if module in PARTS:
+            fused = theirs[f"model.layers.{layer}.{FUSED}.weight"]  # [4 * H * D, C]
+            ours[name] = fused.chunk(4)[PARTS.index(module)]
+        else:
+            ours[name] = theirs[f"model.layers.{layer}.{LAYER_NAMES[module]}.weight"]
+    return ours
+
+
+def to_theirs(ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Their state dict: the same tensors, but for the projections side by side in one."""
+    theirs = {}
+    for name, weight in ours.items():
+        if name == THETA:
+            theirs[THEIR_THETA] = weight.view(config.num_attention_heads, 1, config.head_dim)
+            continue
+        module = name.removesuffix(".weight")
+        if not module.startswith("layers."):
+            theirs[f"{TOP_NAMES[module]}.weight"] = weight
+            continue
+        _, layer, module = module.split(".", 2)
+        if module == PARTS[0]:
+            parts = [ours[f"layers.{layer}.{part}.weight"] for part in PARTS]
+            theirs[f"model.layers.{layer}.{FUSED}.weight"] = torch.cat(parts)
+        elif module not in PARTS:
+            theirs[f"model.layers.{layer}.{LAYER_NAMES[module]}.weight"] = weight
+    return theirs

@@ -1,0 +1,77 @@
+"""Linear Transformer (Katharopoulos et al. 2020): the GPT's layers with linear attention, features elu + 1, no decay.
+
+Sinusoidal positions (Vaswani et al. 2017, section 3.5), added to the embeddings, know no longest sequence.
+
+Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import LinearAttend, LinearCore, States, linear
+from model.base import RecurrentModel, output_module
+from model.config import ModelConfig
+from model.layers import MLP, LayerNorm
+
+
+def features(x: Tensor) -> Tensor:
+    """elu(x) + 1, without the sum that would round it to 0 for channels far below 0: their products are a divisor."""
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+def sinusoids(positions: Tensor, width: int) -> Tensor:
+    """[..., C] of integer positions [...]: sines, then cosines, of angles position * 10000^(-2 i / C); float64."""
+    exponents = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width  # [C/2]
+    angles = positions.to(torch.float64)[..., None] * 10000.0**-exponents
+    return torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+
+class LinearAttention(LinearCore):
+    """Projections with biases, features, linear attention divided by its weights' sum, output projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
+        super().__init__()
+        width, heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+        self.attend, self.layer = attend, layer
+        self.wq, self.wk, self.wv = (nn.Linear(width, heads * self.head_dim) for _ in range(3))
+        self.wo = nn.Linear(heads * self.head_dim, width)
+
+    def forward(self, x: Tensor, states: States = None) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]
+        # One more value channel of ones makes the normaliser z: its state travels with that of the others.
+        v = F.pad(v, (0, 1), value=1.0)  # [B, T, H, D + 1]
+        out = self.core(features(q), features(k), v, (0.0,) * q.shape[2], states, self.layer)
+        return self.wo((out[..., :-1] / out[..., -1:]).flatten(-2))
+
+
+class Layer(nn.Module):
+    """One pre-norm layer: [B, T, C] -> [B, T, C]."""
+
+    def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.attention_norm = LayerNorm(width, eps=config.norm_epsilon)
+        self.attention = LinearAttention(config, layer, attend)
+        self.mlp_norm = LayerNorm(width, eps=config.norm_epsilon)
+        self.mlp = MLP(width, config.ffn_size)
+
+    def forward(self, x: Tensor, positions: Tensor, states: States = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), states)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class LinearTransformer(RecurrentModel):
+    """The language model: token ids -> logits."""
+
+    def __init__(self, config: ModelConfig, attend: LinearAttend = linear) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, layer, attend) for layer in range(config.num_layers))
+        self.norm = LayerNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.output = output_module(config)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedded(tokens) * self.config.embedding_scale  # [B, T, C]
+        return x + sinusoids(positions, x.shape[-1]).to(x.dtype)

@@ -1,0 +1,117 @@
+"""TransNormerLLM (Qin et al. 2023, arXiv:2307.14995), as its released models compute.
+
+Linear attention with decay, its output normalised and gated, and a feed-forward layer that is gated without an
+activation. The norms have no weights.
+
+Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import LinearAttend, LinearCore, States, linear
+from model.base import RecurrentModel, output_module
+from model.config import ModelConfig
+from model.layers import SGLU, RMSNorm
+
+
+def log_decay_of(config: ModelConfig, layer: int) -> tuple[float, ...]:
+    """Logarithms of the heads' decays in a layer, counted from 0; deeper layers forget less.
+
+    released: -slope of the head * (1 - layer / (layers - 1) + 1e-5), with ALiBi's slopes. paper: -8 h / H * (1 - l / L)
+    with h and l counted from 1, so that the last layer forgets nothing.
+    """
+    heads, layers = config.num_attention_heads, config.num_layers
+    if config.linear_decay == "paper":
+        return tuple(-8 * (head + 1) / heads * (1 - (layer + 1) / layers) for head in range(heads))
+    depth = 1 - layer / max(layers - 1, 1) + 1e-5
+    return tuple(-slope * depth for slope in alibi_slopes(heads))
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """2^(-8 h / H), h from 1; between powers of two every other slope of twice as many fills up (Press et al. 2022)."""
+    whole = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (head + 1) / whole) for head in range(whole)]
+    return slopes if whole == heads else slopes + alibi_slopes(2 * whole)[::2][: heads - whole]
+
+
+class LRPE(nn.Module):
+    """Linearized relative positions (Qin et al. 2023b): x -> [x cos(theta t), x sin(theta t)], twice as wide.
+
+    A product of two such turns with theta (s - t). theta is learned, one angle per head and channel, [H * D]. It stays
+    in float32 where all else computes in bfloat16, whose angles are off by up to 2 radians at position 1000.
+    """
+
+    full_precision = True
+    """What parallel/data.py and LanguageModel.cast go by."""
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.theta = nn.Parameter(torch.empty(heads * head_dim))
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k [B, T, H, D] of positions [T] or [B, T] -> [B, T, H, 2 D] each, in their dtype."""
+        theta = self.theta.unflatten(0, (-1, self.head_dim)).double()  # [H, D]
+        turns = torch.remainder(theta * positions[..., None, None], 2 * math.pi)  # exact far beyond float32's reach
+        turns = turns.to(torch.promote_types(q.dtype, torch.float32))  # [T, H, D] or [B, T, H, D]
+        cos, sin = turns.cos(), turns.sin()
+        q, k = (torch.cat((x * cos, x * sin), dim=-1).to(x.dtype) for x in (q, k))
+        return q, k
+
+
+class TokenMixer(LinearCore):
+    """Projections, SiLU on queries and keys, positions in the first layer, linear attention, norm, gate, output."""
+
+    def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
+        super().__init__()
+        width, heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+        inside = heads * self.head_dim
+        self.attend = attend
+        self.layer, self.log_decay = layer, log_decay_of(config, layer)
+        self.lrpe = LRPE(heads, self.head_dim) if layer == 0 else None
+        self.wq, self.wk, self.wv, self.wu = (nn.Linear(width, inside, bias=False) for _ in range(4))
+        self.norm = RMSNorm(inside, eps=config.norm_epsilon, elementwise_affine=False)
+        self.wo = nn.Linear(inside, width, bias=False)
+
+    def forward(self, x: Tensor, positions: Tensor, states: States = None) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]
+        q, k = F.silu(q), F.silu(k)
+        if self.lrpe is not None:
+            q, k = self.lrpe(q, k, positions)  # [B, T, H, 2 D]
+        out = self.core(q, k, v, self.log_decay, states, self.layer)  # [B, T, H, D]
+        return self.wo(self.wu(x) * self.norm(out.flatten(-2)))
+
+
+class Layer(nn.Module):
+    """One pre-norm layer: [B, T, C] -> [B, T, C]."""
+
+    def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.norm_epsilon
+        self.attention_norm = RMSNorm(width, eps=eps, elementwise_affine=False)
+        self.attention = TokenMixer(config, layer, attend)
+        self.mlp_norm = RMSNorm(width, eps=eps, elementwise_affine=False)
+        self.mlp = SGLU(width, config.ffn_size)
+
+    def forward(self, x: Tensor, positions: Tensor, states: States = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), positions, states)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class TransNormer(RecurrentModel):
+    """The language model: token ids -> logits."""
+
+    def __init__(self, config: ModelConfig, attend: LinearAttend = linear) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, layer, attend) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_epsilon, elementwise_affine=False)
+        self.output = output_module(config)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.embedded(tokens) * self.config.embedding_scale

@@ -1,0 +1,100 @@
+"""Errors of a backend of linear attention against the float64 reference.
+
+Run as a program, it prints those of Triton's interpreter, which must be chosen before Triton is imported.
+"""
+
+import json
+import math
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.linear_attention import linear_attention
+
+NAMES = ("out", "final", "dq", "dk", "dv", "dstate")
+
+
+class Case(NamedTuple):
+    """One input; decay 1 has no forgetting, 0.2 has forgotten all after a few tokens, and one head is in between."""
+
+    length: int
+    dtype: str = "float32"
+    documents: tuple[int, ...] | None = None
+    decays: tuple[float, ...] = (1.0, 0.93, 0.2)
+    width: int = 16
+    value_width: int = 24
+
+
+LENGTHS = (1, 63, 64, 65, 200)
+PACKED = (0, 1, 64, 130, 131, 200)
+CASES = [
+    *(Case(length, dtype) for length in LENGTHS for dtype in ("float32", "bfloat16")),
+    Case(200, documents=PACKED),
+    Case(70, width=20, value_width=70),  # more value channels than one program takes, and neither a power of two
+    Case(70, dtype="bfloat16", width=256, value_width=33),
+]
+
+
+def inputs(case: Case) -> tuple[list[Tensor], list[Tensor]]:
+    """q, k, v, state, and the gradients of out and final; states in float32 or wider."""
+    generator = torch.Generator().manual_seed(case.length)
+    heads, dtype = len(case.decays), getattr(torch, case.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(2, *shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    keys, values = (case.length, heads, case.width), (case.length, heads, case.value_width)
+    state = (heads, case.width, case.value_width)
+    leaves = [draw(*keys), draw(*keys), draw(*values), draw(*state, dtype=wide)]
+    return leaves, [draw(*values), draw(*state, dtype=wide)]
+
+
+def results(case: Case, backend: str, dtype: torch.dtype | None = None, device: str = "cpu") -> list[Tensor]:
+    """What ``NAMES`` says, computed by a backend; with a dtype, from inputs of that dtype."""
+    leaves, gradients = ([x.to(device, dtype or x.dtype) for x in group] for group in inputs(case))
+    leaves = [x.requires_grad_() for x in leaves]
+    log_decay = [math.log(decay) for decay in case.decays]
+    found = linear_attention(*leaves[:3], log_decay, leaves[3], documents=case.documents, backend=backend)
+    matching = [gradient.to(x.dtype) for gradient, x in zip(gradients, found, strict=True)]
+    return [*found, *torch.autograd.grad(found, leaves, matching)]
+
+
+def errors(case: Case, backend: str, device: str = "cpu") -> dict[str, float]:
+    """Each result's relative error (Frobenius) against the reference in float64."""
+    return _compared([x.cpu() for x in results(case, backend, device=device)], case)
+
+
+def naive_errors(case: Case) -> dict[str, float]:
+    """The same of the naive form computed in the case's own dtype."""
+    leaves, gradients = inputs(case)
+    leaves = [x.to(leaves[0].dtype).requires_grad_() for x in leaves]
+    log_decay = [math.log(decay) for decay in case.decays]
+    found = reference.linear_attention(*leaves[:3], log_decay, leaves[3], documents=case.documents)
+    return _compared([*found, *torch.autograd.grad(found, leaves, gradients)], case)
+
+
+def _compared(got: list[Tensor], case: Case) -> dict[str, float]:
+    want = results(case, "reference", torch.float64)
+    pairs = zip(NAMES, got, want, strict=True)
+    return {name: ((a.double() - b).norm() / b.norm()).item() for name, a, b in pairs}
+
+
+def main() -> None:
+    """Print the errors of all cases, of one whose decays are wrong by a hundredth, and of outputs in both widths."""
+    from kernels.triton import linear_attention as fused
+
+    (q, k, v, _), _ = inputs(Case(65, "bfloat16"))
+    want, _ = reference.linear_attention(q.double(), k.double(), v.double(), (0.0, -0.1, -0.2))
+    outs = [fused.scan(q, k, v, (0.0, -0.1, -0.2), wide=wide)[0] for wide in (False, True)]
+    widths = {str(out.dtype): ((out.double() - want).norm() / want.norm()).item() for out in outs}
+    found, exact = [errors(case, "triton") for case in CASES], fused.rates_of
+    fused.rates_of = lambda *arguments: 1.01 * exact(*arguments)
+    json.dump({"errors": found, "fault": errors(Case(65), "triton"), "widths": widths}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Linear attention against the float64 reference: outputs, the outgoing state, and every gradient."""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+
+from kernels import linear_attention as linear
+from kernels import linear_scan, reference
+from kernels.linear_attention import from_state, linear_attention, local_state, passed_on, select_backend
+from tests.kernels.linear_cases import CASES, LENGTHS, NAMES, PACKED, Case, errors, inputs, naive_errors, results
+
+BOUND = {"float64": 1e-13, "float32": 1e-5}
+
+
+def recurrent(case: Case) -> list[torch.Tensor]:
+    """The definition, one token after the other, float64: out and the outgoing state."""
+    (q, k, v, state), _ = ([x.double() for x in group] for group in inputs(case))
+    decay = torch.tensor(case.decays, dtype=torch.float64)[:, None, None]
+    out = []
+    for t in range(case.length):
+        if case.documents and t in case.documents[1:]:
+            state = torch.zeros_like(state)
+        state = decay * state + k[:, t, :, :, None] * v[:, t, :, None, :]
+        out.append((q[:, t, :, :, None] * state).sum(-2))
+    return [torch.stack(out, 1), state]
+
+
+@pytest.mark.parametrize("case", [Case(1), Case(65), Case(200, documents=PACKED)])
+def test_the_reference_is_the_recurrence(case: Case) -> None:
+    for a, b in zip(results(case, "reference", torch.float64), recurrent(case), strict=False):
+        assert (a - b).norm() <= 1e-14 * b.norm()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    "case", [*(Case(length) for length in LENGTHS), *(case for case in CASES if case.dtype == "float32")]
+)
+def test_chunked_equals_the_reference(case: Case, dtype: str) -> None:
+    found = errors(case._replace(dtype=dtype), "chunked")
+    assert max(found.values()) <= BOUND[dtype], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [4095, 4096, 4097])
+def test_chunked_equals_the_reference_far_away(length: int) -> None:
+    for documents in (None, (0, 1000, 3000, length)):
+        found = errors(Case(length, documents=documents), "chunked")
+        assert max(found.values()) <= BOUND["float32"], found
+
+
+@cache
+def bound_of_bfloat16(case: Case) -> dict[str, float]:
+    return {name: 2 * error for name, error in naive_errors(case).items()}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.dtype == "bfloat16"])
+def test_chunked_bfloat16_is_as_good_as_the_naive_form(case: Case) -> None:
+    found, bound = errors(case, "chunked"), bound_of_bfloat16(case)
+    assert all(found[name] <= bound[name] for name in NAMES), (found, bound)
+
+
+@pytest.mark.parametrize(
+    "fault", ["decay at the boundary", "mask", "state not handed on", "documents", "gradient of the state"]
+)
+def test_the_bounds_see_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: each breaks one factor of the chunked form."""
+    case = Case(200, documents=(0, 100, 200) if fault == "documents" else None)
+    power, carry, chunks_of = linear_scan._power, linear_scan._carry, linear_scan.chunks_of
+    if fault == "decay at the boundary":
+        monkeypatch.setattr(linear_scan, "_power", lambda rates, exponents: power(rates, exponents + 1))
+    elif fault == "mask":
+        monkeypatch.setattr(linear_scan, "rates_of", lambda rates, dtype, device: torch.zeros(len(rates), dtype=dtype))
+    elif fault == "state not handed on":
+        monkeypatch.setattr(linear_scan, "_carry", lambda a, c, s, b, r: carry(a, c * 0, s, b, r))
+    elif fault == "documents":
+        monkeypatch.setattr(linear_scan, "chunks_of", lambda length, _, device: chunks_of(length, None, device))
+    else:
+        run = linear_scan.scan
+        monkeypatch.setattr(linear_scan, "scan", lambda *a, reverse=False: run(*a[:4], None, a[5], reverse=reverse))
+    assert max(errors(case, "chunked").values()) > 100 * BOUND["float32"]
+
+
+def test_strong_decay_over_a_long_chunk_overflows_nowhere() -> None:
+    """decay^-64 would be 1e64 here, which float32 does not have."""
+    found = errors(Case(200, decays=(0.1, 1e-4, 1e-30)), "chunked")
+    assert max(found.values()) <= BOUND["float32"]
+    for x in results(Case(200, decays=(0.1, 1e-4, 1e-30)), "chunked"):
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("documents", [None, (0, 30, 75, 160)])
+def test_ranks_pass_states_on_and_gradients_back(documents: tuple[int, ...] | None) -> None:
+    """As ranks that hold 50, 60 and 50 tokens would: all but ``from_state`` without what other ranks send."""
+    case = Case(160, dtype="float64", documents=documents)
+    (q, k, v, state), (dout, dfinal) = inputs(case)
+    log_decay = [math.log(decay) for decay in case.decays]
+    want = dict(zip(NAMES, results(case, "chunked"), strict=True))
+    ranks = [(0, 50), (50, 110), (110, 160)]
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in ("out", "dq", "dk", "dv")}
+
+    def inside(a: int, b: int) -> tuple[int, ...]:
+        return (0, *(d - a for d in documents or () if a < d < b), b - a)
+
+    entering = []
+    for a, b in ranks:
+        entering.append(state)
+        places = inside(a, b)
+        if documents and a in documents[1:]:
+            state = torch.zeros_like(state)
+        out, _ = linear_scan.scan(q[:, a:b], k[:, a:b], v[:, a:b], log_decay, None, places)
+        found["out"].append(out + from_state(q[:, a:b], state, log_decay, places[1]))
+        local = local_state(k[:, a:b], v[:, a:b], log_decay, places)
+        state = local + passed_on(state, log_decay, b - a) if len(places) == 2 else local
+    gradient = dfinal
+    for (a, b), before in reversed(list(zip(ranks, entering, strict=True))):
+        places = inside(a, b)
+        part = [x[:, a:b] for x in (q, k, v)]
+        dq, dk, dv, _ = linear.backward(linear_scan.scan, dout[:, a:b], None, *part, log_decay, None, places)
+        last = places[-1] - places[-2]
+        turned = before.transpose(-1, -2)
+        found["dq"].insert(0, dq + from_state(dout[:, a:b], turned, log_decay, places[1]))
+        found["dk"].insert(0, dk + from_state(part[2], gradient.transpose(-1, -2), log_decay, last, reverse=True))
+        found["dv"].insert(0, dv + from_state(part[1], gradient, log_decay, last, reverse=True))
+        local = local_state(part[0], dout[:, a:b], log_decay, places, reverse=True)
+        gradient = local + passed_on(gradient, log_decay, b - a) if len(places) == 2 else local
+    for name, parts in found.items():
+        assert (torch.cat(parts, 1) - want[name]).norm() <= 1e-13 * want[name].norm(), name
+    assert (state - want["final"]).norm() <= 1e-13 * want["final"].norm()
+    assert (gradient - want["dstate"]).norm() <= 1e-13 * want["dstate"].norm()
+
+
+def test_memory_between_forward_and_backward_is_the_inputs() -> None:
+    saved: list[int] = []
+    (q, k, v, state), _ = inputs(Case(300))
+    leaves = [x.requires_grad_() for x in (q, k, v, state)]
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        linear_attention(*leaves[:3], (0.0, -0.1, -2.0), leaves[3])
+    assert sum(saved) == sum(x.numel() for x in leaves)
+
+
+def test_a_loss_of_the_state_alone_and_inputs_without_gradients() -> None:
+    (q, k, v, _), _ = inputs(Case(70, dtype="float64"))
+    for name in ("chunked", "reference"):
+        k.requires_grad_()
+        (found,) = torch.autograd.grad(linear_attention(q, k, v, (0.0, -0.1, -2.0), backend=name)[1].sum(), k)
+        want = (
+            v.sum(-1)[..., None]
+            * torch.tensor([0.0, -0.1, -2.0], dtype=torch.float64)[:, None]
+            .mul(torch.arange(69, -1, -1)[:, None, None])
+            .exp()
+        )
+        assert (found - want).norm() <= 1e-13 * want.norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"log_decay": (0.0, 0.1, -1.0)}, r"decay of head 1 is 1\.105.* at most at 1"),
+        ({"log_decay": (0.0, -math.inf, -1.0)}, r"decay of head 1 is 0\.0"),
+        ({"log_decay": (0.0, math.nan, -1.0)}, "decay of head 1 is nan"),
+        ({"log_decay": (0.0, 1e9, -1.0)}, "decay of head 1 is inf"),
+        ({"log_decay": (0.0,)}, "1 numbers for 3 heads"),
+        ({"state": torch.full((2, 3, 16, 24), math.inf)}, "state holds numbers that are not finite"),
+        ({"state": torch.zeros(2, 3, 24, 16)}, "state has shape"),
+        ({"documents": (0, 4)}, "rising from 0 to the 5 tokens"),
+        ({"documents": (0, 3, 3, 5)}, "rising from 0"),
+        ({"k": torch.zeros(2, 4, 3, 16)}, "of one dtype, and got q"),
+        ({"backend": "aten"}, "attention_backend is 'aten'"),
+        ({"backend": "triton"}, "triton"),
+    ],
+)
+def test_bad_input_is_named(change: dict, message: str) -> None:
+    (q, k, v, state), _ = inputs(Case(5))
+    arguments = {"q": q, "k": k, "v": v, "log_decay": (0.0, -0.1, -1.0), "state": state} | change
+    with pytest.raises(ValueError, match=message):
+        linear_attention(**arguments)
+
+
+def test_backends_by_device_and_dtype() -> None:
+    assert select_backend("auto", "cpu", torch.bfloat16) == "chunked"
+    assert select_backend("auto", "cuda", torch.float32) == "chunked"
+    assert reference.linear_attention(*inputs(Case(3))[0][:3], (0.0, 0.0, 0.0))[1].shape == (2, 3, 16, 24)

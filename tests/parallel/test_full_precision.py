@@ -1,0 +1,67 @@
+"""Under bfloat16 modules that ask for it compute in float32, and their gradients are summed as all others are."""
+
+from functools import cache, partial
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from kernels.loss import cross_entropy_sum
+from model.base import initial_weight
+from model.config import ModelConfig
+from model.transnormer import LRPE, TransNormer
+from parallel.data import (
+    DataParallelConfig,
+    Strategy,
+    fill,
+    finish_gradients,
+    reduce_gradients,
+    shard_model,
+    sharding_mesh,
+)
+from parallel.recompute import RecomputeConfig, recompute_layers
+from tests.parallel.unequal import SEED, batch, difference, full
+from tests.ranks import run_ranks
+
+CONFIG = ModelConfig(model_type="transnormer", num_layers=2, hidden_size=24, num_attention_heads=2, vocab_size=37)
+ANGLES = "layers.0.attention.lrpe.theta"
+
+
+def gradients(
+    rank: int, world_size: int, strategy: Strategy, granularity: Any = "none", data_rank: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Of a TransNormer that computes in bfloat16, over two micro-batches; its angles are seen in float32."""
+    seen = []
+    forward = LRPE.forward
+    LRPE.forward = lambda self, *inputs: seen.append(self.theta.dtype) or forward(self, *inputs)  # type: ignore
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_cp",))
+    with torch.device("meta"):
+        model = TransNormer(CONFIG)
+    recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
+    shared = sharding_mesh(mesh, DataParallelConfig(data_parallel_sharding_strategy=strategy))
+    shard_model(model, model.layers, shared, bf16=True, strategy=strategy)
+    fill(model, torch.device("cpu"), lambda name, shape: initial_weight(CONFIG, name, shape, SEED))
+    for micro in range(2):
+        reduce_gradients(model, micro == 1, strategy)
+        tokens, labels = batch(rank if data_rank is None else data_rank, micro)
+        cross_entropy_sum(model(tokens), labels)[0].backward()
+    finish_gradients(model, mesh, strategy)
+    assert set(seen) == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+@cache
+def sum_of_two() -> dict[str, torch.Tensor]:
+    """The same of either rank's tokens by one process each, added up."""
+    one, two = (run_ranks(partial(gradients, data_rank=rank), 1, "zero3")[0] for rank in range(2))
+    assert one[ANGLES].norm() > 0
+    return {name: one[name] + two[name] for name in one}
+
+
+@pytest.mark.parametrize("granularity", ["none", "full"])
+@pytest.mark.parametrize("strategy", get_args(Strategy))
+def test_angles_stay_in_float32_and_gradients_are_summed(strategy: Strategy, granularity: str) -> None:
+    for got in run_ranks(gradients, 2, strategy, granularity):
+        assert difference(got, sum_of_two()) <= 1e-5

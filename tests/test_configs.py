@@ -1,0 +1,53 @@
+"""The sizes of the models under configs/ that have been published."""
+
+from pathlib import Path
+
+import pytest
+
+from model.registry import num_parameters
+from train.config import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+
+LLAMAS = {
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama3_8b": 8_030_261_248,
+    "striped_1b": 1_244_227_584,
+    "striped_3b": 3_426_473_600,  # OpenLLaMA 3B, of the same shape
+    "striped_7b": 6_738_415_616,
+}
+GPTS = {"wallfacer_gpt_3b": 3_159_646_208, "wallfacer_gpt_7b": 6_650_208_256}
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_llamas_have_their_number_of_parameters(name):
+    model = load_config(ROOT / "configs" / f"{name}.toml").model
+    groups = model.num_query_groups or model.num_attention_heads
+    attention = (
+        2 * model.hidden_size**2 + 2 * model.hidden_size * groups * model.hidden_size // model.num_attention_heads
+    )
+    layer = attention + 3 * model.hidden_size * model.ffn_hidden_size + 2 * model.hidden_size
+    total = model.num_layers * layer + 2 * model.vocab_size * model.hidden_size + model.hidden_size
+    assert total == num_parameters(model) == LLAMAS[name]
+
+
+TRANSNORMERS = {"transnormer_0.4b": 398_984_192, "transnormer_1b": 1_020_266_496, "transnormer_7b": 6_931_091_456}
+
+
+@pytest.mark.parametrize("name", TRANSNORMERS)
+def test_transnormers_have_their_number_of_parameters(name):
+    model = load_config(ROOT / "configs" / f"{name}.toml").model
+    layer = 5 * model.hidden_size**2 + 3 * model.hidden_size * model.ffn_hidden_size  # norms have none
+    total = model.num_layers * layer + model.vocab_size * model.hidden_size + model.hidden_size  # tied; LRPE's angles
+    assert total == num_parameters(model) == TRANSNORMERS[name]
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_gpts_have_their_number_of_parameters(name):
+    model = load_config(ROOT / "configs" / f"{name}.toml").model
+    width, inside = model.hidden_size, model.num_attention_heads * model.head_dim
+    attention = 3 * (width + 1) * inside + (inside + 1) * width
+    layer = attention + (width + 1) * 4 * width + (4 * width + 1) * width + 4 * width
+    total = model.num_layers * layer + model.vocab_size * width + 2 * width  # rope, tied
+    assert total == num_parameters(model) == GPTS[name]

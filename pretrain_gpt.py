@@ -94,7 +94,7 @@ def summary(config: Config, mesh: Mesh) -> str:
     return (
         f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters ({model.num_layers} layers of "
         f"{model.hidden_size}) on {dist.get_world_size()} {mesh.device.type} processes: {pipeline}data parallel "
-        f"{mesh.dp.size()} x context parallel {mesh.cp.size()} ({context.context_parallel_method}){tensor}, "
+        f"{mesh.dp.size()} x context parallel {mesh.cp.size()} ({context.title}){tensor}, "
         f"sequences of {config.train.seq_length} tokens"
     )
 

@@ -11,6 +11,7 @@ from data.megatron import DataConfig, split_shares
 from model.config import ModelConfig
 from parallel.checkpoint import CheckpointConfig
 from parallel.context.config import ContextConfig
+from parallel.context.errors import ContextError
 from parallel.data import DataParallelConfig
 from parallel.mesh import MeshConfig
 from parallel.recompute import RecomputeConfig
@@ -222,6 +223,7 @@ def _validate_sizes(config: Config, world_size: int) -> None:
             f"context_parallel_method is none with context_parallel_size {cp}; choose a method, or size 1"
         )
     _validate_shares(config.model, tp)
+    _validate_context(config)
     dp, micro, batch = world_size // (pp * cp * tp), config.train.micro_batch_size, config.train.global_batch_size
     if batch is not None and batch % (micro * dp):
         raise ConfigError(
@@ -247,6 +249,21 @@ def _validate_sizes(config: Config, world_size: int) -> None:
             f"num_distributed_optimizer_instances is {copies}, which does not divide the {ranks} data- and "
             f"context-parallel processes; nearest that work: {' or '.join(map(str, nearest))}"
         )
+
+
+def _validate_context(config: Config) -> None:
+    """Check that the method suits its ranks, and the heads that tensor parallelism leaves to each."""
+    model, mesh, tp = config.model, config.mesh, config.mesh.tensor_model_parallel_size
+    try:
+        config.context.check(
+            seq_len=config.train.seq_length,
+            size=mesh.context_parallel_size,
+            heads=model.num_attention_heads // tp,
+            kv_heads=max(1, model.query_groups // tp),
+            ranks_per_node=mesh.context_ranks_per_node,
+        )
+    except ContextError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int = 1) -> None:

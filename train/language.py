@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -109,7 +110,15 @@ def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[Context
             f"the heads are {width} wide, and attention on cuda takes multiples of 8 up to 256; "
             "change kv_channels or num_attention_heads"
         )
-    cp = context_parallel(method, seq_len=seq_length, group=group, multiple=tp, backend=backend)
+    cp = context_parallel(
+        method,
+        seq_len=seq_length,
+        group=group,
+        multiple=tp,
+        backend=backend,
+        timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),
+        **config.context.plan_arguments(config.mesh.context_ranks_per_node),
+    )
     return cp, cp.attend
 
 

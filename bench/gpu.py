@@ -5,6 +5,7 @@ reason under ``skipped``; no figure stands for it.
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from statistics import median
 from typing import Any
 
@@ -18,6 +19,8 @@ from kernels.attention import CAUSAL, block_backward, block_forward, select_back
 from model.attention import sdpa
 from parallel.context import make_plan
 from parallel.context.executor import Executor
+from parallel.context.rounds import Transfer
+from parallel.context.transport import Arrival, Tensors, Transport
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn"), "cpu": ("aten",)}
@@ -113,18 +116,20 @@ def _row(name: str, shape: Workload, forward: list[float], backward: list[float]
     }
 
 
-class _Alone(Executor):
-    """The executor of one rank without the others: what would arrive from them is what would be sent to them."""
+class _Alone(Transport):
+    """One rank's links without the others: what would arrive from them is what would be sent to them."""
 
-    def _shift(self, tensor: Tensor, send_to: int, recv_from: int) -> Callable[[], Tensor]:
-        return lambda: tensor
+    def _new_group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
+        return None
 
-    def _gather(self, kv: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        joined = torch.cat([kv] * len(ranks), dim=2)
-        return joined.index_select(2, self.plan.gather_order(ranks, kv.device))
+    def shift(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
+        return lambda: tensors
 
-    def _bring_home(self, dkv: Tensor) -> Tensor:
-        return dkv[:, :, : self.plan.local_len]
+    def gather(self, tensors: Tensors, ranks: tuple[int, ...]) -> Arrival:
+        return lambda: tuple(torch.cat([tensor] * len(ranks), dim=1) for tensor in tensors)
+
+    def exchange(self, parts: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        return parts.contiguous()
 
 
 def _simulate(
@@ -139,7 +144,7 @@ def _simulate(
         if plan.local_len != local.seq_length:
             skipped[f"simulated {method}"] = f"{local.seq_length} positions a rank would be padded to {plan.local_len}"
             continue
-        executors = [_Alone(plan, None, rank, "auto") for rank in range(ranks)]
+        executors = [Executor(plan, _Alone(plan, None, rank), rank, "auto") for rank in range(ranks)]
         measured = _try(
             f"simulated {method}",
             skipped,

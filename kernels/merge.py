@@ -17,3 +17,17 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     weight = torch.sigmoid(block_lse - lse).to(out.dtype)  # [B, T, H]
     out.lerp_(block_out.to(out.dtype), weight[..., None])
     torch.logaddexp(lse, block_lse.to(lse.dtype), out=lse)
+
+
+def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """One result of C partial ones over disjoint keys.
+
+    Args:
+        out: ``[C, B, T, H, D]``, float32 or wider.
+        lse: ``[C, B, T, H]``; -inf where a part has reached no key of a row, which another part must have.
+
+    Returns:
+        out ``[B, T, H, D]`` and lse ``[B, T, H]``.
+    """
+    weight = torch.softmax(lse, 0)  # of differences from the largest, so nothing overflows
+    return (out * weight[..., None]).sum(0), torch.logsumexp(lse, 0)

@@ -51,6 +51,12 @@ class MeshConfig:
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
     @property
+    def context_ranks_per_node(self) -> int | None:
+        """Ranks of a context-parallel group in each node as the launcher fills it, tp within; None where unknown."""
+        launched = os.environ.get("LOCAL_WORLD_SIZE")
+        return None if launched is None else max(1, int(launched) // self.tensor_model_parallel_size)
+
+    @property
     def backend(self) -> str:
         """Process-group backend per device type; tensors on the CPU always travel by gloo."""
         gpu = {"auto": "nccl"}.get(self.distributed_backend, self.distributed_backend)

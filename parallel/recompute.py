@@ -24,13 +24,15 @@ ATTENTION = frozenset(
     {
         "longmesh::context_attention",
         "longmesh::linear_attention",
+        "longmesh::heads_to_tokens",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
     }
 )
-"""Operators that are a whole attention forward: ours, and what torch's SDPA becomes where a fused kernel fits."""
+"""Operators that are a whole attention forward: ours, with the exchange of heads after it, and what torch's SDPA
+becomes where a fused kernel fits."""
 
 
 class RecomputeError(ValueError):

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from kernels.attention import CAUSAL, FULL
-from parallel.context import METHODS, tiles
+from parallel.context import tiles
 from tests.pretraining import differences, on_rank, pretrain
 from tests.ranks import run_ranks
 
 BOUND = 1e-5
 ALONE = ("--context-parallel-method", "none")
+METHODS = ("ring", "striped", "zigzag", "allgather")
 ODD = ("--train-iters", "3", "--seq-length", "251")
 
 
@@ -40,6 +41,25 @@ def test_every_iteration_equals_one_process(
 ) -> None:
     flags = (*iterations, "--context-parallel-method", method, "--context-parallel-size", str(cp))
     assert differences(pretrain(cp, default_data, tmp_path / "run", *flags), one_process) <= BOUND
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "wallfacer --context-parallel-size 4 --context-parallel-team-size 2 --context-parallel-placement p2p_intra",
+        "ulysses --context-parallel-size 4",
+        "zigzag --context-parallel-size 2 --ulysses-degree 2 --tensor-model-parallel-size 2",
+        "double_ring --context-parallel-size 4 --context-parallel-ranks-per-node 2 --ulysses-degree 2 "
+        "--recompute-granularity attention_boundary --context-parallel-layout striped",
+        "ulysses --context-parallel-size 2",
+    ],
+)
+def test_teams_heads_and_nodes_equal_one_process(
+    flags: str, iterations: tuple[str, str], default_data: Path, one_process: list[dict], tmp_path: Path
+) -> None:
+    """On four processes, the last as two data-parallel pairs that make their groups at once; two key-value heads."""
+    got = pretrain(4, default_data, tmp_path / "run", *iterations, "--context-parallel-method", *flags.split())
+    assert differences(got, one_process) <= BOUND
 
 
 def test_data_parallel_and_context_parallel_together_equal_one_process(

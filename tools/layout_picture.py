@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kernels.attention import CAUSAL
-from parallel.context import Plan, make_plan
+from parallel.context import ContextError, Plan, make_plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,6 +59,8 @@ def drawing(method: str, seq_length: int, size: int, causal: bool = True) -> Dra
         ContextError: as ``make_plan``.
     """
     plan = make_plan(method, seq_len=seq_length, size=size, causal=causal)
+    if plan.ulysses_degree > 1:
+        raise ContextError(f"method {method} splits heads: every rank computes every pair, and none has a colour")
     owners = np.empty(plan.padded_len, dtype=int)
     for rank in range(size):
         owners[plan.positions(rank).numpy()] = rank
@@ -136,7 +138,7 @@ def _strip(axes: "Axes", shown: Drawing) -> None:
     axes.imshow(_colours(shown.owners, shown.plan.size)[None], aspect="auto", extent=(0, tokens, 0, 1))
     if tokens <= NUMBERED_TOKENS:
         for position, rank in enumerate(shown.owners):
-            ink = _ink_on(colour(int(rank), shown.plan.size))
+            ink = ink_on(colour(int(rank), shown.plan.size))
             axes.text(position + 0.5, 0.47, str(rank), ha="center", va="center", size=8, color=ink)
         for position in range(1, tokens):
             axes.axvline(position, color="white", linewidth=0.8)
@@ -200,7 +202,7 @@ def _time_line(axes: "Axes", shown: Drawing, longest: int) -> None:
                 rank, waits, left=start + done, height=0.74, color="none", edgecolor=MASKED, hatch="////", linewidth=0
             )
             if done > 0.055 * longest:
-                axes.text(start + done / 2, rank, str(done), ha="center", va="center", size=8, color=_ink_on(face))
+                axes.text(start + done / 2, rank, str(done), ha="center", va="center", size=8, color=ink_on(face))
         if len(ends) > 1:
             label = f"round {index}" if len(ends) <= 5 else str(index)
             axes.vlines(end, -0.85, size - 0.4, color=INK, linewidth=0.7, linestyle=(0, (2, 2)))
@@ -265,7 +267,8 @@ def _faded(colour: str) -> Any:
     return tuple(1 - EARLIER_STRENGTH * (1 - part) for part in _rgb(colour))
 
 
-def _ink_on(colour: str) -> str:
+def ink_on(colour: str) -> str:
+    """The colour of text that is readable on this one."""
     red, green, blue = _rgb(colour)
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 

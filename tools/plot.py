@@ -1,7 +1,8 @@
-"""Pictures: who owns which token and each round's tiles of a method, and the loss of runs.
+"""Pictures: who owns which token and each round's tiles of a method, WallFacer's teams, and the loss of runs.
 
 python -m tools.plot layout --size 4 --seq-length 32 --output layouts.png
 python -m tools.plot layout --methods ring striped --full --output full.png
+python -m tools.plot teams --size 16 --team-size 2 --ranks-per-node 8 --output teams.png
 python -m tools.plot loss runs/llama_tiny runs/second --output loss.png
 """
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 LOSSES = {"lm_loss": "training", "validation_loss": "validation"}
 LARGEST_PICTURE = 512
+LARGEST_TEAMS = 64
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -28,13 +30,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     layout = commands.add_parser("layout", help="who owns which token, and each round's tiles", allow_abbrev=False)
-    layout.add_argument("--methods", nargs="+", metavar="METHOD", help="default: all")
+    layout.add_argument("--methods", nargs="+", metavar="METHOD", help="default: ring striped zigzag allgather")
     layout.add_argument("--size", type=int, default=4, help="ranks (default: %(default)s)")
     layout.add_argument("--seq-length", type=int, default=32, help="tokens (default: %(default)s)")
     mask = layout.add_mutually_exclusive_group()
     mask.add_argument("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
     mask.add_argument("--full", dest="causal", action="store_false", help="no mask")
     layout.add_argument("--output", type=Path, default=Path("layouts.png"), help="default: %(default)s")
+    teams = commands.add_parser("teams", help="WallFacer's teams and rings, and bytes over links", allow_abbrev=False)
+    teams.add_argument("--size", type=int, default=16, help="ranks (default: %(default)s)")
+    teams.add_argument("--team-size", type=int, default=2, help="ranks of a team (default: %(default)s)")
+    teams.add_argument("--placement", default="collect_intra", help="or p2p_intra (default: %(default)s)")
+    teams.add_argument("--ranks-per-node", type=int, default=8, help="default: %(default)s")
+    teams.add_argument("--heads", type=int, default=32, help="query heads (default: %(default)s)")
+    teams.add_argument("--kv-heads", type=int, default=32, help="key and value heads (default: %(default)s)")
+    teams.add_argument("--output", type=Path, default=Path("teams.png"), help="default: %(default)s")
     loss = commands.add_parser("loss", help="training and validation loss of runs", allow_abbrev=False)
     loss.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     loss.add_argument("--output", type=Path, default=Path("loss.png"), help="default: %(default)s")
@@ -42,20 +52,35 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def layout_figure(methods: list[str] | None, seq_length: int, size: int, causal: bool) -> "Figure":
-    """The picture of these methods, or of all.
+    """The picture of these methods, or of those that are known by their layout.
 
     Raises:
         ValueError: an unknown method, or a picture too large to read.
     """
-    from parallel.context import METHODS
-    from tools.layout_picture import draw, drawing
+    from tools.layout_picture import CAPTIONS, draw, drawing
 
     if seq_length > LARGEST_PICTURE or size > seq_length:
         raise ValueError(
             f"--seq-length is {seq_length} and --size {size}; a picture shows up to {LARGEST_PICTURE} tokens, and at "
             "least one for each rank"
         )
-    return draw([drawing(method, seq_length, size, causal) for method in methods or METHODS])
+    return draw([drawing(method, seq_length, size, causal) for method in methods or CAPTIONS])
+
+
+def teams_figure(args: argparse.Namespace) -> "Figure":
+    """The picture of WallFacer over these ranks.
+
+    Raises:
+        ValueError: teams that do not fit the ranks, or a picture too large to read.
+    """
+    from parallel.context import make_plan
+    from tools.team_picture import draw
+
+    if args.size > LARGEST_TEAMS or min(args.ranks_per_node, args.heads, args.kv_heads) < 1:
+        raise ValueError(f"--size is {args.size}; up to {LARGEST_TEAMS} ranks can be shown, nodes and heads from 1 on")
+    length = max(1, 2 * args.size)
+    plan = make_plan("wallfacer", seq_len=length, size=args.size, team_size=args.team_size, placement=args.placement)
+    return draw(plan, args.ranks_per_node, args.heads, args.kv_heads)
 
 
 def read_losses(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -110,6 +135,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "layout":
             figure = layout_figure(args.methods, args.seq_length, args.size, args.causal)
+        elif args.command == "teams":
+            figure = teams_figure(args)
         else:
             figure = loss_figure(args.runs)
         args.output.parent.mkdir(parents=True, exist_ok=True)

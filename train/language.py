@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,8 @@ from parallel.context import ContextParallel, context_parallel
 from parallel.mesh import Mesh
 from parallel.pipeline import PipelineRunner, Runner
 from parallel.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
-from train.config import Config, ConfigError, micro_batches, validate_entries
+from train.config import Config, ConfigError
+from train.sizes import micro_batches, validate_entries
 
 
 class NextToken:
@@ -113,7 +115,15 @@ def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[Context
             f"the heads are {width} wide, and attention on cuda takes multiples of 8 up to 256; "
             "change kv_channels or num_attention_heads"
         )
-    cp = context_parallel(method, seq_len=seq_length, group=group, multiple=tp, backend=backend)
+    cp = context_parallel(
+        method,
+        seq_len=seq_length,
+        group=group,
+        multiple=tp,
+        backend=backend,
+        timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),
+        **config.context.plan_arguments(config.mesh.context_ranks_per_node),
+    )
     return cp, cp.attend
 
 

@@ -8,8 +8,11 @@ out = cp.attend(q, k, v)                                    # [B, T_local, H, D]
 from parallel.context.api import ContextParallel, context_parallel
 from parallel.context.config import ContextConfig
 from parallel.context.errors import ContextError
-from parallel.context.plan import Cost, Plan, Round, make_plan
+from parallel.context.plan import Plan
+from parallel.context.planning import make_plan
 from parallel.context.registry import METHODS
+from parallel.context.rounds import Round
+from parallel.context.traffic import Cost, Traffic
 
 __all__ = [
     "METHODS",
@@ -19,6 +22,7 @@ __all__ = [
     "Cost",
     "Plan",
     "Round",
+    "Traffic",
     "context_parallel",
     "make_plan",
 ]

@@ -1,5 +1,8 @@
 """The public face of context parallelism: shard tensors and attend over a process group."""
 
+from datetime import timedelta
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -7,19 +10,30 @@ from torch.nn import functional as F
 
 from parallel.context.errors import ContextError
 from parallel.context.executor import Executor, attend
-from parallel.context.plan import Plan, make_plan
+from parallel.context.heads import HeadExchange
+from parallel.context.plan import Plan
+from parallel.context.planning import make_plan
+from parallel.context.transport import Transport
 
 
 class ContextParallel:
     """One rank's share of every sequence, and its attention to the whole of it."""
 
-    def __init__(self, plan: Plan, group: dist.ProcessGroup | None, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        group: dist.ProcessGroup | None,
+        backend: str = "auto",
+        timeout: timedelta | None = None,
+    ) -> None:
         rank = dist.get_rank(group) if plan.size > 1 else 0
         self.plan = plan
         self.group = group
         self.positions = plan.positions(rank)
         """Ascending global positions of this rank: int64 ``[T_local]``; from ``plan.seq_len`` on they are padding."""
-        self._executor = Executor(plan, group, rank, backend)
+        self.transport = Transport(plan, group, rank, timeout)
+        self._heads = HeadExchange(self.transport)
+        self._executor = Executor(plan, self.transport, rank, backend)
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
         """This rank's part of a full tensor along ``dim``; a tensor of ``seq_len`` is padded with ``pad_value``.
@@ -44,7 +58,8 @@ class ContextParallel:
         parts = [torch.empty_like(x) for _ in range(self.plan.size)]
         dist.all_gather(parts, x.detach().contiguous(), group=self.group)
         order = self.plan.gather_order(tuple(range(self.plan.size)), x.device)
-        return torch.cat(parts, dim).index_select(dim, order).narrow(dim, 0, self.plan.seq_len)
+        whole = torch.cat(parts, dim)
+        return (whole if order is None else whole.index_select(dim, order)).narrow(dim, 0, self.plan.seq_len)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Softmax attention over the whole sequence, scores scaled by 1 / sqrt(D); differentiable, collective.
@@ -69,7 +84,9 @@ class ContextParallel:
                 f"attend: q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype} do not fit: query heads must "
                 "be a multiple of the key heads, head widths and dtypes equal"
             )
-        return attend(self._executor, q, k, v, q.shape[-1] ** -0.5)
+        self.plan.check_heads(q.shape[2], k.shape[2])
+        q, k, v = (self._heads.to_heads(x) for x in (q, k, v))
+        return self._heads.to_tokens(attend(self._executor, q, k, v, q.shape[-1] ** -0.5))
 
 
 def context_parallel(
@@ -82,30 +99,36 @@ def context_parallel(
     causal: bool = True,
     documents: tuple[int, ...] | None = None,
     multiple: int = 1,
+    layout: str = "auto",
+    placement: str = "collect_intra",
+    ranks_per_node: int | None = None,
+    backward: Literal["auto", "kv", "queries"] = "auto",
     backend: str = "auto",
+    timeout: timedelta | None = None,
 ) -> ContextParallel:
-    """Join this process to the others of ``group`` for sequences of ``seq_len`` tokens.
+    """Join this process to the others of ``group`` for sequences of ``seq_len`` tokens. Collective over ``group``.
 
     Args:
-        method: a name in ``METHODS``.
         group: the ranks that share a sequence; None is this process alone.
-        ulysses_degree: ranks that split the heads among them; no method here splits heads, so it is 1.
         backend: attention kernel, see ``kernels.attention``.
-        seq_len, team_size, causal, documents, multiple: as for ``make_plan``.
+        timeout: of the groups that teams and Ulysses need within ``group``; by default as torch has it.
+        the others: as for ``make_plan``.
 
     Raises:
         ContextError: as ``make_plan``.
     """
-    if ulysses_degree != 1:
-        raise ContextError(f"ulysses_degree is {ulysses_degree} and method {method} splits no heads; use 1")
-    size = dist.get_world_size(group) if group is not None else 1
     plan = make_plan(
         method,
         seq_len=seq_len,
-        size=size,
+        size=dist.get_world_size(group) if group is not None else 1,
         team_size=team_size,
+        ulysses_degree=ulysses_degree,
         causal=causal,
         documents=documents,
         multiple=multiple,
+        layout=layout,
+        placement=placement,
+        ranks_per_node=ranks_per_node,
+        backward=backward,
     )
-    return ContextParallel(plan, group, backend)
+    return ContextParallel(plan, group, backend, timeout)

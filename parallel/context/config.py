@@ -1,15 +1,64 @@
 """What a user chooses about context parallelism."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from parallel.context.errors import ContextError
+from parallel.context.planning import make_plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
     """How the context-parallel processes share one sequence's attention."""
 
-    context_parallel_method: Literal["ring", "striped", "zigzag", "allgather", "none"] = "striped"
+    context_parallel_method: Literal[
+        "ring", "striped", "zigzag", "allgather", "wallfacer", "ulysses", "double_ring", "none"
+    ] = "striped"
     """Layout and communication of the attention; none is plain SDPA in one process, to compare with."""
+    context_parallel_layout: Literal["auto", "contiguous", "striped", "zigzag"] = "auto"
+    """Who owns which tokens, for the methods that take any; auto is zigzag where a causal mask must be balanced."""
+    context_parallel_team_size: int = 1
+    """Ranks of a team of wallfacer (C), whose square must divide the context-parallel size; 1 is a plain ring."""
+    context_parallel_placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
+    """Who are neighbours, and so share a node, in wallfacer: a team's members, or a ring's."""
+    context_parallel_ranks_per_node: int | None = None
+    """Context-parallel ranks in a node, the inner ring of double_ring; by default as launched, all where unknown."""
+    ulysses_degree: int = 1
+    """Neighbouring ranks that split the heads among them; the method runs over such groups. For ulysses it is all."""
     attention_backend: Literal["auto", "aten", "cudnn", "flash_attn", "chunked", "triton", "reference"] = "auto"
     """Kernel of one attention block; auto takes flash-attn where it is installed, else aten. Of linear attention:
     chunked or triton; auto takes triton on a GPU in bfloat16, else chunked."""
+
+    @property
+    def title(self) -> str:
+        """The method and what shapes it, in a few words."""
+        teams = f", teams of {self.context_parallel_team_size}" if self.context_parallel_team_size > 1 else ""
+        heads = f", heads among {self.ulysses_degree}" if self.ulysses_degree > 1 else ""
+        return f"{self.context_parallel_method}{teams}{heads}"
+
+    def plan_arguments(self, ranks_per_node: int | None) -> dict[str, Any]:
+        """Arguments for ``make_plan`` and ``context_parallel``; ``ranks_per_node`` is what the launcher says."""
+        own = self.context_parallel_ranks_per_node
+        return {
+            "team_size": self.context_parallel_team_size,
+            "layout": self.context_parallel_layout,
+            "placement": self.context_parallel_placement,
+            "ranks_per_node": ranks_per_node if own is None else own,
+            "ulysses_degree": self.ulysses_degree,
+        }
+
+    def check(self, *, seq_len: int, size: int, heads: int, kv_heads: int, ranks_per_node: int | None) -> None:
+        """Refuse what ``size`` ranks with these heads each cannot do. Needs no processes.
+
+        Raises:
+            ContextError: with the reason and what would work.
+        """
+        if self.context_parallel_method != "none":
+            arguments = self.plan_arguments(ranks_per_node)
+            plan = make_plan(self.context_parallel_method, seq_len=seq_len, size=size, **arguments)
+            plan.check_heads(heads, kv_heads)
+        elif self.plan_arguments(None) != ContextConfig().plan_arguments(None):
+            raise ContextError(
+                "context_parallel_method is none, which takes no layout, team size, placement, ranks per node and "
+                "ulysses_degree; leave them out, or choose a method"
+            )

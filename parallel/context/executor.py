@@ -5,27 +5,25 @@ so the error against a float64 reference does not grow with the number of ranks.
 compute that hides it.
 
 Shapes: B batch, T local positions, H query heads, K key/value heads, D head width. q ``[B, T, H, D]``, k and v
-``[B, T, K, D]``; kv is k and v stacked, ``[2, B, T, K, D]``, so that one message carries both.
+``[B, T, K, D]``. Where Ulysses splits heads these are counted inside the exchange of heads.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from kernels.attention import AttentionBackend, block_backward, block_forward, select_backend
-from kernels.merge import merge_
-from parallel.context.plan import Plan, Round
+from kernels.merge import merge_, merged
+from parallel.context.plan import Plan
+from parallel.context.rounds import Round
 from parallel.context.tiles import Tile, halved
-
-# torch 2.13 renamed these two and warns of the old names
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+from parallel.context.traffic import Sizes, cheaper_backward
+from parallel.context.transport import Arrival, Tensors, Transport
 
 
 @dataclass(eq=False)
@@ -33,106 +31,84 @@ class Executor:
     """One rank's end of a plan."""
 
     plan: Plan
-    group: dist.ProcessGroup | None
+    transport: Transport
     rank: int
     backend_name: str
 
     def __post_init__(self) -> None:
         self.handle = next(_handles)
         _executors[self.handle] = self
+        self._holders, self._team = self.plan.holders(self.rank), self.plan.teammates(self.rank)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider."""
         wide = torch.promote_types(q.dtype, torch.float32)
         backend = select_backend(self.backend_name, q.device.type, q.dtype)
-        out = torch.zeros(q.shape, dtype=wide, device=q.device)
-        lse = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
-
-        def attend(held: Tensor, step: Round) -> None:
+        rows = (q.shape[0], q.shape[1] * len(self._team), q.shape[2])  # those of the whole team
+        out = torch.zeros(*rows, q.shape[3], dtype=wide, device=q.device)
+        lse = torch.full(rows, float("-inf"), dtype=wide, device=q.device)
+        moving, staying = self.transport.gather((k, v), self._holders), self.transport.gather((q,), self._team)
+        for _, step, (keys, values), (queries,) in self._circulate(moving, staying, self.plan.rounds(self.rank)):
             for tile in _tiles(step, backend):
-                block = block_forward(q[:, tile.q], held[0][:, tile.k], held[1][:, tile.k], tile.kind, scale, backend)
+                kv = keys[:, tile.k], values[:, tile.k]
+                block = block_forward(queries[:, tile.q], *kv, tile.kind, scale, backend)
                 merge_(out[:, tile.q], lse[:, tile.q], *block)
-
-        self._circulate(torch.stack((k, v)), attend)
+        if len(self._team) > 1:
+            out, lse = merged(*(self.transport.scatter(partial, self._team) for partial in (out, lse)))
         return out.to(q.dtype), lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv in their tensors' dtypes. KV circulates again, and its gradient follows one round behind."""
+        """dq, dk and dv in their tensors' dtypes.
+
+        What circulates, KV or queries, is followed by its gradient, one round behind or as the plan has it; the other
+        stays, and so does its gradient.
+        """
         backend = select_backend(self.backend_name, q.device.type, q.dtype)
-        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        arriving: Callable[[], Tensor] | None = None
-        dkv = torch.empty(0)
+        batch, tokens, heads, width = q.shape
+        of = Sizes(batch, tokens, heads, k.shape[2], width, q.element_size())
+        kv_moves = cheaper_backward(self.plan, of) == "kv"
+        queries, keys = (q, dout, out, lse), (k, v)
+        moving = self.transport.gather(keys if kv_moves else queries, self._holders)
+        staying = self.transport.gather(queries if kv_moves else keys, self._team)
+        rounds = self.plan.rounds(self.rank, "kv" if kv_moves else "queries")
+        due: dict[int, list[Arrival]] = {}
+        kept: Tensors = ()
+        for i, step, held, stays in self._circulate(moving, staying, rounds):
+            moved = _zeros(held, lse.dtype)
+            kept = kept or _zeros(stays, lse.dtype)
+            gradients = (*kept, *moved) if kv_moves else (*moved, *kept)
+            _add_gradients(gradients, *((stays, held) if kv_moves else (held, stays)), step, scale, backend)
+            for arrival in due.pop(i, []):
+                for mine, theirs in zip(moved, arrival(), strict=True):
+                    mine += theirs
+            assert step.gradient is not None
+            far = step.gradient.due > i + 1
+            due.setdefault(step.gradient.due, []).append(self.transport.shift(moved, step.gradient, far))
+        (home,) = due.pop(len(rounds))
+        brought = tuple(self._reduced(x, self._holders) for x in home())
+        kept = tuple(self._reduced(x, self._team) for x in kept)
+        dq, dk, dv = (*kept, *brought) if kv_moves else (*brought, *kept)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-        def attend(held: Tensor, step: Round) -> None:
-            nonlocal arriving, dkv
-            dkv = torch.zeros(held.shape, dtype=lse.dtype, device=q.device)
-            for tile in _tiles(step, backend):
-                gradients = _block_gradients(dout, q, held, out, lse, tile, scale, backend)
-                dq[:, tile.q] += gradients[0]
-                dkv[0][:, tile.k] += gradients[1]
-                dkv[1][:, tile.k] += gradients[2]
-            if arriving is not None:
-                dkv += arriving()
-            if step.send_to is not None and step.recv_from is not None:
-                arriving = self._shift(dkv, step.send_to, step.recv_from)
+    def _circulate(
+        self, moving: Arrival, staying: Arrival, rounds: tuple[Round, ...]
+    ) -> Iterator[tuple[int, Round, Tensors, Tensors]]:
+        """Every round that computes: its index, itself, what is held and what stays, later rounds' on their way."""
+        due = {0: moving}
+        stays: Tensors = ()
+        for i, step in enumerate(rounds):
+            held = due.pop(i)()
+            for transfer in step.transfers:
+                due[transfer.due] = self.transport.shift(held, transfer, transfer.due > i + 1)
+            stays = stays or staying()
+            if step.gradient is not None:
+                yield i, step, held, stays
 
-        self._circulate(torch.stack((k, v)), attend)
-        dk, dv = self._bring_home(dkv)
-        return dq.to(q.dtype), dk.to(q.dtype, copy=True), dv.to(q.dtype, copy=True)  # an op's outputs share no memory
-
-    def _circulate(self, kv: Tensor, visit: Callable[[Tensor, Round], None]) -> None:
-        """Call ``visit(held_kv, round)`` for every round, the next round's KV on its way meanwhile."""
-        for step in self.plan.rounds(self.rank):
-            if len(step.holds) > 1:
-                kv = self._gather(kv, step.holds)
-            arriving = None
-            if step.send_to is not None and step.recv_from is not None:
-                arriving = self._shift(kv, step.send_to, step.recv_from)
-            visit(kv, step)
-            if arriving is not None:
-                kv = arriving()
-
-    def _shift(self, tensor: Tensor, send_to: int, recv_from: int) -> Callable[[], Tensor]:
-        """Start sending a contiguous tensor on and receiving one like it; the result waits for both and returns it."""
-        received = torch.empty_like(tensor)
-        # No tag keeps KV and its gradient, both in flight, apart: every rank posts them in the plan's order.
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=recv_from),
-                dist.P2POp(dist.isend, tensor, group=self.group, group_peer=send_to),
-            ]
-        )
-
-        def wait() -> Tensor:
-            for work in works:
-                work.wait()
-            _ = tensor  # what is being sent lives until it has gone
-            return received
-
-        return wait
-
-    def _gather(self, kv: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Join the KV of all ranks in ascending positions: ``[2, B, len(ranks) * T, K, D]``."""
-        parts = kv.new_empty(len(ranks), *kv.shape)
-        _all_gather(parts.flatten(0, 1), kv, group=self.group)  # gloo takes joined, not stacked
-        joined = parts.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)  # [2, B, ranks * T, K, D]
-        return joined.index_select(2, self.plan.gather_order(ranks, kv.device))
-
-    def _bring_home(self, dkv: Tensor) -> Tensor:
-        """Give each rank the gradient of its own KV, ``[2, B, T, K, D]``."""
-        holds = self.plan.rounds(self.rank)[-1].holds
-        if self.plan.size == 1:
-            return dkv
-        if len(holds) == 1:
-            return self._shift(dkv, *self.plan.homecoming(self.rank))()
-        by_rank = dkv.new_empty(dkv.shape)
-        by_rank.index_copy_(2, self.plan.gather_order(holds, dkv.device), dkv)
-        parts = by_rank.unflatten(2, (len(holds), -1)).permute(2, 0, 1, 3, 4, 5).contiguous()
-        own = torch.empty_like(parts[0])
-        _reduce_scatter(own, parts.flatten(0, 1), group=self.group)
-        return own
+    def _reduced(self, gradient: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """The sum over ``ranks`` of what each has for this rank's tokens."""
+        return gradient if len(ranks) == 1 else self.transport.scatter(gradient, ranks).sum(0)
 
 
 def attend(executor: Executor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -146,21 +122,24 @@ def _tiles(step: Round, backend: AttentionBackend) -> Iterable[Tile]:
     return step.tiles if leaf is None else (part for tile in step.tiles for part in halved(tile, leaf))
 
 
-def _block_gradients(
-    dout: Tensor, q: Tensor, held: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float, backend: AttentionBackend
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, keys = tile.q, tile.k
-    return block_backward(
-        dout[:, rows],
-        q[:, rows],
-        held[0][:, keys],
-        held[1][:, keys],
-        out[:, rows],
-        lse[:, rows],
-        tile.kind,
-        scale,
-        backend,
-    )
+def _zeros(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """Accumulators for the gradient of (k, v) or (q, dout, out, lse)."""
+    wanted = tensors if len(tensors) == 2 else tensors[:1]
+    return tuple(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in wanted)
+
+
+def _add_gradients(
+    gradients: Tensors, queries: Tensors, keys: Tensors, step: Round, scale: float, backend: AttentionBackend
+) -> None:
+    """Add to (dq, dk, dv) what passes through this round's tiles; ``queries`` are (q, dout, out, lse)."""
+    (dq, dk, dv), (q, dout, out, lse), (k, v) = gradients, queries, keys
+    for tile in _tiles(step, backend):
+        rows, columns = tile.q, tile.k
+        blocks = dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, rows]
+        parts = block_backward(*blocks, tile.kind, scale, backend)
+        dq[:, rows] += parts[0]
+        dk[:, columns] += parts[1]
+        dv[:, columns] += parts[2]
 
 
 # A custom op takes no Python object, so it names its executor by a number. Being one op, the whole attention is a

@@ -5,14 +5,38 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallel.context.errors import ContextError
+from parallel.context.layout import LAYOUTS
+
+
+class Shape(NamedTuple):
+    """Ranks that share a sequence: ``team_size`` of them form a team, and ``per_node`` neighbours lie in one node."""
+
+    size: int
+    team_size: int = 1
+    per_node: int = 1
+
+
+class Send(NamedTuple):
+    """What is sent at a round to a rank, which needs it in round ``due``; if that is not the next, it has time."""
+
+    to: int
+    due: int
 
 
 class Hop(NamedTuple):
-    """One round of one rank: the ranks whose KV it holds, and where that KV goes and the next comes from."""
+    """One round of one rank.
+
+    ``holds`` are the ranks whose KV is at hand, joined by an all-gather among them before the first round. It sets out
+    on ``sends`` as the round starts. The round's part of its gradient follows as the round ends, together with what
+    the round was sent of it, to where the same KV is held in round ``due``; after the last round, to its owner. Without
+    ``gradient`` nothing is computed: the KV is merely passed on.
+
+    In a backward that moves queries, they and their gradient take the same way.
+    """
 
     holds: tuple[int, ...]
-    send_to: int | None
-    recv_from: int | None
+    sends: tuple[Send, ...]
+    gradient: Send | None
 
 
 @dataclass(frozen=True)
@@ -20,7 +44,11 @@ class Capabilities:
     """What a method can do. Any head counts suit a method that moves KV and splits no heads."""
 
     masks: tuple[str, ...] = ("causal", "full")
+    layouts: tuple[str, ...] = ()
+    """Layouts to choose from; none where the method is defined by its own."""
     teams: bool = False
+    nodes: bool = False
+    splits_heads: bool = False
 
 
 class Method:
@@ -32,27 +60,32 @@ class Method:
         """The layout that balances this method's work under that mask."""
         raise TypeError(f"{type(self).__name__} states no layout")
 
-    def hops(self, rank: int, size: int) -> Sequence[Hop]:
+    def hops(self, rank: int, shape: Shape) -> Sequence[Hop]:
         """The rounds of ``rank``; the first holds its own KV."""
         raise TypeError(f"{type(self).__name__} states no rounds")
 
+    def team(self, rank: int, shape: Shape) -> tuple[int, ...]:
+        """Ranks whose queries ``rank`` attends for: gathered before, and their partial results combined after."""
+        return (rank,)
+
     def capabilities(self) -> Capabilities:
-        """The masks that the method takes, and whether it has teams."""
+        """The masks and layouts that the method takes, and whether it has teams, knows nodes or splits heads."""
         return Capabilities()
 
-    def check(self, size: int, team_size: int, causal: bool) -> None:
+    def check(self, shape: Shape, causal: bool) -> None:
         """Refuse what the method cannot do.
 
         Raises:
             ContextError: with the reason and what would work.
         """
-        if size < 1:
-            raise ContextError(f"context_parallel_size is {size}; it must be 1 or more")
         mask = "causal" if causal else "full"
         if mask not in self.capabilities().masks:
             raise ContextError(f"method {self.name} has no {mask} mask; it takes {self.capabilities().masks}")
-        if team_size != 1 and not self.capabilities().teams:
-            raise ContextError(f"method {self.name} has no teams and team_size is {team_size}; use team_size 1")
+        if shape.team_size != 1 and not self.capabilities().teams:
+            raise ContextError(
+                f"method {self.name} has no teams and context_parallel_team_size is {shape.team_size}; "
+                "use team_size 1, or method wallfacer"
+            )
 
 
 class RingMethod(Method):
@@ -66,7 +99,21 @@ class RingMethod(Method):
     def layout(self, causal: bool) -> str:
         return self.layout_name
 
-    def hops(self, rank: int, size: int) -> list[Hop]:
-        following, preceding = (rank + 1) % size, (rank - 1) % size
-        passes = [Hop(((rank - i) % size,), following, preceding) for i in range(size - 1)]
-        return [*passes, Hop((following,), None, None)]
+    def hops(self, rank: int, shape: Shape) -> list[Hop]:
+        last = shape.size - 1
+        found = []
+        for i in range(shape.size):
+            held = (rank - i) % shape.size
+            on = Send((rank + 1) % shape.size, i + 1)
+            found.append(Hop((held,), (on,) if i < last else (), on if i < last else Send(held, i + 1)))
+        return found
+
+
+class BalancedMethod(Method):
+    """A method for any layout: by default the one that balances the mask."""
+
+    def layout(self, causal: bool) -> str:
+        return "zigzag" if causal else "contiguous"
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(layouts=LAYOUTS)

@@ -1,13 +1,18 @@
 """The methods by name."""
 
 from parallel.context.allgather import AllGather
+from parallel.context.double_ring import DoubleRing
 from parallel.context.errors import ContextError
 from parallel.context.method import Method
 from parallel.context.ring import Ring
 from parallel.context.striped import Striped
+from parallel.context.ulysses import Ulysses
+from parallel.context.wallfacer import WallFacer
 from parallel.context.zigzag import Zigzag
 
-METHODS: dict[str, Method] = {method.name: method for method in (Ring(), Striped(), Zigzag(), AllGather())}
+METHODS: dict[str, Method] = {
+    method.name: method for method in (Ring(), Striped(), Zigzag(), AllGather(), WallFacer(), Ulysses(), DoubleRing())
+}
 
 
 def method_of(name: str) -> Method:

@@ -210,6 +210,36 @@ def test_with_context_parallelism_and_sharded_weights(bf16: bool) -> None:
             assert furthest(found[f"{name} in chunks"][0], want) < (2**-7 if bf16 else 2e-7)
 
 
+def exchanged(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], float]]:
+    """Of every policy: loss and gradients, and how much of the forward's exchange of heads the backward repeats."""
+    found = {}
+    for name in FORWARDS:
+        cp = context_parallel("ulysses", seq_len=LENGTH, group=dist.group.WORLD)
+        model = Llama(MODEL, cp.attend)
+        model.init_weights(SEED)
+        recompute_layers(model.layers, config(name))
+        objective = NextToken(cp, torch.device("cpu"))
+        loss = objective.loss_sum(model, objective.local(batch()))
+        forward = cp.transport.traffic.total
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found[name] = [loss.detach(), *gradients], (cp.transport.traffic.total - 2 * forward) / forward
+    return found
+
+
+def test_the_heads_exchanged_back_are_kept_at_the_attention_boundary() -> None:
+    """Going there, q and twice the KV heads, is done again; coming back, as many as q, is not."""
+    there = (MODEL.num_attention_heads + 2 * MODEL.query_groups) / (
+        2 * MODEL.num_attention_heads + 2 * MODEL.query_groups
+    )
+    for found in run_ranks(exchanged, 2):
+        assert all(same(got, found["none"][0]) for got, _ in found.values())
+        again = {name: more for name, (_, more) in found.items()}
+        assert again["none"] == 0
+        assert again["full"] == 1
+        assert again["attention_boundary"] == pytest.approx(there)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
 @pytest.mark.parametrize("granularity", ["full", "attention_boundary"])

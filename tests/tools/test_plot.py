@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from parallel.context import METHODS
-from tools import layout_picture, plot
+from tools import layout_picture, plot, team_picture
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "ulysses"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("seq_length", "size"), [(16, 1), (32, 4), (30, 3), (64, 8)])
 def test_rounds_cover_the_mask_once_by_the_query_owner(method: str, causal: bool, seq_length: int, size: int) -> None:
@@ -47,6 +47,25 @@ def test_layout_is_written(tmp_path: Path, arguments: list[str], capsys: pytest.
     assert capsys.readouterr().out == f"written: {output}\n"
 
 
+@pytest.mark.parametrize("arguments", [[], ["--size", "8", "--placement", "p2p_intra", "--ranks-per-node", "3"]])
+def test_teams_are_written(tmp_path: Path, arguments: list[str]) -> None:
+    output = tmp_path / "teams.png"
+    assert plot.main(["teams", *arguments, "--output", str(output)]) == 0
+    assert output.read_bytes().startswith(PNG)
+
+
+def test_bytes_over_links_are_the_plans() -> None:
+    """Two nodes of two ranks, as many KV heads as query heads; the unit is one rank's K and V."""
+    found = {links.label: links for links in team_picture.links(4, 2, 8, 8)}
+    ring, team = found["ring"], found["WallFacer 2, collect_intra"]
+    # Forward 3 hops; backward 3 of q, dout and out, with lse in float32, and 4 of dq in float32: two ranks cross.
+    hops = 3 + 3 * (3 * 128 * 2 + 4) / 512 + 4
+    assert (ring.inside, ring.between) == pytest.approx((2 * hops, 2 * hops))
+    assert team.between < ring.between
+    assert "Ulysses 4, ring 1" in found
+    assert "Ulysses 4, ring 1" not in {links.label for links in team_picture.links(4, 2, 6, 6)}
+
+
 def write_run(folder: Path, lines: list[dict]) -> Path:
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -74,8 +93,11 @@ def test_an_iteration_done_again_counts_as_last_written(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["layout", "--methods", "rong"], "'rong' does not exist"),
+        (["layout", "--methods", "ulysses"], "ulysses splits heads"),
         (["layout", "--seq-length", "100000"], "--seq-length is 100000"),
         (["layout", "--size", "0"], "is 0"),
+        (["teams", "--size", "6"], "square 4 does not divide the 6 ranks"),
+        (["teams", "--size", "100"], "--size is 100"),
         (["loss", "missing"], "missing does not exist"),
         (["loss", "broken.jsonl"], "broken.jsonl line 1 is no metrics object"),
         (["loss", "empty.jsonl"], "holds no lm_loss"),

@@ -210,6 +210,12 @@ def test_wrong_flags_are_refused_by_name(argv, words):
         ),
         (2, "--num-distributed-optimizer-instances 4", ["instances is 4", "the 2 data-", "nearest that work: 2"]),
         (2, "--context-parallel-size 2 --context-parallel-method none", ["none", "context_parallel_size 2"]),
+        (1, "--context-parallel-method none --ulysses-degree 2", ["method is none", "leave them out"]),
+        (
+            8,
+            "--context-parallel-size 4 --ulysses-degree 4 --tensor-model-parallel-size 2 --num-attention-heads 4",
+            ["ulysses_degree is 4 with 2 query and 2 key heads", "4 ranks: 1, 2"],
+        ),
         (1, "--train-iters 10 --lr-warmup-iters 10", ["lr_warmup_iters is 10", "iteration 10"]),
         (1, "--lr-decay-iters 5 --lr-warmup-iters 6", ["lr_warmup_iters is 6", "iteration 5"]),
         (1, "--attention-backend flash_attn", ["flash_attn", "--bf16"]),

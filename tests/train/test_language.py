@@ -53,6 +53,7 @@ def share(rank: int, world_size: int, method: str, shape: ModelConfig) -> tuple[
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("size", "shape"), [(1, LLAMA), (3, LLAMA), (3, GPT)], ids=["1", "3", "3-gpt"])
 def test_shares_make_up_the_batch_and_its_loss(method: str, size: int, shape: ModelConfig) -> None:
+    size = min(size, 2) if method == "ulysses" else size  # as many as the heads
     shares = run_ranks(share, size, method, shape)
     whole = whole_batch()
     seen = []

@@ -13,6 +13,7 @@ from parallel.context import METHODS, ContextError, context_parallel
 from tests.ranks import run_ranks
 
 BATCH, HEAD_DIM = 2, 32
+BASIC = ("ring", "striped", "zigzag", "allgather")
 SHAPES = {"mha": (8, 8, 256), "gqa 8:2, odd length": (8, 2, 251), "blocks cut for the kernel": (2, 1, 1201)}
 
 
@@ -66,7 +67,7 @@ def error(got: list[Tensor], want: list[Tensor]) -> list[float]:
 def test_error_does_not_grow_with_the_number_of_ranks(world_size: int) -> None:
     cases = [
         (method, shape, dtype, causal)
-        for method in METHODS
+        for method in BASIC
         for shape in SHAPES
         for dtype in (torch.float32, torch.bfloat16)
         for causal in (True, False)
@@ -80,29 +81,9 @@ def test_error_does_not_grow_with_the_number_of_ranks(world_size: int) -> None:
 
 
 def test_float64_is_exact_to_its_own_precision() -> None:
-    cases = [
-        (method, shape, torch.float64, causal) for method in METHODS for shape in SHAPES for causal in (True, False)
-    ]
+    cases = [(method, shape, torch.float64, causal) for method in BASIC for shape in SHAPES for causal in (True, False)]
     for case, got in zip(cases, run_ranks(attend_on_ranks, 3, cases)[0], strict=True):
         assert max(error(got, truth(*case[1:]))) < 1e-14, case
-
-
-def attend_with_documents(rank: int, world_size: int) -> list[list[Tensor]]:
-    results = []
-    for method in METHODS:
-        documents = (0, 50, 51, 130, 251)
-        cp = context_parallel(method, seq_len=251, group=dist.group.WORLD, documents=documents)
-        out = cp.attend(*(cp.shard(x, dim=1) for x in inputs("gqa 8:2, odd length", torch.float64)[:3]))
-        results.append([cp.unshard(out, dim=1)])
-    return results
-
-
-def test_packed_documents_attend_to_themselves_alone() -> None:
-    q, k, v, _ = inputs("gqa 8:2, odd length", torch.float64)
-    bounds = ((0, 50), (50, 51), (51, 130), (130, 251))
-    want = torch.cat([reference.attention(q[:, a:b], k[:, a:b], v[:, a:b], causal=True)[0] for a, b in bounds], dim=1)
-    for got in run_ranks(attend_with_documents, 4)[0]:
-        assert max(error(got, [want])) < 1e-14
 
 
 def attend_without_the_shift(rank: int, world_size: int) -> list[Tensor]:
@@ -140,7 +121,7 @@ def padding_rows_reach_nothing(rank: int, world_size: int) -> list[float]:
     for method in METHODS:
         for causal in (True, False):
             cp = context_parallel(method, seq_len=5, group=dist.group.WORLD, causal=causal)
-            q, k, v = (torch.randn(1, cp.plan.local_len, 2, 8, requires_grad=True) for _ in range(3))
+            q, k, v = (torch.randn(1, cp.plan.local_len, 4, 8, requires_grad=True) for _ in range(3))
             dout = torch.zeros_like(q)
             dout[:, cp.positions >= 5] = 1
             gradients = torch.autograd.grad(cp.attend(q, k, v), (k, v), dout)
@@ -162,7 +143,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         cp.attend(q[:, :8], q[:, :8], q[:, :8])
     with pytest.raises(ContextError, match="multiple of the key heads"):
         cp.attend(q, q[:, :, :3], q[:, :, :3])
-    with pytest.raises(ContextError, match="ulysses_degree is 2"):
+    with pytest.raises(ContextError, match="ulysses_degree is 2, which does not divide"):
         context_parallel("ring", seq_len=16, ulysses_degree=2)
 
 

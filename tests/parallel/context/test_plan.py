@@ -2,20 +2,49 @@
 
 import numpy as np
 import pytest
+import torch
 
 from kernels.attention import CAUSAL
 from parallel.context import METHODS, ContextError, Plan, make_plan
 
 SIZES = range(1, 65)
+BASIC = ("ring", "striped", "zigzag", "allgather")  # the others are these, with no team, one node or all heads
 
 
-def coverage(plan: Plan) -> np.ndarray:
-    """How often each (query, key) pair of the padded sequence is computed, over all ranks and rounds."""
+VARIANTS: list[tuple[str, int, dict]] = [
+    ("wallfacer", 4, {"team_size": 2}),
+    ("wallfacer", 8, {"team_size": 2, "placement": "p2p_intra"}),
+    ("wallfacer", 9, {"team_size": 3, "layout": "striped"}),
+    ("wallfacer", 16, {"team_size": 2, "layout": "contiguous"}),
+    ("wallfacer", 16, {"team_size": 4}),
+    ("wallfacer", 32, {"team_size": 4, "placement": "p2p_intra"}),
+    ("wallfacer", 36, {"team_size": 3}),
+    ("wallfacer", 64, {"team_size": 4, "placement": "p2p_intra"}),
+    ("wallfacer", 16, {"team_size": 2, "ulysses_degree": 2, "placement": "p2p_intra"}),
+    ("wallfacer", 32, {"team_size": 2, "ulysses_degree": 4, "layout": "striped"}),
+    ("ring", 8, {"ulysses_degree": 2}),
+    ("striped", 8, {"ulysses_degree": 4}),
+    ("zigzag", 6, {"ulysses_degree": 3}),
+    ("allgather", 8, {"ulysses_degree": 2}),
+    ("double_ring", 4, {"ranks_per_node": 2}),
+    ("double_ring", 8, {"ranks_per_node": 4, "layout": "striped"}),
+    ("double_ring", 12, {"ranks_per_node": 3}),
+    ("double_ring", 6, {"ranks_per_node": 1}),
+    ("double_ring", 16, {"ranks_per_node": 8, "ulysses_degree": 2}),
+]
+
+
+def coverage(plan: Plan, moves: str = "kv") -> np.ndarray:
+    """How often each (query, key) pair of the padded sequence is computed for a head, over all ranks and rounds."""
+
+    def joined(ranks: tuple[int, ...]) -> np.ndarray:
+        return np.sort(np.concatenate([plan.positions(rank).numpy() for rank in ranks]))
+
     counts = np.zeros((plan.padded_len, plan.padded_len), dtype=np.int64)
-    for rank in range(plan.size):
-        queries = plan.positions(rank).numpy()
-        for step in plan.rounds(rank):
-            keys = np.sort(np.concatenate([plan.positions(held).numpy() for held in step.holds]))
+    for rank in range(0, plan.size, plan.ulysses_degree):
+        for step in plan.rounds(rank, moves):
+            pair = (plan.team(rank), step.holds)
+            queries, keys = map(joined, pair if moves == "kv" else pair[::-1])
             for tile in step.tiles:
                 q, k = queries[tile.q], keys[tile.k]
                 assert len(q) == tile.q.stop - tile.q.start
@@ -36,30 +65,69 @@ def visible(plan: Plan) -> np.ndarray:
 
 
 def check_transfers(plan: Plan) -> None:
-    """Sends match receives, what arrives is what the next round holds, and each rank meets all KV once."""
-    hops = [plan.hops(rank) for rank in range(plan.size)]
-    for rank, own in enumerate(hops):
-        assert rank in own[0].holds
-        assert sorted(held for hop in own for held in hop.holds) == list(range(plan.size))
-        for index, hop in enumerate(own[:-1]):
-            assert hop.send_to is not None
-            assert hops[hop.send_to][index].recv_from == rank
-            assert own[index + 1].holds == hops[hop.recv_from][index].holds
-        assert own[-1].send_to is None
-        assert own[-1].recv_from is None
-        if len(own[-1].holds) == 1:
-            home, source = plan.homecoming(rank)
-            assert plan.homecoming(home)[1] == rank
-            assert hops[source][-1].holds == (rank,)
+    """Sends match receives, what arrives is what is held next, and gradients of all queries reach each KV's owner."""
+    steps = [plan.steps(rank) for rank in range(plan.size)]
+    rounds = len(steps[0])
+    held = [{0: own[0].holds} for own in steps]
+    part: list[dict[int, list]] = [{} for _ in steps]  # by round: whose queries' gradient arrives, and of whose KV
+    for index in range(rounds):
+        for rank, own in enumerate(steps):
+            assert held[rank].pop(index) == own[index].holds
+            for which, transfer in enumerate(own[index].transfers):
+                assert steps[transfer.send_to][index].transfers[which].recv_from == rank
+                assert transfer.due not in held[transfer.send_to]
+                held[transfer.send_to][transfer.due] = own[index].holds
+            if own[index].gradient is not None:
+                seen = [*plan.team(rank)]
+                for holds, queries in part[rank].pop(index, []):
+                    assert holds == own[index].holds
+                    seen += queries
+                to, _, due = own[index].gradient
+                assert steps[to][index].gradient.recv_from == rank
+                assert due > index
+                part[to].setdefault(due, []).append((own[index].holds, seen))
+    for rank in range(plan.size):
+        assert not held[rank]
+        assert list(part[rank]) == [rounds]
+        reached = []
+        for holder in plan.holders(rank):
+            ((holds, queries),) = part[holder][rounds]
+            assert holds == steps[rank][0].holds
+            reached += queries
+        assert sorted(reached) == list(range(plan.size))
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_size_sends_what_is_received_and_covers_each_pair_once(method: str, causal: bool) -> None:
-    for size in SIZES:
+    for size in SIZES if method in BASIC else range(1, 14):
         plan = make_plan(method, seq_len=max(1, 4 * size - 3), size=size, causal=causal)
         check_transfers(plan)
         np.testing.assert_array_equal(coverage(plan), visible(plan), err_msg=f"size {size}")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("method", "size", "options"), VARIANTS)
+def test_teams_heads_nodes_and_placements_cover_each_pair_once(
+    method: str, size: int, options: dict, causal: bool
+) -> None:
+    for documents in (None, (0, 3, size, 3 * size + 1)):
+        plan = make_plan(method, seq_len=3 * size + 1, size=size, causal=causal, documents=documents, **options)
+        owned = np.concatenate([plan.positions(rank).numpy() for rank in range(size)])
+        np.testing.assert_array_equal(np.sort(owned), np.arange(plan.padded_len))
+        check_transfers(plan)
+        for moves in ("kv", "queries"):
+            np.testing.assert_array_equal(coverage(plan, moves), visible(plan))
+
+
+def test_what_ranks_gather_is_joined_in_ascending_positions() -> None:
+    """The members of a team, and the ranks that exchange heads; so that no rank has to sort."""
+    for method, size, options in VARIANTS:
+        plan = make_plan(method, seq_len=5 * size + 1, size=size, **options)
+        for rank in range(size):
+            for ranks in (plan.team(rank), plan.head_group(rank)):
+                assert plan.gather_order(ranks, torch.device("cpu")) is None
+                assert rank in ranks
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -121,13 +189,56 @@ def test_tiles_are_as_few_as_the_layout_allows() -> None:
 
 def test_cost_counts_the_bytes_of_each_peer() -> None:
     plan = make_plan("ring", seq_len=4096, size=4)
-    cost = plan.cost(1, batch=2, kv_heads=8, head_dim=64, element_size=2)
-    block = 2 * 2 * 1024 * 8 * 64  # K and V of one rank
-    assert cost.forward_bytes == {2: 3 * block * 2}
-    assert cost.backward_bytes == {2: 3 * block * 2 + 4 * block * 4}
-    gathered = make_plan("allgather", seq_len=4096, size=4).cost(1, batch=2, kv_heads=8, head_dim=64, element_size=2)
-    assert gathered.forward_bytes == dict.fromkeys((0, 2, 3), block * 2)
-    assert sum(cost.pairs) == 1024 * 1025 // 2 + 1024**2
+    gqa = plan.cost(1, batch=2, heads=8, kv_heads=2, head_dim=64, element_size=2)
+    block = 2 * 2 * 1024 * 2 * 64  # K and V of one rank
+    assert gqa.backward_moves == "kv"
+    assert gqa.forward.p2p == {2: 3 * block * 2}
+    assert gqa.backward.p2p == {2: 3 * block * 2 + 4 * block * 4}
+    mha = plan.cost(1, batch=2, heads=8, kv_heads=8, head_dim=64, element_size=2)
+    rows = 2 * 1024 * 8  # of q: q, dout and out in 2 bytes with lse in 4 three times, dq in 4 bytes four times
+    assert mha.backward_moves == "queries"
+    assert mha.backward.p2p == {2: rows * (3 * (3 * 64 * 2 + 4) + 4 * 64 * 4)}
+    plan = make_plan("allgather", seq_len=4096, size=4)
+    gathered = plan.cost(1, batch=2, heads=8, kv_heads=2, head_dim=64, element_size=2)
+    assert gathered.forward.collective == dict.fromkeys((0, 2, 3), block * 2)
+    assert gathered.forward.total == 3 * block * 2
+    assert sum(gqa.pairs) == 1024 * 1025 // 2 + 1024**2
+
+
+def test_the_paper_s_worked_example() -> None:
+    """WallFacer, section 3.2.2: B 1, N 65,536, H 6,656 (52 heads of 128), P 64, C 4, 64 layers, two bytes."""
+    shape = {"batch": 1, "heads": 52, "kv_heads": 52, "head_dim": 128, "element_size": 2}
+    activation = 65536 * 6656 // 64
+    ring = make_plan("zigzag", seq_len=65536, size=64)
+    walls = make_plan("wallfacer", seq_len=65536, size=64, team_size=4)
+    ring_sent, sent = (plan.cost(5, **shape).forward for plan in (ring, walls))
+    # The formula counts as many hops as ranks, and the last needs none.
+    assert ring_sent.p2p.total() * 64 / 63 / 2**30 == 1.625
+    assert not ring_sent.collective
+    assert sent.p2p.total() == 2 * 65536 * 6656 // 4 * 2
+    assert sent.p2p.total() / 2**30 == pytest.approx(0.406, abs=5e-4)
+    # The paper reduces in two bytes: here out takes four, and so does lse, one for 128 of out.
+    assert sent.collective.total() == 3 * activation * (3 * 2 + 4 + 4 / 128)
+    assert 3 * activation * (3 * 2 + 2) / 2**30 == pytest.approx(0.152, abs=5e-4)
+    assert (ring.peak_activations(64), walls.peak_activations(64)) == (68, 77)
+
+
+def test_fewer_bytes_decide_what_the_backward_moves_and_either_can_be_forced() -> None:
+    for method, size, options in VARIANTS:
+        for kv_heads in (1, 4, 16):
+            plans = {
+                choice: make_plan(method, seq_len=8 * size, size=size, backward=choice, **options)
+                for choice in ("auto", "kv", "queries")
+            }
+            if 16 % plans["auto"].ulysses_degree:
+                continue
+            shape = {"batch": 1, "heads": 16, "kv_heads": kv_heads, "head_dim": 32, "element_size": 2}
+            costs = {choice: [plan.cost(rank, **shape) for rank in range(size)] for choice, plan in plans.items()}
+            total = {choice: sum(cost.backward.total for cost in of) for choice, of in costs.items()}
+            assert total["auto"] == min(total["kv"], total["queries"])
+            assert {cost.backward_moves for cost in costs["kv"]} == {"kv"}
+            assert {cost.backward_moves for cost in costs["queries"]} == {"queries"}
+            assert sum(cost.forward.total for cost in costs["kv"]) == sum(c.forward.total for c in costs["queries"])
 
 
 def test_plans_are_cached_and_built_without_processes() -> None:
@@ -141,6 +252,29 @@ def test_plans_are_cached_and_built_without_processes() -> None:
         ({"method": "ring", "seq_len": 0, "size": 2}, "seq_len is 0"),
         ({"method": "ring", "seq_len": 8, "size": 0}, "context_parallel_size is 0"),
         ({"method": "ring", "seq_len": 8, "size": 4, "team_size": 2}, "ring has no teams.*use team_size 1"),
+        ({"method": "wallfacer", "seq_len": 8, "size": 8, "team_size": 3}, "team_size is 3, whose square 9.*do: 1, 2$"),
+        ({"method": "wallfacer", "seq_len": 8, "size": 8, "team_size": 0}, "team_size is 0"),
+        (
+            {"method": "wallfacer", "seq_len": 8, "size": 8, "team_size": 2, "ulysses_degree": 4},
+            "square 4 does not divide the 2 ranks.*do: 1$",
+        ),
+        ({"method": "ring", "seq_len": 8, "size": 8, "ulysses_degree": 3}, "degree is 3.*size 8; .*do: 1, 2, 4, 8$"),
+        ({"method": "ulysses", "seq_len": 8, "size": 8, "ulysses_degree": 2}, "leaves 4 groups; leave it out"),
+        (
+            {"method": "ring", "seq_len": 8, "size": 8, "layout": "striped"},
+            "layout is 'striped' with .* ring.*auto",
+        ),
+        ({"method": "wallfacer", "seq_len": 8, "size": 8, "placement": "near"}, "'near'; use one of collect_intra"),
+        ({"method": "ring", "seq_len": 8, "size": 8, "backward": "v"}, "backward is 'v'; use one of auto, kv, queries"),
+        ({"method": "ring", "seq_len": 8, "size": 8, "placement": "p2p_intra"}, "ring has no teams to place"),
+        (
+            {"method": "double_ring", "seq_len": 8, "size": 8, "ranks_per_node": 3},
+            "rings of 3.* 8 ranks.*: 1, 2, 4, 8",
+        ),
+        (
+            {"method": "double_ring", "seq_len": 8, "size": 12, "ranks_per_node": 6, "ulysses_degree": 4},
+            "ranks_per_node is 6, not a multiple of ulysses_degree 4",
+        ),
         ({"method": "ring", "seq_len": 8, "size": 2, "documents": (0, 4)}, "documents must ascend from 0 to seq_len 8"),
         ({"method": "ring", "seq_len": 8, "size": 2, "documents": (0, 5, 4, 8)}, "documents must ascend"),
     ],
@@ -148,3 +282,13 @@ def test_plans_are_cached_and_built_without_processes() -> None:
 def test_what_cannot_work_is_refused_with_the_reason(arguments: dict, message: str) -> None:
     with pytest.raises(ContextError, match=message):
         make_plan(arguments.pop("method"), **arguments)
+
+
+def test_heads_that_cannot_be_split_are_refused_with_the_degrees_that_fit() -> None:
+    plan = make_plan("ring", seq_len=64, size=8, ulysses_degree=4)
+    plan.check_heads(8, 2)
+    plan.check_heads(4, 4)
+    with pytest.raises(ContextError, match=r"ulysses_degree is 4 with 6 query and 2 key heads.*: 1, 2$"):
+        plan.check_heads(6, 2)
+    with pytest.raises(ContextError, match=r"ulysses_degree is 4 with 12 query and 6 key heads.*: 1, 2$"):
+        plan.check_heads(12, 6)

@@ -1,0 +1,90 @@
+"""The exchange of heads (DeepSpeed Ulysses): some tokens of all heads become all tokens of some heads, and back.
+
+Within a group of U ranks. Fewer KV heads than ranks are sent to several, whose gradients are added. It is an operator
+of its own, so that a backward finds q, k and v exchanged already; the way back is one, so that recompute can keep it.
+"""
+
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from parallel.context.transport import Transport
+
+
+class HeadExchange:
+    """The exchanges of one rank with those that share its heads."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.ranks = transport.plan.head_group(transport.rank)
+        self.handle = next(_handles)
+        _exchanges[self.handle] = self
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """[B, T, H, D] -> [B, U * T, H / U, D], or one head where H < U; differentiable."""
+        return x if len(self.ranks) == 1 else torch.ops.longmesh.tokens_to_heads(x, len(self.ranks), self.handle)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """[B, U * T, H / U, D] -> [B, T, H, D]; differentiable."""
+        if len(self.ranks) == 1:
+            return x
+        heads = x.shape[2] * len(self.ranks)
+        return torch.ops.longmesh.heads_to_tokens(x, heads, len(self.ranks), self.handle)
+
+
+_handles = count()
+_exchanges: WeakValueDictionary[int, HeadExchange] = WeakValueDictionary()
+
+
+@torch.library.custom_op("longmesh::tokens_to_heads", mutates_args=())
+def _to_heads(x: Tensor, degree: int, handle: int) -> Tensor:
+    copies = max(1, degree // x.shape[2])
+    parts = x.repeat_interleave(copies, 2).unflatten(2, (degree, -1)) if copies > 1 else x.unflatten(2, (degree, -1))
+    exchange = _exchanges[handle]
+    parts = exchange.transport.exchange(parts.permute(2, 0, 1, 3, 4), exchange.ranks)  # [U, B, T, H / U, D]
+    return parts.transpose(0, 1).flatten(1, 2).clone(memory_format=torch.contiguous_format)
+
+
+@_to_heads.register_fake
+def _(x: Tensor, degree: int, handle: int) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] * degree, max(1, x.shape[2] // degree), x.shape[3])
+
+
+@torch.library.custom_op("longmesh::heads_to_tokens", mutates_args=())
+def _to_tokens(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
+    """``heads`` fewer than the ranks: the parts of one head are gradients, and are added."""
+    exchange = _exchanges[handle]
+    parts = exchange.transport.exchange(x.unflatten(1, (degree, -1)).transpose(0, 1), exchange.ranks)
+    joined = parts.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, T, heads, D]
+    if joined.shape[2] > heads:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return joined.unflatten(2, (heads, -1)).sum(3, dtype=wide).to(x.dtype)
+    return joined.clone(memory_format=torch.contiguous_format)
+
+
+@_to_tokens.register_fake
+def _(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // degree, heads, x.shape[3])
+
+
+def _save_heads(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.degree, ctx.handle = inputs
+    ctx.heads, ctx.exchange = x.shape[2], _exchanges[ctx.handle]  # alive until the backward, whoever drops it meanwhile
+
+
+def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, ctx.degree, ctx.handle = inputs
+    ctx.exchange = _exchanges[ctx.handle]
+
+
+_to_heads.register_autograd(
+    lambda ctx, dx: (torch.ops.longmesh.heads_to_tokens(dx, ctx.heads, ctx.degree, ctx.handle), None, None),
+    setup_context=_save_heads,
+)
+_to_tokens.register_autograd(
+    lambda ctx, dx: (torch.ops.longmesh.tokens_to_heads(dx, ctx.degree, ctx.handle), None, None, None),
+    setup_context=_save_tokens,
+)

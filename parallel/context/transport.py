@@ -1,0 +1,141 @@
+"""Transport: how tensors get from rank to rank, and how many bytes went where.
+
+Tokens are dimension 1 of every tensor here: ``[B, T, ...]``. Each transfer starts at once and returns a function that
+waits for it, so that the caller computes meanwhile.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.context.plan import Plan
+from parallel.context.rounds import Transfer
+from parallel.context.traffic import Traffic
+
+Tensors = tuple[Tensor, ...]
+Arrival = Callable[[], Tensors]
+# torch 2.13 renamed this and warns of the old name
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class Transport:
+    """One rank's links to the others of a plan.
+
+    Groups within the group are made here, once: every rank of ``group`` makes its own in the same order, and ranks of
+    other groups need not take part.
+    """
+
+    def __init__(
+        self, plan: Plan, group: dist.ProcessGroup | None, rank: int, timeout: timedelta | None = None
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.traffic = Traffic()
+        """Bytes sent to each peer since the object was made, or since it was replaced by an empty one."""
+        self._group = group
+        self._connected: set[dist.ProcessGroup] = set()
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(plan.size)): group}
+        for ranks in (plan.head_group(rank), plan.teammates(rank), plan.holders(rank)):
+            if len(ranks) > 1 and ranks not in self._groups:
+                self._groups[ranks] = self._new_group(ranks, timeout)
+        # What has several rounds' time must not stand in a queue before what the next round needs.
+        self._far = group
+        if any(send.due > i + 1 for i, step in enumerate(plan.steps(rank)) for send in step.transfers):
+            self._far = self._new_group(tuple(range(plan.size)), timeout)
+
+    def _new_group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:
+        everyone = dist.get_process_group_ranks(self._group)
+        return dist.new_group([everyone[rank] for rank in ranks], timeout=timeout, use_local_synchronization=True)
+
+    def shift(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
+        """Send tensors to one rank and receive their like from another. They must not change until both are done."""
+        group = self._far if far else self._group
+        self._connect(group, tensors[0].device)
+        if transfer.send_to == self.rank:  # then nobody else sends here
+            return lambda: tensors
+        tensors = tuple(tensor.contiguous() for tensor in tensors)
+        received = tuple(torch.empty_like(tensor) for tensor in tensors)
+        # gloo wants the receives posted first; no tag keeps apart what is in flight together: its order is the plan's
+        operations = [
+            dist.P2POp(operation, tensor, group=group, group_peer=peer)
+            for operation, peer, several in (
+                (dist.irecv, transfer.recv_from, received),
+                (dist.isend, transfer.send_to, tensors),
+            )
+            for tensor in several
+        ]
+        works = dist.batch_isend_irecv(operations)
+        self.traffic.p2p[transfer.send_to] += sum(map(_bytes, tensors))
+
+        def wait() -> Tensors:
+            for work in works:
+                work.wait()
+            _ = tensors  # what is being sent lives until it has gone
+            return received
+
+        return wait
+
+    def gather(self, tensors: Tensors, ranks: tuple[int, ...]) -> Arrival:
+        """Join the tensors of ``ranks`` in ascending positions: [B, T, ...] -> [B, len(ranks) * T, ...]."""
+        if len(ranks) == 1:
+            return lambda: tensors
+        degree = self.plan.ulysses_degree
+        owners = tuple(rank - rank % degree + u for rank in ranks for u in range(degree))
+        order = self.plan.gather_order(owners, tensors[0].device)
+        parts, works = [], []
+        for tensor in tensors:
+            part = tensor.new_empty(len(ranks), *tensor.shape)
+            tensor = tensor.contiguous()
+            # gloo takes joined, not stacked
+            works.append(_all_gather(part.flatten(0, 1), tensor, group=self._groups[ranks], async_op=True))
+            parts.append((part, tensor))
+            self._count(ranks, _bytes(tensor))
+
+        def wait() -> Tensors:
+            for work in works:
+                work.wait()
+            joined = (part.transpose(0, 1).flatten(1, 2) for part, _ in parts)  # [B, ranks * T, ...]
+            return tuple(x if order is None else x.index_select(1, order) for x in joined)
+
+        return wait
+
+    def scatter(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """What each of ``ranks`` has for this rank's tokens: the inverse of ``gather``, stacked and not yet reduced.
+
+        [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. Adding these up here moves what a reduce-scatter moves, in
+        a fixed order on any backend; gloo's own moves twice as much.
+        """
+        if len(ranks) == 1:
+            return tensor[None]
+        degree = self.plan.ulysses_degree
+        owners = tuple(rank - rank % degree + u for rank in ranks for u in range(degree))
+        order = self.plan.gather_order(owners, tensor.device)
+        if order is not None:
+            tensor = torch.empty_like(tensor).index_copy_(1, order, tensor)
+        return self.exchange(tensor.unflatten(1, (len(ranks), -1)).transpose(0, 1), ranks)
+
+    def exchange(self, parts: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """All-to-all: part i goes to rank i, and what rank j sent comes as part j. [len(ranks), ...] both."""
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self._groups[ranks])
+        self._count(ranks, _bytes(parts[0]))
+        return received
+
+    def _connect(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Let NCCL connect the group once: that takes all its ranks, and some may have nothing to send."""
+        if device.type == "cuda" and group is not None and group not in self._connected:
+            self._connected.add(group)
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def _count(self, ranks: Sequence[int], count: int) -> None:
+        for rank in ranks:
+            if rank != self.rank:
+                self.traffic.collective[rank] += count
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

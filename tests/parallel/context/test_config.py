@@ -1,0 +1,44 @@
+"""Flags of context parallelism: what cannot work is refused before any process joins, naming flag and fix."""
+
+import pytest
+
+from parallel.context import ContextConfig, ContextError
+
+
+def check(size: int, launched: int | None = None, **fields: object) -> None:
+    named = {name if name == "ulysses_degree" else f"context_parallel_{name}": fields[name] for name in fields}
+    ContextConfig(**named).check(seq_len=64, size=size, heads=8, kv_heads=2, ranks_per_node=launched)
+
+
+@pytest.mark.parametrize(
+    ("size", "fields", "message"),
+    [
+        (2, {"team_size": 2}, "striped has no teams and context_parallel_team_size is 2; .* wallfacer"),
+        (8, {"method": "wallfacer", "team_size": 4}, "context_parallel_team_size is 4, whose square 16 .*do: 1, 2$"),
+        (3, {"ulysses_degree": 2}, "ulysses_degree is 2.*size 3; degrees that do: 1, 3$"),
+        (8, {"ulysses_degree": 0}, "ulysses_degree is 0; it must be 1 or more"),
+        (6, {"ulysses_degree": 3}, "ulysses_degree is 3 with 8 query and 2 key heads.*fit 6 ranks: 1, 2$"),
+        (3, {"method": "ulysses"}, "ulysses_degree is 3 with 8 query and 2 key heads.*fit 3 ranks: 1$"),
+        (8, {"method": "double_ring", "ranks_per_node": 3}, "context_parallel_ranks_per_node .* 3 .*: 1, 2, 4, 8$"),
+        (8, {"method": "double_ring", "ranks_per_node": 0}, "context_parallel_ranks_per_node is 0"),
+        (8, {"layout": "zigzag"}, "context_parallel_layout is 'zigzag' with method striped, which takes auto$"),
+        (8, {"placement": "p2p_intra"}, "context_parallel_placement is p2p_intra and .* no teams"),
+        (1, {"method": "none", "ulysses_degree": 2}, "method is none.*leave them out"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(size: int, fields: dict, message: str) -> None:
+    with pytest.raises(ContextError, match=message):
+        check(size, **fields)
+
+
+def test_what_works_passes() -> None:
+    check(1, method="none")
+    check(8, method="wallfacer", team_size=2, placement="p2p_intra", layout="striped", ulysses_degree=2)
+    check(8, method="ulysses")
+
+
+def test_nodes_are_as_launched_unless_said_otherwise() -> None:
+    with pytest.raises(ContextError, match="rings of 3"):
+        check(8, launched=3, method="double_ring")
+    assert ContextConfig(context_parallel_ranks_per_node=4).plan_arguments(3)["ranks_per_node"] == 4
+    assert ContextConfig().plan_arguments(3)["ranks_per_node"] == 3

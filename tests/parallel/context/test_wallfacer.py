@@ -1,0 +1,98 @@
+"""WallFacer's algorithms as the paper prints them, against the plan; and what placement does to the links."""
+
+import numpy as np
+import pytest
+
+from parallel.context import make_plan
+
+TEAMS = [(size, team) for size in range(1, 257) for team in range(2, 17) if size % team**2 == 0]
+
+
+def initial_target(team: int, member: int, teams: int, members: int) -> int:
+    """Algorithm 2: the global rank that gets the KV of this member's team."""
+    group_size = teams // members
+    return (member * group_size + team // members) * members + team % members
+
+
+def ring_neighbour(team: int, member: int, teams: int, members: int, step: int) -> int:
+    """Algorithm 3: the next (step 1) or last (step -1) rank of this member's ring."""
+    group_size = teams // members
+    return member + ((team + step) % group_size + group_size * (team // group_size)) * members
+
+
+def test_plans_follow_the_paper_s_algorithms_up_to_256_ranks() -> None:
+    for size, members in TEAMS:
+        plan, teams = make_plan("wallfacer", seq_len=2 * size, size=size, team_size=members), size // members
+        for rank in range(0, size, max(1, size // 16)):
+            team, member = divmod(rank, members)
+            placement, *rounds = plan.steps(rank)
+            assert placement.transfers[0].send_to == initial_target(team, member, teams, members)
+            assert len(rounds) == size // members**2
+            for step in rounds[:-1]:
+                assert step.transfers[0].send_to == ring_neighbour(team, member, teams, members, 1)
+                assert step.transfers[0].recv_from == ring_neighbour(team, member, teams, members, -1)
+
+
+def test_every_team_meets_all_kv_once_by_the_algorithms_alone() -> None:
+    """Brute force, up to 256 ranks: whose KV each rank holds, moved by algorithms 2 and 3 without the plan."""
+    for size, members in TEAMS:
+        teams = size // members
+        place = np.arange(size)
+        team, member = place // members, place % members
+        placed, following = (
+            np.array([rule(t, a, teams, members) for t, a in zip(team, member, strict=True)])
+            for rule in (initial_target, lambda *at: ring_neighbour(*at, 1))
+        )
+        held = np.empty(size, dtype=int)
+        held[placed] = team
+        met = np.zeros((teams, teams), dtype=int)
+        for _ in range(size // members**2):
+            np.add.at(met, (team, held), 1)
+            moved = np.empty_like(held)
+            moved[following] = held
+            held = moved
+        assert (met == 1).all(), f"{size} ranks in teams of {members}"
+
+
+def test_plans_hold_what_the_paper_says() -> None:
+    for size, members in [(16, 2), (64, 4), (72, 6), (256, 16), (252, 3)]:
+        plan = make_plan("wallfacer", seq_len=2 * size, size=size, team_size=members)
+        for first in range(0, size, members):
+            met = [held for r in range(first, first + members) for step in plan.rounds(r)[1:] for held in step.holds]
+            assert sorted(met) == list(range(size))
+
+
+@pytest.mark.parametrize(("size", "team_size", "degree"), [(8, 2, 1), (32, 2, 1), (64, 4, 1), (32, 2, 2)])
+def test_placement_makes_neighbours_of_a_team_or_of_a_ring(size: int, team_size: int, degree: int) -> None:
+    ring = size // degree // team_size**2
+    for placement, together in (("collect_intra", team_size), ("p2p_intra", ring)):
+        plan = make_plan(
+            "wallfacer",
+            seq_len=2 * size,
+            size=size,
+            team_size=team_size,
+            ulysses_degree=degree,
+            placement=placement,
+        )
+        for rank in range(size):
+            node = range(rank - rank % (together * degree), rank - rank % (together * degree) + together * degree)
+            if placement == "collect_intra":
+                assert set(plan.team(rank)) == set(node)
+            else:
+                reached = {transfer.send_to for step in plan.steps(rank)[1:] for transfer in step.transfers}
+                assert reached <= set(node)
+
+
+def test_placement_decides_what_crosses_between_nodes() -> None:
+    shape = {"batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 64, "element_size": 2}
+
+    def crossing(method: str, **options: object) -> int:
+        plan = make_plan(method, seq_len=32768, size=32, **options)
+        return sum(plan.cost(rank, **shape).forward.between_nodes(rank, 8) for rank in range(32))
+
+    ring = crossing("zigzag")
+    teams, rings = (crossing("wallfacer", team_size=2, placement=name) for name in ("collect_intra", "p2p_intra"))
+    double = crossing("double_ring", ranks_per_node=8)
+    assert rings < teams
+    assert double < ring
+    assert crossing("zigzag", ulysses_degree=8) < ring

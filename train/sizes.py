@@ -1,0 +1,152 @@
+"""Whether a configuration's sizes fit each other and the number of processes."""
+
+from typing import TYPE_CHECKING
+
+from model.config import ModelConfig
+from parallel.context.errors import ContextError
+from parallel.recompute import RecomputeConfig
+from train.flags import ConfigError
+
+if TYPE_CHECKING:
+    from train.config import Config
+
+
+def validate_sizes(config: "Config", world_size: int) -> None:
+    """Raise ConfigError for sizes that do not fit, naming them and the nearest that do."""
+    length, table = config.train.seq_length, config.model.max_position_embeddings
+    if table is not None and length > table:
+        raise ConfigError(
+            f"seq_length is {length} with max_position_embeddings {table}, the table of learned positions; lower the "
+            "one, raise the other, or give --position-embedding-type rope --max-position-embeddings none"
+        )
+    tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
+    pp = config.mesh.pipeline_model_parallel_size
+    if config.model.linear_attention:
+        _validate_linear(config.model.model_type, tp, cp)
+    _validate_fit("tensor_model_parallel_size", tp, world_size, "")
+    _validate_fit("context_parallel_size", cp, world_size, f"tensor_model_parallel_size {tp}", tp)
+    within = f"tensor_model_parallel_size {tp} x context_parallel_size {cp}"
+    _validate_fit("pipeline_model_parallel_size", pp, world_size, within, tp * cp)
+    if config.context.context_parallel_method == "none" and cp > 1:
+        raise ConfigError(
+            f"context_parallel_method is none with context_parallel_size {cp}; choose a method, or size 1"
+        )
+    _validate_shares(config.model, tp)
+    _validate_context(config)
+    dp, micro, batch = world_size // (pp * cp * tp), config.train.micro_batch_size, config.train.global_batch_size
+    if batch is not None and batch % (micro * dp):
+        raise ConfigError(
+            f"global_batch_size is {batch}, not a multiple of micro_batch_size {micro} x data-parallel size {dp}; "
+            f"nearest that work: {_nearest_multiples(batch, micro * dp)}"
+        )
+    try:
+        config.pipeline.check(
+            config.model.num_layers,
+            pp,
+            micro_batches(config, dp),
+            config.data_parallel.strategy,
+            tp=tp,
+            recompute=config.recompute != RecomputeConfig(),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    _validate_copies(config.data_parallel.num_distributed_optimizer_instances, dp * cp)
+
+
+def _validate_copies(copies: int, ranks: int) -> None:
+    """Check that the data- and context-parallel ranks can be divided among copies of the shards."""
+    if ranks % copies:
+        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        nearest = [n for n in divisors if n < copies][-1:] + [n for n in divisors if n > copies][:1]
+        raise ConfigError(
+            f"num_distributed_optimizer_instances is {copies}, which does not divide the {ranks} data- and "
+            f"context-parallel processes; nearest that work: {' or '.join(map(str, nearest))}"
+        )
+
+
+def _validate_linear(model_type: str, tp: int, cp: int) -> None:
+    """Check that nobody shares a layer or a sequence of linear attention."""
+    if tp > 1:
+        raise ConfigError(
+            f"tensor_model_parallel_size is {tp}, and model_type {model_type} cannot be split yet; "
+            "use size 1, and data_parallel_sharding_strategy zero3 instead"
+        )
+    if cp > 1:
+        raise ConfigError(
+            f"context_parallel_size is {cp}, and model_type {model_type} has linear attention: the methods here pass "
+            "keys and values on, and no state; use size 1, and the processes for data parallelism"
+        )
+
+
+def _validate_context(config: "Config") -> None:
+    """Check that the method suits its ranks, and the heads that tensor parallelism leaves to each."""
+    model, mesh, tp = config.model, config.mesh, config.mesh.tensor_model_parallel_size
+    try:
+        config.context.check(
+            seq_len=config.train.seq_length,
+            size=mesh.context_parallel_size,
+            heads=model.num_attention_heads // tp,
+            kv_heads=max(1, model.query_groups // tp),
+            ranks_per_node=mesh.context_ranks_per_node,
+        )
+    except ContextError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int = 1) -> None:
+    """Check that ``size`` divides the processes that ``others``, which divide them into ``taken``, leave."""
+    processes = world_size // taken
+    if processes % size:
+        fitting = ", ".join(str(other) for other in range(1, processes + 1) if processes % other == 0)
+        left = f" that {others} leaves of {world_size}" if taken > 1 else ""
+        raise ConfigError(
+            f"{name} is {size}, which does not divide the {processes} processes{left}; "
+            f"sizes that fit them: {fitting}; or start a multiple of {taken * size} processes"
+        )
+
+
+def micro_batches(config: "Config", dp: int) -> int:
+    """Micro-batches of one iteration on each of ``dp`` data-parallel ranks."""
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    return 1 if batch is None else batch // (micro * dp)
+
+
+def _validate_shares(model: ModelConfig, tp: int) -> None:
+    """Check that ``tp`` ranks can share a layer's heads and channels and the tables' entries."""
+    size = f"tensor_model_parallel_size {tp}"
+    for name, value in (("num_attention_heads", model.num_attention_heads), ("ffn_hidden_size", model.ffn_size)):
+        if value % tp:
+            raise ConfigError(
+                f"{name} is {value}, not a multiple of {size}; nearest that work: {_nearest_multiples(value, tp)}"
+            )
+    groups = model.query_groups
+    if groups % tp and tp % groups:
+        fitting = [g for g in range(1, model.num_attention_heads + 1) if model.num_attention_heads % g == 0]
+        fitting = [g for g in fitting if g % tp == 0 or tp % g == 0]
+        nearest = [g for g in fitting if g < groups][-1:] + [g for g in fitting if g > groups][:1]
+        raise ConfigError(
+            f"num_query_groups is {groups}, neither a multiple nor a divisor of {size}; "
+            f"nearest that work: {' or '.join(map(str, nearest))}"
+        )
+    for name in ("vocab_size", "max_position_embeddings"):
+        if (entries := getattr(model, name)) is not None:
+            validate_entries(entries, tp, name)
+
+
+def validate_entries(entries: int, tp: int, name: str = "vocab_size") -> None:
+    """Check that all of ``tp`` ranks hold some entries, where each but the last ones holds entries / tp, rounded up."""
+    if _last_is_empty(entries, tp):
+        fits = next(size for size in range(entries + 1, entries + tp * tp) if not _last_is_empty(size, tp))
+        raise ConfigError(
+            f"{name} is {entries}, of which tensor_model_parallel_size {tp} leaves nothing to its last process; "
+            f"nearest that works: --{name.replace('_', '-')} {fits}"
+        )
+
+
+def _last_is_empty(entries: int, tp: int) -> bool:
+    return -(-entries // tp) * (tp - 1) >= entries
+
+
+def _nearest_multiples(value: int, step: int) -> str:
+    below = value - value % step
+    return f"{below} or {below + step}" if below else f"{step}"

@@ -98,9 +98,9 @@ def full(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
-def whole_step(model_config: ModelConfig) -> Step:
-    """One process, plain modules."""
-    model = plain(model_config)
+def whole_step(model_config: ModelConfig, model: LanguageModel | None = None) -> Step:
+    """One process, plain modules; with the weights of ``model`` where it is given."""
+    model = model or plain(model_config)
     tokens, labels = data()
     loss = cross_entropy_sum(model(tokens), labels)[0] / (labels != -100).sum()
     loss.backward()

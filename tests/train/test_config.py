@@ -61,6 +61,8 @@ def test_toml_round_trip_of_every_field(tmp_path):
         "data_path": ("a b", 'c "d" \\ é'),
         "position_embedding_type": "learned_absolute",
         "data_parallel_sharding_strategy": "fsdp",
+        "pipeline_schedule": "Interleaved1F1B",
+        "pipeline_layers": (3, 5),
     }
     alone = {"rotary_base": 0.1 + 0.2}  # which goes with no learned positions
     linear = {"model_type": "transnormer", "linear_decay": "paper", "no_scale_embedding": True}

@@ -28,7 +28,7 @@ from parallel.mesh import MeshConfig, joined
 from tests.ranks import run_ranks
 from train import loop
 from train.config import Config, TrainConfig
-from train.language import NextToken
+from train.language import NextToken, build_runner
 from train.loop import Progress, Trainer, TrainingError, validation_line
 from train.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 from train.optim import OptimizerConfig, build_optimizer
@@ -86,12 +86,13 @@ def run_with(
             model = Llama(MODEL)
         shard_model(model, model.layers, mesh.both, bf16=False)
         fill(model, mesh.device, lambda name, shape: initial_weight(MODEL, name, shape, 5))
+        objective = NextToken(context_parallel("ring", seq_len=LENGTH), mesh.device)
         trainer = Trainer(
             config=config,
             mesh=mesh,
-            model=model,
+            runner=build_runner(config, mesh, [model], objective),
             optimizer=build_optimizer(config.optimizer, model),
-            objective=NextToken(context_parallel("ring", seq_len=LENGTH), mesh.device),
+            objective=objective,
             train_data=train_data or Samples(),
             valid_data=valid_data,
             architecture=architecture_of(MODEL),
@@ -149,7 +150,7 @@ def test_batch_size_follows_the_ranks_where_none_is_given(tmp_path: Path) -> Non
 
 def infinite_in(trainer: Trainer, iterations: range) -> None:
     """A weight of the last rank's shard is infinite during these iterations, and back after."""
-    weight = trainer.model.layers[0].mlp.down.weight  # type: ignore[union-attr, index]
+    weight = trainer.runner.parts[0].layers[0].mlp.down.weight  # type: ignore[union-attr, index]
     assert isinstance(weight, DTensor)
     plain, good = trainer._forward_backward, weight.to_local()[0, 0].item()
     states: list[list[torch.Tensor]] = []
@@ -161,7 +162,7 @@ def infinite_in(trainer: Trainer, iterations: range) -> None:
         answer = plain(micro_batches, valid)
         with torch.no_grad():
             weight.to_local()[0, 0] = good
-        states.append([parameter.to_local().clone() for parameter in trainer.model.parameters()])
+        states.append([parameter.to_local().clone() for parameter in trainer.runner.parts[0].parameters()])
         if trainer.progress.iteration - 1 in iterations:
             # What the skipped step before this one left as it was.
             assert all(torch.equal(a, b) for a, b in zip(*states[-2:], strict=True))
@@ -195,11 +196,11 @@ def test_ten_skipped_in_a_row_end_the_run_and_nine_do_not() -> None:
 
 
 def idle_weight(trainer: Trainer) -> None:
-    trainer.model.register_parameter("idle", nn.Parameter(torch.ones(2)))
+    trainer.runner.parts[0].register_parameter("idle", nn.Parameter(torch.ones(2)))
 
 
 def idle_but_frozen(trainer: Trainer) -> None:
-    trainer.model.register_parameter("idle", nn.Parameter(torch.ones(2), requires_grad=False))
+    trainer.runner.parts[0].register_parameter("idle", nn.Parameter(torch.ones(2), requires_grad=False))
 
 
 def test_a_weight_without_a_gradient_is_named() -> None:

@@ -86,27 +86,26 @@ class PipelineRunner(Runner):
         ranks, stages = mesh.size(), config.stages(mesh.size())
         self.own = config.own(mesh.get_local_rank(), ranks)
         self._valid = 1
-        hidden = hidden.requires_grad_()  # torch asks it whether gradients are sent back
-        built = []
+        hidden = hidden.detach().requires_grad_()  # torch asks it whether gradients are sent back
+        self._stages = []
         for part, number in zip(parts, self.own, strict=True):
             last = number == stages - 1
-            built.append(
-                _Stage(
-                    _Part(part, self.name, loss_sum),
-                    number,
-                    stages,
-                    device,
-                    input_args=(like,) if number == 0 else (hidden,),
-                    output_args=(hidden.new_empty((), dtype=torch.float32).requires_grad_() if last else hidden,),
-                    group=mesh.get_group(),
-                )
+            stage = _Stage(
+                _Part(part, self.name, loss_sum),
+                number,
+                stages,
+                device,
+                strategy=strategy,
+                split_backward=config.pipeline_schedule == "InterleavedZeroBubble",
+                input_args=(like,) if number == 0 else (hidden,),
+                output_args=(hidden.new_empty((), dtype=torch.float32).requires_grad_() if last else hidden,),
+                group=mesh.get_group(),
             )
-            built[-1].strategy = strategy
-            built[-1].apart = config.pipeline_schedule == "InterleavedZeroBubble"
+            self._stages.append(stage)
         schedule = get_schedule_class(config.pipeline_schedule)
         loss_fn: Callable[[Tensor, Any], Tensor] = lambda loss, _: loss / self._valid  # noqa: E731
         self.schedule: Any = schedule(
-            built[0] if config.pipeline_schedule in SINGLE else built,
+            self._stages[0] if config.pipeline_schedule in SINGLE else self._stages,
             micro_batches,
             loss_fn=loss_fn,
             scale_grads=False,
@@ -134,7 +133,14 @@ class PipelineRunner(Runner):
         """The losses of the micro-batches, none without the last stage."""
         others = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
         first, losses = others.pop(self.name), list[Tensor]()
-        step(*([first] if 0 in self.own else []), target=first, losses=losses, return_outputs=False, **others)
+        try:
+            step(*([first] if 0 in self.own else []), target=first, losses=losses, return_outputs=False, **others)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, ValueError):  # what a user can mend, which torch wraps
+                raise error.__cause__ from None
+            raise
+        for stage in self._stages:
+            stage.clear_runtime_states()  # an evaluation leaves every micro-batch's activations
         if not losses:
             return torch.zeros(1, device=self.device)
         return torch.stack([loss.detach() for loss in losses])
@@ -176,23 +182,67 @@ class _Part(nn.Module):
 
 
 class _Stage(PipelineStage):
-    strategy: Strategy
-    apart: bool
+    """torch's stage, which reduces gradients as the strategy wants and holds no buffer longer than it is needed.
+
+    torch allocates buffers to receive all micro-batches at once and keeps them for the whole run.
+    """
+
+    def __init__(self, part: _Part, *where: Any, strategy: Strategy, split_backward: bool, **shapes: Any) -> None:
+        super().__init__(part, *where, **shapes)
+        self._part, self._strategy, self._split_backward = part, strategy, split_backward
+        self._receiving: set[tuple[str, int]] = set()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate("forward", fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate("backward", bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
+        out = super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
+        self._release("forward", fwd_chunk_id)
+        return out
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> Any:
-        part: Any = self.submod
-        reduce_gradients(part.model, last_backward and not self.apart, self.strategy)
-        return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+    ) -> None:
+        reduce_gradients(self._part.model, last_backward and not self._split_backward, self._strategy)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._release("backward", bwd_chunk_id)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Where no backward is a whole one, FSDP's hooks do not run, and the library reduces at the step's end."""
-        if not self.apart:
-            return super().perform_reduce_grad(grad_scale_factor)
-        part: Any = self.submod
-        try:
-            self.submod = part.model
+        """Where no backward is a whole one, FSDP's hooks do not run, and the library reduces at the step's end.
+
+        It does so for an FSDP module that it sees, whose gradients were not to be synchronized until now: over the
+        shards and, where there are several, over the copies.
+        """
+        if self._split_backward:
+            self.submod = self._part.model
             super().perform_reduce_grad(grad_scale_factor)
-        finally:
-            self.submod = part
+            self.submod = self._part
+
+    def _allocate(self, direction: str, chunk: int) -> None:
+        table = self._buffers(direction)
+        for other in table:
+            if (direction, other) not in self._receiving:
+                self._release(direction, other)
+        for info in table.get(chunk, []):
+            info.buffer = torch.empty_like(info.buffer, device=self.device)
+            # torch before 2.13 asks the buffer whether a gradient is sent back, and decides it once, at the first step
+            info.buffer.requires_grad_(direction == "forward" and self.has_backward)
+        self._receiving.add((direction, chunk))
+
+    def _release(self, direction: str, chunk: int) -> None:
+        for info in self._buffers(direction).get(chunk, []):
+            info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+        self._receiving.discard((direction, chunk))
+
+    def _buffers(self, direction: str) -> dict[int, list[Any]]:
+        """By micro-batch, what a tensor is received into."""
+        table = self.args_recv_info if direction == "forward" else self.grad_recv_info
+        return {
+            chunk: [info for info in infos if getattr(info, "buffer", None) is not None]
+            for chunk, infos in table.items()
+        }

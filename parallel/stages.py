@@ -1,7 +1,7 @@
 """Which layers each rank of a pipeline holds, and which schedules go with what."""
 
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, fields
+from itertools import count, pairwise
 from typing import Literal
 
 from parallel.data import Strategy
@@ -37,9 +37,20 @@ class PipelineConfig:
             raise ValueError(f"pipeline_layers is {self.pipeline_layers}; each stage needs a layer")
 
     def check(
-        self, layers: int, ranks: int, micro_batches: int, strategy: Strategy, *, tp: int, recompute: bool
+        self,
+        layers: int,
+        ranks: int,
+        micro_batches: int,
+        strategy: Strategy,
+        *,
+        batch: int = 1,
+        tp: int = 1,
+        recompute: bool = False,
     ) -> None:
         """Refuse what cannot run, or would compute something else in silence, naming the nearest that works.
+
+        Args:
+            batch: sequences of one micro-batch on all data-parallel ranks.
 
         Raises:
             ValueError: stages more than layers, fewer micro-batches than ranks, a schedule that does not go with a
@@ -47,29 +58,29 @@ class PipelineConfig:
         """
         schedule, stages = self.pipeline_schedule, self.stages(ranks)
         if ranks == 1 and self != PipelineConfig():
+            default = PipelineConfig()
+            names = [f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
+            named = [f"{name} is {getattr(self, name)}" for name in names]
             raise ValueError(
-                f"pipeline_schedule is {schedule}, num_virtual_stages_per_pipeline_rank "
-                f"{self.num_virtual_stages_per_pipeline_rank}, pipeline_layers {self.pipeline_layers}, and there is no "
-                "pipeline; give --pipeline-model-parallel-size 2 or more, or leave these out"
+                f"{', '.join(named)}, and there is no pipeline; give --pipeline-model-parallel-size 2 or more, or "
+                "leave it out"
             )
         if stages > layers:
-            most = layers // self.num_virtual_stages_per_pipeline_rank
+            virtual = layers // ranks
+            other = f"num_virtual_stages_per_pipeline_rank {virtual}" if virtual else f"at most {layers} processes"
             raise ValueError(
                 f"num_layers is {layers} and there are {stages} pipeline stages, each of which needs a layer; nearest "
-                f"that work: pipeline_model_parallel_size {max(most, 1)}, or num_layers {stages}"
+                f"that work: {other}, or num_layers {stages}"
             )
         stage_layers(self, layers, ranks)
-        if micro_batches < ranks:
+        if not self._rounds(micro_batches, ranks):
+            below = [n for n in range(ranks, micro_batches) if self._rounds(n, ranks)][-1:]
+            above = next(n for n in count(max(micro_batches, ranks)) if self._rounds(n, ranks))
+            nearest = " or ".join(str(n * batch) for n in (*below, above))
             raise ValueError(
-                f"each data-parallel rank has {micro_batches} micro-batches for pipeline_model_parallel_size {ranks}: "
-                f"some processes would only wait; nearest that works: {ranks} micro-batches, by a global_batch_size of "
-                f"{ranks} x micro_batch_size x data-parallel size"
-            )
-        if schedule not in SINGLE and micro_batches % max(1, micro_batches // ranks):
-            below = micro_batches - micro_batches % ranks
-            raise ValueError(
-                f"each data-parallel rank has {micro_batches} micro-batches, which pipeline_schedule {schedule} cannot "
-                f"take in equal rounds of about {ranks}; nearest that work: {below} or {below + ranks}"
+                f"global_batch_size is {micro_batches * batch}, which gives each data-parallel rank {micro_batches} "
+                f"micro-batches: {schedule} takes at least pipeline_model_parallel_size of them, {ranks}, and "
+                f"an interleaved schedule equal rounds of about as many; nearest that work: global_batch_size {nearest}"
             )
         if schedule != "InterleavedZeroBubble":
             return
@@ -89,6 +100,11 @@ class PipelineConfig:
                 "loss_chunk_size and ffn_chunk_size would compute again in both; leave them out, or use Interleaved1F1B"
             )
 
+    def _rounds(self, micro_batches: int, ranks: int) -> bool:
+        """Whether every process has work, and an interleaved schedule's rounds are equal."""
+        equal = self.pipeline_schedule in SINGLE or not micro_batches % max(1, micro_batches // ranks)
+        return micro_batches >= ranks and equal
+
     def stages(self, ranks: int) -> int:
         """Stages of a pipeline of that many ranks."""
         return ranks * self.num_virtual_stages_per_pipeline_rank
@@ -107,16 +123,15 @@ def stage_layers(config: PipelineConfig, layers: int, ranks: int) -> list[range]
         ValueError: ``pipeline_layers`` does not name all.
     """
     stages = config.stages(ranks)
-    counts = list(config.pipeline_layers)
-    if not counts:
-        counts = [layers // stages] * stages
-        from_the_middle = sorted(range(stages), key=lambda stage: abs(2 * stage - stages + 1))
-        for stage in from_the_middle[: layers % stages]:
-            counts[stage] += 1
+    equal = [layers // stages] * stages
+    from_the_middle = sorted(range(stages), key=lambda stage: abs(2 * stage - stages + 1))
+    for stage in from_the_middle[: layers % stages]:
+        equal[stage] += 1
+    counts = list(config.pipeline_layers) or equal
     if len(counts) != stages or sum(counts) != layers:
         raise ValueError(
             f"pipeline_layers is {counts}, {sum(counts)} layers for {len(counts)} stages, and there are {layers} "
-            f"layers and {stages} stages"
+            f"layers and {stages} stages; left out, it is {' '.join(map(str, equal))}"
         )
     starts = [sum(counts[:stage]) for stage in range(stages + 1)]
     return [range(start, end) for start, end in pairwise(starts)]

@@ -67,7 +67,8 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
         raise ValueError(f"tensor parallelism knows no way to split {', '.join(left)}; parallel/tensor.py has the plan")
     model.register_forward_pre_hook(lambda _, inputs: (_of_tokens(inputs[0], mesh), *inputs[1:]))
     if getattr(model, "norm", None) is None:
-        model.register_forward_hook(lambda _, inputs, x: x.to_local())
+        # A copy, since FSDP warns of a view.
+        model.register_forward_hook(lambda _, inputs, x: x.to_local().clone())
 
 
 def _of_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:

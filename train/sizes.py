@@ -45,6 +45,7 @@ def validate_sizes(config: "Config", world_size: int) -> None:
             pp,
             micro_batches(config, dp),
             config.data_parallel.strategy,
+            batch=micro * dp,
             tp=tp,
             recompute=config.recompute != RecomputeConfig(),
         )

@@ -31,8 +31,8 @@ SEED = 3
 ONE_F_ONE_B = PipelineConfig()
 INTERLEAVED = PipelineConfig(pipeline_schedule="Interleaved1F1B", num_virtual_stages_per_pipeline_rank=2)
 SCHEDULES: dict[str, tuple[PipelineConfig, Strategy]] = {
-    "1F1B": (ONE_F_ONE_B, "zero3"),
-    "GPipe": (PipelineConfig(pipeline_schedule="GPipe"), "zero2"),
+    "1F1B": (ONE_F_ONE_B, "zero2"),
+    "GPipe": (PipelineConfig(pipeline_schedule="GPipe"), "ddp"),
     "uneven": (PipelineConfig(pipeline_layers=(1, 4)), "legacy_ddp"),
     "interleaved": (INTERLEAVED, "zero3"),
     "zero bubble": (

@@ -47,15 +47,20 @@ def test_what_fits_passes() -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "words"),
     [
-        (None, {"layers": 1}, ("num_layers is 1", "2 pipeline stages", "pipeline_model_parallel_size 1")),
-        (INTERLEAVED, {"layers": 3}, ("num_layers is 3", "4 pipeline stages", "num_layers 4")),
-        (None, {"micro_batches": 1}, ("1 micro-batches", "pipeline_model_parallel_size 2", "global_batch_size")),
-        (INTERLEAVED, {"micro_batches": 5}, ("5 micro-batches", "Interleaved1F1B", "4 or 6")),
+        (None, {"layers": 1}, ("num_layers is 1", "2 pipeline stages", "at most 1 processes", "num_layers 2")),
+        (
+            INTERLEAVED,
+            {"layers": 3},
+            ("num_layers is 3", "4 pipeline stages", "virtual_stages_per_pipeline_rank 1"),
+        ),
+        (None, {"micro_batches": 1, "batch": 3}, ("global_batch_size is 3", "1 micro-batches", "global_batch_size 6")),
+        (INTERLEAVED, {"micro_batches": 5}, ("5 micro-batches", "Interleaved1F1B", "global_batch_size 4 or 6")),
+        (INTERLEAVED, {"ranks": 4, "layers": 8, "micro_batches": 9}, ("9 micro-batches", "global_batch_size 8 or 10")),
         (ZERO_BUBBLE, {"strategy": "zero3"}, ("InterleavedZeroBubble", "zero3", "zero1")),
         (ZERO_BUBBLE, {"strategy": "zero2"}, ("InterleavedZeroBubble", "zero2", "zero1")),
         (ZERO_BUBBLE, {"tp": 2}, ("InterleavedZeroBubble", "tensor_model_parallel_size 2", "Interleaved1F1B")),
         (ZERO_BUBBLE, {"recompute": True}, ("InterleavedZeroBubble", "recompute_granularity", "Interleaved1F1B")),
-        (ZERO_BUBBLE, {"ranks": 1}, ("no pipeline", "--pipeline-model-parallel-size")),
+        (ZERO_BUBBLE, {"ranks": 1}, ("pipeline_schedule is Inter", "no pipeline", "--pipeline-model-parallel-size")),
     ],
 )
 def test_what_does_not_fit_is_refused(config: PipelineConfig | None, changes: dict, words: tuple[str, ...]) -> None:

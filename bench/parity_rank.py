@@ -7,7 +7,7 @@ import logging
 import resource
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import parallel.data
 import pretrain_gpt
-from data.loader import Samples
+from data.loader import Batch, Batching, Samples
 from parallel.mesh import Mesh, joined, launched_world_size
 from parallel.pipeline import PipelineRunner
 from train import loop
@@ -193,9 +193,20 @@ def _stage_without_norm() -> None:
     PipelineRunner.parameters = some  # type: ignore[method-assign]
 
 
+def _samples_skipped() -> None:
+    """A run begins two samples too late; one might be the wholly masked one, for which another such one comes."""
+    batches = loop.batches
+
+    def later(dataset: Samples, batching: Batching, consumed_samples: int) -> Iterator[list[Batch]]:
+        return batches(dataset, batching, consumed_samples + 2)
+
+    loop.batches = later
+
+
 SABOTAGE: dict[str, Callable[[], None]] = {
     "a layer's gradients are not reduced": _layer_not_reduced,
     "local means instead of the global one": _local_mean,
     "shards are initialised alike": _alike_shards,
     "a stage's norm is missing": _stage_without_norm,
+    "samples are skipped": _samples_skipped,
 }

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -19,15 +20,18 @@ _context.set_forkserver_preload(["bench.preload"])
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` processes joined by gloo; return their results by rank.
 
-    ``fn`` is a module-level function; its result must pickle. No process outlives the call.
+    ``fn`` is a module-level function; its result must pickle. No process outlives the call, nor this process, whatever ends it.
 
     Raises:
         RuntimeError: a rank raised (its traceback is in the message), died, or took longer than ``timeout`` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
+        lifeline, held = _context.Pipe(duplex=False)
         ranks = [
-            _context.Process(target=_rank_main, args=(fn, rank, world_size, folder, pipes[rank][1], args), daemon=True)
+            _context.Process(
+                target=_rank_main, args=(fn, rank, world_size, folder, pipes[rank][1], lifeline, args), daemon=True
+            )
             for rank in range(world_size)
         ]
         try:
@@ -37,6 +41,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 writer.close()
             return _collect([reader for reader, _ in pipes], time.monotonic() + timeout)
         finally:
+            held.close()  # ends one, too, whose start was interrupted before its number came back
             for process in ranks:
                 if process.pid is not None:
                     process.kill()
@@ -64,8 +69,15 @@ def _collect(readers: list[Connection], deadline: float) -> list[Any]:
 
 
 def _rank_main(
-    fn: Callable[..., Any], rank: int, world_size: int, folder: str, writer: Connection, args: tuple[Any, ...]
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: str,
+    writer: Connection,
+    lifeline: Connection,
+    args: tuple[Any, ...],
 ) -> None:
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     import torch
     import torch.distributed as dist
@@ -81,3 +93,9 @@ def _rank_main(
         answer = (False, traceback.format_exc())
     writer.send_bytes(pickle.dumps(answer))
     writer.close()
+
+
+def _end_with(lifeline: Connection) -> None:
+    """End this process when nobody holds the other end any more."""
+    lifeline.poll(None)
+    os._exit(1)

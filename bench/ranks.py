@@ -20,7 +20,8 @@ _context.set_forkserver_preload(["bench.preload"])
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` processes joined by gloo; return their results by rank.
 
-    ``fn`` is a module-level function; its result must pickle. No process outlives the call, nor this process, whatever ends it.
+    ``fn`` is a module-level function; its result must pickle. No process outlives the call, nor
+    this process, whatever ends it.
 
     Raises:
         RuntimeError: a rank raised (its traceback is in the message), died, or took longer than ``timeout`` seconds.

@@ -36,7 +36,7 @@ endif
 RANKS = OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test test-slow check format bench gpu-check hooks lock clean FORCE
+.PHONY: help venv pretrain test test-slow check format bench parity gpu-check hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ format: $(READY) ## Rewrite the sources in the format that check wants, with ruf
 
 bench: $(READY) ## Measure the attention: every method on 2 processes against one process
 	$(PY) -m bench.attention $(ARGS)
+
+parity: $(READY) ## Tiny models on 77 meshes of up to 8 processes against one process, into runs/parity.md (15 minutes)
+	@OMP_NUM_THREADS=1 exec $(PY) -m bench.parity $(ARGS)
 
 gpu-check: $(READY) ## On one CUDA device: its tests and the attention bench, into bench/results/
 	$(PY) -m bench.gpu_check $(ARGS)

@@ -40,14 +40,17 @@ class Runner:
         return {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
 
     def forward_backward(self, batches: Sequence[Batch], valid: int) -> Tensor:
-        """Accumulate the gradients of the sum of losses over ``valid``; returns this rank's share of that loss."""
+        """Accumulate the gradients of the sum of losses over ``valid``; returns this rank's share of that loss.
+
+        That is float64, so that adding up micro-batches and ranks rounds nothing more than each one's loss was.
+        """
         (model,), losses = self.parts, []
         for index, batch in enumerate(batches):
             reduce_gradients(model, index == len(batches) - 1, self.strategy)
             loss = self.loss_sum(model, batch) / valid
             loss.backward()
             losses.append(loss.detach())
-        return torch.stack(losses).sum()
+        return torch.stack(losses).double().sum()
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Batch]) -> Tensor:
@@ -119,7 +122,7 @@ class PipelineRunner(Runner):
 
     def forward_backward(self, batches: Sequence[Batch], valid: int) -> Tensor:
         self._valid = valid
-        total = self._run(self.schedule.step, batches).sum()
+        total = self._run(self.schedule.step, batches).double().sum()
         if self.tied is not None:
             self._sum_copies(self.tied)
         return total

@@ -1,4 +1,4 @@
-"""What the server imports, once, that tests/ranks.py forks its ranks from."""
+"""What the server imports, once, that bench/ranks.py forks its ranks from."""
 
 import matplotlib.pyplot
 import torch.distributed.checkpoint

@@ -1,0 +1,225 @@
+"""Train tiny models on every kind of mesh and compare each with one process: losses, gradients, weights.
+
+Every row is 3 steps of 8 micro-batches of the default corpus, float32, on processes joined by gloo, with labels masked
+so that the ranks hold unequal numbers of valid tokens. The reference is one process with plain SDPA. "loss" is the
+largest difference over the 3 steps, "norm" that of the gradient norms, relative; "gradients" and "weights" the largest
+over every element of every parameter, of the first step's gradients before they are clipped, and of the weights after
+the 3 steps. Adam divides by the root of the squared gradient, so that rounding of tiny gradients moves weights far:
+weights are reported, not bounded. A key's bias in a gpt is left out of them, since its gradient is nought but for
+rounding: it adds the same to all scores of a query. The initial weights must be one process's, to the bit.
+"MB" is what the largest process grew by, "s" seconds per step on these cores, however many processes share them.
+
+The controls break something each; a row of theirs that is within the bounds fails the run as one outside does above.
+
+    python -m bench.parity                                  # all, into runs/parity.md
+    python -m bench.parity --only "pp 2" --kind gpt         # the meshes whose title has it
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from bench.machine import describe
+from bench.parity_cases import KINDS, REFERENCE, Case, cases
+from bench.parity_rank import Found, train
+from bench.ranks import run_ranks
+from data.indexed import DataError
+from data.prepare import Request, prepare
+from parallel.files import write_text
+from tools.prepare_data import DEFAULT_PREFIX
+
+LOSS, GRADIENTS, NORM = 2e-6, 1e-7, 1e-6
+"""The bounds: of a loss, of each element of a gradient, and of a gradient norm, relative."""
+NOUGHT = "attention.wk.bias"
+CONTROLS: tuple[tuple[str, str, Case], ...] = (
+    ("a layer's gradients are not reduced", "llama", Case(dp=2, mode="legacy_ddp")),
+    ("a layer's gradients are not reduced", "gpt", Case(dp=2, cp=2, mode="legacy_ddp")),
+    ("local means instead of the global one", "llama", Case(dp=2)),
+    ("local means instead of the global one", "gpt", Case(dp=2, tp=2, mode="ddp")),
+    ("shards are initialised alike", "llama", Case(dp=2)),
+    ("shards are initialised alike", "gpt", Case(tp=2)),
+    ("a stage's norm is missing", "llama", Case(pp=2)),
+    ("a stage's norm is missing", "gpt", Case(pp=2, dp=2)),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run, put together from its ranks."""
+
+    records: list[dict[str, Any]]
+    tensors: dict[str, dict[str, torch.Tensor]]
+    memory_mb: float
+    copies_differ: tuple[str, ...]
+    """Tensors of which two ranks hold different copies."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """How far a run is from the reference."""
+
+    loss: float
+    norm: float
+    gradients: float
+    weights: float
+    same_start: bool
+    memory_mb: float
+    seconds: float
+    copies_differ: tuple[str, ...]
+
+    @property
+    def within(self) -> bool:
+        """Whether every bound holds; a difference that is no number is outside."""
+        bounded = self.loss <= LOSS and self.gradients <= GRADIENTS and self.norm <= NORM
+        return bounded and self.same_start and not self.copies_differ
+
+    @property
+    def cells(self) -> str:
+        """The figures as cells of a Markdown table."""
+        start = "same" if self.same_start else "differ"
+        copies = f" (copies of {self.copies_differ[0]} differ)" if self.copies_differ else ""
+        return (
+            f"{start} | {self.loss:.1e} | {self.norm:.1e} | {self.gradients:.1e} | {self.weights:.1e}{copies} | "
+            f"{self.memory_mb:.0f} | {self.seconds:.2f}"
+        )
+
+
+def trained(kind: str, case: Case, data: Path, sabotage: str | None = None, *more: str, iterations: int = 3) -> Run:
+    """Train a kind of model on a mesh, in processes of their own."""
+    ranks = run_ranks(train, case.ranks, [*case.flags(kind, data, iterations), *more], sabotage, timeout=300.0)
+    return merged(ranks)
+
+
+def merged(ranks: list[Found]) -> Run:
+    """One run out of what its ranks found."""
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    digests: dict[tuple[str, str], set[str]] = {}
+    for rank in ranks:
+        for moment, values in rank.tensors.items():
+            tensors.setdefault(moment, {}).update(values)
+        for moment, names in rank.digests.items():
+            for name, digest in names.items():
+                digests.setdefault((moment, name), set()).add(digest)
+    differing = tuple(f"{name} ({moment})" for (moment, name), seen in digests.items() if len(seen) > 1)
+    return Run(ranks[0].records, tensors, max(rank.memory_mb for rank in ranks), differing)
+
+
+def compare(got: Run, want: Run) -> Row:
+    """Differences of a run from the reference."""
+    pairs = list(zip(got.records, want.records, strict=True))
+    moved = {name for name in want.tensors["final"] if not name.endswith(NOUGHT)}
+    return Row(
+        loss=max(abs(a["lm_loss"] - b["lm_loss"]) for a, b in pairs),
+        norm=max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in pairs),
+        gradients=furthest(got.tensors["gradients"], want.tensors["gradients"]),
+        weights=furthest(*({n: t for n, t in run.tensors["final"].items() if n in moved} for run in (got, want))),
+        same_start=equal(got.tensors["initial"], want.tensors["initial"]),
+        memory_mb=got.memory_mb,
+        seconds=sum(record["iteration_time_ms"] for record in got.records[1:]) / 1e3 / (len(got.records) - 1),
+        copies_differ=got.copies_differ,
+    )
+
+
+def furthest(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """The largest difference of an element; infinite where a name or a shape differs."""
+    if {n: t.shape for n, t in got.items()} != {n: t.shape for n, t in want.items()}:
+        return float("inf")
+    return max((got[name] - want[name]).abs().max().item() for name in want)
+
+
+def equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
+    """Whether names and bits are the same."""
+    return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+HEADER = """\
+| model | processes | mesh | start | loss | norm | gradients | weights | MB | s |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def rows(kinds: list[str], chosen: list[Case], data: Path) -> Iterator[tuple[str, bool]]:
+    """Every line of the table as it is measured, and whether it is as it should be."""
+    references = {kind: trained(kind, REFERENCE, data) for kind in kinds}
+    for kind in kinds:
+        yield f"| {kind} | 1 | {REFERENCE.title} | {compare(references[kind], references[kind]).cells} |", True
+    for kind in kinds:
+        for case in chosen:
+            row = compare(trained(kind, case, data), references[kind])
+            mark = "" if row.within else " **outside of the bounds**"
+            yield f"| {kind} | {case.ranks} | {case.title}{mark} | {row.cells} |", row.within
+    for name, kind, case in CONTROLS:
+        if kind in kinds:
+            row = compare(trained(kind, case, data, name), references[kind])
+            mark = " **and is not seen**" if row.within else ""
+            yield f"| {kind} | {case.ranks} | control: {name}{mark}; {case.title} | {row.cells} |", not row.within
+
+
+def report(lines: list[str], failed: int, seconds: float) -> str:
+    """The table with what it was measured on."""
+    machine = describe("cpu")
+    verdict = f"{failed} of them not as they should be" if failed else "all as they should be"
+    return (
+        f"{machine['device']}, {machine['cores']} cores, torch {machine['torch']}, {machine['date']}: "
+        f"{len(lines)} rows in {seconds / 60:.0f} minutes, {verdict}.\n"
+        f"Bounds: loss {LOSS:.0e}, gradients {GRADIENTS:.0e}, norm {NORM:.0e} relative; `bench/parity.py` has what the "
+        "columns are.\n\n" + "\n".join([HEADER, *lines]) + "\n"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(
+        prog="parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    found.add_argument("--kind", choices=tuple(KINDS), help="this kind of model alone (default: all)")
+    found.add_argument("--only", metavar="TEXT", default="", help="meshes whose title contains this (default: all)")
+    found.add_argument(
+        "--data", type=Path, metavar="PREFIX", default=Path(DEFAULT_PREFIX), help="corpus (default: %(default)s)"
+    )
+    found.add_argument(
+        "--output", type=Path, metavar="PATH", default=Path("runs/parity.md"), help="the table (default: %(default)s)"
+    )
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status: 1 where a row is not as it should be."""
+    args = parser().parse_args(argv)
+    chosen = [case for case in cases() if args.only in case.title]
+    try:
+        if not chosen:
+            raise ValueError(f"--only is {args.only!r}, which is in no mesh's title, such as {cases()[0].title}")
+        prepare(Request(), args.data)
+        started, lines, failed = time.monotonic(), list[str](), 0
+        print(HEADER, flush=True)
+        for line, good in rows([args.kind] if args.kind else list(KINDS), chosen, args.data):
+            print(line, flush=True)
+            lines.append(line)
+            failed += not good
+        write_text(args.output, report(lines, failed, time.monotonic() - started))
+    except (DataError, ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{len(lines)} rows, {failed} of them not as they should be; wrote {args.output}")
+    return int(failed > 0)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    # As an exception, so that the processes are ended on the way out.
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

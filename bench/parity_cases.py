@@ -1,0 +1,149 @@
+"""The meshes of `make parity`, enumerated from their dimensions, and the tiny models that train on them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, permutations
+from pathlib import Path
+
+from parallel.context import METHODS
+
+SHARED = """
+    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 4099 --seq-length 128 --device cpu
+    --global-batch-size 8 --micro-batch-size 1 --lr 1e-3 --clip-grad 0.5 --eval-iters 0 --log-interval 1000
+""".split()  # noqa: SIM905
+KINDS: dict[str, tuple[str, ...]] = {
+    "llama": ("--num-query-groups", "2"),
+    "gpt": (
+        *("--model-type", "gpt", "--max-position-embeddings", "128"),
+        "--no-untie-embeddings-and-output-weights",
+    ),
+}
+"""llama: two query heads per KV head, untied. gpt: learned positions, biases, tied. The vocabulary is odd in both."""
+DIMENSIONS = ("pp", "dp", "cp", "tp")
+MOST = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A mesh, and how each of its dimensions is used."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    method: str = "striped"
+    team: int = 1
+    mode: str = "zero3"
+    copies: int = 1
+    schedule: str = "1F1B"
+    virtual: int = 1
+    layers: tuple[int, ...] = ()
+    loss_chunk: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Processes."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def title(self) -> str:
+        """The mesh in a few words; a data-parallel mode where there are ranks that it divides."""
+        sizes = [f"{name} {getattr(self, name)}" for name in DIMENSIONS if getattr(self, name) > 1]
+        parts = [" x ".join(sizes) or "one process"]
+        if self.cp > 1 or self.method == "none":
+            teams = f" in teams of {self.team}" if self.team > 1 else ""
+            parts.append("plain SDPA" if self.method == "none" else self.method + teams)
+        if self.dp * self.cp > 1:
+            parts.append(self.mode + (f", {self.copies} copies" if self.copies > 1 else ""))
+        if self.schedule != "1F1B":
+            parts.append(self.schedule)
+        if self.layers:
+            parts.append("layers " + " + ".join(map(str, self.layers)))
+        if self.loss_chunk:
+            parts.append(f"loss by {self.loss_chunk} tokens")
+        return ", ".join(parts)
+
+    def flags(self, kind: str, data: Path, iterations: int = 3) -> list[str]:
+        """The command line that trains a kind of model on it."""
+        values = {
+            "data-path": data,
+            "tokenizer-model": f"{data}.model",
+            "train-iters": iterations,
+            "pipeline-model-parallel-size": self.pp,
+            "context-parallel-size": self.cp,
+            "tensor-model-parallel-size": self.tp,
+            "context-parallel-method": self.method,
+            "context-parallel-team-size": self.team,
+            "data-parallel-sharding-strategy": self.mode,
+            "num-distributed-optimizer-instances": self.copies,
+            "pipeline-schedule": self.schedule,
+            "num-virtual-stages-per-pipeline-rank": self.virtual,
+            "loss-chunk-size": self.loss_chunk,
+        }
+        found = [*SHARED, *KINDS[kind]]
+        for name, value in values.items():
+            found += [f"--{name}", str(value)]
+        return [*found, "--pipeline-layers", *map(str, self.layers)] if self.layers else found
+
+
+REFERENCE = Case(method="none")
+
+
+def cases() -> list[Case]:
+    """All of them, each once."""
+    found = (*_alone(), *_together(), *_four_dimensions(), *_modes(), *_pipelines())
+    return [case for case in dict.fromkeys(found) if case.ranks <= MOST]
+
+
+def _alone() -> Iterator[Case]:
+    """Each dimension of 2 and of 4, context parallelism by each method."""
+    for size in (2, 4):
+        for name in DIMENSIONS:
+            if name != "cp":
+                yield Case(**{name: size})  # type: ignore[arg-type]
+        yield from (Case(cp=size, method=method) for method in METHODS)
+    yield Case(cp=4, method="wallfacer", team=2)
+
+
+def _together() -> Iterator[Case]:
+    """All pairs of 2 x 2 and of 2 x 4, and all triples."""
+    for one, other in combinations(DIMENSIONS, 2):
+        yield Case(**{one: 2, other: 2})  # type: ignore[arg-type]
+    for one, other in permutations(DIMENSIONS, 2):
+        yield Case(**{one: 2, other: 4})  # type: ignore[arg-type]
+    for three in combinations(DIMENSIONS, 3):
+        yield Case(**dict.fromkeys(three, 2))  # type: ignore[arg-type]
+
+
+def _four_dimensions() -> Iterator[Case]:
+    """The triples with pipelines and context parallelism, by two methods and two data-parallel modes each."""
+    for third in ("tp", "dp"):
+        for method in ("striped", "zigzag"):
+            for mode in ("zero3", "zero1"):
+                yield Case(pp=2, cp=2, method=method, mode=mode, **{third: 2})  # type: ignore[arg-type]
+
+
+def _modes() -> Iterator[Case]:
+    """Every data-parallel mode with each other dimension."""
+    for mode in ("ddp", "legacy_ddp", "zero1", "zero2", "zero3"):
+        for other in ("cp", "tp", "pp"):
+            yield Case(dp=2, mode=mode, **{other: 2})  # type: ignore[arg-type]
+    for mode in ("zero1", "zero2", "zero3"):
+        yield Case(dp=4, mode=mode, copies=2)
+    yield Case(dp=2, cp=2, copies=2)
+    yield Case(dp=2, cp=2, tp=2, copies=2)
+
+
+def _pipelines() -> Iterator[Case]:
+    """Every schedule, layers shared unevenly, and losses in chunks, which are pipelines' last stage's too."""
+    yield Case(pp=2, schedule="GPipe")
+    yield Case(pp=2, tp=2, schedule="GPipe")
+    yield Case(pp=2, schedule="Interleaved1F1B", virtual=2)
+    yield Case(pp=2, cp=2, tp=2, schedule="Interleaved1F1B", virtual=2)
+    yield Case(pp=2, dp=2, cp=2, schedule="Interleaved1F1B", virtual=2, mode="zero2")
+    yield Case(pp=2, dp=2, cp=2, schedule="InterleavedZeroBubble", virtual=2, mode="zero1")
+    yield Case(pp=2, layers=(1, 3))
+    yield Case(pp=2, tp=2, layers=(3, 1))
+    yield Case(pp=2, cp=2, schedule="Interleaved1F1B", virtual=2)
+    yield Case(tp=2, cp=2, loss_chunk=50)
+    yield Case(pp=2, tp=2, loss_chunk=50)

@@ -1,0 +1,212 @@
+"""What one process of `make parity` does: train as pretrain_gpt.py would, and tell what came out."""
+
+import contextlib
+import hashlib
+import io
+import logging
+import resource
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import parallel.data
+import pretrain_gpt
+from data.loader import Batch, Batching, Samples
+from parallel.mesh import Mesh, joined, launched_world_size
+from parallel.pipeline import PipelineRunner
+from train import loop
+from train.config import parse_args, validate
+from train.loop import Trainer
+
+
+@dataclass
+class Found:
+    """What a rank tells: its records, and whole tensors by name and moment of the run.
+
+    The first rank of each pipeline stage sends the tensors; the others digests of them, which must be equal.
+    """
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    digests: dict[str, dict[str, str]] = field(default_factory=dict)
+    memory_mb: float = 0.0
+
+    def keep(self, moment: str, values: dict[str, Tensor], send: bool) -> None:
+        """Note tensors, of which DTensors are made whole: collective over their meshes."""
+        whole = {name: _whole(value) for name, value in values.items()}
+        self.digests[moment] = {name: _digest(value) for name, value in whole.items()}
+        self.tensors[moment] = whole if send else {}
+
+
+class Masked:
+    """Samples with some labels masked, as a function of the sample alone: ranks get unequal numbers of valid tokens.
+
+    Of eight samples one has none, two end early and two start late; a range in the middle goes from the rest.
+    """
+
+    def __init__(self, data: Samples) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int | None) -> dict[str, Tensor]:
+        sample = dict(self._data[index])
+        mask = sample["loss_mask"].clone()
+        if index is not None:
+            length = len(mask)
+            kinds = (0, length), (length // 4, length), (0, length // 2), (40, 47)
+            mask[slice(*kinds[(0, 1, 2, 3, 3, 2, 1, 3)[index % 8]])] = 0
+        return {**sample, "loss_mask": mask}
+
+
+class Log:
+    """Keeps a run's records in memory."""
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self._records = records
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Note an iteration."""
+        self._records.append(record)
+
+    def sync(self) -> None:
+        """Nothing is written."""
+
+
+def train(rank: int, world_size: int, flags: Sequence[str], sabotage: str | None = None) -> Found:
+    """Train on the processes that have joined; with ``sabotage``, after breaking what that names."""
+    before = _peak_mb()
+    loop.peak_flops = lambda *_: 1e9  # its measurement takes longer than these steps
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # that making tensors whole is slow
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # which nobody writes to
+    if sabotage is not None:
+        SABOTAGE[sabotage]()
+    config = parse_args(list(flags))
+    validate(config, launched_world_size())
+    found = Found()
+    with contextlib.redirect_stdout(io.StringIO()), joined(config.mesh) as mesh:
+        trainer = pretrain_gpt.prepared(config, mesh)
+        trainer.train_data = Masked(trainer.train_data)
+        trainer.log = None if trainer.log is None else Log(found.records)  # type: ignore[assignment]
+        send = mesh.both.get_local_rank() == mesh.tp.get_local_rank() == 0
+        found.keep("loaded" if trainer.progress.iteration else "initial", state(trainer), send)
+        _watch(trainer, mesh, found, send)
+        trainer.run()
+        found.keep("final", weights(trainer), send)
+    found.memory_mb = _peak_mb() - before
+    return found
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    """This rank's parameters by name, both copies of a tied one where it holds both stages."""
+    return {name: p.detach() for part in trainer.runner.parts for name, p in part.named_parameters()}
+
+
+def state(trainer: Trainer) -> dict[str, Tensor]:
+    """Weights and what the optimizer keeps of each, by name."""
+    found = weights(trainer)
+    for part in trainer.runner.parts:
+        for name, parameter in part.named_parameters():
+            found |= {f"{name}/{key}": value for key, value in trainer.optimizer.state.get(parameter, {}).items()}
+    return found
+
+
+def _watch(trainer: Trainer, mesh: Mesh, found: Found, send: bool) -> None:
+    """Note the first step's gradients before they are clipped, and what the first checkpoint saves."""
+    clip, save = loop.clip_gradients, loop.save_checkpoint
+
+    def noting_clip(parameters: Any, norm: float, largest: float) -> None:
+        if "gradients" not in found.tensors:
+            parts = trainer.runner.parts
+            gradients = {name: p.grad for part in parts for name, p in part.named_parameters() if p.grad is not None}
+            found.keep("gradients", gradients, send)
+        clip(parameters, norm, largest)
+
+    def noting_save(*args: Any, **more: Any) -> Any:
+        if "saved" not in found.tensors:
+            found.keep("saved", state(trainer), send)
+        return save(*args, **more)
+
+    loop.clip_gradients, loop.save_checkpoint = noting_clip, noting_save
+
+
+def _whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def _digest(value: Tensor) -> str:
+    return hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
+
+
+def _peak_mb() -> float:
+    """The largest resident set of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1e6 if sys.platform == "darwin" else 1e6 / 1024)
+
+
+def _layer_not_reduced() -> None:
+    """legacy_ddp forgets the second layer's gradients."""
+    finish = loop.finish_gradients
+
+    def some(model: nn.Module, mesh: DeviceMesh, strategy: parallel.data.Strategy) -> None:
+        reduced = [p for name, p in model.named_parameters() if not name.startswith("layers.1.")]
+        finish(nn.ParameterList(reduced), mesh, strategy)
+
+    loop.finish_gradients = some
+
+
+def _local_mean() -> None:
+    """Each rank divides by its own number of valid tokens, and the means are averaged."""
+    next_step = Trainer._next_step
+
+    def local(self: Trainer, steps: Any) -> Any:
+        micro_batches, _ = next_step(self, steps)
+        return micro_batches, sum(map(self.objective.count, micro_batches)) * self.mesh.both.size()
+
+    Trainer._next_step = local  # type: ignore[method-assign]
+
+
+def _alike_shards() -> None:
+    """Every rank's shard starts as the first one."""
+
+    def first(whole: Tensor, like: DTensor) -> Tensor:
+        local = like.to_local()
+        return whole.flatten()[: local.numel()].view(local.shape)
+
+    parallel.data.own_shard = first
+
+
+def _stage_without_norm() -> None:
+    """All but the first stage leave most of their parameters out of the gradient norm."""
+    parameters = PipelineRunner.parameters
+
+    def some(self: PipelineRunner) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in parameters(self).items() if 0 in self.own or name == "norm.weight"}
+
+    PipelineRunner.parameters = some  # type: ignore[method-assign]
+
+
+def _samples_skipped() -> None:
+    """A run begins two samples too late; one might be the wholly masked one, for which another such one comes."""
+    batches = loop.batches
+
+    def later(dataset: Samples, batching: Batching, consumed_samples: int) -> Iterator[list[Batch]]:
+        return batches(dataset, batching, consumed_samples + 2)
+
+    loop.batches = later
+
+
+SABOTAGE: dict[str, Callable[[], None]] = {
+    "a layer's gradients are not reduced": _layer_not_reduced,
+    "local means instead of the global one": _local_mean,
+    "shards are initialised alike": _alike_shards,
+    "a stage's norm is missing": _stage_without_norm,
+    "samples are skipped": _samples_skipped,
+}

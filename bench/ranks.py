@@ -3,12 +3,15 @@
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import forkserver as _forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,17 +39,30 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             for rank in range(world_size)
         ]
         try:
-            for process in ranks:
-                process.start()
+            with _uninterrupted():
+                for process in ranks:
+                    process.start()
             for _, writer in pipes:
                 writer.close()
             return _collect([reader for reader, _ in pipes], time.monotonic() + timeout)
         finally:
-            held.close()  # ends one, too, whose start was interrupted before its number came back
+            held.close()
             for process in ranks:
                 if process.pid is not None:
                     process.kill()
                     process.join()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Leave Ctrl-C and SIGTERM for later: a process whose start they cut short would run on, its number unknown."""
+    _forkserver.ensure_running()  # which would inherit what is blocked
+    told = {signal.SIGINT, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, told)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _collect(readers: list[Connection], deadline: float) -> list[Any]:
@@ -78,6 +94,7 @@ def _rank_main(
     lifeline: Connection,
     args: tuple[Any, ...],
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starter too, which ends this process
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     import torch
@@ -97,6 +114,6 @@ def _rank_main(
 
 
 def _end_with(lifeline: Connection) -> None:
-    """End this process when nobody holds the other end any more."""
+    """End this process when nobody holds the other end any more: the one who started it is gone."""
     lifeline.poll(None)
     os._exit(1)

@@ -8,7 +8,7 @@ from typing import Literal, get_type_hints
 
 import pytest
 
-from parallel.context import METHODS
+from parallel.context import METHODS, STATE_METHODS
 from train import flags
 from train.config import Config, ConfigError, TrainConfig, load_config, parse_args, to_toml, validate
 
@@ -293,7 +293,7 @@ def test_a_section_that_flags_cannot_carry_is_a_programming_error(section, word)
 
 
 def test_the_methods_offered_are_those_that_exist():
-    assert set(flags.config_fields(Config)["context_parallel_method"].choices) == {*METHODS, "none"}
+    assert set(flags.config_fields(Config)["context_parallel_method"].choices) == {*METHODS, *STATE_METHODS, "none"}
 
 
 def test_configs_are_immutable():

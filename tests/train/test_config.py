@@ -231,7 +231,24 @@ def test_wrong_flags_are_refused_by_name(argv, words):
         (
             2,
             "--model-type transnormer --context-parallel-size 2",
-            ["context_parallel_size is 2", "model_type transnormer", "no state; use size 1"],
+            ["context_parallel_method is striped", "model_type transnormer", "no state on; use lasp or lasp2"],
+        ),
+        (
+            1,
+            "--context-parallel-method lasp",
+            ["context_parallel_method is lasp", "model_type llama has softmax", "use ring, striped"],
+        ),
+        (
+            2,
+            "--model-type transnormer --context-parallel-size 2 --context-parallel-method lasp2 "
+            "--context-parallel-layout zigzag",
+            ["context_parallel_layout is 'zigzag' with method lasp2", "one state", "use contiguous or auto"],
+        ),
+        (
+            2,
+            "--model-type transnormer --context-parallel-size 2 --context-parallel-method lasp "
+            "--attention-backend reference",
+            ["attention_backend is reference with context_parallel_size 2", "auto, chunked or triton"],
         ),
         (
             2,

@@ -16,11 +16,11 @@ from parallel.context.traffic import Cost, Traffic
 
 __all__ = [
     "METHODS",
+    "STATE_METHODS",
     "ContextConfig",
     "ContextError",
     "ContextParallel",
     "Cost",
-    "STATE_METHODS",
     "Plan",
     "Round",
     "Traffic",

@@ -103,7 +103,8 @@ class StateExecutor:
             return results, state, lambda: None
         if state is not None and here.goes_through:
             local = local + passed_on(state, log_decay, self.plan.local_len)
-        return results, state, self.transport.send(self._finite(local, reverse), here.target)
+        onward = self._finite(local, reverse)
+        return results, state, self.transport.send(onward, here.target)
 
     def _sum_before(self, states: Tensor, log_decay: Sequence[float], reverse: bool) -> Tensor | None:
         """The state that comes to this rank, of what every rank adds to it [B, ranks, H, D, E]."""
@@ -153,9 +154,7 @@ _executors: WeakValueDictionary[int, StateExecutor] = WeakValueDictionary()
 
 
 @torch.library.custom_op("longmesh::state_attention", mutates_args=())
-def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], handle: int
-) -> tuple[Tensor, Tensor]:
+def _forward_op(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], handle: int) -> tuple[Tensor, Tensor]:
     return _executors[handle].forward(q, k, v, log_decay)
 
 

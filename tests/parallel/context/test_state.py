@@ -1,7 +1,7 @@
 """State passing over real gloo ranks against float64 in one process: out and every gradient, bytes, and their order."""
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ LOG_DECAY = tuple(math.log(decay) for decay in (1.0, 0.999, 0.9, 0.5, 0.2))
 Case = tuple[str, int, tuple[int, ...] | None, torch.dtype]
 """Method, length, documents, dtype."""
 LENGTHS: list[tuple[int, tuple[int, ...] | None]] = [
-    (512, None),
+    (256, None),
     (251, None),  # padded on any number of ranks
     (5, None),  # on 8 ranks some have nothing but padding
     (251, (0, 3, 40, 41, 131, 251)),  # documents over several ranks, and several documents on one
@@ -71,17 +71,20 @@ def attend_on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[list[
         local = [cp.shard(x.to(dtype), dim=1) for x in inputs(length, dtype)]
         # What padding holds must reach nothing.
         local = [x.index_fill(1, (cp.positions >= length).nonzero().flatten(), 1e3) for x in local]
-        results.append([cp.unshard(x, 1) for x in with_gradients(lambda *x: cp.attend_linear(*x, LOG_DECAY), local)])
+        found = with_gradients(partial(cp.attend_linear, log_decay=LOG_DECAY), local)
+        results.append([cp.unshard(x, 1) for x in found])
     return results
 
 
-def cases_of(*dtypes: torch.dtype) -> list[Case]:
-    return [(method, *length, dtype) for method in STATE_METHODS for length in LENGTHS for dtype in dtypes]
+def all_cases() -> list[Case]:
+    cases = [(method, *length) for method in STATE_METHODS for length in LENGTHS]
+    exact = [(*case, dtype) for case in cases for dtype in (torch.float64, torch.float32)]
+    return [*exact, *((*case, torch.bfloat16) for case in cases[1:4:2])]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_ranks_and_documents_are_exact(world_size: int) -> None:
-    cases = cases_of(torch.float64, torch.float32, torch.bfloat16)
+    cases = all_cases()
     for case, got in zip(cases, run_ranks(attend_on_ranks, world_size, cases)[0], strict=True):
         want = truth(*case[1:])
         if case[-1] == torch.float64:
@@ -218,9 +221,9 @@ def test_a_state_that_is_not_finite_is_named_before_it_is_sent(method: str) -> N
 def test_calls_that_do_not_fit_are_named() -> None:
     q = torch.randn(1, 16, HEADS, WIDTH)
     cp = context_parallel("lasp", seq_len=16)
-    with pytest.raises(ContextError, match="method lasp passes states on, which softmax attention.*ring, striped"):
+    with pytest.raises(ContextError, match=r"method lasp passes states on, which softmax attention.*ring, striped"):
         cp.attend(q, q, q)
-    with pytest.raises(ContextError, match="method striped passes keys and values on, which linear.*use.*lasp, lasp2"):
+    with pytest.raises(ContextError, match=r"method striped passes keys and values on, which linear.*use.*lasp, lasp2"):
         context_parallel("striped", seq_len=16).attend_linear(q, q, q, LOG_DECAY)
     with pytest.raises(ContextError, match="does not fit a plan of 16 local positions"):
         cp.attend_linear(q[:, :8], q[:, :8], q[:, :8], LOG_DECAY)
@@ -231,15 +234,14 @@ def test_calls_that_do_not_fit_are_named() -> None:
     for layout in ("striped", "zigzag"):
         with pytest.raises(ContextError, match=f"context_parallel_layout is '{layout}'.*use contiguous or auto"):
             make_plan("lasp2", seq_len=16, size=2, layout=layout)
-    with pytest.raises(ContextError, match="ulysses_degree is 2 with method lasp.*use 1"):
+    with pytest.raises(ContextError, match=r"ulysses_degree is 2 with method lasp.*use 1"):
         make_plan("lasp", seq_len=16, size=2, ulysses_degree=2)
     with pytest.raises(ContextError, match="lasp has no teams"):
         make_plan("lasp", seq_len=16, size=4, team_size=2)
 
 
-@pytest.mark.parametrize("method", STATE_METHODS)
-def test_the_attention_is_one_operator_that_autograd_and_tracing_accept(method: str) -> None:
-    cp = context_parallel(method, seq_len=16)
+def test_the_attention_is_one_operator_that_autograd_and_tracing_accept() -> None:
+    cp = context_parallel("lasp2", seq_len=16)
     q, k, v = (torch.randn(1, 16, HEADS, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     torch.library.opcheck(torch.ops.longmesh.state_attention.default, (q, k, v, LOG_DECAY, cp._state_executor.handle))
 

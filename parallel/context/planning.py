@@ -92,8 +92,8 @@ def make_plan(
 def _check_state_method(method: str, layout: str, ulysses_degree: int) -> None:
     if layout not in ("auto", "contiguous"):
         raise ContextError(
-            f"context_parallel_layout is {layout!r} with method {method}, whose one state sums up all tokens "
-            "of the ranks before, so that a rank's tokens must follow those of the one before it; use contiguous or auto"
+            f"context_parallel_layout is {layout!r} with method {method}, whose one state sums up all tokens of "
+            "the ranks before, so that a rank's tokens must follow those of the one before it; use contiguous or auto"
         )
     if ulysses_degree > 1:
         raise ContextError(

@@ -173,10 +173,6 @@ CASES = {
         ("--model-type", "transnormer", "--num-query-groups", "none", "--context-parallel-size", "2"),
         ("context_parallel_method is striped", "transnormer has linear attention", "use lasp or lasp2"),
     ),
-    "states passed on for softmax attention": Case(
-        ("--context-parallel-method", "lasp", "--context-parallel-size", "2"),
-        ("context_parallel_method is lasp", "llama has softmax attention", "use ring, striped"),
-    ),
     "linear attention with grouped queries": Case(
         ("--model-type", "transnormer"), ("num_query_groups is 2", "one key head per query head", "leave it out")
     ),

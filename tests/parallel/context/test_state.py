@@ -210,12 +210,16 @@ def test_who_passes_what_to_whom() -> None:
 
 @pytest.mark.parametrize("method", STATE_METHODS)
 def test_a_state_that_is_not_finite_is_named_before_it_is_sent(method: str) -> None:
-    executor = StateExecutor(make_plan(method, seq_len=16, size=2), None, 0, "auto")  # type: ignore[arg-type]
-    q, k, v = (torch.ones(1, 8, HEADS, WIDTH) for _ in range(3))
+    plan = make_plan(method, seq_len=16, size=2)
+    first, last = (StateExecutor(plan, None, rank, "auto") for rank in (0, 1))  # type: ignore[arg-type]
+    q, k, v, dout = (torch.ones(1, 8, HEADS, WIDTH) for _ in range(4))
     k[0, 3, 2, 0] = math.inf
-    message = "the state after positions 0 to 7.* rank 0 passes on, .*not finite, first in head 2"
+    with pytest.raises(ContextError, match=r"the state after positions 0 to 7.* rank 0 .*not finite, first in head 2"):
+        first.forward(q, k, v, LOG_DECAY)
+    dout[0, 3, 4, 0] = math.nan
+    message = r"the gradient of the state before positions 8 to 15.* rank 1 .*not finite, first in head 4"
     with pytest.raises(ContextError, match=message):
-        executor.forward(q, k, v, LOG_DECAY)
+        last.backward(dout, q, v, v, torch.zeros(1, HEADS, WIDTH, WIDTH), LOG_DECAY)
 
 
 def test_calls_that_do_not_fit_are_named() -> None:

@@ -89,7 +89,8 @@ def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend) -> li
 def summary(config: Config, mesh: Mesh) -> str:
     """One line on what is about to be trained, where, and how."""
     model, context = config.model, config.context
-    method = "linear attention" if model.linear_attention else context.title
+    alone = model.linear_attention and mesh.cp.size() == 1
+    method = "linear attention" if alone else context.title
     pipeline = f"pipeline parallel {mesh.pp.size()} x " if mesh.pp.size() > 1 else ""
     tensor = f" x tensor parallel {mesh.tp.size()}" if mesh.tp.size() > 1 else ""
     return (

@@ -24,6 +24,7 @@ ATTENTION = frozenset(
     {
         "longmesh::context_attention",
         "longmesh::linear_attention",
+        "longmesh::state_attention",
         "longmesh::heads_to_tokens",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_flash_attention",

@@ -169,9 +169,9 @@ CASES = {
         ("--model-type", "gpt", "--max-position-embeddings", "31"), ("seq_length is 32", "max_position_embeddings 31")
     ),
     "table without a gpt": Case(("--max-position-embeddings", "64"), ("max_position_embeddings is 64", "leave it out")),
-    "linear attention over several ranks": Case(
+    "keys and values passed on for linear attention": Case(
         ("--model-type", "transnormer", "--num-query-groups", "none", "--context-parallel-size", "2"),
-        ("context_parallel_size is 2", "transnormer has linear attention", "use size 1"),
+        ("context_parallel_method is striped", "transnormer has linear attention", "use lasp or lasp2"),
     ),
     "linear attention with grouped queries": Case(
         ("--model-type", "transnormer"), ("num_query_groups is 2", "one key head per query head", "leave it out")

@@ -1,4 +1,4 @@
-"""The models of linear attention train as one process does, data parallel too, and go on from their checkpoints."""
+"""The models of linear attention train as one process does, over ranks too, and go on from their checkpoints."""
 
 from pathlib import Path
 
@@ -27,11 +27,23 @@ def one_process(kind: str, default_data: Path, tmp_path_factory: pytest.TempPath
     return pretrain(1, default_data, save, *flags(kind), "--attention-backend", "reference")
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "zero3"), (2, "zero3"), (2, "ddp"), (4, "zero1")])
-def test_data_parallel_in_chunks_equals_one_process(
-    kind: str, ranks: int, strategy: str, default_data: Path, one_process: list[dict], tmp_path: Path
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "cp", "method"),
+    [(1, "zero3", 1, "lasp"), (2, "ddp", 1, "none"), (4, "zero1", 1, "none"), (2, "zero3", 2, "lasp"),
+     (4, "zero2", 2, "lasp2")],
+)  # fmt: skip
+def test_ranks_in_chunks_equal_one_process(
+    kind: str,
+    ranks: int,
+    strategy: str,
+    cp: int,
+    method: str,
+    default_data: Path,
+    one_process: list[dict],
+    tmp_path: Path,
 ) -> None:
-    arguments = (*flags(kind), "--data-parallel-sharding-strategy", strategy)
+    context = ("--context-parallel-size", str(cp), "--context-parallel-method", method)
+    arguments = (*flags(kind), "--data-parallel-sharding-strategy", strategy, *context)
     assert differences(pretrain(ranks, default_data, tmp_path / "run", *arguments), one_process) <= BOUND
     assert one_process[0]["lm_loss"] > one_process[-1]["lm_loss"]
 

@@ -100,7 +100,7 @@ def corpus_entropy(data: DataConfig) -> dict[str, float]:
 def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, Attend | LinearAttend]:
     """The context-parallel dimension that the configuration names, and the attention that the model calls."""
     if config.model.linear_attention:
-        return context_parallel("ring", seq_len=config.train.seq_length), _linear_attend(config)
+        return _linear_context_of(config, group)
     method, backend = config.context.context_parallel_method, config.context.attention_backend
     seq_length, tp = config.train.seq_length, config.mesh.tensor_model_parallel_size
     if method == "none":
@@ -127,8 +127,8 @@ def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[Context
     return cp, cp.attend
 
 
-def _linear_attend(config: Config) -> LinearAttend:
-    """Linear attention of a process that holds whole sequences, by the backend that the configuration names."""
+def _linear_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, LinearAttend]:
+    """Of a model with linear attention: states that are passed on, or a process that holds whole sequences."""
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
     try:
         backend = select_linear_backend(config.context.attention_backend, config.mesh.device_type, dtype)
@@ -138,7 +138,13 @@ def _linear_attend(config: Config) -> LinearAttend:
     def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
         return linear_attention(q, k, v, log_decay, backend=backend)[0]
 
-    return attend
+    seq_length = config.train.seq_length
+    if config.mesh.context_parallel_size == 1:
+        return context_parallel("ring", seq_len=seq_length), attend
+    timeout = timedelta(minutes=config.mesh.distributed_timeout_minutes)
+    method = config.context.context_parallel_method
+    cp = context_parallel(method, seq_len=seq_length, group=group, backend=backend, timeout=timeout)
+    return cp, cp.attend_linear
 
 
 def with_vocabulary(config: Config, entries: int) -> Config:

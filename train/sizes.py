@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from model.config import ModelConfig
 from parallel.context.errors import ContextError
+from parallel.context.registry import METHODS, STATE_METHODS
 from parallel.recompute import RecomputeConfig
 from train.flags import ConfigError
 
@@ -21,8 +22,7 @@ def validate_sizes(config: "Config", world_size: int) -> None:
         )
     tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
     pp = config.mesh.pipeline_model_parallel_size
-    if config.model.linear_attention:
-        _validate_linear(config.model.model_type, tp, cp)
+    _validate_method(config)
     _validate_fit("tensor_model_parallel_size", tp, world_size, "")
     _validate_fit("context_parallel_size", cp, world_size, f"tensor_model_parallel_size {tp}", tp)
     within = f"tensor_model_parallel_size {tp} x context_parallel_size {cp}"
@@ -65,17 +65,30 @@ def _validate_copies(copies: int, ranks: int) -> None:
         )
 
 
-def _validate_linear(model_type: str, tp: int, cp: int) -> None:
-    """Check that nobody shares a layer or a sequence of linear attention."""
-    if tp > 1:
+def _validate_method(config: "Config") -> None:
+    """Check that the method passes on what the model's kind of attention needs of other tokens."""
+    kind, linear = config.model.model_type, config.model.linear_attention
+    method, cp = config.context.context_parallel_method, config.mesh.context_parallel_size
+    tp = config.mesh.tensor_model_parallel_size
+    if linear and tp > 1:
         raise ConfigError(
-            f"tensor_model_parallel_size is {tp}, and model_type {model_type} cannot be split yet; "
+            f"tensor_model_parallel_size is {tp}, and model_type {kind} cannot be split yet; "
             "use size 1, and data_parallel_sharding_strategy zero3 instead"
         )
-    if cp > 1:
+    if linear and cp > 1 and method not in STATE_METHODS:
         raise ConfigError(
-            f"context_parallel_size is {cp}, and model_type {model_type} has linear attention: the methods here pass "
-            "keys and values on, and no state; use size 1, and the processes for data parallelism"
+            f"context_parallel_method is {method} with context_parallel_size {cp}, and model_type {kind} has linear "
+            f"attention: that method passes no state on; use {' or '.join(STATE_METHODS)}"
+        )
+    if not linear and method in STATE_METHODS:
+        raise ConfigError(
+            f"context_parallel_method is {method}, which passes states of linear attention on, and model_type {kind} "
+            f"has softmax attention; use {', '.join(METHODS)}"
+        )
+    if linear and cp > 1 and config.context.attention_backend == "reference":
+        raise ConfigError(
+            f"attention_backend is reference with context_parallel_size {cp}, and that form of linear attention takes "
+            "whole sequences; use auto, chunked or triton"
         )
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism: one sequence's attention shared by several ranks, by a layout, a plan and one executor.
+"""Context parallelism: one sequence's attention shared by several ranks, by a layout, a plan and an executor.
 
 plan = make_plan("striped", seq_len=4096, size=4)          # no processes needed
 cp = context_parallel("striped", seq_len=4096, group=group)
@@ -10,12 +10,13 @@ from parallel.context.config import ContextConfig
 from parallel.context.errors import ContextError
 from parallel.context.plan import Plan
 from parallel.context.planning import make_plan
-from parallel.context.registry import METHODS
+from parallel.context.registry import METHODS, STATE_METHODS
 from parallel.context.rounds import Round
 from parallel.context.traffic import Cost, Traffic
 
 __all__ = [
     "METHODS",
+    "STATE_METHODS",
     "ContextConfig",
     "ContextError",
     "ContextParallel",

@@ -1,5 +1,6 @@
 """The public face of context parallelism: shard tensors and attend over a process group."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -8,11 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.linear_attention import check
 from parallel.context.errors import ContextError
 from parallel.context.executor import Executor, attend
 from parallel.context.heads import HeadExchange
 from parallel.context.plan import Plan
 from parallel.context.planning import make_plan
+from parallel.context.registry import METHODS, STATE_METHODS
+from parallel.context.state import StateExecutor, attend_linear
 from parallel.context.transport import Transport
 
 
@@ -34,6 +38,7 @@ class ContextParallel:
         self.transport = Transport(plan, group, rank, timeout)
         self._heads = HeadExchange(self.transport)
         self._executor = Executor(plan, self.transport, rank, backend)
+        self._state_executor = StateExecutor(plan, self.transport, rank, backend)
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
         """This rank's part of a full tensor along ``dim``; a tensor of ``seq_len`` is padded with ``pad_value``.
@@ -84,9 +89,47 @@ class ContextParallel:
                 f"attend: q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype} do not fit: query heads must "
                 "be a multiple of the key heads, head widths and dtypes equal"
             )
+        self._check_kind("attend", "softmax attention", states=False)
         self.plan.check_heads(q.shape[2], k.shape[2])
         q, k, v = (self._heads.to_heads(x) for x in (q, k, v))
         return self._heads.to_tokens(attend(self._executor, q, k, v, q.shape[-1] ** -0.5))
+
+    def attend_linear(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
+        """Causal linear attention over the whole sequence, without a scale; differentiable, collective.
+
+        Args:
+            q, k: ``[B, T_local, H, D]``.
+            v: ``[B, T_local, H, E]``.
+            log_decay: logarithm of each head's decay, H numbers of 0 or less.
+
+        Returns:
+            ``[B, T_local, H, E]`` in v's dtype. Rows of padding hold numbers that mean nothing.
+
+        Raises:
+            ContextError: a method without states, shapes or dtypes that do not fit, a decay outside (0, 1], a state
+                that is not finite.
+        """
+        self._check_kind("attend_linear", "linear attention", states=True)
+        if q.shape[1] != self.plan.local_len:
+            raise ContextError(
+                f"attend_linear: q {tuple(q.shape)} does not fit a plan of {self.plan.local_len} local positions; "
+                "pass [B, T_local, heads, D]"
+            )
+        log_decay = tuple(log_decay)
+        try:
+            check(q, k, v, log_decay)
+        except ValueError as error:
+            raise ContextError(f"attend_linear: {error}") from error
+        return attend_linear(self._state_executor, q, k, v, log_decay)
+
+    def _check_kind(self, called: str, attention: str, *, states: bool) -> None:
+        """Refuse a method of the other kind of attention."""
+        if bool(self.plan.method.capabilities().states) != states:
+            passed, fitting = ("states", METHODS) if not states else ("keys and values", STATE_METHODS)
+            raise ContextError(
+                f"{called}: method {self.plan.method.name} passes {passed} on, which {attention} does not work by; "
+                f"use one of {', '.join(fitting)}"
+            )
 
 
 def context_parallel(
@@ -110,7 +153,7 @@ def context_parallel(
 
     Args:
         group: the ranks that share a sequence; None is this process alone.
-        backend: attention kernel, see ``kernels.attention``.
+        backend: attention kernel, see ``kernels.attention`` or ``kernels.linear_attention``.
         timeout: of the groups that teams and Ulysses need within ``group``; by default as torch has it.
         the others: as for ``make_plan``.
 

@@ -12,9 +12,10 @@ class ContextConfig:
     """How the context-parallel processes share one sequence's attention."""
 
     context_parallel_method: Literal[
-        "ring", "striped", "zigzag", "allgather", "wallfacer", "ulysses", "double_ring", "none"
+        "ring", "striped", "zigzag", "allgather", "wallfacer", "ulysses", "double_ring", "lasp", "lasp2", "none"
     ] = "striped"
-    """Layout and communication of the attention; none is plain SDPA in one process, to compare with."""
+    """Layout and communication of the attention; none is plain SDPA in one process, to compare with. For linear
+    attention: lasp, or lasp2, which pass states on."""
     context_parallel_layout: Literal["auto", "contiguous", "striped", "zigzag"] = "auto"
     """Who owns which tokens, for the methods that take any; auto is zigzag where a causal mask must be balanced."""
     context_parallel_team_size: int = 1

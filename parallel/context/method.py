@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from parallel.context.errors import ContextError
 from parallel.context.layout import LAYOUTS
@@ -49,6 +49,8 @@ class Capabilities:
     teams: bool = False
     nodes: bool = False
     splits_heads: bool = False
+    states: Literal["", "neighbour", "gather"] = ""
+    """How states are passed on: to the next rank, or by an all-gather; empty for softmax attention, which has none."""
 
 
 class Method:

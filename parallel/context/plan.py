@@ -177,7 +177,7 @@ class Plan:
         return found
 
     @cached_property
-    def _boundaries(self) -> tuple[int, ...]:
+    def boundaries(self) -> tuple[int, ...]:
         """First positions of the documents after the first. Padding is one more, so that it sees itself alone."""
         boundaries = self.documents[1:-1] if self.documents else ()
         if self.padded_len > self.seq_len:
@@ -185,7 +185,7 @@ class Plan:
         return boundaries
 
     def _runs(self, ranks: tuple[int, ...]) -> list[Run]:
-        return runs(np.sort(self._joined(ranks)), self.layout.stride, self._boundaries)
+        return runs(np.sort(self._joined(ranks)), self.layout.stride, self.boundaries)
 
 
 @lru_cache(maxsize=64)

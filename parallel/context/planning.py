@@ -67,6 +67,8 @@ def make_plan(
             f"context_parallel_ranks_per_node is {ranks_per_node}, not a multiple of ulysses_degree {ulysses_degree}: "
             "ranks that split heads share a node; use a degree that divides it"
         )
+    if chosen.capabilities().states:
+        _check_state_method(method, layout, ulysses_degree)
     _check_choices(chosen, layout, placement, backward)
     documents = _checked(documents, seq_len)
     plan = _plan(
@@ -85,6 +87,19 @@ def make_plan(
     )
     chosen.check(plan.shape, causal)
     return plan
+
+
+def _check_state_method(method: str, layout: str, ulysses_degree: int) -> None:
+    if layout not in ("auto", "contiguous"):
+        raise ContextError(
+            f"context_parallel_layout is {layout!r} with method {method}, whose one state sums up all tokens of "
+            "the ranks before, so that a rank's tokens must follow those of the one before it; use contiguous or auto"
+        )
+    if ulysses_degree > 1:
+        raise ContextError(
+            f"ulysses_degree is {ulysses_degree} with method {method}, which splits no heads; use 1: what it sends "
+            "does not grow with the sequence"
+        )
 
 
 def _check_choices(method: Method, layout: str, placement: str, backward: str) -> None:

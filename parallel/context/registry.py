@@ -3,6 +3,7 @@
 from parallel.context.allgather import AllGather
 from parallel.context.double_ring import DoubleRing
 from parallel.context.errors import ContextError
+from parallel.context.lasp import Lasp, Lasp2
 from parallel.context.method import Method
 from parallel.context.ring import Ring
 from parallel.context.striped import Striped
@@ -13,6 +14,9 @@ from parallel.context.zigzag import Zigzag
 METHODS: dict[str, Method] = {
     method.name: method for method in (Ring(), Striped(), Zigzag(), AllGather(), WallFacer(), Ulysses(), DoubleRing())
 }
+"""Of softmax attention."""
+STATE_METHODS: dict[str, Method] = {method.name: method for method in (Lasp(), Lasp2())}
+"""Of linear attention."""
 
 
 def method_of(name: str) -> Method:
@@ -21,6 +25,7 @@ def method_of(name: str) -> Method:
     Raises:
         ContextError: there is none.
     """
-    if name not in METHODS:
-        raise ContextError(f"context_parallel_method {name!r} does not exist; use one of {', '.join(METHODS)}")
-    return METHODS[name]
+    known = METHODS | STATE_METHODS
+    if name not in known:
+        raise ContextError(f"context_parallel_method {name!r} does not exist; use one of {', '.join(known)}")
+    return known[name]

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from parallel.context.lasp import passages
+
 if TYPE_CHECKING:
     from parallel.context.plan import Plan
 
@@ -80,6 +82,7 @@ def forward_traffic(plan: "Plan", rank: int, of: Sizes) -> Traffic:
     sent = Traffic()
     rows = of.batch * of.tokens
     _exchange_heads(sent, plan, rank, of)
+    _pass_states(sent, plan, rank, of, reverse=False)
     _to_all(sent, plan.holders(rank), rank, of.payload("kv"))
     _to_all(sent, plan.teammates(rank), rank, rows * of.heads * of.head_dim * of.element_size)  # q
     for step in plan.steps(rank):
@@ -94,6 +97,7 @@ def backward_traffic(plan: "Plan", rank: int, of: Sizes, moves: Moves) -> Traffi
     sent = Traffic()
     stays: Moves = "queries" if moves == "kv" else "kv"
     _exchange_heads(sent, plan, rank, of)
+    _pass_states(sent, plan, rank, of, reverse=True)
     _to_all(sent, plan.holders(rank), rank, of.payload(moves) + of.gradient(moves))
     _to_all(sent, plan.teammates(rank), rank, of.payload(stays) + of.gradient(stays))
     for step in plan.steps(rank):
@@ -120,6 +124,15 @@ def _exchange_heads(sent: Traffic, plan: "Plan", rank: int, of: Sizes) -> None:
     """q, k, v there and out back, or dout there and dq, dk, dv back."""
     rows = of.batch * plan.local_len
     _to_all(sent, plan.head_group(rank), rank, 2 * rows * (of.heads + of.kv_heads) * of.head_dim * of.element_size)
+
+
+def _pass_states(sent: Traffic, plan: "Plan", rank: int, of: Sizes, *, reverse: bool) -> None:
+    """The state, or backwards its gradient: a matrix per head, B d^2 / h elements however many tokens."""
+    way, count = plan.method.capabilities().states, of.batch * of.heads * of.head_dim**2 * of.wide
+    if way == "gather":
+        _to_all(sent, tuple(range(plan.size)), rank, count)
+    elif way == "neighbour" and (target := passages(plan, reverse)[rank].target) is not None:
+        _to(sent, target, rank, count)
 
 
 def _to(sent: Traffic, peer: int, rank: int, count: int) -> None:

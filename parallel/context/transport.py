@@ -78,6 +78,31 @@ class Transport:
 
         return wait
 
+    def receive(self, like: Tensor, source: int) -> Callable[[], Tensor]:
+        """Post the receive of one rank's tensor; the function waits for it."""
+        received = torch.empty_like(like)
+        work = dist.irecv(received, group=self._group, group_src=source)
+
+        def wait() -> Tensor:
+            assert work is not None, "this rank is of the group"
+            work.wait()
+            return received
+
+        return wait
+
+    def send(self, tensor: Tensor, target: int) -> Callable[[], None]:
+        """Send a tensor to one rank; the function waits until it has gone, and it must not change before."""
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, group=self._group, group_dst=target)
+        self.traffic.p2p[target] += _bytes(tensor)
+
+        def wait() -> None:
+            assert work is not None, "this rank is of the group"
+            work.wait()
+            _ = tensor  # lives until it has gone
+
+        return wait
+
     def gather(self, tensors: Tensors, ranks: tuple[int, ...]) -> Arrival:
         """Join the tensors of ``ranks`` in ascending positions: [B, T, ...] -> [B, len(ranks) * T, ...]."""
         if len(ranks) == 1:

@@ -63,11 +63,12 @@ def build(
     model_config: ModelConfig,
     recompute: RecomputeConfig = PLAIN,
     data_parallel: DataParallelConfig = ZERO3,
+    method: str = "zigzag",
 ) -> tuple[LanguageModel, ContextParallel]:
     """As the entry script does."""
-    cp = context_parallel("zigzag", seq_len=LENGTH, group=mesh.cp.get_group(), multiple=mesh.tp.size())
+    cp = context_parallel(method, seq_len=LENGTH, group=mesh.cp.get_group(), multiple=mesh.tp.size())
     with torch.device("meta"):
-        model = build_model(model_config, cp.attend)
+        model = build_model(model_config, cp.attend_linear if model_config.linear_attention else cp.attend)
     split_model(model, mesh.tp, head_dim=model_config.head_dim, kv_heads=model_config.query_groups)
     recompute_layers(model.layers, recompute)
     sharding = sharding_mesh(mesh.both, data_parallel)
@@ -122,9 +123,10 @@ def split_step(
     data_parallel: DataParallelConfig = ZERO3,
     *,
     local_mean: bool = False,
+    method: str = "zigzag",
 ) -> tuple[LanguageModel, Step]:
     """The same on this mesh; ``local_mean`` divides by this rank's own number of labels, which is wrong."""
-    model, cp = build(mesh, model_config, recompute, data_parallel)
+    model, cp = build(mesh, model_config, recompute, data_parallel, method)
     weights = {name: full(p) for name, p in model.named_parameters()}
     tokens, labels = own_batch(mesh, cp)
     valid = (labels != -100).sum() * mesh.both.size() if local_mean else (data()[1] != -100).sum()

@@ -64,8 +64,9 @@ def built(
         train=TrainConfig(seq_length=17, micro_batch_size=1, global_batch_size=4, seed=SEED),
     )
     with joined(mesh_config) as mesh:
-        cp = context_parallel("zigzag", seq_len=17, group=mesh.cp.get_group(), multiple=mesh.tp.size())
-        parts = model_parts(run, mesh, cp.attend)
+        method = "lasp" if model.linear_attention else "zigzag"
+        cp = context_parallel(method, seq_len=17, group=mesh.cp.get_group(), multiple=mesh.tp.size())
+        parts = model_parts(run, mesh, cp.attend_linear if model.linear_attention else cp.attend)
         runner = build_runner(run, mesh, parts, NextToken(cp, mesh.device))
         assert isinstance(runner, PipelineRunner)
         tokens, labels = own_batch(mesh, cp)
@@ -127,6 +128,16 @@ def test_a_pipeline_over_tensor_or_context_parallel_ranks(inner: str, pipeline: 
     sizes = {"pipeline_model_parallel_size": 2, f"{inner}_parallel_size": 2}
     model = gpt(tied=False)
     assert compare(run_ranks(step, 4, model, pipeline, "zero3", sizes), model) < GRADIENT
+
+
+@pytest.mark.parametrize(
+    ("kind", "pipeline", "strategy"),
+    [("transnormer", ONE_F_ONE_B, "zero1"), ("linear_transformer", INTERLEAVED, "legacy_ddp")],
+)
+def test_a_pipeline_over_ranks_that_pass_states_on(kind: str, pipeline: PipelineConfig, strategy: Strategy) -> None:
+    sizes = {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}
+    model = config(num_layers=LAYERS, model_type=kind, num_query_groups=None)
+    assert compare(run_ranks(step, 4, model, pipeline, strategy, sizes), model) < GRADIENT
 
 
 def without_the_other_copy(rank: int, world_size: int, *arguments: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Literal, get_type_hints
 
 import pytest
 
-from parallel.context import METHODS
+from parallel.context import METHODS, STATE_METHODS
 from train import flags
 from train.config import Config, ConfigError, TrainConfig, load_config, parse_args, to_toml, validate
 
@@ -231,7 +231,24 @@ def test_wrong_flags_are_refused_by_name(argv, words):
         (
             2,
             "--model-type transnormer --context-parallel-size 2",
-            ["context_parallel_size is 2", "model_type transnormer", "no state; use size 1"],
+            ["context_parallel_method is striped", "model_type transnormer", "no state on; use lasp or lasp2"],
+        ),
+        (
+            1,
+            "--context-parallel-method lasp",
+            ["context_parallel_method is lasp", "model_type llama has softmax", "use ring, striped"],
+        ),
+        (
+            2,
+            "--model-type transnormer --context-parallel-size 2 --context-parallel-method lasp2 "
+            "--context-parallel-layout zigzag",
+            ["context_parallel_layout is 'zigzag' with method lasp2", "one state", "use contiguous or auto"],
+        ),
+        (
+            2,
+            "--model-type transnormer --context-parallel-size 2 --context-parallel-method lasp "
+            "--attention-backend reference",
+            ["attention_backend is reference with context_parallel_size 2", "auto, chunked or triton"],
         ),
         (
             2,
@@ -293,7 +310,7 @@ def test_a_section_that_flags_cannot_carry_is_a_programming_error(section, word)
 
 
 def test_the_methods_offered_are_those_that_exist():
-    assert set(flags.config_fields(Config)["context_parallel_method"].choices) == {*METHODS, "none"}
+    assert set(flags.config_fields(Config)["context_parallel_method"].choices) == {*METHODS, *STATE_METHODS, "none"}
 
 
 def test_configs_are_immutable():

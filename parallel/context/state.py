@@ -1,0 +1,191 @@
+"""The executor of the methods that pass states on. The only autograd code for linear attention over several ranks.
+
+A scan is linear in the state that comes in (kernels/linear_attention.py), so a rank computes all but one matrix product
+while that state is on its way. It is kept for the backward, where dq needs nothing of other ranks, and the gradient of
+the state goes the other way. States and sums are in float32 (float64 for float64 inputs) and are cast once at the end.
+
+Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]`` with T local positions, states ``[B, H, D, E]``.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from kernels.linear_attention import from_state, local_state, passed_on, scan_of, select_backend
+from parallel.context.errors import ContextError
+from parallel.context.lasp import passages
+from parallel.context.plan import Plan
+from parallel.context.transport import Tensors, Transport
+
+Work = Callable[[], tuple[Tensors, Tensor]]
+"""What needs no other rank: its results, and the state that this rank's tokens alone leave."""
+
+
+@dataclass(eq=False)
+class StateExecutor:
+    """One rank's end of a plan that passes states on."""
+
+    plan: Plan
+    transport: Transport
+    rank: int
+    backend_name: str
+
+    def __post_init__(self) -> None:
+        self.handle = next(_handles)
+        _executors[self.handle] = self
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """out ``[B, T, H, E]`` in v's dtype, and the state that came in, zero where none did."""
+        backend, here = self._backend(q), passages(self.plan)[self.rank]
+
+        def intra() -> tuple[Tensors, Tensor]:
+            out, local = scan_of(backend)(q, k, v, log_decay, None, here.documents, wide=True)
+            return (out,), local
+
+        def alone() -> Tensor:
+            return local_state(k, v, log_decay, here.documents, backend=backend)
+
+        (out,), state, finish = self._pass_states(intra, alone, _state_like(k, v), log_decay, reverse=False)
+        if state is None:
+            state = torch.zeros_like(_state_like(k, v))
+        else:
+            out += from_state(q, state, log_decay, here.seen)
+        finish()
+        return out.to(v.dtype), state
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Sequence[float]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv in their tensors' dtypes; ``state`` is what the forward returned."""
+        backend, here = self._backend(q), passages(self.plan, reverse=True)[self.rank]
+        run, documents = scan_of(backend), here.documents
+        entered = None if passages(self.plan)[self.rank].source is None else state.transpose(-1, -2)
+
+        def intra() -> tuple[Tensors, Tensor]:
+            dq, _ = run(dout, v, k, log_decay, entered, documents)
+            dk, _ = run(v, dout, q, log_decay, None, documents, reverse=True, wide=True)
+            dv, local = run(k, q, dout, log_decay, None, documents, reverse=True, wide=True)
+            return (dq, dk, dv), local
+
+        def alone() -> Tensor:
+            return local_state(q, dout, log_decay, documents, reverse=True, backend=backend)
+
+        (dq, dk, dv), dstate, finish = self._pass_states(intra, alone, _state_like(k, v), log_decay, reverse=True)
+        if dstate is not None:
+            dk += from_state(v, dstate.transpose(-1, -2), log_decay, here.seen, reverse=True)
+            dv += from_state(k, dstate, log_decay, here.seen, reverse=True)
+        finish()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _pass_states(
+        self, intra: Work, alone: Callable[[], Tensor], like: Tensor, log_decay: Sequence[float], *, reverse: bool
+    ) -> tuple[Tensors, Tensor | None, Callable[[], object]]:
+        """The results of ``intra``, the state that comes in, if any, and what to call once all is computed.
+
+        ``intra`` runs while the state is on its way. ``alone`` computes no more than the state that intra ends with.
+        """
+        if self.plan.method.capabilities().states == "gather":
+            local = self._finite(alone(), reverse)
+            arrival = self.transport.gather((local[:, None],), tuple(range(self.plan.size)))
+            results, _ = intra()
+            (states,) = arrival()  # [B, ranks, H, D, E]
+            return results, self._sum_before(states, log_decay, reverse), lambda: None
+        here = passages(self.plan, reverse)[self.rank]
+        coming = None if here.source is None else self.transport.receive(like, here.source)
+        results, local = intra()
+        state = None if coming is None else coming()
+        if here.target is None:
+            return results, state, lambda: None
+        if state is not None and here.goes_through:
+            local = local + passed_on(state, log_decay, self.plan.local_len)
+        onward = self._finite(local, reverse)
+        return results, state, self.transport.send(onward, here.target)
+
+    def _sum_before(self, states: Tensor, log_decay: Sequence[float], reverse: bool) -> Tensor | None:
+        """The state that comes to this rank, of what every rank adds to it [B, ranks, H, D, E]."""
+        ways = passages(self.plan, reverse)
+        ranks = range(self.plan.size - 1, self.rank, -1) if reverse else range(self.rank)
+        running: Tensor | None = None
+        for rank in ranks:
+            before = running if ways[rank].source is not None and ways[rank].goes_through else None
+            running = states[:, rank]
+            if before is not None:
+                running = running + passed_on(before, log_decay, self.plan.local_len)
+        return running if ways[self.rank].source is not None else None
+
+    def _finite(self, state: Tensor, reverse: bool) -> Tensor:
+        """The state as it is; looking at its numbers waits for a GPU."""
+        finite = state.isfinite()
+        if not finite.all():
+            head = int((~finite).sum((0, 2, 3)).nonzero()[0])
+            first = self.rank * self.plan.local_len
+            which = "gradient of the state before" if reverse else "state after"
+            raise ContextError(
+                f"the {which} positions {first} to {first + self.plan.local_len - 1}, which context-parallel rank "
+                f"{self.rank} passes on, holds numbers that are not finite, first in head {head}: what led to it has "
+                "overflowed; lower lr, or look for what is not finite in these tokens' activations"
+            )
+        return state
+
+    def _backend(self, q: Tensor) -> str:
+        return select_backend(self.backend_name, q.device.type, q.dtype)
+
+
+def attend_linear(executor: StateExecutor, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
+    """Linear attention of this rank's queries to all tokens before them; differentiable. Shapes as above."""
+    return torch.ops.longmesh.state_attention(q, k, v, log_decay, executor.handle)[0]
+
+
+def _state_like(k: Tensor, v: Tensor) -> Tensor:
+    """An empty state."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    return k.new_empty((k.shape[0], *k.shape[2:], v.shape[-1]), dtype=wide)
+
+
+# A custom op takes no Python object, so it names its executor by a number. Being one op, the whole attention is a
+# single node to recompute policies and to torch.compile.
+_handles = count()
+_executors: WeakValueDictionary[int, StateExecutor] = WeakValueDictionary()
+
+
+@torch.library.custom_op("longmesh::state_attention", mutates_args=())
+def _forward_op(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], handle: int) -> tuple[Tensor, Tensor]:
+    return _executors[handle].forward(q, k, v, log_decay)
+
+
+@_forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, handle: int) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), _state_like(k, v)
+
+
+@torch.library.custom_op("longmesh::state_attention_backward", mutates_args=())
+def _backward_op(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Sequence[float], handle: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _executors[handle].backward(dout, q, k, v, state, log_decay)
+
+
+@_backward_op.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Any, handle: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.log_decay, ctx.handle = inputs
+    ctx.executor = _executors[ctx.handle]  # alive until the backward, whoever drops it meanwhile
+    ctx.save_for_backward(q, k, v, output[1])
+
+
+def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = torch.ops.longmesh.state_attention_backward(dout, *ctx.saved_tensors, ctx.log_decay, ctx.handle)
+    return *gradients, None, None
+
+
+_forward_op.register_autograd(_gradients, setup_context=_save)

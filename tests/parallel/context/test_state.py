@@ -1,0 +1,257 @@
+"""State passing over real gloo ranks against float64 in one process: out and every gradient, bytes, and their order."""
+
+import math
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels import reference
+from kernels.linear_attention import linear_attention
+from parallel.context import STATE_METHODS, ContextError, Traffic, context_parallel, make_plan
+from parallel.context.lasp import passages
+from parallel.context.state import StateExecutor
+from tests.parallel.context.test_executor import error
+from tests.ranks import run_ranks
+
+BATCH, HEADS, WIDTH = 2, 5, 8
+LOG_DECAY = tuple(math.log(decay) for decay in (1.0, 0.999, 0.9, 0.5, 0.2))
+Case = tuple[str, int, tuple[int, ...] | None, torch.dtype]
+"""Method, length, documents, dtype."""
+LENGTHS: list[tuple[int, tuple[int, ...] | None]] = [
+    (256, None),
+    (251, None),  # padded on any number of ranks
+    (5, None),  # on 8 ranks some have nothing but padding
+    (251, (0, 3, 40, 41, 131, 251)),  # documents over several ranks, and several documents on one
+    (256, (0, 64, 96, 128, 256)),  # that end where ranks do
+]
+
+
+def inputs(length: int, dtype: torch.dtype, width: int = WIDTH) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds exactly."""
+    generator = torch.Generator().manual_seed(7)
+    widths = (width, width, width + 1, width + 1)
+    return tuple(
+        torch.randn(BATCH, length, HEADS, wide, generator=generator, dtype=torch.float64).to(dtype).double()
+        for wide in widths
+    )
+
+
+def with_gradients(attend: Any, tensors: list[Tensor]) -> list[Tensor]:
+    *leaves, dout = tensors
+    leaves = [x.requires_grad_() for x in leaves]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@cache
+def truth(length: int, documents: tuple[int, ...] | None, dtype: torch.dtype) -> list[Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.linear_attention(q, k, v, LOG_DECAY, documents=documents)[0]
+
+    return with_gradients(attend, list(inputs(length, dtype)))
+
+
+@cache
+def one_process(length: int, documents: tuple[int, ...] | None, dtype: torch.dtype) -> list[Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return linear_attention(q, k, v, LOG_DECAY, documents=documents, backend="chunked")[0]
+
+    return with_gradients(attend, [x.to(dtype) for x in inputs(length, dtype)])
+
+
+def attend_on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[list[Tensor]]:
+    """[out, dq, dk, dv] of the whole sequence for each case."""
+    results = []
+    for method, length, documents, dtype in cases:
+        cp = context_parallel(method, seq_len=length, group=dist.group.WORLD, documents=documents)
+        local = [cp.shard(x.to(dtype), dim=1) for x in inputs(length, dtype)]
+        # What padding holds must reach nothing.
+        local = [x.index_fill(1, (cp.positions >= length).nonzero().flatten(), 1e3) for x in local]
+        found = with_gradients(partial(cp.attend_linear, log_decay=LOG_DECAY), local)
+        results.append([cp.unshard(x, 1) for x in found])
+    return results
+
+
+def all_cases() -> list[Case]:
+    cases = [(method, *length) for method in STATE_METHODS for length in LENGTHS]
+    exact = [(*case, dtype) for case in cases for dtype in (torch.float64, torch.float32)]
+    return [*exact, *((*case, torch.bfloat16) for case in cases[1:4:2])]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_ranks_and_documents_are_exact(world_size: int) -> None:
+    cases = all_cases()
+    for case, got in zip(cases, run_ranks(attend_on_ranks, world_size, cases)[0], strict=True):
+        want = truth(*case[1:])
+        if case[-1] == torch.float64:
+            limits = [1e-12] * 4
+        else:
+            least = 1e-5 if case[-1] == torch.float32 else 0
+            limits = [max(1.2 * one, least) for one in error(one_process(*case[1:]), want)]
+        for name, measured, limit in zip(("out", "dq", "dk", "dv"), error(got, want), limits, strict=True):
+            assert measured <= limit, f"{case}: {name} has {measured:.3g}, the limit is {limit:.3g}"
+
+
+def attend_broken(rank: int, world_size: int, method: str, broken: str) -> list[Tensor]:
+    """States that are not decayed on their way, or gradients of states that are not passed."""
+    from parallel.context import state
+
+    if broken == "decay":
+        state.passed_on = lambda carried, *_: carried
+    elif broken == "gradient":
+        found = state.StateExecutor._pass_states
+
+        def without(self: Any, *arguments: Any, reverse: bool) -> Any:
+            results, passed, finish = found(self, *arguments, reverse=reverse)
+            return results, None if reverse else passed, finish
+
+        state.StateExecutor._pass_states = without
+    return attend_on_ranks(rank, world_size, [(method, 251, None, torch.float64)])[0]
+
+
+@pytest.mark.parametrize("method", STATE_METHODS)
+@pytest.mark.parametrize("broken", ["decay", "gradient"])
+def test_a_state_not_decayed_and_a_gradient_not_passed_are_noticed(method: str, broken: str) -> None:
+    found = error(run_ranks(attend_broken, 4, method, broken)[0], truth(251, None, torch.float64))
+    assert max(found[2:]) > 1e-3
+    assert (found[0] > 1e-3) == (broken == "decay")
+
+
+def count_bytes(rank: int, world_size: int, lengths: list[int]) -> list[tuple[str, Traffic, Traffic, bool]]:
+    """Bytes sent forward and backward, and whether they are the plan's."""
+    found = []
+    for method in STATE_METHODS:
+        for length in lengths:
+            cp = context_parallel(method, seq_len=length, group=dist.group.WORLD)
+            leaves = [torch.ones(BATCH, cp.plan.local_len, HEADS, WIDTH).bfloat16().requires_grad_() for _ in range(3)]
+            out = cp.attend_linear(*leaves, LOG_DECAY)
+            forward, cp.transport.traffic = cp.transport.traffic, Traffic()
+            out.sum().backward()
+            backward = cp.transport.traffic
+            sizes = {"batch": BATCH, "heads": HEADS, "kv_heads": HEADS, "head_dim": WIDTH, "element_size": 2}
+            cost = cp.plan.cost(rank, **sizes)
+            found.append((method, forward, backward, (forward, backward) == (cost.forward, cost.backward)))
+    return found
+
+
+def test_bytes_are_those_of_one_state_whatever_the_length() -> None:
+    hidden = HEADS * WIDTH
+    state = 4 * BATCH * hidden**2 // HEADS  # B d^2 / h elements of float32
+    for rank, found in enumerate(run_ranks(count_bytes, 4, [64, 128, 256, 512])):
+        for method, forward, backward, as_planned in found:
+            assert as_planned
+            if method == "lasp":
+                assert forward == Traffic(p2p={rank + 1: state} if rank < 3 else {})
+                assert backward == Traffic(p2p={rank - 1: state} if rank > 0 else {})
+            else:
+                assert forward == backward == Traffic(collective={peer: state for peer in range(4) if peer != rank})
+
+
+def record(rank: int, world_size: int, method: str) -> list[str]:
+    """What a rank does, in order: its transfers and its products."""
+    from parallel.context import state
+    from parallel.context.transport import Transport
+
+    events: list[str] = []
+
+    def logged(owner: Any, name: str, waits: bool = False) -> None:
+        found = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            events.append(name)
+            result = found(*arguments, **named)
+            if not waits:
+                return result
+            return lambda: (events.append("wait"), result())[1]
+
+        setattr(owner, name, call)
+
+    for name in ("receive", "gather"):
+        logged(Transport, name, waits=True)
+    logged(Transport, "send")
+    for name in ("from_state", "passed_on", "local_state"):
+        logged(state, name)
+    scan_of = state.scan_of
+    state.scan_of = lambda name: lambda *a, **n: (events.append("scan"), scan_of(name)(*a, **n))[1]
+    cp = context_parallel(method, seq_len=64, group=dist.group.WORLD)
+    leaves = [torch.ones(1, cp.plan.local_len, HEADS, WIDTH, requires_grad=True) for _ in range(3)]
+    out = cp.attend_linear(*leaves, LOG_DECAY)
+    events.append("backward")
+    out.sum().backward()
+    return events
+
+
+def test_what_needs_no_other_rank_is_computed_while_the_state_is_on_its_way() -> None:
+    middle = run_ranks(record, 3, "lasp")[1]
+    forward = ["receive", "scan", "wait", "passed_on", "send", "from_state"]
+    assert middle == [*forward, "backward", "receive", *["scan"] * 3, *forward[2:], "from_state"]
+    middle = run_ranks(record, 3, "lasp2")[1]
+    forward = ["local_state", "gather", "scan", "wait", "from_state"]
+    backward = ["local_state", "gather", *["scan"] * 3, "wait", "from_state", "from_state"]
+    assert middle == [*forward, "backward", *backward]
+
+
+def test_who_passes_what_to_whom() -> None:
+    plan = make_plan("lasp", seq_len=29, size=4, documents=(0, 8, 12, 29))  # 8 positions each, the last 3 padding
+    ahead = passages(plan)
+    assert [(way.source, way.target, way.goes_through, way.seen) for way in ahead] == [
+        (None, None, True, 8), (None, 2, False, 4), (1, 3, True, 8), (2, None, False, 5),
+    ]  # fmt: skip
+    back = passages(plan, reverse=True)
+    assert [(way.source, way.target, way.goes_through, way.seen) for way in back] == [
+        (None, None, True, 8), (2, None, False, 4), (3, 1, True, 8), (None, 2, False, 3),
+    ]  # fmt: skip
+    assert ahead[1].documents == (0, 4, 8)
+
+
+@pytest.mark.parametrize("method", STATE_METHODS)
+def test_a_state_that_is_not_finite_is_named_before_it_is_sent(method: str) -> None:
+    plan = make_plan(method, seq_len=16, size=2)
+    first, last = (StateExecutor(plan, None, rank, "auto") for rank in (0, 1))  # type: ignore[arg-type]
+    q, k, v, dout = (torch.ones(1, 8, HEADS, WIDTH) for _ in range(4))
+    k[0, 3, 2, 0] = math.inf
+    with pytest.raises(ContextError, match=r"the state after positions 0 to 7.* rank 0 .*not finite, first in head 2"):
+        first.forward(q, k, v, LOG_DECAY)
+    dout[0, 3, 4, 0] = math.nan
+    message = r"the gradient of the state before positions 8 to 15.* rank 1 .*not finite, first in head 4"
+    with pytest.raises(ContextError, match=message):
+        last.backward(dout, q, v, v, torch.zeros(1, HEADS, WIDTH, WIDTH), LOG_DECAY)
+
+
+def test_calls_that_do_not_fit_are_named() -> None:
+    q = torch.randn(1, 16, HEADS, WIDTH)
+    cp = context_parallel("lasp", seq_len=16)
+    with pytest.raises(ContextError, match=r"method lasp passes states on, which softmax attention.*ring, striped"):
+        cp.attend(q, q, q)
+    with pytest.raises(ContextError, match=r"method striped passes keys and values on, which linear.*use.*lasp, lasp2"):
+        context_parallel("striped", seq_len=16).attend_linear(q, q, q, LOG_DECAY)
+    with pytest.raises(ContextError, match="does not fit a plan of 16 local positions"):
+        cp.attend_linear(q[:, :8], q[:, :8], q[:, :8], LOG_DECAY)
+    with pytest.raises(ContextError, match=r"the decay of head 0 is 1\.10"):
+        cp.attend_linear(q, q, q, (0.1, *LOG_DECAY[1:]))
+    with pytest.raises(ContextError, match="lasp has no full mask"):
+        make_plan("lasp", seq_len=16, size=2, causal=False)
+    for layout in ("striped", "zigzag"):
+        with pytest.raises(ContextError, match=f"context_parallel_layout is '{layout}'.*use contiguous or auto"):
+            make_plan("lasp2", seq_len=16, size=2, layout=layout)
+    with pytest.raises(ContextError, match=r"ulysses_degree is 2 with method lasp.*use 1"):
+        make_plan("lasp", seq_len=16, size=2, ulysses_degree=2)
+    with pytest.raises(ContextError, match="lasp has no teams"):
+        make_plan("lasp", seq_len=16, size=4, team_size=2)
+
+
+def test_the_attention_is_one_operator_that_autograd_and_tracing_accept() -> None:
+    cp = context_parallel("lasp2", seq_len=16)
+    q, k, v = (torch.randn(1, 16, HEADS, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    torch.library.opcheck(torch.ops.longmesh.state_attention.default, (q, k, v, LOG_DECAY, cp._state_executor.handle))
+
+
+def test_the_backward_outlives_the_object_that_attended() -> None:
+    q = torch.randn(1, 16, HEADS, WIDTH, requires_grad=True)
+    context_parallel("lasp", seq_len=16).attend_linear(q, q, q, LOG_DECAY).sum().backward()
+    want = torch.autograd.grad(reference.linear_attention(q, q, q, LOG_DECAY)[0].sum(), q)[0]
+    torch.testing.assert_close(q.grad, want)

@@ -141,6 +141,8 @@ def _pipelines() -> Iterator[Case]:
     yield Case(pp=2, schedule="Interleaved1F1B", virtual=2)
     yield Case(pp=2, cp=2, tp=2, schedule="Interleaved1F1B", virtual=2)
     yield Case(pp=2, dp=2, cp=2, schedule="Interleaved1F1B", virtual=2, mode="zero2")
+    yield Case(pp=2, dp=2, schedule="Interleaved1F1B", virtual=2, mode="legacy_ddp")
+    yield Case(pp=2, dp=2, cp=2, copies=2)
     yield Case(pp=2, dp=2, cp=2, schedule="InterleavedZeroBubble", virtual=2, mode="zero1")
     yield Case(pp=2, layers=(1, 3))
     yield Case(pp=2, tp=2, layers=(3, 1))

@@ -81,6 +81,23 @@ def test_tensor_parallel_equals_one_process(
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        "--data-parallel-sharding-strategy legacy_ddp",
+        "--tensor-model-parallel-size 2 --recompute-granularity attention_boundary --pipeline-schedule GPipe",
+    ],
+)
+def test_pipelines_equal_one_process(
+    flags: str, iterations: tuple[str, str], default_data: Path, one_process: list[dict], tmp_path: Path
+) -> None:
+    """Two stages of one layer each, validated in between; gradients are clipped, since their norm is above 1."""
+    flags = f"--pipeline-model-parallel-size 2 --eval-interval 5 {flags}"
+    got = pretrain(4, default_data, tmp_path / "run", *iterations, *flags.split())
+    assert differences(got, one_process) <= BOUND
+    assert got[-1]["validation_loss"] == pytest.approx(one_process[-1]["validation_loss"], rel=BOUND)
+
+
+@pytest.mark.parametrize(
     ("strategy", "inner", "copies"),
     [
         ("ddp", "tensor-model", 1),

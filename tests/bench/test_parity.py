@@ -23,9 +23,9 @@ MESHES = [
     ("llama", Case(pp=2, cp=2, tp=2)),
     ("llama", Case(pp=2, dp=2, tp=2, mode="zero1")),
     ("llama", Case(pp=2, dp=2, cp=2, schedule="InterleavedZeroBubble", virtual=2, mode="zero1")),
-    ("llama", Case(pp=2, dp=2, mode="legacy_ddp")),
+    ("llama", Case(pp=2, dp=2, schedule="Interleaved1F1B", virtual=2, mode="legacy_ddp")),
     ("gpt", Case(pp=2, dp=2, cp=2, method="zigzag", mode="zero2")),
-    ("gpt", Case(dp=2, cp=2, tp=2, copies=2)),
+    ("gpt", Case(pp=2, dp=2, cp=2, copies=2)),
     ("gpt", Case(pp=2, tp=2, layers=(1, 3), loss_chunk=50)),
     ("gpt", Case(pp=2, cp=2, schedule="Interleaved1F1B", virtual=2, mode="ddp")),
 ]

@@ -13,13 +13,14 @@ from model.base import LanguageModel
 from model.config import ModelConfig
 from model.registry import build_model
 from parallel.checkpoint import load_checkpoint
-from parallel.context import context_parallel
+from parallel.context import ContextError, context_parallel
 from parallel.data import DataParallelConfig, Strategy, finish_gradients
 from parallel.mesh import Mesh, MeshConfig, joined
 from parallel.pipeline import PipelineRunner
 from parallel.stages import PipelineConfig
 from pretrain_gpt import model_parts
 from tests.parallel.split import config, data, full, own_batch, whole_step
+from tests.parallel.test_strategies import recorded
 from tests.parallel.tiny import ARCHITECTURE, save
 from tests.ranks import run_ranks
 from train.config import Config, TrainConfig
@@ -138,6 +139,33 @@ def test_a_pipeline_over_ranks_that_pass_states_on(kind: str, pipeline: Pipeline
     sizes = {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}
     model = config(num_layers=LAYERS, model_type=kind, num_query_groups=None)
     assert compare(run_ranks(step, 4, model, pipeline, strategy, sizes), model) < GRADIENT
+
+
+def reductions(rank: int, world_size: int, strategy: Strategy) -> int:
+    """Reductions of gradients over dp in a step of four micro-batches."""
+    with built(llama(tied=False), ONE_F_ONE_B, strategy, pipeline_model_parallel_size=2) as (_, _, runner, batches):
+        runner.forward_backward(batches, 60)
+        with recorded() as calls:
+            runner.forward_backward(batches, 60)
+        return sum(name in ("reduce_scatter", "all_reduce") for name, _ in calls)
+
+
+@pytest.mark.parametrize(("strategy", "per_group"), [("zero1", 1), ("zero2", 2)])
+def test_a_stage_reduces_gradients_as_often_as_its_strategy_says(strategy: Strategy, per_group: int) -> None:
+    """Two micro-batches on each rank; a stage has its layers and what goes round them, each a group of parameters."""
+    assert run_ranks(reductions, 4, strategy) == [per_group * groups for groups in (4, 4, 3, 3)]
+
+
+def test_what_a_user_can_mend_keeps_its_kind_in_a_stage() -> None:
+    """torch wraps every error of a stage."""
+    runner = object.__new__(PipelineRunner)
+    runner.name, runner.own = "tokens", (1,)
+
+    def step(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[Stage 1] failed to run forward") from ContextError("mend it")
+
+    with pytest.raises(ContextError, match="mend it"):
+        runner._run(step, [{"tokens": torch.zeros(1, 1)}])
 
 
 def without_the_other_copy(rank: int, world_size: int, *arguments: Any) -> Any:

@@ -1,0 +1,104 @@
+"""Measure training steps between two emulated nodes with a slow link: every context-parallel method on 8 ranks.
+
+The nodes are network namespaces of 4 ranks each. 100 Mbit/s join them, shared by all ranks of a node, or, as rails, 100
+Mbit/s for each rank. A tiny GPT and a tiny LLaMA (grouped queries) train on the standard library's sources by
+pretrain_gpt.py, each configuration first without a limit and then within it. Needs Linux, iproute2 and root (or
+`unshare --user --map-root-user` before the command); nothing is left behind, however it ends.
+
+    python -m bench.link                                           # both models, both links, every configuration
+    python -m bench.link --models gpt --links rails --cases wallfacer_c2 double_ring --seq-length 1024 2048
+"""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+
+from bench.link.cases import CASES, MODELS, REFERENCE
+
+LINKS = ("shared", "rails")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="link", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="default: all")
+    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS), help="default: both")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=tuple(CASES),
+        default=list(CASES),
+        help=f"configurations besides {REFERENCE}, which all are compared with (default: all)",
+    )
+    parser.add_argument(
+        "--seq-length", type=int, nargs="+", default=[1024], metavar="N", help="one or more (default: 1024)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=8192, metavar="N", help="tokens of a step, in sequences (default: %(default)s)"
+    )
+    parser.add_argument("--rate", default="100mbit", help="of the link or of each rail, in tc's words (%(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="steps of which the median counts (default: %(default)s)"
+    )
+    parser.add_argument("--results", type=Path, metavar="PATH", help="write PATH.json and PATH.md too")
+    parser.add_argument("--note", help="a remark for the results, such as what else the machine was doing")
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse numbers that no run can have.
+
+    Raises:
+        ValueError: with the flag, the value and what it must be.
+    """
+    if args.repeats < 1:
+        raise ValueError(f"--repeats is {args.repeats}; it must be 1 or more")
+    for length in args.seq_length:
+        if length < 16 or args.tokens < length or args.tokens % length:
+            raise ValueError(
+                f"--seq-length is {length} with --tokens {args.tokens}; it must be 16 or more, and "
+                "tokens a multiple of it"
+            )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    args = build_parser().parse_args(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, here and by the ranks' server
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # namespaces have no name server, which torch remarks on
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        check(args)
+        from bench.link import measure, report
+        from bench.link.network import check_permission
+        from data.prepare import prepare
+
+        check_permission()
+        with tempfile.TemporaryDirectory(prefix="longmesh-link-") as folder:
+            data = Path(folder) / "stdlib"
+            prepare(measure.CORPUS, data, progress=False)
+            result = measure.measure(args, data, tell=lambda line: print(line, flush=True))
+        print("\n" + report.markdown(result))
+        if args.results:
+            report.write(result, args.results)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; namespaces and ranks are gone", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

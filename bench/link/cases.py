@@ -1,0 +1,59 @@
+"""What is compared: models, context-parallel configurations, and the command line that trains them."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = "ring"
+VOCAB_SIZE = 512  # the embedding's gradient crosses the link too, and is not what is compared
+
+# Small layers and many tokens, so that keys and values outweigh all else that crosses. Eight heads, for Ulysses on
+# 8 ranks.
+_COMMON = ("--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "8")
+MODELS: dict[str, tuple[str, ...]] = {
+    "gpt": ("--config", str(ROOT / "configs/gpt_tiny.toml"), *_COMMON),
+    "llama": (
+        *("--config", str(ROOT / "configs/llama_tiny.toml"), *_COMMON),
+        *("--num-query-groups", "4", "--ffn-hidden-size", "352"),
+    ),
+}
+
+
+def _method(name: str, *, team: int = 1, placement: str = "collect_intra", degree: int = 1) -> tuple[str, ...]:
+    found: tuple[str, ...] = ("--context-parallel-method", name)
+    if team > 1:
+        found += ("--context-parallel-team-size", str(team), "--context-parallel-placement", placement)
+    return found + (("--ulysses-degree", str(degree)) if degree > 1 else ())
+
+
+CASES: dict[str, tuple[str, ...]] = {
+    "ring": _method("ring"),
+    "striped": _method("striped"),
+    "zigzag": _method("zigzag"),
+    "allgather": _method("allgather"),
+    "ulysses": _method("ulysses", degree=8),
+    "double_ring": _method("double_ring"),
+    "wallfacer_c2": _method("wallfacer", team=2),
+    "wallfacer_c2_p2p_intra": _method("wallfacer", team=2, placement="p2p_intra"),
+    "zigzag_u2": _method("zigzag", degree=2),
+    "zigzag_u4": _method("zigzag", degree=4),
+    "double_ring_u2": _method("double_ring", degree=2),
+    "wallfacer_c2_u2": _method("wallfacer", team=2, degree=2),
+    "wallfacer_c2_p2p_intra_u2": _method("wallfacer", team=2, placement="p2p_intra", degree=2),
+}
+
+
+def command_line(
+    model: str, case: str, data: Path, *, size: int, seq_length: int, batch: int, iterations: int
+) -> list[str]:
+    """Flags of pretrain_gpt.py. Weights are copied on every node and gradients summed over the link once."""
+    positions = ("--max-position-embeddings", str(seq_length)) if model == "gpt" else ()
+    return [
+        *MODELS[model],
+        *positions,
+        *CASES[case],
+        *("--context-parallel-size", str(size), "--seq-length", str(seq_length)),
+        *("--micro-batch-size", str(batch), "--global-batch-size", str(batch), "--train-iters", str(iterations)),
+        *("--data-path", str(data), "--tokenizer-model", f"{data}.model"),
+        *("--num-distributed-optimizer-instances", "2"),
+        *("--lr-warmup-iters", "1", "--eval-iters", "0", "--save", "none", "--save-interval", "none"),
+    ]

@@ -1,0 +1,111 @@
+"""Every configuration in every setting: steps without a limit and within it, and the bytes that crossed."""
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.link.cases import REFERENCE, VOCAB_SIZE, command_line
+from bench.link.network import Network
+from bench.link.ranks import Iteration, train
+from bench.machine import describe
+from data.prepare import Request
+from parallel.context import make_plan
+from train.config import Config, parse_args
+
+CORPUS = Request(vocab_size=VOCAB_SIZE, max_bytes=4 << 20)
+WARM_UP, WARM_UP_LIMITED = 2, 1  # steps: connections are made; TCP finds its window
+FREE = 3  # steps without a limit that are counted
+
+
+def measure(args: argparse.Namespace, data: Path, tell: Callable[[str], None]) -> dict[str, Any]:
+    """All settings of a command line; ``data`` is the corpus. ``tell`` gets a line per configuration.
+
+    Raises:
+        RuntimeError: a rank failed.
+        NetworkError: the machine does not allow the namespaces, or tc does not know the rate.
+    """
+    names = list(dict.fromkeys([REFERENCE, *args.cases]))
+    settings: list[dict[str, Any]] = []
+    machine = describe("cpu")
+    for link in args.links:
+        with Network(rails=link == "rails") as network:
+            network.limit(args.rate)  # what tc does not know is known before anything is trained
+            for model in args.models:
+                for length in args.seq_length:
+                    shape = {"model": model, "link": link, "seq_length": length, "batch": args.tokens // length}
+                    found = {}
+                    for name in names:
+                        found[name] = one(network, model, name, data, length, args)
+                        tell(_line(shape, name, found[name], found[REFERENCE]))
+                    settings.append({**shape, "cases": found})
+    return {
+        "benchmark": "training steps between two emulated nodes",
+        "machine": machine,
+        "note": args.note,
+        "load_average": list(os.getloadavg()),
+        "rate": args.rate,
+        "ranks_per_node": network.ranks_per_node,
+        "repeats": args.repeats,
+        "settings": settings,
+    }
+
+
+def one(network: Network, model: str, name: str, data: Path, length: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Train one configuration: medians of its steps, without a limit and within it."""
+    free, last = WARM_UP + FREE, WARM_UP + FREE + WARM_UP_LIMITED + args.repeats
+    batch = args.tokens // length
+    flags = command_line(model, name, data, size=network.size, seq_length=length, batch=batch, iterations=last)
+
+    def limit(iteration: int) -> None:
+        if iteration in (0, free):
+            network.limit(args.rate if iteration else None)
+
+    steps = train(network, flags, limit)
+    limited = steps[free + WARM_UP_LIMITED :]
+    there, back = attention_crossing(parse_args(flags), network.ranks_per_node)
+    return {
+        "seconds": [step.seconds for step in limited],
+        "median": median(step.seconds for step in limited),
+        "unlimited": median(step.seconds for step in steps[WARM_UP:free]),
+        "crossed": _busier(limited),
+        "attention_by_plan": max(there, back),
+    }
+
+
+def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
+    """Bytes that a step's attentions send from the first node to the second, and back, by the plan."""
+    model, sent = config.model, [0, 0]
+    size = config.mesh.context_parallel_size
+    plan = make_plan(
+        config.context.context_parallel_method,
+        seq_len=config.train.seq_length,
+        size=size,
+        **config.context.plan_arguments(ranks_per_node),
+    )
+    for rank in range(size):
+        cost = plan.cost(
+            rank,
+            batch=config.train.micro_batch_size,
+            heads=model.num_attention_heads,
+            kv_heads=model.query_groups,
+            head_dim=model.head_dim,
+            element_size=4,
+        )
+        for traffic in (cost.forward, cost.backward):
+            sent[rank // ranks_per_node] += model.num_layers * traffic.between_nodes(rank, ranks_per_node)
+    return sent[0], sent[1]
+
+
+def _busier(steps: list[Iteration]) -> float:
+    return max(median(step.there for step in steps), median(step.back for step in steps))
+
+
+def _line(shape: dict[str, Any], name: str, found: dict[str, Any], reference: dict[str, Any]) -> str:
+    return (
+        f"{shape['model']:6}{shape['link']:8}{shape['seq_length']:6} {name:26}{found['median']:8.3f} s"
+        f"{reference['median'] / found['median']:8.2f} x ring, {found['crossed'] / 2**20:7.1f} MiB crossed, "
+        f"{found['unlimited']:7.3f} s without a limit"
+    )

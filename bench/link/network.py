@@ -1,0 +1,223 @@
+"""Two nodes on one machine: network namespaces with a slow link between them.
+
+The namespaces have no names: the kernel ends them, with their interfaces and limits, when the last process is gone that
+is inside of one or holds it open. Nothing can be left behind, however the bench ends.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+NODES = 2
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>; os.unshare and os.setns need Python 3.12
+BURST = "128kb"  # more than the 64 KiB packets that veth passes on whole
+QUEUE = 1 << 26  # bytes that may wait for the link: TCP's windows fit, nothing is dropped
+TRUNK = "trunk"
+CURRENT = "/proc/thread-self/ns/net"
+WITHOUT_ROOT = "unshare --user --map-root-user"
+
+
+class NetworkError(RuntimeError):
+    """What this machine does not allow or does not have; the message says what is needed."""
+
+
+class Namespace:
+    """A network namespace that lives until it is closed and no process is inside any more."""
+
+    def __init__(self) -> None:
+        with _open(CURRENT) as outside:
+            _call("unshare", NEW_NETWORK)
+            try:
+                self._file = os.open(CURRENT, os.O_RDONLY)
+            finally:
+                _call("setns", outside, NEW_NETWORK)
+        self.run("ip", "link", "set", "lo", "up")
+
+    @property
+    def path(self) -> str:
+        """A file by which processes of the same user can ``enter``."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Be in the namespace for a while, with the calling thread and the processes it starts."""
+        with _open(CURRENT) as outside:
+            _call("setns", self._file, NEW_NETWORK)
+            try:
+                yield
+            finally:
+                _call("setns", outside, NEW_NETWORK)
+
+    def run(self, *command: str) -> str:
+        """What a command that ran inside printed.
+
+        Raises:
+            NetworkError: it failed.
+        """
+        with self.inside():
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise NetworkError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+        return done.stdout
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._file)
+
+
+class Network:
+    """Two nodes of ``ranks_per_node`` ranks; a context manager.
+
+    Without rails the ranks of a node share its namespace, and all of them the link's rate. With rails every rank has a
+    namespace and a link of its own, plugged into its node's bridge; between the bridges each rank's packets may go at
+    the rate, whoever they are for.
+
+    Raises:
+        NetworkError: no permission, or iproute2 or a kernel module is missing.
+    """
+
+    def __init__(self, *, rails: bool, ranks_per_node: int = 4) -> None:
+        self.rails, self.ranks_per_node = rails, ranks_per_node
+        self.size = NODES * ranks_per_node
+        self.interface = "rail" if rails else TRUNK
+
+    def __enter__(self) -> "Network":
+        check_permission()
+        with ExitStack() as open_files:
+            self._nodes = [_held(open_files) for _ in range(NODES)]
+            _connect(self._nodes[0], TRUNK, self._nodes[1], TRUNK)
+            if self.rails:
+                self._ranks = [self._plug_in(rank, _held(open_files)) for rank in range(self.size)]
+            else:
+                self._ranks = [self._nodes[rank // self.ranks_per_node] for rank in range(self.size)]
+            for index, node in enumerate(self._nodes):
+                if self.rails:
+                    _bridge(node, index * self.ranks_per_node, self.ranks_per_node)
+                else:
+                    node.run("ip", "address", "add", f"{self.address(index * self.ranks_per_node)}/24", "dev", TRUNK)
+            self._open_files = open_files.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open_files.close()
+
+    def address(self, rank: int) -> str:
+        """The IPv4 address of a rank; without rails its node's."""
+        return f"10.77.0.{1 + (rank if self.rails else rank // self.ranks_per_node)}"
+
+    def path(self, rank: int) -> str:
+        """The namespace of a rank, for ``enter``."""
+        return self._ranks[rank].path
+
+    def limit(self, rate: str | None) -> None:
+        """Limit the link, or each rail, to a rate in tc's words, in both directions; None takes the limit away.
+
+        Raises:
+            NetworkError: tc does not know the rate, or the kernel lacks tbf, htb or u32.
+        """
+        for index, node in enumerate(self._nodes):
+            if "noqueue" not in node.run("tc", "qdisc", "show", "dev", TRUNK):
+                node.run("tc", "qdisc", "delete", "dev", TRUNK, "root")
+            if rate is None:
+                continue
+            if not self.rails:
+                bucket = ("tbf", "rate", rate, "burst", BURST, "limit", str(QUEUE))
+                node.run("tc", "qdisc", "add", "dev", TRUNK, "root", *bucket)
+                continue
+            node.run("tc", "qdisc", "add", "dev", TRUNK, "root", "handle", "1:", "htb")
+            for local in range(self.ranks_per_node):
+                source = self.address(index * self.ranks_per_node + local)
+                self._limit_rail(node, f"1:{local + 1}", f"{local + 2}:", source, rate)
+
+    def crossed(self) -> tuple[int, int]:
+        """Bytes that have gone from the first node to the second, and back, as the interface counts them."""
+        to, back = (_sent_through(TRUNK, node) for node in self._nodes)
+        return to, back
+
+    def _plug_in(self, rank: int, namespace: Namespace) -> Namespace:
+        _connect(self._nodes[rank // self.ranks_per_node], f"port{rank}", namespace, self.interface)
+        namespace.run("ip", "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
+        return namespace
+
+    @staticmethod
+    def _limit_rail(node: Namespace, of: str, handle: str, source: str, rate: str) -> None:
+        # Without a quantum htb warns that it guessed one
+        bucket = ("htb", "rate", rate, "burst", BURST, "cburst", BURST, "quantum", "65536")
+        node.run("tc", "class", "add", "dev", TRUNK, "parent", "1:", "classid", of, *bucket)
+        node.run("tc", "qdisc", "add", "dev", TRUNK, "parent", of, "handle", handle, "bfifo", "limit", str(QUEUE))
+        chosen = ("u32", "match", "ip", "src", f"{source}/32", "flowid", of)
+        node.run("tc", "filter", "add", "dev", TRUNK, "parent", "1:", "protocol", "ip", *chosen)
+
+
+def enter(path: str) -> None:
+    """Move the calling thread, and what it starts from now on, into a namespace."""
+    with _open(path) as file:
+        _call("setns", file, NEW_NETWORK)
+
+
+def check_permission() -> None:
+    """Try what the bench needs of this machine.
+
+    Raises:
+        NetworkError: it is not Linux, iproute2 is missing, or this process may not make network namespaces.
+    """
+    if not Path(CURRENT).exists():
+        raise NetworkError("the link bench emulates nodes by Linux network namespaces, which this system does not have")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise NetworkError(f"the link bench needs {tool} on the PATH; install iproute2 (apt-get install iproute2)")
+    try:
+        Namespace().close()
+    except PermissionError as error:
+        raise NetworkError(
+            "the link bench makes network namespaces and limits a link between them, which takes CAP_SYS_ADMIN and "
+            f"CAP_NET_ADMIN, and this process may not ({error.strerror}); run it as root, or, where unprivileged user "
+            f"namespaces are allowed, put `{WITHOUT_ROOT}` before the command"
+        ) from error
+
+
+@contextmanager
+def _open(path: str) -> Iterator[int]:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _held(files: ExitStack) -> Namespace:
+    namespace = Namespace()
+    files.callback(namespace.close)
+    return namespace
+
+
+def _call(name: str, *arguments: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), name)
+
+
+def _connect(one: Namespace, its: str, other: Namespace, others: str) -> None:
+    """A cable: two veth interfaces, one in each namespace, up."""
+    one.run("ip", "link", "add", its, "type", "veth", "peer", "name", others, "netns", other.path)
+    one.run("ip", "link", "set", its, "up")
+    other.run("ip", "link", "set", others, "up")
+
+
+def _bridge(node: Namespace, first: int, ports: int) -> None:
+    node.run("ip", "link", "add", "switch", "type", "bridge")
+    for port in (TRUNK, *(f"port{rank}" for rank in range(first, first + ports))):
+        node.run("ip", "link", "set", port, "master", "switch")
+    node.run("ip", "link", "set", "switch", "up")
+
+
+def _sent_through(interface: str, namespace: Namespace) -> int:
+    with namespace.inside():
+        lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    fields = next(line for line in lines if line.strip().startswith(f"{interface}:")).split(":")[1].split()
+    return int(fields[8])

@@ -1,0 +1,148 @@
+"""Train for real on ranks inside the namespaces, and time every iteration.
+
+Ranks are forked from a server that has imported torch and the entry already, and then enter their node.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.link.network import Network, enter
+from parallel.mesh import joined, launched_world_size
+from pretrain_gpt import prepared
+from train.config import parse_args, validate
+from train.metrics import RunLog
+
+PORT = 29400
+ANSWER_WITHIN = 300.0  # seconds until the next iteration must be over
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["bench.link.ranks", "data.megatron", "torch.distributed.fsdp"])
+
+
+class Iteration(NamedTuple):
+    """Seconds of a training iteration, and bytes that went from node 0 to node 1 and back meanwhile."""
+
+    seconds: float
+    there: int
+    back: int
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank runs, and what its launcher tells it."""
+
+    namespace: str
+    environment: dict[str, str]
+
+
+def seats(network: Network) -> list[Seat]:
+    """The ranks' places, with the environment that a launcher with one agent per node would set."""
+    common = {
+        "WORLD_SIZE": str(network.size),
+        "LOCAL_WORLD_SIZE": str(network.ranks_per_node),
+        "MASTER_ADDR": network.address(0),
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": network.interface,
+    }
+    return [
+        Seat(network.path(rank), {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % network.ranks_per_node)})
+        for rank in range(network.size)
+    ]
+
+
+def train(network: Network, arguments: list[str], before: Callable[[int], None]) -> list[Iteration]:
+    """Run the entry with ``arguments`` on all ranks of the network; its iterations.
+
+    ``before(i)`` is called while every rank waits to begin iteration i. No process outlives the call.
+
+    Raises:
+        RuntimeError: a rank failed (its traceback is in the message), died or did not answer.
+    """
+    pipes, processes = [], []
+    try:
+        before(0)
+        for seat in seats(network):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(theirs, seat, arguments), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        return _collect(pipes, network, before)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(pipes: list[Connection], network: Network, before: Callable[[int], None]) -> list[Iteration]:
+    found: list[Iteration] = []
+    start = network.crossed()
+    running = dict(zip(pipes, range(len(pipes)), strict=True))
+    deadline = time.monotonic() + ANSWER_WITHIN
+    while running:
+        ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RuntimeError(f"no iteration ended within {ANSWER_WITHIN:.0f} s; ranks {sorted(running.values())} run")
+        for pipe in [pipe for pipe in running if pipe in ready]:
+            try:
+                kind, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                raise RuntimeError(f"rank {running[pipe]} died without a word") from None
+            if kind == "failed":
+                raise RuntimeError(f"rank {running[pipe]} failed:\n{value}")
+            if kind == "done":
+                del running[pipe]
+                continue
+            now = network.crossed()
+            found.append(Iteration(value, now[0] - start[0], now[1] - start[1]))
+            before(len(found))
+            start, deadline = network.crossed(), time.monotonic() + ANSWER_WITHIN
+            pipe.send("go on")
+    return found
+
+
+class _Reporter(RunLog):
+    """Tells each iteration's seconds, and waits until it may begin the next: no rank gets further without the first."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Send the time and wait."""
+        self._pipe.send(("iteration", record["iteration_time_ms"] / 1e3))
+        self._pipe.recv()
+
+    def sync(self) -> None:
+        """Nothing is on disk."""
+
+
+def _serve(pipe: Connection, seat: Seat, arguments: list[str]) -> None:
+    """The life of a rank. The server that forked it ends with the bench, and it with the server."""
+    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the bench too, which ends its ranks
+    try:
+        enter(seat.namespace)
+        os.environ.update(seat.environment)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # progress lines
+        torch.set_num_threads(1)
+        config = parse_args(arguments)
+        validate(config, launched_world_size())
+        with joined(config.mesh) as mesh:
+            trainer = prepared(config, mesh)
+            if trainer.log is not None:
+                trainer.log = _Reporter(pipe)
+            trainer.run()
+        pipe.send(("done", None))
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))

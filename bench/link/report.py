@@ -1,0 +1,46 @@
+"""The link bench's figures as Markdown and JSON."""
+
+from pathlib import Path
+from typing import Any
+
+from bench.link.cases import REFERENCE
+from bench.machine import write_json
+from parallel.files import write_text
+
+LINK = {"shared": "one link for all ranks", "rails": "a link for each rank"}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The machine, and a table per setting, fastest first."""
+    machine = result["machine"]
+    lines = [
+        f"{machine['device']}, {machine['cores']} cores, {machine['platform']}, torch {machine['torch']}, "
+        f"{machine['date']}; load average at the end {result['load_average'][0]:.1f}.",
+        *([f"Note: {result['note']}."] if result["note"] else []),
+        "",
+        f"Two nodes of {result['ranks_per_node']} ranks, {result['rate']} between them in each direction; medians of "
+        f'{result["repeats"]} training steps. "Crossed" is the interface\'s count in the busier direction, "attention" '
+        "what of it the plans say; the rest is gradients, headers and collectives that do not send each to each.",
+    ]
+    for setting in result["settings"]:
+        cases = setting["cases"]
+        lines += [
+            "",
+            f"**{setting['model']}**, {setting['batch']} x {setting['seq_length']} tokens, {LINK[setting['link']]}:",
+            "",
+            "| configuration | step, s | times as fast as ring | without a limit, s | crossed, MiB | attention, MiB |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for name, found in sorted(cases.items(), key=lambda item: item[1]["median"]):
+            lines.append(
+                f"| {name} | {found['median']:.2f} | {cases[REFERENCE]['median'] / found['median']:.2f} "
+                f"| {found['unlimited']:.2f} | {found['crossed'] / 2**20:.1f} "
+                f"| {found['attention_by_plan'] / 2**20:.1f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """``path``.json and ``path``.md."""
+    write_json(path.with_name(path.name + ".json"), result)
+    write_text(path.with_name(path.name + ".md"), "# Training over a slow link\n\n" + markdown(result))

@@ -36,7 +36,7 @@ endif
 RANKS = OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test test-slow check format bench parity gpu-check hooks lock clean FORCE
+.PHONY: help venv pretrain test test-slow check format bench link-bench parity gpu-check hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ bench: $(READY) ## Measure the attention: every method on 2 processes against on
 
 parity: $(READY) ## Tiny models on 77 meshes of up to 8 processes against one process, into runs/parity.md (15 minutes)
 	@OMP_NUM_THREADS=1 exec $(PY) -m bench.parity $(ARGS)
+
+link-bench: $(READY) ## Train over a slow link between two emulated nodes, every method, into bench/results/; needs root
+	$(PY) -m bench.link --results bench/results $(ARGS)
 
 gpu-check: $(READY) ## On one CUDA device: its tests and the attention bench, into bench/results/
 	$(PY) -m bench.gpu_check $(ARGS)

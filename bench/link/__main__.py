@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from bench.link.cases import CASES, MODELS, REFERENCE
+from bench.link.network import check_permission
 
 LINKS = ("shared", "rails")
 
@@ -46,7 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--repeats", type=int, default=5, help="steps of which the median counts (default: %(default)s)"
     )
-    parser.add_argument("--results", type=Path, metavar="PATH", help="write PATH.json and PATH.md too")
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="write JSON and Markdown here too, named after the machine"
+    )
     parser.add_argument("--note", help="a remark for the results, such as what else the machine was doing")
     return parser
 
@@ -75,18 +78,17 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _stop)
     try:
         check(args)
+        check_permission()
         from bench.link import measure, report
-        from bench.link.network import check_permission
         from data.prepare import prepare
 
-        check_permission()
         with tempfile.TemporaryDirectory(prefix="longmesh-link-") as folder:
             data = Path(folder) / "stdlib"
             prepare(measure.CORPUS, data, progress=False)
             result = measure.measure(args, data, tell=lambda line: print(line, flush=True))
         print("\n" + report.markdown(result))
         if args.results:
-            report.write(result, args.results)
+            print(f"wrote {report.write(result, args.results)} and its .json")
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

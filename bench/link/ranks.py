@@ -3,10 +3,10 @@
 Ranks are forked from a server that has imported torch and the entry already, and then enter their node.
 """
 
-import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -24,7 +24,6 @@ from train.metrics import RunLog
 
 PORT = 29400
 ANSWER_WITHIN = 300.0  # seconds until the next iteration must be over
-DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["bench.link.ranks", "data.megatron", "torch.distributed.fsdp"])
 
@@ -69,17 +68,19 @@ def train(network: Network, arguments: list[str], before: Callable[[int], None])
         RuntimeError: a rank failed (its traceback is in the message), died or did not answer.
     """
     pipes, processes = [], []
+    life, ours_alone = _context.Pipe(duplex=False)
     try:
         before(0)
         for seat in seats(network):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(theirs, seat, arguments), daemon=True)
+            process = _context.Process(target=_serve, args=(theirs, life, seat, arguments), daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
         return _collect(pipes, network, before)
     finally:
+        ours_alone.close()  # reaches a rank too whose start was interrupted
         for process in processes:
             process.kill()
             process.join()
@@ -127,9 +128,9 @@ class _Reporter(RunLog):
         """Nothing is on disk."""
 
 
-def _serve(pipe: Connection, seat: Seat, arguments: list[str]) -> None:
-    """The life of a rank. The server that forked it ends with the bench, and it with the server."""
-    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+def _serve(pipe: Connection, life: Connection, seat: Seat, arguments: list[str]) -> None:
+    """The life of a rank; it ends, wherever it is, when the bench's end of ``life`` closes."""
+    threading.Thread(target=_end_with, args=(life,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the bench too, which ends its ranks
     try:
         enter(seat.namespace)
@@ -146,3 +147,8 @@ def _serve(pipe: Connection, seat: Seat, arguments: list[str]) -> None:
         pipe.send(("done", None))
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
+
+
+def _end_with(life: Connection) -> None:
+    wait([life])
+    os._exit(1)

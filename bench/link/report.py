@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.link.cases import REFERENCE
-from bench.machine import write_json
+from bench.machine import slug, write_json
 from parallel.files import write_text
 
 LINK = {"shared": "one link for all ranks", "rails": "a link for each rank"}
@@ -40,7 +40,10 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(result: dict[str, Any], path: Path) -> None:
-    """``path``.json and ``path``.md."""
-    write_json(path.with_name(path.name + ".json"), result)
-    write_text(path.with_name(path.name + ".md"), "# Training over a slow link\n\n" + markdown(result))
+def write(result: dict[str, Any], folder: Path) -> Path:
+    """A JSON and a Markdown file named after the machine; the path of the latter."""
+    machine = result["machine"]
+    path = folder / f"link-{slug(machine['device'])}-{machine['cores']}-cores.md"
+    write_json(path.with_suffix(".json"), result)
+    write_text(path, "# Training over a slow link\n\n" + markdown(result))
+    return path

@@ -1,0 +1,265 @@
+"""Namespaces come and go, what crosses is what the plans say, and an interrupted bench leaves nothing."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bench.link import __main__ as entry
+from bench.link import measure, report
+from bench.link.cases import CASES, MODELS, command_line
+from bench.link.network import Network, NetworkError, check_permission, enter
+from model.registry import num_parameters
+from train.config import Config, parse_args, validate
+from train.language import with_vocabulary
+
+ROOT = Path(__file__).resolve().parents[3]
+WITHIN_PROTOCOL = 1.10
+
+
+def not_permitted() -> str | None:
+    try:
+        check_permission()
+    except NetworkError as error:
+        return str(error)
+    return None
+
+
+REASON = not_permitted()
+permitted = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+def namespaces() -> set[str]:
+    """The network namespaces of all processes, and of all files they hold open."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            links = [process / "ns/net", *(process / "fd").iterdir()]
+        except OSError:
+            continue
+        for link in links:
+            try:
+                target = os.readlink(link)
+            except OSError:
+                continue
+            if target.startswith("net:"):
+                found.add(target)
+    return found
+
+
+def descendants(parent: int) -> set[int]:
+    """Processes that come from ``parent``, however far down."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found, new = set(), {parent}
+    while new:
+        found |= new
+        new = {child for child, its in parents.items() if its in new} - found
+    return found - {parent}
+
+
+def comes_true(condition: Callable[[], object], within: float) -> bool:
+    deadline = time.monotonic() + within
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def seconds_to_send(network: Network, senders: list[int], count: int) -> float:
+    """Each sender sends ``count`` bytes to its like on the other node, all at once; threads can be in namespaces."""
+    listeners = {rank: threading.Event() for rank in senders}
+
+    def receive(rank: int) -> None:
+        enter(network.path(rank + 4))
+        with socket.create_server((network.address(rank + 4), 5000 + rank)) as server:
+            listeners[rank].set()
+            with server.accept()[0] as connection:
+                while connection.recv(1 << 16):
+                    pass
+
+    def send(rank: int) -> None:
+        enter(network.path(rank))
+        assert listeners[rank].wait(10)
+        with socket.create_connection((network.address(rank + 4), 5000 + rank)) as connection:
+            connection.sendall(bytes(count))
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(2 * len(senders)) as pool:
+        for done in [pool.submit(work, rank) for rank in senders for work in (receive, send)]:
+            done.result(timeout=60)
+    return time.monotonic() - start
+
+
+@permitted
+@pytest.mark.parametrize("rails", [False, True])
+def test_namespaces_come_and_go_and_the_link_is_as_slow_as_asked(rails: bool) -> None:
+    before, count, senders = namespaces(), 1 << 20, [0, 1, 2, 3]
+    with Network(rails=rails) as network:
+        assert len(namespaces() - before) == (10 if rails else 2)
+        start = network.crossed()
+        at_once = seconds_to_send(network, senders, count)
+        there, back = (now - then for now, then in zip(network.crossed(), start, strict=True))
+        assert 4 * count <= there <= WITHIN_PROTOCOL * 4 * count
+        assert back < 0.1 * there
+        network.limit("40mbit")
+        slow = seconds_to_send(network, senders, count)
+        link = count * 8 / 40e6  # 0.21 s for one sender
+        # one bucket's burst is 128 KiB, and what a whole bucket lets pass at once costs no time
+        assert slow > (0.8 if rails else 3.5) * link
+        if rails and at_once < 0.5 * link:  # the machine has time for us: four rails are four times as fast as one link
+            assert slow < 3 * link
+        network.limit(None)
+        assert "noqueue" in network._nodes[0].run("tc", "qdisc", "show", "dev", "trunk")
+        with pytest.raises(NetworkError, match=r"tc qdisc add .*40parsecs|tc class add .*40parsecs"):
+            network.limit("40parsecs")
+    assert namespaces() == before
+
+
+@permitted
+def test_what_crosses_is_what_the_plan_says(default_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, steps in (("WARM_UP", 1), ("FREE", 1), ("WARM_UP_LIMITED", 0)):
+        monkeypatch.setattr(measure, name, steps)
+    args = entry.build_parser().parse_args(["--repeats", "1", "--rate", "200mbit", "--tokens", "2048"])
+    with Network(rails=False) as network:
+        found = measure.one(network, "llama", "ring", default_data, 1024, args)
+    config = parsed("llama", "ring", default_data)
+    gradients = 4 * num_parameters(with_vocabulary(config, 4096).model)  # float32, once
+    expected = found["attention_by_plan"] + gradients
+    assert expected <= found["crossed"] <= WITHIN_PROTOCOL * expected
+    other = max(measure.attention_crossing(parsed("llama", "double_ring", default_data), 4)) + gradients
+    assert found["crossed"] > WITHIN_PROTOCOL * other
+    assert found["median"] > 0.9 * found["crossed"] * 8 / 200e6
+    assert len(found["seconds"]) == 1
+
+
+def parsed(model: str, case: str, data: Path = Path("nowhere")) -> Config:
+    return parse_args(command_line(model, case, data, size=8, seq_length=1024, batch=2, iterations=3))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_configuration_is_one_that_the_entry_accepts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for case in CASES:
+        validate(parsed(model, case), 8)
+
+
+def test_crossing_by_hand() -> None:
+    kv = 2 * 1024 * 2 * 64 * 4  # batch, tokens, k and v, 4 heads of 16, float32: of one layer, all ranks
+    # forward: 7 of 8 parts pass from node to node; backward: as many, and their gradients to the owner, all 8
+    assert measure.attention_crossing(parsed("llama", "ring"), 4) == (2 * kv * 22 // 8, 2 * kv * 22 // 8)
+
+
+@permitted
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupted_bench_leaves_nothing(number: int, tmp_path: Path) -> None:
+    before, named = namespaces(), subprocess.run(["ip", "netns", "list"], capture_output=True, check=True).stdout
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "bench.link", "--tokens", "1024", "--results", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        # itself, the server that forks, its tracker of resources, and the ranks, inside of their nodes
+        assert comes_true(lambda: len(descendants(bench.pid)) >= 8, 60) or bench.poll() is not None
+        ranks, made = descendants(bench.pid), namespaces() - before
+        assert bench.poll() is None
+        assert len(made) == 2
+        bench.send_signal(number)
+        _, err = bench.communicate(timeout=30)
+    finally:
+        bench.kill()
+        bench.wait()
+    if number == signal.SIGKILL:
+        assert bench.returncode == -number
+    else:
+        assert (bench.returncode, err) == (130, "interrupted; namespaces and ranks are gone\n")
+        assert list(tmp_path.iterdir()) == []
+    assert comes_true(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 10)
+    assert comes_true(lambda: not made & namespaces(), 10)
+    assert subprocess.run(["ip", "netns", "list"], capture_output=True, check=True).stdout == named
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv of util-linux takes privileges away")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root has privileges to take away")
+def test_without_permission_it_says_what_it_needs() -> None:
+    drop = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"]
+    done = subprocess.run(
+        [*drop, sys.executable, "-m", "bench.link"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert re.fullmatch(
+        r"error: the link bench makes network namespaces .* CAP_SYS_ADMIN and CAP_NET_ADMIN, .*"
+        r"Operation not permitted.*run it as root.*`unshare --user --map-root-user`.*\n",
+        done.stderr,
+    )
+
+
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert entry.main(["--repeats", "0"]) == 1
+    assert entry.main(["--seq-length", "1000"]) == 1
+    monkeypatch.setenv("PATH", "")
+    assert entry.main([]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(";")[0] for line in lines] == [
+        "error: --repeats is 0",
+        "error: --seq-length is 1000 with --tokens 8192",
+        "error: the link bench needs ip on the PATH",
+    ]
+
+
+def test_the_report_has_the_fastest_first(tmp_path: Path) -> None:
+    figures = {"seconds": [], "unlimited": 0.5, "crossed": 3 << 20, "attention_by_plan": 2 << 20}
+    machine = {"device": "A processor", "cores": 2, "platform": "Linux", "torch": "2.13.0", "date": "today"}
+    result = {
+        "machine": machine,
+        "note": None,
+        "load_average": [0.5],
+        "rate": "100mbit",
+        "ranks_per_node": 4,
+        "repeats": 5,
+        "settings": [
+            {
+                "model": "gpt",
+                "link": "rails",
+                "seq_length": 1024,
+                "batch": 8,
+                "cases": {"ring": {**figures, "median": 3.0}, "ulysses": {**figures, "median": 1.5}},
+            }
+        ],
+    }
+    path = report.write(result, tmp_path)
+    assert path == tmp_path / "link-a-processor-2-cores.md"
+    text = path.read_text()
+    assert text.splitlines()[-2:] == [
+        "| ulysses | 1.50 | 2.00 | 0.50 | 3.0 | 2.0 |",
+        "| ring | 3.00 | 1.00 | 0.50 | 3.0 | 2.0 |",
+    ]
+    assert json.loads(path.with_suffix(".json").read_text()) == result

@@ -3,7 +3,7 @@
 The nodes are network namespaces of 4 ranks each. 100 Mbit/s join them, shared by all ranks of a node, or, as rails, 100
 Mbit/s for each rank. A tiny GPT and a tiny LLaMA (grouped queries) train on the standard library's sources by
 pretrain_gpt.py, each configuration first without a limit and then within it. Needs Linux, iproute2 and root (or
-`unshare --user --map-root-user` before the command); nothing is left behind, however it ends.
+`unshare --user --map-root-user --net` before the command); nothing is left behind, however it ends.
 
     python -m bench.link                                           # both models, both links, every configuration
     python -m bench.link --models gpt --links rails --cases wallfacer_c2 double_ring --seq-length 1024 2048

@@ -18,7 +18,7 @@ BURST = "128kb"  # more than the 64 KiB packets that veth passes on whole
 QUEUE = 1 << 26  # bytes that may wait for the link: TCP's windows fit, nothing is dropped
 TRUNK = "trunk"
 CURRENT = "/proc/thread-self/ns/net"
-WITHOUT_ROOT = "unshare --user --map-root-user"
+WITHOUT_ROOT = "unshare --user --map-root-user --net"
 
 
 class NetworkError(RuntimeError):

@@ -217,7 +217,7 @@ def test_without_permission_it_says_what_it_needs() -> None:
     assert done.stdout == ""
     assert re.fullmatch(
         r"error: the link bench makes network namespaces .* CAP_SYS_ADMIN and CAP_NET_ADMIN, .*"
-        r"Operation not permitted.*run it as root.*`unshare --user --map-root-user`.*\n",
+        r"Operation not permitted.*run it as root.*`unshare --user --map-root-user --net`.*\n",
         done.stderr,
     )
 

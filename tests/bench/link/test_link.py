@@ -199,7 +199,9 @@ def test_an_interrupted_bench_leaves_nothing(number: int, tmp_path: Path) -> Non
     if number == signal.SIGKILL:
         assert bench.returncode == -number
     else:
-        assert (bench.returncode, err) == (130, "interrupted; namespaces and ranks are gone\n")
+        assert bench.returncode == 130
+        assert err.splitlines()[-1] == "interrupted; namespaces and ranks are gone"  # torch may warn before
+        assert "Traceback" not in err
         assert list(tmp_path.iterdir()) == []
     assert comes_true(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 10)
     assert comes_true(lambda: not made & namespaces(), 10)

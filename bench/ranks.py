@@ -39,7 +39,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             for rank in range(world_size)
         ]
         try:
-            with _uninterrupted():
+            with uninterrupted():
                 for process in ranks:
                     process.start()
             for _, writer in pipes:
@@ -54,7 +54,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Leave Ctrl-C and SIGTERM for later: a process whose start they cut short would run on, its number unknown."""
     _forkserver.ensure_running()  # which would inherit what is blocked
     told = {signal.SIGINT, signal.SIGTERM}

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.link.network import Network, enter
+from bench.ranks import uninterrupted
 from parallel.mesh import joined, launched_world_size
 from pretrain_gpt import prepared
 from train.config import parse_args, validate
@@ -71,16 +72,17 @@ def train(network: Network, arguments: list[str], before: Callable[[int], None])
     life, ours_alone = _context.Pipe(duplex=False)
     try:
         before(0)
-        for seat in seats(network):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(theirs, life, seat, arguments), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
+        with uninterrupted():
+            for seat in seats(network):
+                ours, theirs = _context.Pipe()
+                process = _context.Process(target=_serve, args=(theirs, life, seat, arguments), daemon=True)
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
         return _collect(pipes, network, before)
     finally:
-        ours_alone.close()  # reaches a rank too whose start was interrupted
+        ours_alone.close()
         for process in processes:
             process.kill()
             process.join()

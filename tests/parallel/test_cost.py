@@ -60,8 +60,7 @@ def test_compute_goes_by_pairs() -> None:
 def test_with_free_links_balanced_layouts_tie_and_contiguous_blocks_lose() -> None:
     times = {
         name: attention(name, COMPUTE, 8, 8192).forward()
-        for name in ("ring", "striped", "zigzag", "wallfacer", "double_ring", "ulysses")
-        if name != "ulysses"
+        for name in ("ring", "striped", "zigzag", "wallfacer", "double_ring")
     }
     balanced = [times[name] for name in ("striped", "zigzag", "wallfacer", "double_ring")]
     assert max(balanced) < 1.01 * min(balanced)
@@ -118,7 +117,7 @@ GPT_7B = Workload(
 
 @pytest.mark.parametrize(("nodes", "best"), [("wallfacer_a100_16", 2), ("wallfacer_a100_8", 4)])
 def test_the_best_team_is_the_one_that_wallfacers_paper_found(nodes: str, best: int) -> None:
-    """Section 4.1: C = 2 with 16 GPUs per node, C = 4 with 8, and both faster than the ring."""
+    """Section 4.1: C = 2 with 16 GPUs per node, C = 4 with 8, both faster than the ring."""
     cluster, times = load_cluster(CLUSTERS / f"{nodes}.toml"), {}
     for team in (1, 2, 4):
         plans = (
@@ -127,7 +126,7 @@ def test_the_best_team_is_the_one_that_wallfacers_paper_found(nodes: str, best: 
         )
         times[team] = min(predict(GPT_7B, plan, Arrangement(), cluster).time for plan in plans)
     assert min(times, key=lambda team: times[team]) == best
-    assert max(times[2], times[4]) < times[1]
+    assert times[best] < times[1] / 1.1
 
 
 MEASURED = {

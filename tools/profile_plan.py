@@ -23,7 +23,7 @@ def measure(configs: Sequence[Config], iterations: int, *, quiet: bool = False) 
         for number, config in enumerate(configs, 1):
             if is_first() and not quiet:
                 print(f"profiling {number} of {len(configs)}: {config.context.title}", flush=True)
-            with released_groups():
+            with released_groups(number):
                 found.append(_seconds(_short(config, iterations), quiet))
             gc.collect()
             if torch.cuda.is_available():
@@ -65,10 +65,17 @@ def _as_it_is() -> Iterator[None]:
 
 
 @contextmanager
-def released_groups() -> Iterator[None]:
-    """Destroy at the end the process groups that the body made, in the order of their making; collective."""
+def released_groups(number: int) -> Iterator[None]:
+    """Destroy at the end the process groups that the body made, in the order of their making; collective.
+
+    torch names a group by its ranks and how many groups there are, so that a later one may have a destroyed one's
+    name, and would find its dead addresses in the store: each ``number`` has a part of the store to itself.
+    """
     groups = dist.distributed_c10d._world.pg_map
-    before = set(groups)
+    before, everyone = set(groups), dist.group.WORLD
+    backend, store = groups[everyone]
+    groups[everyone] = backend, dist.PrefixStore(f"profile {number}", store)
     yield
+    groups[everyone] = backend, store
     for group in [group for group in groups if group not in before]:
         dist.destroy_process_group(group)

@@ -11,6 +11,7 @@ from parallel.cluster import CLUSTERS
 from tests.pretraining import TINY
 from tests.ranks import run_ranks
 from tools.plan import main
+from tools.profile_plan import measure
 from train import loop
 from train.config import parse_args, validate
 
@@ -88,7 +89,7 @@ def profiled(rank: int, world_size: int, arguments: list[str], folder: str) -> i
 def test_a_profile_runs_the_best_and_takes_the_fastest(default_data: Path, tmp_path: Path) -> None:
     data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
     path = tmp_path / "best.toml"
-    flags = ("--context-parallel-size", "4", "--profile", "--profile-top", "2", "--profile-iters", "2")
+    flags = ("--context-parallel-size", "4", "--profile", "--profile-top", "2", "--profile-iters", "1")
     arguments = [*TINY, *data, *flags, "--train-iters", "100", "--write", str(path)]
     assert run_ranks(profiled, 4, arguments, str(tmp_path)) == [0] * 4
     out = (tmp_path / "out").read_text()
@@ -100,3 +101,18 @@ def test_a_profile_runs_the_best_and_takes_the_fastest(default_data: Path, tmp_p
     best = parse_args(["--config", str(path)])
     assert best.context.title in rows[0][1]
     assert best.train.train_iters == 100  # the run's own, not the profile's
+
+
+def measured_twice(rank: int, world_size: int, arguments: list[str]) -> list[float]:
+    loop.peak_flops = lambda *_: 1e9
+    config = parse_args(arguments)
+    return measure([config, config], 1)
+
+
+def test_groups_of_a_candidate_leave_nothing_to_the_next(default_data: Path) -> None:
+    """Both make groups of the same ranks, those that split heads."""
+    data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
+    flags = [*TINY, *data, "--context-parallel-size", "4", "--ulysses-degree", "2"]
+    times = run_ranks(measured_twice, 4, flags, timeout=60)
+    assert times[0] == times[3]
+    assert len(times[0]) == 2

@@ -72,7 +72,7 @@ def released_groups(number: int) -> Iterator[None]:
     name, and would find its dead addresses in the store: each ``number`` has a part of the store to itself.
     """
     groups = dist.distributed_c10d._world.pg_map
-    before, everyone = set(groups), dist.group.WORLD
+    before, everyone = set(groups), dist.distributed_c10d._get_default_group()
     backend, store = groups[everyone]
     groups[everyone] = backend, dist.PrefixStore(f"profile {number}", store)
     yield

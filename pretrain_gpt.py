@@ -24,6 +24,7 @@ from train.config import Config, parse_args, validate
 from train.language import NextToken, build_runner, context_of, corpus_entropy, with_vocabulary
 from train.loop import Trainer
 from train.optim import build_optimizer
+from train.planner import resolved
 from train.run import claim_folder, exit_status, open_log, resume
 
 
@@ -41,6 +42,8 @@ def prepared(config: Config, mesh: Mesh) -> Trainer:
     with agreed():
         tokenizer = load_tokenizer(str(config.data.tokenizer_model))
         config = with_vocabulary(config, tokenizer.vocab_size)
+    config = resolved(config, dist.get_world_size())
+    with agreed():
         cp, attend = context_of(config, mesh.cp.get_group())
     train_data, valid_data, _ = build_datasets(config.data, config.train.seq_length, config.train.seed, tokenizer)
 

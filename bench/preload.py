@@ -1,4 +1,4 @@
-"""What the server imports, once, that bench/ranks.py forks its ranks from."""
+"""What the server imports, once, that all ranks here are forked from; a process has one, whoever asks first."""
 
 import matplotlib.pyplot
 import torch.distributed.checkpoint

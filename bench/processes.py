@@ -29,7 +29,7 @@ from parallel.context import context_parallel
 ONE_PROCESS = "one_process"
 ANSWER_WITHIN = 600.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["bench.processes"])  # torch is imported once, not by every process
+_context.set_forkserver_preload(["bench.preload"])  # torch is imported once, not by every process
 
 
 class Times(NamedTuple):

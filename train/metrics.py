@@ -63,6 +63,11 @@ class RunLog:
             self._records = cut_back(folder / METRICS, iteration)
             self._file = (folder / METRICS).open("a")
 
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Every iteration's record, those before a resume included."""
+        return self._records
+
     def write(self, record: dict[str, Any]) -> None:
         """Add an iteration's record; a number that is not finite, which JSON does not know, becomes null."""
         record = {name: value if math.isfinite(value) else None for name, value in record.items()}

@@ -14,6 +14,7 @@ from torch import nn
 from data.megatron import DataError
 from parallel.agree import agreed, from_first, is_first, one_voice
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_checkpoint
+from parallel.cluster import ClusterError
 from parallel.context import ContextError
 from parallel.mesh import MeshError
 from parallel.recompute import RecomputeError
@@ -23,7 +24,16 @@ from train.metrics import METRICS, RunLog, check_services
 
 # How long ranks that fail wait for the others, so that a launcher does not end the one that is to speak.
 SECONDS_TO_SPEAK = 5.0
-USER_ERRORS = (ConfigError, MeshError, ContextError, RecomputeError, DataError, CheckpointError, TrainingError)
+USER_ERRORS = (
+    ConfigError,
+    MeshError,
+    ClusterError,
+    ContextError,
+    RecomputeError,
+    DataError,
+    CheckpointError,
+    TrainingError,
+)
 
 
 def exit_status(main: Callable[[list[str]], None], arguments: list[str]) -> int:

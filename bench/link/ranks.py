@@ -26,7 +26,7 @@ from train.metrics import RunLog
 PORT = 29400
 ANSWER_WITHIN = 300.0  # seconds until the next iteration must be over
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["bench.link.ranks", "data.megatron", "torch.distributed.fsdp"])
+_context.set_forkserver_preload(["bench.preload"])
 
 
 class Iteration(NamedTuple):

@@ -12,10 +12,21 @@ class ContextConfig:
     """How the context-parallel processes share one sequence's attention."""
 
     context_parallel_method: Literal[
-        "ring", "striped", "zigzag", "allgather", "wallfacer", "ulysses", "double_ring", "lasp", "lasp2", "none"
+        "ring",
+        "striped",
+        "zigzag",
+        "allgather",
+        "wallfacer",
+        "ulysses",
+        "double_ring",
+        "lasp",
+        "lasp2",
+        "none",
+        "auto",
     ] = "striped"
     """Layout and communication of the attention; none is plain SDPA in one process, to compare with. For linear
-    attention: lasp, or lasp2, which pass states on."""
+    attention: lasp, or lasp2, which pass states on. auto takes what the cost model finds fastest on the cluster, once,
+    as the run starts (docs/planner.md)."""
     context_parallel_layout: Literal["auto", "contiguous", "striped", "zigzag"] = "auto"
     """Who owns which tokens, for the methods that take any; auto is zigzag where a causal mask must be balanced."""
     context_parallel_team_size: int = 1
@@ -26,6 +37,8 @@ class ContextConfig:
     """Context-parallel ranks in a node, the inner ring of double_ring; by default as launched, all where unknown."""
     ulysses_degree: int = 1
     """Neighbouring ranks that split the heads among them; the method runs over such groups. For ulysses it is all."""
+    cluster: str | None = None
+    """TOML file of the cluster that auto chooses for, as in configs/clusters; by default by the kind of device."""
     attention_backend: Literal["auto", "aten", "cudnn", "flash_attn", "chunked", "triton", "reference"] = "auto"
     """Kernel of one attention block; auto takes flash-attn where it is installed, else aten. Of linear attention:
     chunked or triton; auto takes triton on a GPU in bfloat16, else chunked."""
@@ -54,12 +67,19 @@ class ContextConfig:
         Raises:
             ContextError: with the reason and what would work.
         """
-        if self.context_parallel_method != "none":
-            arguments = self.plan_arguments(ranks_per_node)
-            plan = make_plan(self.context_parallel_method, seq_len=seq_len, size=size, **arguments)
-            plan.check_heads(heads, kv_heads)
-        elif self.plan_arguments(None) != ContextConfig().plan_arguments(None):
+        method, shape = self.context_parallel_method, self.plan_arguments(None)
+        if self.cluster is not None and method != "auto":
             raise ContextError(
-                "context_parallel_method is none, which takes no layout, team size, placement, ranks per node and "
-                "ulysses_degree; leave them out, or choose a method"
+                f"cluster is {self.cluster} and context_parallel_method is {method}, which leaves nothing to choose; "
+                "leave it out, or use method auto"
             )
+        if method in ("none", "auto") and shape != ContextConfig().plan_arguments(None):
+            reason = "chooses them itself" if method == "auto" else "takes none"
+            raise ContextError(
+                f"context_parallel_method is {method}, which {reason}: layout, team size, placement, ranks per node "
+                "and ulysses_degree; leave them out, or choose a method"
+            )
+        if method not in ("none", "auto"):
+            arguments = self.plan_arguments(ranks_per_node)
+            plan = make_plan(method, seq_len=seq_len, size=size, **arguments)
+            plan.check_heads(heads, kv_heads)

@@ -1,6 +1,7 @@
 """What a plan sends to whom, in bytes: point to point, and in collectives, which count what each peer is sent."""
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -12,6 +13,23 @@ if TYPE_CHECKING:
 
 Moves = Literal["kv", "queries"]
 """What circulates in a backward: KV with its gradient, or queries (q, dout, out, lse) with theirs."""
+
+
+class Message(NamedTuple):
+    """Bytes to one peer, under way from round ``first`` to ``last``; the number of rounds is after them all."""
+
+    peer: int
+    size: int
+    first: int
+    last: int
+
+
+class Collective(NamedTuple):
+    """An all-gather or an all-to-all among ``ranks``, and the bytes of a rank for each of its peers."""
+
+    kind: Literal["gather", "exchange"]
+    ranks: tuple[int, ...]
+    size: int
 
 
 @dataclass
@@ -77,36 +95,66 @@ def sizes(plan: "Plan", batch: int, heads: int, kv_heads: int, head_dim: int, el
     return Sizes(batch, tokens, heads // degree, max(1, kv_heads // degree), head_dim, element_size)
 
 
+def messages(plan: "Plan", rank: int, of: Sizes, moves: Moves, *, gradients: bool) -> Iterator[Message]:
+    """What ``rank`` sends point to point in a forward (without gradients) or a backward."""
+    for index, step in enumerate(plan.steps(rank)):
+        held = len(step.holds) // plan.ulysses_degree
+        for transfer in step.transfers:
+            if transfer.send_to != rank:
+                yield Message(transfer.send_to, held * of.payload(moves), index, transfer.due - 1)
+        home = step.gradient
+        if gradients and home is not None and home.send_to != rank:
+            yield Message(home.send_to, held * of.gradient(moves), index + 1, home.due)
+
+
+def collectives(plan: "Plan", rank: int, of: Sizes, moves: Moves | None) -> Iterator[Collective]:
+    """Those of ``rank`` in a backward that moves KV or queries, or (None) in a forward, groups of one left out.
+
+    Of the heads: q, k, v there and out back, or dout there and dq, dk, dv back.
+    """
+    heads, holders, team = plan.head_group(rank), plan.holders(rank), plan.teammates(rank)
+    rows = of.batch * of.tokens
+    exchanged = 2 * of.batch * plan.local_len * (of.heads + of.kv_heads) * of.head_dim * of.element_size
+    found = [Collective("exchange", heads, exchanged)]
+    if moves is None:
+        found += [
+            Collective("gather", holders, of.payload("kv")),
+            Collective("gather", team, rows * of.heads * of.head_dim * of.element_size),  # q
+            Collective("exchange", team, rows * of.heads * (of.head_dim + 1) * of.wide),  # partial out and lse
+        ]
+    else:
+        stays: Moves = "queries" if moves == "kv" else "kv"
+        for ranks, what in ((holders, moves), (team, stays)):
+            found += [
+                Collective("gather", ranks, of.payload(what)),
+                Collective("exchange", ranks, of.gradient(what)),
+            ]
+    return (collective for collective in found if len(collective.ranks) > 1)
+
+
 def forward_traffic(plan: "Plan", rank: int, of: Sizes) -> Traffic:
     """What ``rank`` sends in a forward."""
-    sent = Traffic()
-    rows = of.batch * of.tokens
-    _exchange_heads(sent, plan, rank, of)
-    _pass_states(sent, plan, rank, of, reverse=False)
-    _to_all(sent, plan.holders(rank), rank, of.payload("kv"))
-    _to_all(sent, plan.teammates(rank), rank, rows * of.heads * of.head_dim * of.element_size)  # q
-    for step in plan.steps(rank):
-        for transfer in step.transfers:
-            _to(sent, transfer.send_to, rank, of.payload("kv") * len(step.holds) // plan.ulysses_degree)
-    _to_all(sent, plan.teammates(rank), rank, rows * of.heads * (of.head_dim + 1) * of.wide)  # partial out and lse
-    return sent
+    total = _sum(rank, messages(plan, rank, of, "kv", gradients=False), collectives(plan, rank, of, None))
+    _pass_states(total, plan, rank, of, reverse=False)
+    return total
 
 
 def backward_traffic(plan: "Plan", rank: int, of: Sizes, moves: Moves) -> Traffic:
     """What ``rank`` sends in a backward that moves KV or queries."""
-    sent = Traffic()
-    stays: Moves = "queries" if moves == "kv" else "kv"
-    _exchange_heads(sent, plan, rank, of)
-    _pass_states(sent, plan, rank, of, reverse=True)
-    _to_all(sent, plan.holders(rank), rank, of.payload(moves) + of.gradient(moves))
-    _to_all(sent, plan.teammates(rank), rank, of.payload(stays) + of.gradient(stays))
-    for step in plan.steps(rank):
-        held = len(step.holds) // plan.ulysses_degree
-        for transfer in step.transfers:
-            _to(sent, transfer.send_to, rank, held * of.payload(moves))
-        if step.gradient is not None:
-            _to(sent, step.gradient.send_to, rank, held * of.gradient(moves))
-    return sent
+    total = _sum(rank, messages(plan, rank, of, moves, gradients=True), collectives(plan, rank, of, moves))
+    _pass_states(total, plan, rank, of, reverse=True)
+    return total
+
+
+def _sum(rank: int, sent: Iterable[Message], joint: Iterable[Collective]) -> Traffic:
+    total = Traffic()
+    for message in sent:
+        total.p2p[message.peer] += message.size
+    for collective in joint:
+        for peer in collective.ranks:
+            if peer != rank:
+                total.collective[peer] += collective.size
+    return total
 
 
 @lru_cache(maxsize=256)
@@ -120,27 +168,12 @@ def cheaper_backward(plan: "Plan", of: Sizes) -> Moves:
     return "kv" if kv <= queries else "queries"
 
 
-def _exchange_heads(sent: Traffic, plan: "Plan", rank: int, of: Sizes) -> None:
-    """q, k, v there and out back, or dout there and dq, dk, dv back."""
-    rows = of.batch * plan.local_len
-    _to_all(sent, plan.head_group(rank), rank, 2 * rows * (of.heads + of.kv_heads) * of.head_dim * of.element_size)
-
-
 def _pass_states(sent: Traffic, plan: "Plan", rank: int, of: Sizes, *, reverse: bool) -> None:
     """The state, or backwards its gradient: a matrix per head, B d^2 / h elements however many tokens."""
     way, count = plan.method.capabilities().states, of.batch * of.heads * of.head_dim**2 * of.wide
     if way == "gather":
-        _to_all(sent, tuple(range(plan.size)), rank, count)
+        for peer in range(plan.size):
+            if peer != rank:
+                sent.collective[peer] += count
     elif way == "neighbour" and (target := passages(plan, reverse)[rank].target) is not None:
-        _to(sent, target, rank, count)
-
-
-def _to(sent: Traffic, peer: int, rank: int, count: int) -> None:
-    if peer != rank:
-        sent.p2p[peer] += count
-
-
-def _to_all(sent: Traffic, group: tuple[int, ...], rank: int, count: int) -> None:
-    for peer in group:
-        if peer != rank:
-            sent.collective[peer] += count
+        sent.p2p[target] += count

@@ -310,7 +310,8 @@ def test_a_section_that_flags_cannot_carry_is_a_programming_error(section, word)
 
 
 def test_the_methods_offered_are_those_that_exist():
-    assert set(flags.config_fields(Config)["context_parallel_method"].choices) == {*METHODS, *STATE_METHODS, "none"}
+    offered = set(flags.config_fields(Config)["context_parallel_method"].choices)
+    assert offered == {*METHODS, *STATE_METHODS, "none", "auto"}
 
 
 def test_configs_are_immutable():

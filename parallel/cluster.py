@@ -1,0 +1,108 @@
+"""Clusters: what their GPUs compute and what their links carry, as configs/clusters/*.toml say it."""
+
+import math
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, get_args, get_type_hints
+
+import torch
+
+CLUSTERS = Path(__file__).resolve().parents[1] / "configs" / "clusters"
+KINDS = {"H100": "h100_pod", "H200": "h100_pod", "A100": "a100_pod"}
+"""The cluster that a GPU's name, as torch tells it, stands for."""
+
+
+class ClusterError(ValueError):
+    """A cluster file that does not describe a cluster; the message names the file, the key and the fix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes of equal processors. Bandwidths are of one direction, in 10^9 bytes per second."""
+
+    name: str
+    """What it is, in a few words."""
+    gpus_per_node: int
+    """Processors, and so ranks, in each node."""
+    peak_tflops: float
+    """Dense bfloat16 rate of one processor by its data sheet, in 10^12 operations per second."""
+    matmul_fraction: float
+    """Part of that rate that the matrix products of a layer reach."""
+    attention_fraction: float
+    """Part of that rate that an attention kernel reaches."""
+    memory_gb: float
+    """Memory of one processor that a run can use, in 10^9 bytes."""
+    inside_gb_per_s: float
+    """What one rank can send to others of its node."""
+    inside_latency_us: float
+    """Microseconds until a message inside a node begins to arrive."""
+    between_gb_per_s: float
+    """What one link out of a node carries."""
+    between_latency_us: float
+    """The same between nodes."""
+    between_link: Literal["node", "rank"]
+    """Whether a node's ranks share one link to the other nodes, or each has a rail of its own."""
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            if kind is int and (type(value) is not int or value < 1):
+                raise ClusterError(f"{name} is {value!r}; it must be an integer of 1 or more")
+            if kind is float:
+                number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+                least = "a number of 0 or more" if name.endswith("_us") else "a number above 0"
+                if not number or value < 0 or (value == 0 and not name.endswith("_us")):
+                    raise ClusterError(f"{name} is {value!r}; it must be {least}")
+            if name.endswith("_fraction") and value > 1:
+                raise ClusterError(f"{name} is {value}; it is a part of peak_tflops, above 0 and at most 1")
+        if type(self.name) is not str:
+            raise ClusterError(f"name is {self.name!r}; it must be text")
+        links = get_args(get_type_hints(type(self))["between_link"])
+        if self.between_link not in links:
+            raise ClusterError(f"between_link is {self.between_link!r}; it must be one of {', '.join(links)}")
+
+    @property
+    def node_gb_per_s(self) -> float:
+        """What all links out of a node carry together."""
+        return self.between_gb_per_s * (1 if self.between_link == "node" else self.gpus_per_node)
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """The cluster in a TOML file, which must give every figure.
+
+    Raises:
+        ClusterError: naming the file, the key and the fix.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ClusterError(f"{path}: cannot be read ({error.strerror}); name a file as in configs/clusters") from error
+    except ValueError as error:
+        raise ClusterError(f"{path}: not valid TOML: {error}") from error
+    known = [entry.name for entry in fields(Cluster)]
+    for name in values:
+        if name not in known:
+            raise ClusterError(f"{path}: unknown key {name}; known are {', '.join(known)}")
+    for name in known:
+        if name not in values:
+            raise ClusterError(f"{path}: {name} is missing; add it, as in {CLUSTERS.name}/a100_pod.toml")
+    try:
+        return Cluster(**values)
+    except ClusterError as error:
+        raise ClusterError(f"{path}: {error}") from None
+
+
+def default_cluster(device_type: str) -> Cluster:
+    """What stands for the machine at hand where no file is named: by the GPU's kind, or processes on a CPU.
+
+    Raises:
+        ClusterError: a GPU that no file under configs/clusters is about.
+    """
+    if device_type == "cpu":
+        return load_cluster(CLUSTERS / "cpu.toml")
+    found = torch.cuda.get_device_name()
+    for kind, name in KINDS.items():
+        if kind in found:
+            return load_cluster(CLUSTERS / f"{name}.toml")
+    raise ClusterError(f"cluster is not set, and no file is about {found}; give --cluster FILE, as in configs/clusters")

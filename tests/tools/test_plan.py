@@ -1,0 +1,118 @@
+"""The planner's command: its table, its JSON, the file it writes, and a real profile."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel.cluster import CLUSTERS
+from tests.pretraining import TINY
+from tests.ranks import run_ranks
+from tools.plan import main
+from tools.profile_plan import measure
+from train import loop
+from train.config import parse_args, validate
+
+A100 = ("--cluster", str(CLUSTERS / "wallfacer_a100_8.toml"))
+MODEL = ("--vocab-size", "512", "--num-attention-heads", "8", "--hidden-size", "512", "--seq-length", "4096")
+NO_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NO_LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_table_has_the_best_first_and_says_what_was_discarded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MODEL, *A100, "--context-parallel-size", "16", "--top", "4", "--num-query-groups", "1"]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| ") and line[2].isdigit()]
+    assert len(rows) == 4
+    times = [float(row[4]) for row in rows]
+    assert times == sorted(times)
+    assert "refused" in out
+    assert "ulysses_degree is 16 with 8 query" in out
+
+
+def test_json_parses_and_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MODEL, *A100, "--context-parallel-size", "8", "--json", "--top", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["rows"]) == 3
+    assert found["cluster"]["gpus_per_node"] == 8
+    row = found["rows"][0]
+    assert row["predicted_seconds"] == pytest.approx(sum(row["predicted_seconds_by_part"].values()))
+    assert row["measured_seconds"] is None
+    assert row["attention_bytes_between_nodes"] == 0  # 8 ranks are one node
+
+
+@pytest.mark.parametrize("everything", [(), ("--all", "--world-size", "8", "--bf16")])
+def test_the_winner_is_a_file_that_training_accepts(tmp_path: Path, everything: tuple[str, ...]) -> None:
+    path = tmp_path / "new" / "best.toml"
+    sizes = everything or ("--context-parallel-size", "16")
+    data = ("--data-path", "x", "--tokenizer-model", "x.model")
+    assert main([*MODEL, *A100, *data, *sizes, "--write", str(path)]) == 0
+    config = parse_args(["--config", str(path)])
+    validate(config, 8 if everything else 16)
+    assert config.context.context_parallel_method != "auto"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--context-parallel-size", "4", "--profile"),
+            "profile needs the 4 processes .*, and 1 are started; use torch",
+        ),
+        (("--top", "0"), "top is 0; it must be 1 or more"),
+        (("--cluster", "none.toml"), "none.toml: cannot be read"),
+        (("--context-parallel-size", "3", "--world-size", "4"), "context_parallel_size is 3, which does not divide"),
+    ],
+)
+def test_bad_input_is_one_line(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MODEL, *A100, *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert re.search(message, error)
+
+
+def profiled(rank: int, world_size: int, arguments: list[str], folder: str) -> int:
+    loop.peak_flops = lambda *_: 1e9
+    if rank == 0:
+        sys.stdout = (Path(folder) / "out").open("w", buffering=1)
+    return main(arguments)
+
+
+def test_a_profile_runs_the_best_and_takes_the_fastest(default_data: Path, tmp_path: Path) -> None:
+    data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
+    path = tmp_path / "best.toml"
+    flags = ("--context-parallel-size", "4", "--profile", "--profile-top", "2", "--profile-iters", "1")
+    arguments = [*TINY, *data, *flags, "--train-iters", "100", "--write", str(path)]
+    assert run_ranks(profiled, 4, arguments, str(tmp_path)) == [0] * 4
+    out = (tmp_path / "out").read_text()
+    assert "profiling 2 of 2: " in out
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| ") and line[2].isdigit()]
+    measured = [float(row[5]) for row in rows if row[5]]
+    assert len(measured) == 2
+    assert measured == sorted(measured)
+    best = parse_args(["--config", str(path)])
+    assert best.context.title in rows[0][1]
+    assert best.train.train_iters == 100  # the run's own, not the profile's
+
+
+def measured_twice(rank: int, world_size: int, arguments: list[str]) -> list[float]:
+    loop.peak_flops = lambda *_: 1e9
+    config = parse_args(arguments)
+    return measure([config, config], 1)
+
+
+def test_groups_of_a_candidate_leave_nothing_to_the_next(default_data: Path) -> None:
+    """Both make groups of the same ranks, those that split heads."""
+    data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
+    flags = [*TINY, *data, "--context-parallel-size", "4", "--ulysses-degree", "2"]
+    times = run_ranks(measured_twice, 4, flags, timeout=60)
+    assert times[0] == times[3]
+    assert len(times[0]) == 2

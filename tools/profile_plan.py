@@ -1,0 +1,81 @@
+"""A few real iterations of each candidate, on the processes at hand."""
+
+import gc
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from io import StringIO
+
+import torch
+import torch.distributed as dist
+
+from parallel.agree import from_first, is_first
+from parallel.mesh import joined
+from pretrain_gpt import prepared
+from train.config import Config
+
+
+def measure(configs: Sequence[Config], iterations: int, *, quiet: bool = False) -> list[float]:
+    """Median seconds of ``iterations`` of each, all from the same seed, after one that is not counted. Collective."""
+    found = []
+    with joined(configs[0].mesh):
+        for number, config in enumerate(configs, 1):
+            if is_first() and not quiet:
+                print(f"profiling {number} of {len(configs)}: {config.context.title}", flush=True)
+            with released_groups(number):
+                found.append(_seconds(_short(config, iterations), quiet))
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if is_first() and not quiet:
+                print(f"  {1e3 * found[-1]:.4g} ms per iteration", flush=True)
+    return found
+
+
+def _short(config: Config, iterations: int) -> Config:
+    """The same run, a few iterations of it, which keeps nothing; its learning rates stay those of the whole."""
+    train, optimizer = config.train, config.optimizer
+    whole = optimizer.lr_decay_iters or train.train_iters
+    return replace(
+        config,
+        train=replace(train, train_iters=iterations + 1, eval_iters=0, exit_interval=None, exit_duration_in_mins=None),
+        optimizer=replace(optimizer, lr_decay_iters=max(whole, iterations + 1)),
+        checkpoint=replace(config.checkpoint, save=None, load=None, save_interval=None, ckpt_step=None),
+        logging=replace(config.logging, tensorboard_dir=None, wandb_project=None, wandb_exp_name=None),
+    )
+
+
+def _seconds(config: Config, quiet: bool) -> float:
+    with joined(config.mesh) as mesh, redirect_stdout(StringIO()) if quiet else _as_it_is():
+        trainer = prepared(config, mesh)
+        trainer.run()
+        log = trainer.log
+
+        def median() -> float:
+            assert log is not None  # the first rank has one
+            return statistics.median(record["iteration_time_ms"] for record in log.records[1:]) / 1e3
+
+        return from_first(median)
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def released_groups(number: int) -> Iterator[None]:
+    """Destroy at the end the process groups that the body made, in the order of their making; collective.
+
+    torch names a group by its ranks and how many groups there are, so that a later one may have a destroyed one's
+    name, and would find its dead addresses in the store: each ``number`` has a part of the store to itself.
+    """
+    groups = dist.distributed_c10d._world.pg_map
+    before, everyone = set(groups), dist.distributed_c10d._get_default_group()
+    backend, store = groups[everyone]
+    groups[everyone] = backend, dist.PrefixStore(f"profile {number}", store)
+    yield
+    groups[everyone] = backend, store
+    for group in [group for group in groups if group not in before]:
+        dist.destroy_process_group(group)

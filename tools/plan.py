@@ -21,7 +21,6 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.tokenizer import load_tokenizer
-from parallel.agree import is_first
 from parallel.cluster import Cluster, default_cluster, load_cluster
 from parallel.files import write_text
 from parallel.mesh import SIZES, launched_world_size
@@ -165,7 +164,7 @@ def plan(argv: list[str]) -> None:
         seconds = measure([candidate.config for candidate in best], args.profile_iters, quiet=args.json)
         measured = [Row(candidate, time) for candidate, time in zip(best, seconds, strict=True)]
         rows = sorted(measured, key=lambda row: row.measured or 0.0) + rows[len(best) :]
-    if not is_first():
+    if os.environ.get("RANK", "0") != "0":  # the profile has parted the processes
         return
     if args.json:
         why = {"refused": dict(found.refused), "too_large": len(found.too_large)}

@@ -180,7 +180,12 @@ def parser() -> argparse.ArgumentParser:
         prog="parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     found.add_argument("--kind", choices=tuple(KINDS), help="this kind of model alone (default: all)")
-    found.add_argument("--only", metavar="TEXT", default="", help="meshes whose title contains this (default: all)")
+    found.add_argument(
+        "--only",
+        metavar="TEXT",
+        default="",
+        help="meshes whose title has this, besides the controls",
+    )
     found.add_argument(
         "--data", type=Path, metavar="PREFIX", default=Path(DEFAULT_PREFIX), help="corpus (default: %(default)s)"
     )

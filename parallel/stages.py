@@ -77,10 +77,11 @@ class PipelineConfig:
             below = [n for n in range(ranks, micro_batches) if self._rounds(n, ranks)][-1:]
             above = next(n for n in count(max(micro_batches, ranks)) if self._rounds(n, ranks))
             nearest = " or ".join(str(n * batch) for n in (*below, above))
+            rounds = " in equal rounds of about as many" if schedule not in SINGLE else ""
             raise ValueError(
-                f"global_batch_size is {micro_batches * batch}, which gives each data-parallel rank {micro_batches} "
-                f"micro-batches: {schedule} takes at least pipeline_model_parallel_size of them, {ranks}, and "
-                f"an interleaved schedule equal rounds of about as many; nearest that work: global_batch_size {nearest}"
+                f"{schedule} takes at least {ranks} micro-batches (pipeline_model_parallel_size) per data-parallel rank"
+                f"{rounds}, and global_batch_size {micro_batches * batch} gives {micro_batches}; nearest that work: "
+                f"global_batch_size {nearest}, or another micro_batch_size"
             )
         if schedule != "InterleavedZeroBubble":
             return

@@ -190,7 +190,7 @@ CASES = {
         ("--pipeline-model-parallel-size", "2", "--num-layers", "1"), ("num_layers is 1", "2 pipeline stages")
     ),
     "fewer micro-batches than stages": Case(
-        ("--pipeline-model-parallel-size", "2", "--global-batch-size", "1"), ("1 micro-batches", "global_batch_size 2")
+        ("--pipeline-model-parallel-size", "2", "--global-batch-size", "1"), ("gives 1", "global_batch_size 2")
     ),
     "a schedule that sharding makes wrong": Case(
         ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "InterleavedZeroBubble"),

@@ -52,7 +52,7 @@ def exit_status(main: Callable[[list[str]], None], arguments: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print("interrupted; the same command with --load goes on from the newest checkpoint", file=sys.stderr)
+            print("interrupted; --load goes on from the run's last checkpoint, if one was saved", file=sys.stderr)
         return 130
     return 0
 

@@ -1,5 +1,6 @@
 """Whether a configuration's sizes fit each other and the number of processes."""
 
+import math
 from typing import TYPE_CHECKING
 
 from model.config import ModelConfig
@@ -111,6 +112,11 @@ def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int
     """Check that ``size`` divides the processes that ``others``, which divide them into ``taken``, leave."""
     processes = world_size // taken
     if processes % size:
+        if world_size == 1:
+            raise ConfigError(
+                f"{name} is {size}, and this is one process; start it with torchrun --nproc-per-node "
+                f"{taken * size}, or a multiple of that"
+            )
         fitting = ", ".join(str(other) for other in range(1, processes + 1) if processes % other == 0)
         left = f" that {others} leaves of {world_size}" if taken > 1 else ""
         raise ConfigError(
@@ -128,11 +134,11 @@ def micro_batches(config: "Config", dp: int) -> int:
 def _validate_shares(model: ModelConfig, tp: int) -> None:
     """Check that ``tp`` ranks can share a layer's heads and channels and the tables' entries."""
     size = f"tensor_model_parallel_size {tp}"
+    both = math.gcd(model.num_attention_heads, model.ffn_size)
     for name, value in (("num_attention_heads", model.num_attention_heads), ("ffn_hidden_size", model.ffn_size)):
         if value % tp:
-            raise ConfigError(
-                f"{name} is {value}, not a multiple of {size}; nearest that work: {_nearest_multiples(value, tp)}"
-            )
+            sizes = ", ".join(str(other) for other in range(1, both + 1) if both % other == 0)
+            raise ConfigError(f"{size} does not divide {name} {value}; sizes that fit this model: {sizes}")
     groups = model.query_groups
     if groups % tp and tp % groups:
         fitting = [g for g in range(1, model.num_attention_heads + 1) if model.num_attention_heads % g == 0]

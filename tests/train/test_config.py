@@ -181,11 +181,15 @@ def test_wrong_flags_are_refused_by_name(argv, words):
                 "of 8",
             ],
         ),
-        (3, "--tensor-model-parallel-size 3", ["num_attention_heads is 8", "parallel_size 3;", "work: 6 or 9"]),
+        (
+            3,
+            "--tensor-model-parallel-size 3",
+            ["tensor_model_parallel_size 3", "num_attention_heads 8", "fit this model: 1, 2"],
+        ),
         (
             2,
             "--tensor-model-parallel-size 2 --ffn-hidden-size 31",
-            ["ffn_hidden_size is 31", "nearest that work: 30 or 32"],
+            ["does not divide ffn_hidden_size 31", "fit this model: 1"],
         ),
         (
             4,

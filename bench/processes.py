@@ -163,7 +163,8 @@ def _prepare(seat: Seat, work: Workload) -> Callable[[str, str], Any]:
     else:
         _join(seat.rank, seat.ranks, seat.folder)
         for method in seat.methods:
-            cp = context_parallel(method, seq_len=work.seq_length, group=dist.group.WORLD)
+            # KV moves in the backward too, as in the papers: moving queries gives ring's idle rank the other one's work
+            cp = context_parallel(method, seq_len=work.seq_length, group=dist.group.WORLD, backward="kv")
             steps[method] = _Step(cp.attend, *(cp.shard(x, dim=1) for x in tensors))
             valid[method] = (cp.positions < work.seq_length).nonzero()[:, 0]
 

@@ -158,3 +158,17 @@ def validate_run(config: CommonConfig) -> None:
         if value and not wanted:
             flag = other.replace("_", "-")
             raise ConfigError(f"{name} is {value}, but {other} is not set; give --{flag}, or leave {name} out")
+
+
+def validate_backend(config: CommonConfig) -> None:
+    """Check that the kernel of softmax attention has something to do, and can do it. Raises ConfigError."""
+    backend, method = config.context.attention_backend, config.context.context_parallel_method
+    if method == "none" and backend != "auto":
+        raise ConfigError(
+            f"attention_backend is {backend} and context_parallel_method is none, which is torch's own SDPA; "
+            "choose a method, or leave the backend out"
+        )
+    if backend == "flash_attn" and not config.train.bf16:
+        raise ConfigError(
+            "attention_backend is flash_attn, which has no float32; give --bf16 or --attention-backend auto"
+        )

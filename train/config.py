@@ -10,7 +10,7 @@ from pathlib import Path
 from data.megatron import DataConfig, split_shares
 from model.config import ModelConfig
 from train import flags
-from train.common import CommonConfig, LoopConfig, validate_run
+from train.common import CommonConfig, LoopConfig, validate_backend, validate_run
 from train.flags import ConfigError
 from train.sizes import validate_sizes
 
@@ -128,7 +128,7 @@ def validate(config: Config, world_size: int) -> None:
 
 def _validate_backend(config: Config) -> None:
     """Check that the kernel of the attention is one of the model's kind of attention, and has something to do."""
-    backend, method = config.context.attention_backend, config.context.context_parallel_method
+    backend = config.context.attention_backend
     linear, kind = config.model.linear_attention, config.model.model_type
     if linear and backend in ("aten", "cudnn", "flash_attn"):
         raise ConfigError(
@@ -140,12 +140,5 @@ def _validate_backend(config: Config) -> None:
             f"attention_backend is {backend}, which is linear attention, and model_type {kind} has softmax attention; "
             "use auto, aten, cudnn, flash_attn or reference"
         )
-    if method == "none" and backend != "auto" and not linear:
-        raise ConfigError(
-            f"attention_backend is {backend} and context_parallel_method is none, which is torch's own SDPA; "
-            "choose a method, or leave the backend out"
-        )
-    if backend == "flash_attn" and not config.train.bf16:
-        raise ConfigError(
-            "attention_backend is flash_attn, which has no float32; give --bf16 or --attention-backend auto"
-        )
+    if not linear:
+        validate_backend(config)

@@ -111,6 +111,7 @@ def _validate_context(config: "CommonConfig") -> None:
             heads=model.num_attention_heads // tp,
             kv_heads=max(1, model.query_groups // tp),
             ranks_per_node=mesh.context_ranks_per_node,
+            causal=config.causal,
         )
     except ContextError as error:
         raise ConfigError(str(error)) from error

@@ -1,0 +1,225 @@
+"""What a diffusion model is trained towards; model/samplers.py draws samples from it.
+
+Elementwise throughout: patches ``[B, T, W]`` of any part of a sample give that part of the result, so that ranks which
+share a sample each compute their own. Legend: B samples, T patches, W = N x C values of a patch, N places of C channels
+each, the channels innermost; x0 data, x_t data with noise, times ``[B]`` as the model's timestep embedding takes them:
+from 0, data, to num_timesteps, noise.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Method = Literal["ddim", "ddpm", "euler"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionConfig:
+    """What the model predicts, and at which times it is asked."""
+
+    objective: Literal["ddpm", "v_prediction", "rectified_flow"] = "ddpm"
+    """ddpm: the noise, as the original DiT; v_prediction: Salimans and Ho's mixture of noise and data; rectified_flow:
+    the velocity of a straight path from data to noise (Esser et al. 2024)."""
+    num_timesteps: int = 1000
+    """Times of the noise schedule; rectified_flow, whose times are continuous, scales them to this."""
+    logit_normal_mean: float = 0.0
+    """Mean of the logit of the times that rectified_flow trains on; above 0 leans towards noise."""
+    logit_normal_std: float = 1.0
+    """Standard deviation of that logit."""
+
+    def __post_init__(self) -> None:
+        if self.num_timesteps < 2:
+            raise ValueError(f"num_timesteps is {self.num_timesteps}; it must be 2 or more, and 1000 is usual")
+        if not math.isfinite(self.logit_normal_mean):
+            raise ValueError(f"logit_normal_mean is {self.logit_normal_mean}; it must be a finite number, such as 0")
+        if not 0 < self.logit_normal_std < math.inf:
+            raise ValueError(f"logit_normal_std is {self.logit_normal_std}; it must be a number above 0, such as 1")
+        flow = self.objective == "rectified_flow"
+        for name in ("logit_normal_mean", "logit_normal_std"):
+            if not flow and getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, and objective {self.objective} draws its times uniformly; "
+                    "leave it out, or set objective to rectified_flow"
+                )
+
+
+class Diffusion:
+    """The arithmetic of one objective, in the dtype of the data; tables in float64."""
+
+    def __init__(self, config: DiffusionConfig, learn_sigma: bool = False, channels: int = 1) -> None:
+        """learn_sigma: outputs hold, place by place, C predictions and C variances; channels: C.
+
+        Raises ValueError for rectified_flow with learn_sigma: a flow has no variance to learn.
+        """
+        self.config, self.learn_sigma, self.channels = config, learn_sigma, channels
+        self.flow = config.objective == "rectified_flow"
+        if self.flow and learn_sigma:
+            raise ValueError(
+                "learn_sigma is true and objective rectified_flow has no variance to learn; set learn_sigma to false, "
+                "or objective to ddpm or v_prediction"
+            )
+        self.schedule = Schedule.of(linear_betas(config.num_timesteps).double())
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """Samplers that the objective has, the usual one first."""
+        return ("euler",) if self.flow else ("ddim", "ddpm")
+
+    def times(self, uniform: Tensor, normal: Tensor) -> Tensor:
+        """Times ``[B]``, float32, to train at, of draws ``[B]`` from [0, 1) and from the standard normal."""
+        count = self.config.num_timesteps
+        if self.flow:
+            logit = self.config.logit_normal_mean + self.config.logit_normal_std * normal.double()
+            return (count * torch.sigmoid(logit)).float()
+        return (count * uniform.double()).floor().clamp(max=count - 1).float()
+
+    def noised(self, x0: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        """x_t of the data and the noise, both ``[B, ...]``, at times ``[B]``."""
+        signal, sigma = self._levels(times, x0)
+        return signal * x0 + sigma * noise
+
+    def target(self, x0: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        """What the model should say: the noise, v = alpha noise - sigma x0, or the velocity noise - x0."""
+        if self.config.objective == "ddpm":
+            return noise
+        if self.flow:
+            return noise - x0
+        signal, sigma = self._levels(times, x0)
+        return signal * noise - sigma * x0
+
+    def loss(self, output: Tensor, x0: Tensor, noise: Tensor, x_t: Tensor, times: Tensor) -> Tensor:
+        """Loss of every element, as x0, in its dtype (float32 or float64); a sample's loss is their mean.
+
+        The squared error, and with learn_sigma the variational bound in bits besides, which trains the variance alone
+        (Nichol and Dhariwal 2021, "hybrid" loss, as the original DiT weighs it: by num_timesteps / 1000).
+        """
+        prediction, variance = self.split(output.to(x0.dtype))
+        error = (prediction - self.target(x0, noise, times)).square()
+        if variance is None:
+            return error
+        bound = self._bound(prediction.detach(), variance, x0, x_t, times)
+        return error + bound * (self.config.num_timesteps / 1000)
+
+    def split(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The prediction ``[..., W]`` of an output and, with learn_sigma, its variances ``[..., W]``."""
+        if not self.learn_sigma:
+            return output, None
+        prediction, variance = output.unflatten(-1, (-1, 2 * self.channels)).chunk(2, dim=-1)  # [..., N, C] each
+        return prediction.flatten(-2), variance.flatten(-2)
+
+    def join(self, prediction: Tensor, variance: Tensor | None) -> Tensor:
+        """The inverse of `split`."""
+        if variance is None:
+            return prediction
+        places = [part.unflatten(-1, (-1, self.channels)) for part in (prediction, variance)]  # [..., N, C]
+        return torch.cat(places, dim=-1).flatten(-2)
+
+    def data_and_noise(self, prediction: Tensor, x_t: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+        """x0 and noise that a prediction at x_t amounts to."""
+        signal, sigma = self._levels(times, x_t)
+        if self.config.objective == "ddpm":
+            return (x_t - sigma * prediction) / signal, prediction
+        if self.flow:
+            return x_t - sigma * prediction, x_t + signal * prediction
+        return signal * x_t - sigma * prediction, sigma * x_t + signal * prediction
+
+    def _levels(self, times: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors of the data and of the noise in x_t, ``[B, 1, ...]``."""
+        if self.flow:
+            sigma = times.double() / self.config.num_timesteps
+            signal = 1 - sigma
+        else:
+            kept = self.schedule.kept.to(times.device)[times.long()]
+            signal, sigma = kept.sqrt(), (1 - kept).sqrt()
+        return broadcast(signal, like), broadcast(sigma, like)
+
+    def _bound(self, prediction: Tensor, variance: Tensor, x0: Tensor, x_t: Tensor, times: Tensor) -> Tensor:
+        """The bound's term at ``times``, in bits: a KL divergence or, at time 0, the likelihood of 8-bit data."""
+        schedule, index = self.schedule.to(times.device), times.long()
+        guessed, _ = self.data_and_noise(prediction, x_t, times)
+        log_variance = schedule.log_variance(variance, index)
+        true_mean, mean = schedule.mean(x0, x_t, index), schedule.mean(guessed, x_t, index)
+        true_log_variance = broadcast(schedule.small[index].log(), x_t)
+        divergence = 0.5 * (
+            log_variance
+            - true_log_variance
+            - 1
+            + (true_log_variance - log_variance).exp()
+            + (true_mean - mean).square() * (-log_variance).exp()
+        )
+        likelihood = discretized_gaussian_log_likelihood(x0, mean, 0.5 * log_variance)
+        return torch.where(broadcast(index, x_t) == 0, -likelihood, divergence) / math.log(2)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Tables ``[steps]``, float64, of a chain of noising steps; the whole one or one that skips times."""
+
+    betas: Tensor
+    kept: Tensor
+    """Share of the data's variance in x_t, "alpha bar"."""
+    small: Tensor
+    """Variance of the step before, given x0 and x_t; the first, which would be 0, is the second's."""
+    from_data: Tensor
+    from_x_t: Tensor
+    """Factors of x0 and x_t in the mean of the step before (Ho et al. 2020, equation 7)."""
+
+    @classmethod
+    def of(cls, betas: Tensor) -> "Schedule":
+        """The tables of a chain whose steps have these variances."""
+        kept = torch.cumprod(1 - betas, dim=0)
+        before = torch.cat([kept.new_ones(1), kept[:-1]])
+        small = betas * (1 - before) / (1 - kept)
+        if len(betas) > 1:
+            small = torch.cat([small[1:2], small[1:]])
+        from_x_t = (1 - before) * (1 - betas).sqrt() / (1 - kept)
+        return cls(betas, kept, small, betas * before.sqrt() / (1 - kept), from_x_t)
+
+    def skipping(self, chosen: Tensor) -> "Schedule":
+        """The chain that visits the ``chosen`` times alone, with the same noise at each (Nichol and Dhariwal 2021)."""
+        kept = self.kept[chosen]
+        return Schedule.of(1 - kept / torch.cat([kept.new_ones(1), kept[:-1]]))
+
+    def to(self, device: torch.device) -> "Schedule":
+        """The tables on a device."""
+        return Schedule(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
+    def mean(self, x0: Tensor, x_t: Tensor, index: Tensor) -> Tensor:
+        """Mean of the step before step ``index`` ``[B]``."""
+        return broadcast(self.from_data[index], x_t) * x0 + broadcast(self.from_x_t[index], x_t) * x_t
+
+    def log_variance(self, variance: Tensor, index: Tensor) -> Tensor:
+        """What an output's variance means: from -1, the smallest, to 1, the largest the step can have."""
+        share = (variance + 1) / 2
+        largest, smallest = self.betas[index].log(), self.small[index].log()
+        return share * broadcast(largest, variance) + (1 - share) * broadcast(smallest, variance)
+
+
+def linear_betas(count: int) -> Tensor:
+    """Variances of the noising steps, float64, as Ho et al. 2020 and the original DiT, scaled to ``count`` steps."""
+    # beyond 1 in the rare chain of fewer than 20 steps
+    return torch.linspace(0.1 / count, 20 / count, count, dtype=torch.float64).clamp(max=0.999)
+
+
+def discretized_gaussian_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
+    """Log-likelihood, in nats, of data in 256 levels from -1 to 1 under a Gaussian; elementwise (Ho et al. 2020)."""
+    centred, inverse = x - mean, (-log_scale).exp()
+    above = _normal_cdf(inverse * (centred + 1 / 255))
+    below = _normal_cdf(inverse * (centred - 1 / 255))
+    inside = (above - below).clamp(min=1e-12).log()
+    last = (1 - below).clamp(min=1e-12).log()
+    return torch.where(x < -0.999, above.clamp(min=1e-12).log(), torch.where(x > 0.999, last, inside))
+
+
+def _normal_cdf(x: Tensor) -> Tensor:
+    """The approximation that the original has, so that losses are the same."""
+    return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def broadcast(values: Tensor, like: Tensor) -> Tensor:
+    """``[B]`` as ``[B, 1, ...]``, in the dtype of ``like`` where it is not an index."""
+    shaped = values.view(-1, *[1] * (like.dim() - 1))
+    return shaped.to(like.dtype) if values.is_floating_point() else shaped

@@ -1,0 +1,210 @@
+import math
+import warnings
+
+import pytest
+import torch
+
+from model.diffusion import Diffusion, DiffusionConfig
+from model.samplers import chosen_times, draw, guided
+
+SHAPE = (2, 3, 4)
+METHODS = [
+    ("ddpm", "ddim"),
+    ("ddpm", "ddpm"),
+    ("v_prediction", "ddim"),
+    ("v_prediction", "ddpm"),
+    ("rectified_flow", "euler"),
+]
+
+
+def of(objective, learn_sigma=False):
+    return Diffusion(DiffusionConfig(objective=objective), learn_sigma)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def unruly(width):
+    """A stand-in for a model: any smooth function of both inputs."""
+    mix = drawn(SHAPE[-1], width, seed=7) / 2
+
+    def denoise(x, times):
+        return torch.sin(x @ mix + times.double().view(-1, 1, 1) / 300)
+
+    return denoise
+
+
+@pytest.mark.parametrize("objective", ["ddpm", "v_prediction"])
+@pytest.mark.parametrize("method", ["ddim", "ddpm", "learned"])
+def test_equals_diffusers_step_by_step(objective, method):
+    """Over all 1,000 times, where the two agree on which are visited."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        diffusers = pytest.importorskip("diffusers")
+    learned = method == "learned"
+    settings = {
+        "beta_start": 1e-4,
+        "beta_end": 0.02,
+        "clip_sample": False,
+        "prediction_type": {"ddpm": "epsilon"}.get(objective, objective),
+    }
+    if method == "ddim":
+        scheduler = diffusers.DDIMScheduler(**settings, set_alpha_to_one=True)
+    else:
+        scheduler = diffusers.DDPMScheduler(**settings, variance_type="learned_range" if learned else "fixed_small")
+    scheduler.set_timesteps(1000)
+    start, denoise = drawn(*SHAPE), unruly(SHAPE[-1] * (2 if learned else 1))
+    diffusion = Diffusion(DiffusionConfig(objective=objective), learned, channels=SHAPE[-1])
+    generator, twin_generator = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    x, noises = start, {}
+    for time in scheduler.timesteps.tolist():
+        output = denoise(x, torch.full((SHAPE[0],), float(time)))
+        if method == "ddim":
+            x = scheduler.step(output, time, x).prev_sample
+        else:
+            # It takes the channels, halves of dimension 1, and splits them there.
+            step = scheduler.step(output.transpose(1, 2), time, x.transpose(1, 2), generator=generator)
+            x = step.prev_sample.transpose(1, 2)
+            if time:
+                noise = torch.randn(SHAPE[0], SHAPE[2], SHAPE[1], generator=twin_generator, dtype=torch.float64)
+                noises[999 - time] = noise.transpose(1, 2)
+    found = draw(
+        diffusion, denoise, start, steps=1000, method="ddim" if method == "ddim" else "ddpm", step_noise=noises.get
+    )
+    # Their tables are float32.
+    torch.testing.assert_close(found, x, rtol=2e-3, atol=2e-3)
+    assert (found - start).abs().max() > 0.1
+
+
+def perfect(diffusion, mean, std):
+    """What the best model says of data that is normal with this mean and standard deviation."""
+
+    def denoise(x, times):
+        signal, sigma = diffusion._levels(times, x)
+        gap = (x - signal * mean) / (signal**2 * std**2 + sigma**2)
+        data, noise = mean + signal * std**2 * gap, sigma * gap
+        return diffusion.target(data, noise, times)
+
+    return denoise
+
+
+@pytest.mark.parametrize(("objective", "method"), METHODS)
+def test_a_perfect_model_gives_the_distribution_back(objective, method):
+    diffusion, mean, std, steps = of(objective), 0.4, 0.3, 1000 if method == "ddpm" else 200
+    start = drawn(4000, 1, 2)
+    found = draw(
+        diffusion,
+        perfect(diffusion, mean, std),
+        start,
+        steps=steps,
+        method=method,
+        step_noise=lambda step: drawn(4000, 1, 2, seed=step + 1),
+    )
+    # 8,000 values: standard errors of 0.0034 and 0.0024; over all times the smaller fixed variance is short by 1 %.
+    assert found.mean().item() == pytest.approx(mean, abs=0.014)
+    assert found.std().item() == pytest.approx(std, abs=0.012)
+
+
+def test_perfect_variances_make_few_steps_exact():
+    """The step before is normal too; the smaller fixed variance leaves out what x_t does not say about the data."""
+    mean, std, steps = 0.4, 0.3, 20
+    learned, fixed = of("ddpm", learn_sigma=True), of("ddpm")
+    chosen = chosen_times(1000, steps)
+    schedule, predict = learned.schedule.skipping(torch.tensor(chosen)), perfect(learned, mean, std)
+
+    def denoise(x, times):
+        index = chosen.index(int(times[0]))
+        kept = schedule.kept[index]
+        unsaid = 1 / (1 / std**2 + kept / (1 - kept))
+        variance = schedule.small[index] * (index > 0) + schedule.from_data[index] ** 2 * unsaid
+        least, most = schedule.small[index].log(), schedule.betas[index].log()
+        share = (variance.log() - least) / (most - least) if index else 0.0
+        return learned.join(predict(x, times), torch.full_like(x, 2 * share - 1))
+
+    def found(diffusion, model):
+        noises = {step: drawn(8000, 1, 2, seed=step + 1) for step in range(steps)}
+        return draw(diffusion, model, drawn(8000, 1, 2), steps=steps, method="ddpm", step_noise=noises.get)
+
+    exact = found(learned, denoise)
+    assert exact.mean().item() == pytest.approx(mean, abs=0.01)
+    # All but the last step, which gives its mean, as in every implementation: hardly any noise is left there.
+    assert exact.std().item() == pytest.approx(std, abs=0.008)
+    assert found(fixed, perfect(fixed, mean, std)).std().item() < 0.25
+
+
+def test_a_model_that_is_wrong_does_not():
+    diffusion = of("ddpm")
+    denoise = perfect(diffusion, 0.4, 0.3)
+    found = draw(diffusion, lambda x, times: 0.9 * denoise(x, times), drawn(4000, 1, 2), steps=200)
+    assert abs(found.std().item() - 0.3) > 0.02
+
+
+def test_euler_walks_the_straight_path():
+    """A constant velocity is followed exactly, in one step as in many."""
+    diffusion, start, velocity = of("rectified_flow"), drawn(*SHAPE), drawn(*SHAPE, seed=1)
+    asked = []
+
+    def denoise(x, times):
+        asked.append(times[0].item())
+        return velocity
+
+    for steps in (1, 7):
+        torch.testing.assert_close(draw(diffusion, denoise, start, steps=steps), start - velocity)
+    assert asked[:3] == pytest.approx([1000, 1000, 1000 * 6 / 7])
+
+
+def test_times_visited_are_those_of_the_original():
+    """guided-diffusion's space_timesteps with one section."""
+    for steps in (1, 2, 7, 50, 250, 1000):
+        current, wanted = 0.0, []
+        for _ in range(steps):
+            wanted.append(round(current))
+            current += 999 / max(steps - 1, 1)
+        assert chosen_times(1000, steps) == (wanted if steps > 1 else [999])
+
+
+def test_guidance_moves_away_from_no_class():
+    diffusion = Diffusion(DiffusionConfig(), learn_sigma=True, channels=2)
+    x, labels, null = drawn(2, 3, 4), torch.tensor([3, 5]), 10
+
+    def model(x, times, labels):
+        value = labels.view(-1, 1, 1).expand(*x.shape)
+        return diffusion.join(value + 0.0 * x, value + 100.0)
+
+    prediction, variance = diffusion.split(guided(model, labels, null, 4.0, diffusion)(x, torch.zeros(2)))
+    for row, label in enumerate([3, 5]):
+        assert prediction[row].eq(10 + 4 * (label - 10)).all()
+        assert variance[row].eq(label + 100).all()
+    plain, _ = diffusion.split(guided(model, labels, null, 1.0, diffusion)(x, torch.zeros(2)))
+    assert plain[0].eq(3).all()
+
+
+@pytest.mark.parametrize(
+    ("objective", "settings", "message"),
+    [
+        ("rectified_flow", {"steps": 5, "method": "ddim"}, "method is ddim.*rectified_flow; use euler"),
+        ("ddpm", {"steps": 5, "method": "euler"}, "use ddim or ddpm"),
+        ("ddpm", {"steps": 1001}, "steps is 1001; it must be 1 or more and at most 1000"),
+        ("rectified_flow", {"steps": 0}, "steps is 0"),
+        ("ddpm", {"steps": 5, "method": "ddpm"}, "step_noise is None"),
+    ],
+)
+def test_what_cannot_be_drawn_is_named(objective, settings, message):
+    with pytest.raises(ValueError, match=message):
+        draw(of(objective), unruly(SHAPE[-1]), drawn(*SHAPE), **settings)
+
+
+def test_a_part_of_the_patches_is_drawn_as_within_the_whole():
+    diffusion = of("ddpm")
+    start = drawn(*SHAPE)
+
+    def denoise(x, times):
+        return torch.tanh(x) + times.double().view(-1, 1, 1) / 2000
+
+    whole = draw(diffusion, denoise, start, steps=20, method="ddpm", step_noise=lambda i: drawn(*SHAPE, seed=i))
+    part = draw(
+        diffusion, denoise, start[:, 1:], steps=20, method="ddpm", step_noise=lambda i: drawn(*SHAPE, seed=i)[:, 1:]
+    )
+    torch.testing.assert_close(part, whole[:, 1:], rtol=0, atol=1e-12)
+    assert math.isfinite(whole.sum().item())

@@ -130,7 +130,7 @@ def train(
 def _alive(config: DiTConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
     """The initial value of a DiT's parameter, or small numbers where that is nought."""
     value = initial_dit_weight(config, name, shape, seed)
-    return value if value.any() else value.normal_(0.0, 0.05, generator=generator_of(seed, name))
+    return value if value.any() else value.normal_(0.0, 0.02, generator=generator_of(seed, name))
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:

@@ -77,8 +77,7 @@ class LanguageModel(nn.Module):
         output weights are the embedding's keeps a copy of that.
         """
         total = len(self.layers)
-        for number in set(range(total)) - set(layers):
-            delattr(self.layers, str(number))  # `del` would number the rest anew
+        drop_layers(self.layers, layers)
         first, last = 0 in layers, total - 1 in layers
         if not first:
             for name in self.only_first:
@@ -152,6 +151,16 @@ def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: i
     std = config.init_method_std
     if name.endswith(("attention.wo.weight", "mlp.down.weight")):
         std /= math.sqrt(2 * config.num_layers)
+    return torch.empty(*shape).normal_(0.0, std, generator=generator_of(seed, name))
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """The random numbers of one parameter, or of whatever has a name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    return torch.empty(*shape).normal_(0.0, std, generator=generator)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def drop_layers(layers: nn.ModuleList, kept: range) -> None:
+    """Drop all layers but these, which keep their numbers."""
+    for number in set(range(len(layers))) - set(kept):
+        delattr(layers, str(number))  # `del` would number the rest anew

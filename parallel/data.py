@@ -1,7 +1,7 @@
 """Share a model's weights, gradients and optimizer state among the ranks of dp x cp (FSDP2)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -105,7 +105,8 @@ def shard_model(
             if bf16 and getattr(module, "full_precision", False):
                 apply(module, mp_policy=full)
         apply(layer)
-    apply(model)
+    # Only layers have their inputs cast: a diffusion model's times are numbers that bfloat16 does not have.
+    apply(model, mp_policy=replace(policy, cast_forward_inputs=False))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum

@@ -61,17 +61,56 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
         "norm": _GatheredNorm(),
         "output": ColwiseParallel(use_local_output=False),
     }
-    names = {name: re.sub(r"^layers\.[^.]+\.", "", name) for name, _ in model.named_modules()}
-    parallelize_module(model, mesh, {name: styles[kind] for name, kind in names.items() if kind in styles})
-    if left := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
-        raise ValueError(f"tensor parallelism knows no way to split {', '.join(left)}; parallel/tensor.py has the plan")
+    _apply(model, mesh, styles)
     model.register_forward_pre_hook(lambda _, inputs: (_of_tokens(inputs[0], mesh), *inputs[1:]))
     if getattr(model, "norm", None) is None:
         # A copy, since FSDP warns of a view.
         model.register_forward_hook(lambda _, inputs, x: x.to_local().clone())
 
 
-def _of_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def split_dit(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split a diffusion transformer, as ``split_model`` a language model.
+
+    The model may have the modules x_embedder, t_embedder, y_embedder, layers (each attention with wq, wk, wv and wo, mlp
+    with up and down, adaLN_modulation) and final_layer. It takes patches [B, T, P], positions [T], times and labels
+    [B], by position and the same on all ranks of ``mesh``, and returns patches [B, T, P'], whole on all of them. What
+    passes between two stages is hidden states of this rank's patches [B, T / size, C].
+
+    Conditions [B, C] are the same on all ranks, which modulate their own patches alone: the gradients of all that makes
+    them and the modulations are parts, and are summed.
+
+    The heads and the feed-forward width must be multiples of the mesh's size.
+
+    Raises:
+        ValueError: the model has a parameter in a module that is none of these.
+    """
+    size, rank = mesh.size(), mesh.get_local_rank()
+    if size == 1:
+        return
+    whole = ("x_embedder", "t_embedder.mlp.0", "t_embedder.mlp.2", "y_embedder", "adaLN_modulation.1")
+    final = ("final_layer.adaLN_modulation.1", "final_layer.linear")
+    styles: dict[str, ParallelStyle] = dict.fromkeys((*whole, *final), _Whole())
+    styles |= dict.fromkeys(("attention", "mlp"), _AllTokens(plain=True))
+    styles |= dict.fromkeys(("attention.wq", "attention.wk", "attention.wv", "mlp.up"), _Matrix(0))
+    styles |= dict.fromkeys(("attention.wo", "mlp.down"), _Matrix(1))
+    _apply(model, mesh, styles)
+    if getattr(model, "x_embedder", None) is not None:
+        model.register_forward_pre_hook(
+            lambda _, inputs: (inputs[0].chunk(size, 1)[rank], inputs[1].chunk(size)[rank], *inputs[2:])
+        )
+    if getattr(model, "final_layer", None) is not None:
+        model.register_forward_hook(lambda _, inputs, x: _of_tokens(x, mesh).full_tensor().clone())
+
+
+def _apply(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
+    """Split the modules of these names, of each layer and of the rest. ValueError for a parameter in no such module."""
+    names = {name: re.sub(r"^layers\.[^.]+\.", "", name) for name, _ in model.named_modules()}
+    parallelize_module(model, mesh, {name: styles[kind] for name, kind in names.items() if kind in styles})
+    if left := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
+        raise ValueError(f"tensor parallelism knows no way to split {', '.join(left)}; parallel/tensor.py has the plan")
+
+
+def _of_tokens(x: Tensor, mesh: DeviceMesh) -> Any:
     """Hidden states of this rank's tokens as a part of all; token ids, which all ranks have, as they are."""
     return DTensor.from_local(x, mesh, [Shard(1)], run_check=False) if x.is_floating_point() else x
 
@@ -85,15 +124,21 @@ class _AllTokens(ParallelStyle):
     """A module that needs all tokens and gives parts of a sum: [B, T, C], sharded over T outside, plain inside.
 
     All matrices of the module share one all-gather of its input. Each rank's gradient of that is a part of a sum too.
+    With ``plain`` what is outside are plain tensors of this rank's tokens.
     """
+
+    def __init__(self, plain: bool = False) -> None:
+        super().__init__()
+        self.plain = plain
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(module: nn.Module, inputs: Any) -> Any:
-            x: DTensor = inputs[0]
+            x: Any = _of_tokens(inputs[0], device_mesh) if self.plain else inputs[0]
             return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]), *inputs[1:]
 
-        def scatter(module: nn.Module, inputs: Any, part: Tensor) -> DTensor:
-            return _scatter(part, device_mesh)
+        def scatter(module: nn.Module, inputs: Any, part: Tensor) -> Tensor:
+            x = _scatter(part, device_mesh)
+            return x.to_local() if self.plain else x
 
         module.register_forward_pre_hook(gather)
         module.register_forward_hook(scatter)
@@ -129,6 +174,19 @@ def own_entries(x: DTensor) -> Tensor:
     """This rank's entries of a sharded vector, and noughts in the place of the others."""
     first, local = first_entry(x), x.to_local()
     return F.pad(local, (first, len(x) - first - len(local)))
+
+
+class _Whole(ParallelStyle):
+    """A linear layer or an embedding that every rank has whole and applies to what is its own; gradients are parts."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def forward(x: Tensor) -> Tensor:
+            own: Any = {name: p.to_local(grad_placements=[Partial()]) for name, p in module.named_parameters()}  # type: ignore[operator]
+            return F.embedding(x, **own) if isinstance(module, nn.Embedding) else F.linear(x, **own)
+
+        distribute_module(module, device_mesh)
+        module.forward = forward
+        return module
 
 
 class _OneHead(ParallelStyle):

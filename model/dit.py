@@ -1,0 +1,227 @@
+"""Diffusion transformers with adaLN-Zero (Peebles & Xie 2023, arXiv:2212.09748), of images and of video.
+
+Shapes: B samples, T patches, C width of the residual stream, P elements of a patch; of latents F frames, H height, W
+width. The elements of a patch, which go in and come out, stand in the order frames, height, width, channels.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import Attend, Attention
+from model.base import drop_layers, generator_of
+from model.dit_config import DiTConfig
+from model.layers import MLP, LayerNorm
+
+FREQUENCIES = 256
+"""Sines and cosines of a time."""
+
+
+def full_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention without a mask of one device that holds all patches: [B, T, H, D] each -> [B, T, H, D]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def patchify(latents: Tensor, config: DiTConfig) -> Tensor:
+    """Patches [B, T, P] of latents [B, channels, (F,) H, W], any channels; row by row, frame by frame."""
+    (frames, height, width), (pt, ph, pw) = config.patch_grid, config.patch_shape
+    x = latents.reshape(len(latents), -1, frames, pt, height, ph, width, pw)  # [B, channels, f, pt, h, ph, w, pw]
+    return x.permute(0, 2, 4, 6, 3, 5, 7, 1).flatten(4).flatten(1, 3)
+
+
+def unpatchify(patches: Tensor, config: DiTConfig) -> Tensor:
+    """The latents [B, channels, (F,) H, W] of all patches [B, T, P], as many channels as P makes them."""
+    x = patches.unflatten(1, config.patch_grid).unflatten(4, (*config.patch_shape, -1))
+    x = x.permute(0, 7, 1, 4, 2, 5, 3, 6)  # [B, channels, f, pt, h, ph, w, pw]
+    return x.reshape(len(x), -1, *config.latent_shape[1:])
+
+
+def position_embedding(positions: Tensor, config: DiTConfig) -> Tensor:
+    """Sines and cosines [T, C] of patches' places in the grid, float64; positions [T] are global integers.
+
+    Half of the channels are of the column and half of the row, as get_2d_sincos_pos_embed of the original has them. For
+    video the first quarter is of the frame and the rest as of an image, as in diffusers' get_3d_sincos_pos_embed.
+    Positions beyond the grid, which are padding, get those of its last row or frame.
+    """
+    frames, height, width = config.patch_grid
+    row = positions // width
+    axes = [(positions % width, width), (row % height if config.video else row.clamp(max=height - 1), height)]
+    time = config.hidden_size // 4 if config.video else 0
+    found = []
+    if config.video:
+        found.append(_sines(frames, time, positions.device)[(row // height).clamp(max=frames - 1)])
+    for index, size in axes:
+        found.append(_sines(size, (config.hidden_size - time) // 2, positions.device)[index])
+    return torch.cat(found, dim=-1)
+
+
+def _sines(size: int, channels: int, device: torch.device) -> Tensor:
+    """[size, channels]: sin, then cos of i / 10000^(2 j / channels)."""
+    steps = torch.arange(channels // 2, dtype=torch.float64, device=device)
+    angles = torch.outer(torch.arange(size, dtype=torch.float64, device=device), 10000 ** (-steps / (channels // 2)))
+    return torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+
+class TimeEmbedding(nn.Module):
+    """Times [B] -> [B, C]: cosines and sines in float32, as the original computes them, and two linears."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
+
+    def forward(self, times: Tensor) -> Tensor:
+        half = FREQUENCIES // 2
+        steps = torch.arange(half, dtype=torch.float32, device=times.device)
+        angles = times[:, None].float() * torch.exp(-math.log(10000) * steps / half)
+        waves = torch.cat((angles.cos(), angles.sin()), dim=-1)  # [B, 256]
+        return self.mlp(waves.to(self.mlp[0].weight.dtype))  # type: ignore[arg-type]
+
+
+def modulation(width: int, parts: int) -> nn.Sequential:
+    """Conditions [B, C] -> what modulates a layer [B, parts * C]."""
+    return nn.Sequential(nn.SiLU(), nn.Linear(width, parts * width))
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """x [B, T, C] times 1 + scale, plus shift, [B, C] each."""
+    return x * (1 + scale[:, None]) + shift[:, None]
+
+
+class Block(nn.Module):
+    """One layer: [B, T, C] and conditions [B, C] -> [B, T, C]; the identity while its modulation is nought."""
+
+    def __init__(self, config: DiTConfig, attend: Attend) -> None:
+        super().__init__()
+        width, heads, eps = config.hidden_size, config.num_attention_heads, config.norm_epsilon
+        self.attention_norm = LayerNorm(width, eps=eps, elementwise_affine=False)
+        self.attention = Attention(width, heads, heads, config.head_dim, attend, bias=True)
+        self.mlp_norm = LayerNorm(width, eps=eps, elementwise_affine=False)
+        self.mlp = MLP(width, config.ffn_size)
+        self.adaLN_modulation = modulation(width, 6)
+
+    def forward(self, x: Tensor, conditions: Tensor) -> Tensor:
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaLN_modulation(conditions).chunk(6, dim=-1)
+        x = x + gate[:, None] * self.attention(modulate(self.attention_norm(x), shift, scale), None)
+        return x + mlp_gate[:, None] * self.mlp(modulate(self.mlp_norm(x), mlp_shift, mlp_scale))
+
+
+class FinalLayer(nn.Module):
+    """Hidden states [B, T, C] and conditions [B, C] -> patches [B, T, P]."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.norm = LayerNorm(config.hidden_size, eps=config.norm_epsilon, elementwise_affine=False)
+        self.linear = nn.Linear(config.hidden_size, config.out_width)
+        self.adaLN_modulation = modulation(config.hidden_size, 2)
+
+    def forward(self, x: Tensor, conditions: Tensor) -> Tensor:
+        shift, scale = self.adaLN_modulation(conditions).chunk(2, dim=-1)
+        return self.linear(modulate(self.norm(x), shift, scale))
+
+
+class DiT(nn.Module):
+    """Noisy patches -> what the objective predicts. Its weights mean something after init_weights or load_state_dict.
+
+    What `keep` has dropped is None.
+    """
+
+    def __init__(self, config: DiTConfig, attend: Attend = full_sdpa) -> None:
+        """attend: full attention of [B, T, H, D] each, scaled by 1 / sqrt(D)."""
+        super().__init__()
+        self.config = config
+        self.x_embedder: nn.Linear | None = nn.Linear(config.patch_width, config.hidden_size)
+        self.t_embedder = TimeEmbedding(config.hidden_size)
+        self.y_embedder = nn.Embedding(config.num_classes + 1, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, attend) for _ in range(config.num_layers))
+        self.final_layer: FinalLayer | None = FinalLayer(config)
+
+    def forward(self, x: Tensor, positions: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        """Patches [B, T, out_width] of noisy patches [B, T, patch_width] at the global positions [T].
+
+        times [B] are numbers, labels [B] are integers, num_classes standing for none. A part that `keep` made takes
+        hidden states [B, T, C] of the layers before it in the place of patches, and returns them where layers follow.
+        """
+        if self.x_embedder is not None:
+            x = self.x_embedder(x.to(self.x_embedder.weight.dtype))
+            x = x + position_embedding(positions, self.config).to(x.dtype)
+        conditions = self.t_embedder(times) + self.y_embedder(labels)  # [B, C]
+        for layer in self.layers:
+            x = layer(x, conditions)
+        return x if self.final_layer is None else self.final_layer(x, conditions)
+
+    def keep(self, layers: range) -> None:
+        """Become the part of the model that these layers are; parameters keep their names.
+
+        The embedding of patches stays with the first layer, the final layer with the last, those of times and labels
+        with every part.
+        """
+        total = len(self.layers)
+        drop_layers(self.layers, layers)
+        if 0 not in layers:
+            self.x_embedder = None
+        if total - 1 not in layers:
+            self.final_layer = None
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Set every weight to its `initial_dit_weight`. For whole tensors: call it before anything is sharded."""
+        for name, weight in self.named_parameters():
+            weight.copy_(initial_dit_weight(self.config, name, weight.shape, seed))
+
+
+def initial_dit_weight(config: DiTConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """The initial value (float32, on the CPU) of the whole parameter `name`, a function of its name and the seed alone.
+
+    As the original's initialize_weights: biases, modulations and the last linear at 0, the time and label embeddings as
+    normals of standard deviation init_method_std, the others as Xavier's uniforms, for which queries, keys and values
+    count as the one matrix that they are in the original.
+    """
+    if name.endswith(".bias") or "adaLN_modulation" in name or name == "final_layer.linear.weight":
+        return torch.zeros(*shape)
+    empty, generator = torch.empty(*shape), generator_of(seed, name)
+    if name.startswith(("t_embedder", "y_embedder")):
+        return empty.normal_(0.0, config.init_method_std, generator=generator)
+    outputs = shape[0] * (3 if name.endswith(("wq.weight", "wk.weight", "wv.weight")) else 1)
+    bound = math.sqrt(6 / (shape[1] + outputs))
+    return empty.uniform_(-bound, bound, generator=generator)
+
+
+def dit_shapes(config: DiTConfig) -> dict[str, torch.Size]:
+    """The shape of every parameter by its name in the state dict."""
+    return {name: weight.shape for name, weight in _on_meta(config).state_dict().items()}
+
+
+def num_dit_parameters(config: DiTConfig) -> int:
+    """Trainable parameters; positions, which are fixed, are none."""
+    return sum(shape.numel() for shape in dit_shapes(config).values())
+
+
+def multiply_adds(config: DiTConfig) -> int:
+    """Multiplications with their additions, counted as one, in the forward of one sample.
+
+    The paper's tables call these flops (Peebles & Xie 2023, table 4). Attention's are 2 * T^2 * C per layer.
+    """
+    total = 2 * config.num_layers * config.num_patches**2 * config.hidden_size
+    for name, module in _on_meta(config).named_modules():
+        if isinstance(module, nn.Linear):
+            once = name.startswith("t_embedder") or "adaLN_modulation" in name
+            total += module.weight.numel() * (1 if once else config.num_patches)
+    return total
+
+
+def dit_flops_per_patch(config: DiTConfig) -> float:
+    """Floating-point operations that training one patch takes, forward and backward: 6 per multiplication and addition.
+
+    What is computed once per sample is shared out among its patches. A multiplication and its addition are two here.
+    """
+    return 6 * multiply_adds(config) / config.num_patches
+
+
+def _on_meta(config: DiTConfig) -> Any:
+    with torch.device("meta"):
+        return DiT(config)

@@ -1,0 +1,154 @@
+"""The shape of a diffusion transformer and of the latents that it denoises."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTConfig:
+    """Shape of the model."""
+
+    num_layers: int = 12
+    """Transformer layers."""
+    hidden_size: int = 384
+    """Width of the residual stream: a multiple of 4, and of 16 for video, between whose axes positions share it."""
+    ffn_hidden_size: int | None = None
+    """Width inside the feed-forward; by default 4 x hidden_size."""
+    num_attention_heads: int = 6
+    """Heads of the attention."""
+    patch_size: int = 2
+    """Height and width of a patch, in elements of the latents."""
+    patch_size_t: int = 1
+    """Frames of a patch; 1 for images."""
+    latent_shape: tuple[int, ...] = (4, 32, 32)
+    """Shape of one sample: channels, height, width; or channels, frames, height, width."""
+    num_classes: int = 1000
+    """Classes of the labels; one more embedding stands for no label."""
+    class_dropout_prob: float = 0.1
+    """Share of the labels that training drops, for classifier-free guidance."""
+    learn_sigma: bool = False
+    """Predict the variance too, in twice the output channels."""
+    norm_epsilon: float = 1e-6
+    """Epsilon of the norms."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights of the time and label embeddings."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "latent_shape", tuple(self.latent_shape))  # TOML and command line give lists
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "patch_size", "patch_size_t", "num_classes"):
+            self._require(getattr(self, name) >= 1, name, "it must be 1 or more")
+        ffn = self.ffn_hidden_size
+        self._require(ffn is None or ffn >= 1, "ffn_hidden_size", "it must be 1 or more, or left out for its default")
+        for name in ("norm_epsilon", "init_method_std"):
+            value = getattr(self, name)
+            self._require(math.isfinite(value) and value > 0, name, "it must be a number above 0")
+        self._require(0 <= self.class_dropout_prob <= 1, "class_dropout_prob", "it must be from 0 to 1")
+        heads, step = self.num_attention_heads, 16 if self.video else 4
+        self._require(
+            self.hidden_size % heads == 0,
+            "hidden_size",
+            f"it must be a multiple of num_attention_heads {heads}; change either",
+        )
+        self._check_latents()
+        self._require(
+            self.hidden_size % step == 0,
+            "hidden_size",
+            f"it must be a multiple of {step}: the axes of the latents share it for the sines and cosines of positions",
+        )
+
+    def _check_latents(self) -> None:
+        shape = self.latent_shape
+        self._require(
+            len(shape) in (3, 4) and all(isinstance(size, int) and size >= 1 for size in shape),
+            "latent_shape",
+            "it must be channels, height, width or channels, frames, height, width, each 1 or more",
+        )
+        *_, height, width = shape
+        self._require(
+            height % self.patch_size == 0 and width % self.patch_size == 0,
+            "patch_size",
+            f"it must divide height {height} and width {width} of latent_shape; "
+            f"{_fitting(math.gcd(height, width))} would",
+        )
+        frames = shape[1] if self.video else 1
+        self._require(
+            frames % self.patch_size_t == 0,
+            "patch_size_t",
+            f"it must divide the frames {frames} of latent_shape; {_fitting(frames)} would"
+            if self.video
+            else "images have no frames; leave it out, or give latent_shape four numbers",
+        )
+
+    def _require(self, ok: bool, name: str, problem: str) -> None:
+        if not ok:
+            value = getattr(self, name)
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise ValueError(f"{name} is {shown}; {problem}")
+
+    @property
+    def video(self) -> bool:
+        """Whether the latents have frames."""
+        return len(self.latent_shape) == 4
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads."""
+        return self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width inside the feed-forward."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def patch_shape(self) -> tuple[int, int, int]:
+        """Frames, height and width of a patch."""
+        return self.patch_size_t, self.patch_size, self.patch_size
+
+    @property
+    def patch_grid(self) -> tuple[int, int, int]:
+        """Patches along frames, height and width; along frames 1 for images."""
+        sizes = (self.latent_shape[1] if self.video else 1, *self.latent_shape[-2:])
+        frames, height, width = (size // patch for size, patch in zip(sizes, self.patch_shape, strict=True))
+        return frames, height, width
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of a sample, the length of the model's sequences."""
+        return math.prod(self.patch_grid)
+
+    @property
+    def patch_width(self) -> int:
+        """Elements of a patch: frames x height x width x channels, in this order."""
+        return math.prod(self.patch_shape) * self.latent_shape[0]
+
+    @property
+    def out_width(self) -> int:
+        """Elements that the model predicts for a patch: frames x height x width x (twice the) channels."""
+        return self.patch_width * (2 if self.learn_sigma else 1)
+
+
+def _fitting(size: int) -> str:
+    return ", ".join(str(divisor) for divisor in range(1, size + 1) if size % divisor == 0)
+
+
+def architecture_of(config: DiTConfig) -> dict[str, int | float | bool | str | None]:
+    """What decides the shapes and the function of the model, defaults resolved: two equal ones share checkpoints."""
+    return {
+        "model_type": "dit",
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_size,
+        "num_attention_heads": config.num_attention_heads,
+        "patch_size": config.patch_size,
+        "patch_size_t": config.patch_size_t,
+        "latent_shape": "x".join(map(str, config.latent_shape)),
+        "num_classes": config.num_classes,
+        "learn_sigma": config.learn_sigma,
+        "norm_epsilon": config.norm_epsilon,
+    }

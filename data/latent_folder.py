@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from data.indexed import DataError
-from parallel.files import replacing
+from parallel.files import write_text
 
 INDEX, CHECKED = "index.json", "checked.json"
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
@@ -110,8 +110,7 @@ class LatentFolder:
         if _passed(self.folder) == stamps:
             return
         try:
-            with replacing(self.folder / CHECKED) as path:
-                Path(path).write_text(json.dumps(stamps, indent=1), encoding="utf-8")
+            write_text(self.folder / CHECKED, json.dumps(stamps, indent=1))
         except OSError:
             print(f"note: {self.folder / CHECKED} cannot be written; each start reads all shards", file=sys.stderr)
 
@@ -178,7 +177,8 @@ def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: st
         )
     if labels.dtype.kind not in "iu" or labels.shape != (samples,):
         raise DataError(
-            f"{labels_path} holds labels {labels.dtype} {list(labels.shape)}; they must be integers [{samples}]; {_WRITE}"
+            f"{labels_path} holds labels {labels.dtype} {list(labels.shape)}; they must be integers [{samples}]; "
+            f"{_WRITE}"
         )
     return Shard(path=path, samples=samples, labels=np.asarray(labels, dtype=np.int64), read=read)
 
@@ -257,8 +257,7 @@ def write_latents(
     if shape is None:
         raise DataError(f"there are no samples to write to {folder}")
     index = {"version": 1, "shape": list(shape), "dtype": dtype, "shards": shards}
-    with replacing(folder / INDEX) as path:
-        Path(path).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    write_text(folder / INDEX, json.dumps(index, indent=1))
     LatentFolder(folder).record_checked()
     return sum(shard["samples"] for shard in shards)
 

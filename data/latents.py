@@ -64,7 +64,7 @@ class Source(Protocol):
 class Digits:
     """scikit-learn's handwritten digits, as latents from -1, paper, to 1, ink."""
 
-    shape = (1, 8, 8)
+    shape: tuple[int, ...] = (1, 8, 8)
 
     def __init__(self) -> None:
         try:

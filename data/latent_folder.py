@@ -96,7 +96,7 @@ class LatentFolder:
         large folder is read through once, not at each start.
         """
         passed, started, told = _passed(self.folder), time.monotonic(), time.monotonic()
-        mine = [shard for shard in self.shards if passed.get(shard.path.name) != _stamp(shard.path)][rank::ranks]
+        mine = [shard for shard in self.shards[rank::ranks] if passed.get(shard.path.name) != _stamp(shard.path)]
         for number, shard in enumerate(mine):
             shard.check_finite()
             if time.monotonic() - told > 10:
@@ -247,7 +247,7 @@ def write_latents(
         if latents.shape[1:] != shape:
             raise DataError(f"sample {len(shards) * samples_per_shard} on is {latents.shape[1:]}, those before {shape}")
         with np.errstate(over="ignore"):  # an overflow is an infinity, found below
-            latents = latents.astype(DTYPES[dtype])
+            latents = np.asarray(latents, dtype=DTYPES[dtype])
         if not np.isfinite(latents).all():
             row = len(shards) * samples_per_shard + int(
                 np.argmin(np.isfinite(latents.reshape(len(latents), -1)).all(1))

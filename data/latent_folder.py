@@ -20,7 +20,7 @@ from data.indexed import DataError
 from parallel.files import write_text
 
 INDEX, CHECKED = "index.json", "checked.json"
-DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
+DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
 _SAFETENSORS = {"F32": "float32", "F16": "float16"}
 _BLOCK = 1 << 26
 _WRITE = "write the folder again (tools/prepare_latents.py)"

@@ -5,7 +5,6 @@ torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/llama_
 
 import sys
 
-import torch
 import torch.distributed as dist
 
 from data.megatron import build_datasets
@@ -15,11 +14,9 @@ from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
 from model.registry import TITLES, build_model, flops_per_token, num_parameters
 from parallel.agree import agreed, is_first
-from parallel.data import fill, shard_model, sharding_mesh
 from parallel.mesh import Mesh, joined, launched_world_size
-from parallel.recompute import recompute_layers
-from parallel.stages import stage_layers
 from parallel.tensor import split_model
+from train.assemble import build_parts, summary
 from train.config import Config, parse_args, validate
 from train.language import NextToken, build_runner, context_of, corpus_entropy, with_vocabulary
 from train.loop import Trainer
@@ -53,7 +50,7 @@ def prepared(config: Config, mesh: Mesh) -> Trainer:
     progress = resume(config, parts, optimizer, architecture)
     objective = NextToken(cp, mesh.device, config.recompute.loss_chunk_size)
     if is_first():
-        print(summary(config, mesh), flush=True)
+        print(described(config, mesh), flush=True)
     return Trainer(
         config=config,
         mesh=mesh,
@@ -72,36 +69,23 @@ def prepared(config: Config, mesh: Mesh) -> Trainer:
 
 def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend) -> list[LanguageModel]:
     """This rank's part of the model for each of its pipeline stages, with its weights; the whole one is one stage."""
-    model, strategy = config.model, config.data_parallel.strategy
-    sharding = sharding_mesh(mesh.both, config.data_parallel)
-    layers = stage_layers(config.pipeline, model.num_layers, mesh.pp.size())
-    parts = []
-    for stage in config.pipeline.own(mesh.pp.get_local_rank(), mesh.pp.size()):
-        with torch.device("meta"):
-            part = build_model(model, attend)
-        # In this order: each takes what the one before left of the model.
-        part.keep(layers[stage])
-        split_model(part, mesh.tp, head_dim=model.head_dim, kv_heads=model.query_groups)
-        recompute_layers(part.layers, config.recompute)
-        shard_model(part, part.layers, sharding, bf16=config.train.bf16, strategy=strategy)
-        fill(part, mesh.device, lambda name, shape: initial_weight(model, name, shape, config.train.seed))
-        parts.append(part)
-    return parts
-
-
-def summary(config: Config, mesh: Mesh) -> str:
-    """One line on what is about to be trained, where, and how."""
-    model, context = config.model, config.context
-    alone = model.linear_attention and mesh.cp.size() == 1
-    method = "linear attention" if alone else context.title
-    pipeline = f"pipeline parallel {mesh.pp.size()} x " if mesh.pp.size() > 1 else ""
-    tensor = f" x tensor parallel {mesh.tp.size()}" if mesh.tp.size() > 1 else ""
-    return (
-        f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters ({model.num_layers} layers of "
-        f"{model.hidden_size}) on {dist.get_world_size()} {mesh.device.type} processes: {pipeline}data parallel "
-        f"{mesh.dp.size()} x context parallel {mesh.cp.size()} ({method}){tensor}, "
-        f"sequences of {config.train.seq_length} tokens"
+    model = config.model
+    return build_parts(
+        config,
+        mesh,
+        build=lambda: build_model(model, attend),
+        split=lambda part: split_model(part, mesh.tp, head_dim=model.head_dim, kv_heads=model.query_groups),
+        weight_of=lambda name, shape: initial_weight(model, name, shape, config.train.seed),
     )
+
+
+def described(config: Config, mesh: Mesh) -> str:
+    """One line on what is about to be trained, where, and how."""
+    model = config.model
+    alone = model.linear_attention and mesh.cp.size() == 1
+    title = f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters"
+    method = "linear attention" if alone else config.context.title
+    return summary(config, mesh, title, method, f"sequences of {config.train.seq_length} tokens")
 
 
 if __name__ == "__main__":

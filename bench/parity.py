@@ -1,7 +1,8 @@
 """Train tiny models on every kind of mesh and compare each with one process: losses, gradients, weights.
 
-Every row is 3 steps of 8 micro-batches of the default corpus, float32, on processes joined by gloo, with labels masked
-so that the ranks hold unequal numbers of valid tokens. The reference is one process with plain SDPA. "loss" is the
+Every row is 3 steps of 8 micro-batches, float32, on processes joined by gloo: language models of the default corpus with
+labels masked, the diffusion transformer of handwritten digits with some left out, so that the ranks hold unequal numbers
+of valid tokens. Its modulations, which begin at nought and let no gradient through, begin as small numbers here. The reference is one process with plain SDPA. "loss" is the
 largest difference over the 3 steps, "norm" that of the gradient norms, relative; "gradients" and "weights" the largest
 over every element of every parameter, of the first step's gradients before they are clipped, and of the weights after
 the 3 steps. Adam divides by the root of the squared gradient, so that rounding of tiny gradients moves weights far:
@@ -28,13 +29,14 @@ from typing import Any
 import torch
 
 from bench.machine import describe
-from bench.parity_cases import KINDS, REFERENCE, Case, cases
+from bench.parity_cases import DIFFUSION, KINDS, REFERENCE, Case, cases, diffusion_cases
 from bench.parity_rank import Found, train
 from bench.ranks import run_ranks
 from data.indexed import DataError
 from data.prepare import Request, prepare
 from parallel.files import write_text
 from tools.prepare_data import DEFAULT_PREFIX
+from train.metrics import loss_name
 
 LOSS, GRADIENTS, NORM = 2e-6, 1e-7, 1e-6
 """The bounds: of a loss, of each element of a gradient, and of a gradient norm, relative."""
@@ -48,6 +50,10 @@ CONTROLS: tuple[tuple[str, str, Case], ...] = (
     ("shards are initialised alike", "gpt", Case(tp=2)),
     ("a stage's norm is missing", "llama", Case(pp=2)),
     ("a stage's norm is missing", "gpt", Case(pp=2, dp=2)),
+    ("noise is drawn by each rank", "dit", Case(cp=2, method="ring")),
+    ("noise is drawn by each rank", "dit", Case(dp=2, method="ring")),
+    ("copies of a pipeline's embeddings are left alone", "dit", Case(pp=2, method="ring")),
+    ("local means instead of the global one", "dit", Case(dp=2, method="ring")),
 )
 
 
@@ -94,7 +100,8 @@ class Row:
 
 def trained(kind: str, case: Case, data: Path, sabotage: str | None = None, *more: str, iterations: int = 3) -> Run:
     """Train a kind of model on a mesh, in processes of their own."""
-    ranks = run_ranks(train, case.ranks, [*case.flags(kind, data, iterations), *more], sabotage, timeout=300.0)
+    flags = [*case.flags(kind, data, iterations), *more]
+    ranks = run_ranks(train, case.ranks, flags, sabotage, kind == DIFFUSION, timeout=300.0)
     return merged(ranks)
 
 
@@ -114,10 +121,10 @@ def merged(ranks: list[Found]) -> Run:
 
 def compare(got: Run, want: Run) -> Row:
     """Differences of a run from the reference."""
-    pairs = list(zip(got.records, want.records, strict=True))
+    pairs, loss = list(zip(got.records, want.records, strict=True)), loss_name(want.records[0])
     moved = {name for name in want.tensors["final"] if not name.endswith(NOUGHT)}
     return Row(
-        loss=max(abs(a["lm_loss"] - b["lm_loss"]) for a, b in pairs),
+        loss=max(abs(a[loss] - b[loss]) for a, b in pairs),
         norm=max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in pairs),
         gradients=furthest(got.tensors["gradients"], want.tensors["gradients"]),
         weights=furthest(*({n: t for n, t in run.tensors["final"].items() if n in moved} for run in (got, want))),
@@ -145,13 +152,18 @@ HEADER = """\
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
-def rows(kinds: list[str], chosen: list[Case], data: Path) -> Iterator[tuple[str, bool]]:
-    """Every line of the table as it is measured, and whether it is as it should be."""
+def cases_of(kind: str) -> list[Case]:
+    """The meshes of a kind of model."""
+    return diffusion_cases() if kind == DIFFUSION else cases()
+
+
+def rows(kinds: list[str], only: str, data: Path) -> Iterator[tuple[str, bool]]:
+    """Every line of the table as it is measured, and whether it is as it should be: meshes whose title has ``only``."""
     references = {kind: trained(kind, REFERENCE, data) for kind in kinds}
     for kind in kinds:
         yield f"| {kind} | 1 | {REFERENCE.title} | {compare(references[kind], references[kind]).cells} |", True
     for kind in kinds:
-        for case in chosen:
+        for case in (case for case in cases_of(kind) if only in case.title):
             row = compare(trained(kind, case, data), references[kind])
             mark = "" if row.within else " **outside of the bounds**"
             yield f"| {kind} | {case.ranks} | {case.title}{mark} | {row.cells} |", row.within
@@ -198,14 +210,16 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status: 1 where a row is not as it should be."""
     args = parser().parse_args(argv)
-    chosen = [case for case in cases() if args.only in case.title]
+    kinds = [args.kind] if args.kind else list(KINDS)
+    titles = [case.title for kind in kinds for case in cases_of(kind)]
     try:
-        if not chosen:
-            raise ValueError(f"--only is {args.only!r}, which is in no mesh's title, such as {cases()[0].title}")
-        prepare(Request(), args.data)
+        if not any(args.only in title for title in titles):
+            raise ValueError(f"--only is {args.only!r}, which is in no mesh's title, such as {titles[0]}")
+        if kinds != [DIFFUSION]:
+            prepare(Request(), args.data)
         started, lines, failed = time.monotonic(), list[str](), 0
         print(HEADER, flush=True)
-        for line, good in rows([args.kind] if args.kind else list(KINDS), chosen, args.data):
+        for line, good in rows(kinds, args.only, args.data):
             print(line, flush=True)
             lines.append(line)
             failed += not good

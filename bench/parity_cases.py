@@ -2,23 +2,28 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, permutations
 from pathlib import Path
 
 from parallel.context import METHODS
 
 SHARED = """
-    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 4099 --seq-length 128 --device cpu
+    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --device cpu
     --global-batch-size 8 --micro-batch-size 1 --lr 1e-3 --clip-grad 0.5 --eval-iters 0 --log-interval 1000
 """.split()  # noqa: SIM905
+LANGUAGE = ("--vocab-size", "4099", "--seq-length", "128")
+DIFFUSION = "dit"
 KINDS: dict[str, tuple[str, ...]] = {
     "llama": ("--num-query-groups", "2"),
     "gpt": (
         *("--model-type", "gpt", "--max-position-embeddings", "128"),
         "--no-untie-embeddings-and-output-weights",
     ),
+    DIFFUSION: ("--latent-shape", "1", "8", "8", "--patch-size", "1", "--num-classes", "10", "--data-path", "digits"),
 }
-"""llama: two query heads per KV head, untied. gpt: learned positions, biases, tied. The vocabulary is odd in both."""
+"""llama: two query heads per KV head, untied. gpt: learned positions, biases, tied. The vocabulary is odd in both.
+dit: handwritten digits, a patch per pixel."""
 DIMENSIONS = ("pp", "dp", "cp", "tp")
 MOST = 8
 
@@ -39,6 +44,8 @@ class Case:
     virtual: int = 1
     layers: tuple[int, ...] = ()
     loss_chunk: int = 0
+    degree: int = 1
+    per_node: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -52,6 +59,7 @@ class Case:
         parts = [" x ".join(sizes) or "one process"]
         if self.cp > 1 or self.method == "none":
             teams = f" in teams of {self.team}" if self.team > 1 else ""
+            teams += f", heads among {self.degree}" if self.degree > 1 else ""
             parts.append("plain SDPA" if self.method == "none" else self.method + teams)
         if self.dp * self.cp > 1:
             parts.append(self.mode + (f", {self.copies} copies" if self.copies > 1 else ""))
@@ -66,8 +74,6 @@ class Case:
     def flags(self, kind: str, data: Path, iterations: int = 3) -> list[str]:
         """The command line that trains a kind of model on it."""
         values = {
-            "data-path": data,
-            "tokenizer-model": f"{data}.model",
             "train-iters": iterations,
             "pipeline-model-parallel-size": self.pp,
             "context-parallel-size": self.cp,
@@ -79,8 +85,13 @@ class Case:
             "pipeline-schedule": self.schedule,
             "num-virtual-stages-per-pipeline-rank": self.virtual,
             "loss-chunk-size": self.loss_chunk,
+            "ulysses-degree": self.degree,
         }
+        if self.per_node is not None:
+            values["context-parallel-ranks-per-node"] = self.per_node
         found = [*SHARED, *KINDS[kind]]
+        if kind != DIFFUSION:
+            found += [*LANGUAGE, "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
         for name, value in values.items():
             found += [f"--{name}", str(value)]
         return [*found, "--pipeline-layers", *map(str, self.layers)] if self.layers else found
@@ -93,6 +104,32 @@ def cases() -> list[Case]:
     """All of them, each once."""
     found = (*_alone(), *_together(), *_four_dimensions(), *_modes(), *_pipelines())
     return [case for case in dict.fromkeys(found) if case.ranks <= MOST]
+
+
+def diffusion_cases() -> list[Case]:
+    """Of the diffusion transformer: every method of full attention, each dimension, and how they go together."""
+    ring = partial(Case, method="ring")
+    found = [ring(tp=2), ring(pp=2), ring(pp=4), ring(dp=2), ring(cp=3)]
+    for size in (2, 4):
+        found += [Case(cp=size, method=method) for method in ("ring", "allgather", "ulysses")]
+    found += [
+        Case(cp=4, method="wallfacer", team=2),
+        Case(cp=4, method="double_ring", per_node=2),
+        Case(cp=8, method="wallfacer", team=2, degree=2),
+        Case(cp=4, method="ring", degree=2, dp=2),
+        Case(cp=4, method="double_ring", per_node=2, tp=2),
+        ring(cp=2, tp=2),
+        Case(cp=2, tp=2, dp=2, method="ulysses"),
+        ring(pp=2, tp=2, cp=2),
+        ring(pp=2, dp=2, cp=2),
+        ring(pp=2, dp=2, cp=2, copies=2),
+        Case(pp=2, cp=4, method="wallfacer", team=2),
+        ring(pp=2, cp=2, schedule="Interleaved1F1B", virtual=2),
+        ring(pp=2, dp=2, schedule="InterleavedZeroBubble", virtual=2, mode="zero1"),
+        ring(pp=2, tp=2, schedule="GPipe", layers=(1, 3)),
+    ]
+    found += [ring(dp=2, cp=2, mode=mode) for mode in ("ddp", "legacy_ddp", "zero1", "zero2", "zero3")]
+    return found
 
 
 def _alone() -> Iterator[Case]:

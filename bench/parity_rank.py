@@ -1,4 +1,4 @@
-"""What one process of `make parity` does: train as pretrain_gpt.py would, and tell what came out."""
+"""What one process of `make parity` does: train as an entry would, and tell what came out."""
 
 import contextlib
 import hashlib
@@ -11,17 +11,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import parallel.data
+import pretrain_dit
 import pretrain_gpt
 from data.loader import Batch, Batching, Samples
+from model.base import generator_of
+from model.dit import initial_dit_weight
+from model.dit_config import DiTConfig
 from parallel.mesh import Mesh, joined, launched_world_size
 from parallel.pipeline import PipelineRunner
 from train import loop
-from train.config import parse_args, validate
+from train.diffusion import Denoising
 from train.loop import Trainer
 
 
@@ -80,20 +85,38 @@ class Log:
         """Nothing is written."""
 
 
-def train(rank: int, world_size: int, flags: Sequence[str], sabotage: str | None = None) -> Found:
+class Left:
+    """Samples of latents of which every fourth, and the sixth of eight, carry no loss."""
+
+    def __init__(self, data: Samples) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int | None) -> dict[str, Tensor]:
+        return self._data[None if index is not None and index % 8 in (0, 4, 6) else index]
+
+
+def train(
+    rank: int, world_size: int, flags: Sequence[str], sabotage: str | None = None, diffusion: bool = False
+) -> Found:
     """Train on the processes that have joined; with ``sabotage``, after breaking what that names."""
+    entry: Any = pretrain_dit if diffusion else pretrain_gpt
+    if diffusion:
+        pretrain_dit.initial_dit_weight = _alive
     before = _peak_mb()
     loop.peak_flops = lambda *_: 1e9  # its measurement takes longer than these steps
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # that making tensors whole is slow
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # which nobody writes to
     if sabotage is not None:
         SABOTAGE[sabotage]()
-    config = parse_args(list(flags))
-    validate(config, launched_world_size())
+    config = entry.parse_args(list(flags))
+    entry.validate(config, launched_world_size())
     found = Found()
     with contextlib.redirect_stdout(io.StringIO()), joined(config.mesh) as mesh:
-        trainer = pretrain_gpt.prepared(config, mesh)
-        trainer.train_data = Masked(trainer.train_data)
+        trainer = entry.prepared(config, mesh)
+        trainer.train_data = Left(trainer.train_data) if diffusion else Masked(trainer.train_data)
         trainer.log = None if trainer.log is None else Log(found.records)  # type: ignore[assignment]
         send = mesh.both.get_local_rank() == mesh.tp.get_local_rank() == 0
         found.keep("loaded" if trainer.progress.iteration else "initial", state(trainer), send)
@@ -102,6 +125,12 @@ def train(rank: int, world_size: int, flags: Sequence[str], sabotage: str | None
         found.keep("final", weights(trainer), send)
     found.memory_mb = _peak_mb() - before
     return found
+
+
+def _alive(config: DiTConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """The initial value of a DiT's parameter, or small numbers where that is nought."""
+    value = initial_dit_weight(config, name, shape, seed)
+    return value if value.any() else value.normal_(0.0, 0.05, generator=generator_of(seed, name))
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -193,6 +222,17 @@ def _stage_without_norm() -> None:
     PipelineRunner.parameters = some  # type: ignore[method-assign]
 
 
+def _noise_of_ranks() -> None:
+    """The noise depends on the rank that draws it."""
+    drawn = Denoising._drawn
+    Denoising._drawn = lambda self, sample: drawn(self, 1000 * dist.get_rank() + sample)  # type: ignore[method-assign]
+
+
+def _copies_left_alone() -> None:
+    """The gradients of what several pipeline stages hold are not summed."""
+    PipelineRunner._sum_copies = lambda *_: None  # type: ignore[method-assign]
+
+
 def _samples_skipped() -> None:
     """A run begins two samples too late; one might be the wholly masked one, for which another such one comes."""
     batches = loop.batches
@@ -209,4 +249,6 @@ SABOTAGE: dict[str, Callable[[], None]] = {
     "shards are initialised alike": _alike_shards,
     "a stage's norm is missing": _stage_without_norm,
     "samples are skipped": _samples_skipped,
+    "noise is drawn by each rank": _noise_of_ranks,
+    "copies of a pipeline's embeddings are left alone": _copies_left_alone,
 }

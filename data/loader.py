@@ -21,7 +21,11 @@ Batch = dict[str, torch.Tensor]
 
 
 class Samples(Protocol):
-    """Dataset of `tokens`, `labels` (int64 [S]) and `loss_mask` ([S]); item None is a filler without loss."""
+    """Dataset of dicts of tensors; item None is a filler without loss.
+
+    Of a language they are `tokens`, `labels` (int64 [S]) and `loss_mask` ([S]), which batches have in their labels.
+    Others come in batches as they are.
+    """
 
     def __len__(self) -> int:
         """Samples before any repeats."""
@@ -127,5 +131,7 @@ def _collate(samples: list[Batch | DataError]) -> Batch | DataError:
         if isinstance(sample, DataError):
             return sample
         good.append(sample)
+    if "loss_mask" not in good[0]:
+        return {name: torch.stack([sample[name] for sample in good]) for name in good[0]}
     tokens, labels, loss_mask = (torch.stack([sample[k] for sample in good]) for k in ("tokens", "labels", "loss_mask"))
     return {"tokens": tokens, "labels": labels.masked_fill(loss_mask == 0, IGNORE_INDEX)}  # [B, S]

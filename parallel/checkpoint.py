@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,16 @@ from parallel.manifest import (
     what_is_broken,
     write_manifest,
 )
-from parallel.shards import METADATA, Model, compare_tensors, read_metadata, read_shards, tensors_of, write_shards
+from parallel.shards import (
+    METADATA,
+    Model,
+    compare_tensors,
+    read_metadata,
+    read_shards,
+    spread_copies,
+    tensors_of,
+    write_shards,
+)
 
 __all__ = [
     "CheckpointConfig",
@@ -72,6 +81,7 @@ def save_checkpoint(
     *,
     architecture: dict[str, Any],
     extra: dict[str, Any],
+    more: Mapping[str, dict[str, torch.Tensor]] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write ``iter_N`` into a run's folder, so that it is there whole or not at all, and return its path.
@@ -85,6 +95,7 @@ def save_checkpoint(
         directory: the run's folder, on a file system that all ranks share.
         architecture: JSON-able description of the model, compared at load.
         extra: JSON-able rest of the run's state, which ``load_checkpoint`` returns.
+        more: further sections of tensors by name, such as averages of the weights.
 
     Raises:
         CheckpointError: the iteration's checkpoint exists (a broken one is moved aside instead), or the disk refused;
@@ -97,7 +108,7 @@ def save_checkpoint(
         try:
             with agreed(group):
                 json.dumps([architecture, extra])
-                state = tensors_of(model, optimizer)
+                state = tensors_of(model, optimizer) | dict(more or {})
             write_shards(draft, state, group)
             files = dict(entry for of_rank in agree(lambda: _own_files(draft, group), group) for entry in of_rank)
             manifest = Manifest(iteration=iteration, architecture=architecture, extra=extra, files=files)
@@ -115,12 +126,16 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     architecture: dict[str, Any],
     *,
+    more: Mapping[str, dict[str, torch.Tensor]] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Load a folder that ``find_checkpoint`` verified into the model's and the optimizer's tensors, bit for bit.
 
     Works on any number of ranks and any sharding; collective over ``group`` (default: all ranks). Gradients are
     dropped. The optimizer keeps its own hyperparameters.
+
+    Args:
+        more: further sections, as they were saved.
 
     Returns:
         The ``extra`` that was saved.
@@ -139,9 +154,10 @@ def load_checkpoint(
             stepped = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
             # Created anew below, unless it was saved before the first step: no state is not zeros whose step is 1.
             optimizer.state.clear()
-            state = tensors_of(model, optimizer, create=stepped)
+            state = tensors_of(model, optimizer, create=stepped) | dict(more or {})
         compare_tensors(folder, state, metadata, group, exact_dtype=True)
         read_shards(folder, state, metadata, group)
+        spread_copies(model, optimizer)
     return manifest.extra
 
 
@@ -150,9 +166,13 @@ def load_model(
     model: nn.Module,
     architecture: dict[str, Any],
     *,
+    section: str = "model",
     group: dist.ProcessGroup | None = None,
 ) -> Manifest:
     """Load the weights alone, cast to the dtypes of ``model``; needs no process group. Returns the manifest.
+
+    Args:
+        section: where in the checkpoint they are; averages of them are a section of their own.
 
     Raises:
         CheckpointError: as ``load_checkpoint`` does.
@@ -163,7 +183,7 @@ def load_model(
             manifest = read_manifest(folder)
             _compare_architecture(folder, manifest.architecture, architecture)
             metadata = read_metadata(folder, manifest)
-            state = tensors_of(model, None)
+            state = {section: tensors_of(model, None)["model"]}
         compare_tensors(folder, state, metadata, group, exact_dtype=False)
         read_shards(folder, state, metadata, group)
     return manifest

@@ -160,6 +160,13 @@ def reduce_gradients(model: nn.Module, last: bool, strategy: Strategy = "zero3")
         model.set_reshard_after_backward(last or strategy == "zero3")
 
 
+def reshard(model: nn.Module) -> None:
+    """Let go of the whole weights that forwards have left, so that the next one gathers them from the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @torch.no_grad()
 def finish_gradients(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> None:
     """Do what a strategy leaves to do after the last backward of a step; collective over ``mesh``, of one dimension.

@@ -5,7 +5,7 @@ pass hidden states forward and their gradients back, one micro-batch at a time; 
 divided by the global number of valid tokens, so gradients add up over micro-batches and are never rescaled.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -74,19 +74,21 @@ class PipelineRunner(Runner):
         micro_batches: int,
         first_input: tuple[str, Tensor],
         hidden: Tensor,
-        tied: str | None = None,
+        tied: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """``parts`` are the stages ``config.own`` names.
 
         Args:
             first_input: what of a micro-batch the first stage takes: its name, and one like it on the meta device.
             hidden: what passes between stages, on the meta device.
-            tied: name of the parameter of which the first and the last stage hold a copy each.
+            tied: names of the parameters of which several stages hold a copy each, and these stages.
         """
         super().__init__(parts, loss_sum, strategy)
-        self.mesh, self.device, self.tied = mesh, device, tied
+        self.mesh, self.device = mesh, device
         self.name, like = first_input
         ranks, stages = mesh.size(), config.stages(mesh.size())
+        self.tied = {name: sorted({stage % ranks for stage in of}) for name, of in (tied or {}).items()}
+        """Ranks of pp that hold a copy, by parameter; the first of them counts it."""
         self.own = config.own(mesh.get_local_rank(), ranks)
         self._valid = 1
         hidden = hidden.detach().requires_grad_()  # torch asks it whether gradients are sent back
@@ -115,16 +117,16 @@ class PipelineRunner(Runner):
         )
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        found = super().parameters()
-        if self.tied is not None and 0 not in self.own:
-            found.pop(self.tied, None)
-        return found
+        rank = self.mesh.get_local_rank()
+        others = {name for name, holders in self.tied.items() if holders[0] != rank}
+        return {name: parameter for name, parameter in super().parameters().items() if name not in others}
 
     def forward_backward(self, batches: Sequence[Batch], valid: int) -> Tensor:
         self._valid = valid
         total = self._run(self.schedule.step, batches).double().sum()
-        if self.tied is not None:
-            self._sum_copies(self.tied)
+        for name, holders in self.tied.items():
+            if self.mesh.get_local_rank() in holders:
+                self._sum_copies(name, holders)
         return total
 
     @torch.no_grad()
@@ -148,25 +150,26 @@ class PipelineRunner(Runner):
             return torch.zeros(1, device=self.device)
         return torch.stack([loss.detach() for loss in losses])
 
-    def _sum_copies(self, name: str) -> None:
-        """Give both copies of a parameter the sum of their gradients: they then stay equal, to the bit."""
-        first, last = 0 in self.own, self.mesh.size() - 1 == self.mesh.get_local_rank()
-        if not (first or last):
-            return
-        parameter = dict(self.parts[0 if first else -1].named_parameters())[name]
-        assert parameter.grad is not None
-        own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-        other, peer = torch.empty_like(own), self.mesh.size() - 1 if first else 0
-        group = self.mesh.get_group()
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
-                dist.P2POp(dist.isend, own.contiguous(), group=group, group_peer=peer),
-            ]
-        )
-        for work in works:
+    def _sum_copies(self, name: str, holders: Sequence[int]) -> None:
+        """Give all copies of a parameter the sum of their gradients, in one order: they stay equal, to the bit."""
+        copies = [dict(part.named_parameters()).get(name) for part in self.parts]
+        own = [_local_gradient(parameter) for parameter in copies if parameter is not None]
+        share = torch.stack(own).sum(0) if len(own) > 1 else own[0].contiguous()
+        group, rank = self.mesh.get_group(), self.mesh.get_local_rank()
+        shares = {peer: share if peer == rank else torch.empty_like(share) for peer in holders}
+        peers = [peer for peer in holders if peer != rank]
+        receive = [dist.P2POp(dist.irecv, shares[peer], group=group, group_peer=peer) for peer in peers]
+        send = [dist.P2POp(dist.isend, share, group=group, group_peer=peer) for peer in peers]
+        for work in dist.batch_isend_irecv(receive + send) if peers else ():
             work.wait()
-        own += other
+        total = torch.stack([shares[peer] for peer in holders]).sum(0)
+        for gradient in own:
+            gradient.copy_(total)
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
 
 
 class _Part(nn.Module):

@@ -75,6 +75,19 @@ def tensors_of(model: Model, optimizer: torch.optim.Optimizer | None, *, create:
     return state
 
 
+@torch.no_grad()
+def spread_copies(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that several parts hold, of which the last one was read, the same value and moments."""
+    parts = [model] if isinstance(model, nn.Module) else model
+    read = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if parameter is not (source := read[name]):
+                parameter.copy_(source)
+                for key, value in optimizer.state.get(source, {}).items():
+                    optimizer.state[parameter][key].copy_(value)
+
+
 def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer make its state: a step with gradients of nought and a learning rate of nought."""
     rates = [group["lr"] for group in optimizer.param_groups]

@@ -18,7 +18,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LOSSES = {"lm_loss": "training", "validation_loss": "validation"}
+LOSSES = {"lm_loss": "training", "diffusion_loss": "training", "validation_loss": "validation"}
 LARGEST_PICTURE = 512
 LARGEST_TEAMS = 64
 
@@ -102,7 +102,7 @@ def read_losses(run: Path) -> dict[str, list[tuple[int, float]]]:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} line {number} is no metrics object with an iteration: {line[:80]!r}") from error
     if not any(found.values()):
-        raise ValueError(f"{path} holds no lm_loss")
+        raise ValueError(f"{path} holds no lm_loss and no diffusion_loss")
     return {field: sorted(values.items()) for field, values in found.items()}
 
 
@@ -111,18 +111,21 @@ def loss_figure(runs: list[Path]) -> "Figure":
     from matplotlib.figure import Figure
 
     from tools.layout_picture import PALETTE
+    from train.metrics import LOSSES as UNITS
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
+    units = set[str]()
     for index, run in enumerate(runs):
         losses, colour = read_losses(run), PALETTE[index % len(PALETTE)]
         name = (run if run.is_dir() else run.parent).resolve().name
         for field, values in losses.items():
             if values:
+                units |= {UNITS[field]} if field in UNITS else set()
                 label = LOSSES[field] if len(runs) == 1 else f"{name}, {LOSSES[field]}"
-                style = "-" if field == "lm_loss" else "o--"
+                style = "o--" if field == "validation_loss" else "-"
                 axes.plot(*zip(*values, strict=True), style, color=colour, label=label, linewidth=1.2, markersize=4)
-    axes.set(xlabel="iteration", ylabel="loss (nats per token)")
+    axes.set(xlabel="iteration", ylabel=f"loss ({' or '.join(sorted(units))})")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

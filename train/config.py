@@ -9,16 +9,9 @@ from pathlib import Path
 
 from data.megatron import DataConfig, split_shares
 from model.config import ModelConfig
-from parallel.checkpoint import CheckpointConfig
-from parallel.context.config import ContextConfig
-from parallel.data import DataParallelConfig
-from parallel.mesh import MeshConfig
-from parallel.recompute import RecomputeConfig
-from parallel.stages import PipelineConfig
 from train import flags
+from train.common import CommonConfig, LoopConfig, validate_backend, validate_run
 from train.flags import ConfigError
-from train.metrics import LoggingConfig
-from train.optim import OptimizerConfig
 from train.sizes import validate_sizes
 
 __all__ = [
@@ -33,64 +26,36 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(LoopConfig):
     """What one iteration is, how many there are, and when the run looks at the validation data or stops."""
 
-    train_iters: int = 1000
-    """Iterations (optimizer steps) of the whole run, those before a resume counted in."""
-    micro_batch_size: int = 1
-    """Sequences that go through the model at once, per data-parallel rank."""
-    global_batch_size: int | None = None
-    """Sequences per iteration over all processes; by default micro_batch_size x data-parallel size; more accumulate."""
     seq_length: int = 1024
     """Tokens per sequence, before context parallelism shares them out."""
-    seed: int = 1234
-    """Seed of the initial weights and of the order of the data."""
-    bf16: bool = False
-    """Compute in bfloat16; master weights, gradients' sums and the optimizer stay in float32."""
-    eval_interval: int = 100
-    """Iterations between validations; one is made at the end in any case."""
-    eval_iters: int = 10
-    """Global batches per validation; 0 makes none."""
-    exit_interval: int | None = None
-    """Exit after the iteration that this number divides, saving first; the schedule still spans train_iters."""
-    exit_duration_in_mins: float | None = None
-    """Exit once the run has taken this many minutes, saving first."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "train_iters",
-            "micro_batch_size",
-            "global_batch_size",
-            "seq_length",
-            "eval_interval",
-            "exit_interval",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be 1 or more")
-        for name in ("eval_iters", "seed"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
-        if self.exit_duration_in_mins is not None and self.exit_duration_in_mins <= 0:
-            raise ConfigError(f"exit_duration_in_mins is {self.exit_duration_in_mins}; it must be above 0")
+        super().__post_init__()
+        self._at_least(1, "seq_length")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(CommonConfig):
     """Everything that decides a run, one field per section; a field's name is unique over all sections."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
-    context: ContextConfig = field(default_factory=ContextConfig)
-    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def sequence_length(self) -> int:
+        return self.train.seq_length
+
+    def sample_order(self) -> dict[str, object]:
+        return {
+            "seed": self.train.seed,
+            "seq_length": self.train.seq_length,
+            "data_path": list(self.data.data_path),
+            "split": self.data.split,
+        }
 
 
 INTRODUCTION = """\
@@ -137,41 +102,15 @@ def to_toml(config: Config) -> str:
     return flags.write_toml(config)
 
 
-def sample_order(config: Config) -> dict[str, object]:
-    """What decides which sample is the n-th: kept in checkpoints, since consumed samples mean nothing without it."""
-    return {
-        "seed": config.train.seed,
-        "seq_length": config.train.seq_length,
-        "data_path": list(config.data.data_path),
-        "split": config.data.split,
-    }
-
-
 def validate(config: Config, world_size: int) -> None:
     """Check what no section can see alone, for a run of `world_size` processes; needs no process group.
 
     Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
     """
     validate_sizes(config, world_size)
-    train, optimizer, data, checkpoint = config.train, config.optimizer, config.data, config.checkpoint
-    decay_iters = optimizer.lr_decay_iters or train.train_iters
-    if optimizer.lr_warmup_iters >= decay_iters:
-        raise ConfigError(
-            f"lr_warmup_iters is {optimizer.lr_warmup_iters}, but the schedule ends at iteration {decay_iters}; "
-            f"give --lr-warmup-iters {decay_iters // 10}, or raise train_iters"
-        )
-    wsd = optimizer.lr_wsd_decay_iters
-    if wsd is not None and wsd > decay_iters - optimizer.lr_warmup_iters:
-        raise ConfigError(
-            f"lr_wsd_decay_iters is {wsd}, but only {decay_iters - optimizer.lr_warmup_iters} iterations lie between "
-            "the warm-up and the end of the schedule; lower it"
-        )
+    validate_run(config)
+    train, data = config.train, config.data
     _validate_backend(config)
-    if config.recompute.recompute_offload and config.mesh.device_type == "cpu":
-        raise ConfigError(
-            "recompute_offload is set and device is cpu, where what is kept lies in host memory already and a copy "
-            "would only add to it; leave it out, or use --device cuda"
-        )
     if not data.data_path:
         raise ConfigError(
             "data_path is empty; give --data-path PREFIX, the .bin/.idx pair that tools/prepare_data.py wrote"
@@ -185,19 +124,11 @@ def validate(config: Config, world_size: int) -> None:
             f"split is {data.split}, which leaves nothing to validate on, but eval_iters is {train.eval_iters}; "
             "give a split such as 95,5,0, or --eval-iters 0"
         )
-    needs = (
-        ("save_interval", checkpoint.save_interval, "save", checkpoint.save),
-        ("wandb_exp_name", config.logging.wandb_exp_name, "wandb_project", config.logging.wandb_project),
-    )
-    for name, value, other, wanted in needs:
-        if value and not wanted:
-            flag = other.replace("_", "-")
-            raise ConfigError(f"{name} is {value}, but {other} is not set; give --{flag}, or leave {name} out")
 
 
 def _validate_backend(config: Config) -> None:
     """Check that the kernel of the attention is one of the model's kind of attention, and has something to do."""
-    backend, method = config.context.attention_backend, config.context.context_parallel_method
+    backend = config.context.attention_backend
     linear, kind = config.model.linear_attention, config.model.model_type
     if linear and backend in ("aten", "cudnn", "flash_attn"):
         raise ConfigError(
@@ -209,12 +140,5 @@ def _validate_backend(config: Config) -> None:
             f"attention_backend is {backend}, which is linear attention, and model_type {kind} has softmax attention; "
             "use auto, aten, cudnn, flash_attn or reference"
         )
-    if method == "none" and backend != "auto" and not linear:
-        raise ConfigError(
-            f"attention_backend is {backend} and context_parallel_method is none, which is torch's own SDPA; "
-            "choose a method, or leave the backend out"
-        )
-    if backend == "flash_attn" and not config.train.bf16:
-        raise ConfigError(
-            "attention_backend is flash_attn, which has no float32; give --bf16 or --attention-backend auto"
-        )
+    if not linear:
+        validate_backend(config)

@@ -14,7 +14,7 @@ import textwrap
 import tomllib
 import types
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -157,13 +157,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """Attribute docstrings by field name. Python does not keep them: they are read from the class's source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    assert isinstance(tree.body[0], ast.ClassDef)
+    """Attribute docstrings by field name, inherited ones too. Python does not keep them: the sources are read."""
     docs = {}
-    for entry, text in itertools.pairwise(tree.body[0].body):
-        if isinstance(entry, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            docs[ast.unparse(entry.target)] = inspect.cleandoc(str(text.value.value))
+    for owner in (owner for owner in reversed(cls.__mro__) if is_dataclass(owner)):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+        assert isinstance(tree.body[0], ast.ClassDef)
+        for entry, text in itertools.pairwise(tree.body[0].body):
+            if isinstance(entry, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                docs[ast.unparse(entry.target)] = inspect.cleandoc(str(text.value.value))
     return docs
 
 

@@ -12,20 +12,22 @@ from torch import Tensor, nn
 from data.loader import IGNORE_INDEX, Batch
 from data.megatron import DataConfig, blend
 from data.prepare import unigram_entropy
-from kernels.attention import select_backend
 from kernels.linear_attention import linear_attention
 from kernels.linear_attention import select_backend as select_linear_backend
 from model.attention import Attend, LinearAttend, sdpa
 from parallel.context import ContextParallel, context_parallel
 from parallel.mesh import Mesh
-from parallel.pipeline import PipelineRunner, Runner
+from parallel.pipeline import Runner
 from parallel.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
+from train.assemble import runner_of, softmax_context
 from train.config import Config, ConfigError
-from train.sizes import micro_batches, validate_entries
+from train.sizes import validate_entries
 
 
 class NextToken:
     """Shards a batch over the context-parallel ranks and sums the loss of this rank's tokens."""
+
+    loss_name = "lm_loss"
 
     def __init__(self, cp: ContextParallel, device: torch.device, loss_chunk_size: int = 0) -> None:
         """loss_chunk_size: tokens whose logits exist at once; 0 is all."""
@@ -69,23 +71,10 @@ class NextToken:
 
 def build_runner(config: Config, mesh: Mesh, parts: Sequence[nn.Module], objective: NextToken) -> Runner:
     """What takes a step's micro-batches through this rank's parts of the model."""
-    strategy, train, ranks = config.data_parallel.strategy, config.train, mesh.pp.size()
-    if ranks == 1:
-        return Runner(parts, objective.loss_sum, strategy)
-    shape = train.micro_batch_size, objective.local_length  # [B, T]
-    hidden = (shape[0], shape[1] // mesh.tp.size(), config.model.hidden_size)
-    return PipelineRunner(
-        parts,
-        objective.loss_sum,
-        strategy,
-        config=config.pipeline,
-        mesh=mesh.pp,
-        device=mesh.device,
-        micro_batches=micro_batches(config, mesh.dp.size()),
-        first_input=("tokens", torch.empty(shape, dtype=torch.int64, device="meta")),
-        hidden=torch.empty(hidden, dtype=torch.bfloat16 if train.bf16 else torch.float32, device="meta"),
-        tied=None if config.model.untie_embeddings_and_output_weights else "embedding.weight",
-    )
+    tokens = torch.empty((config.train.micro_batch_size, objective.local_length), dtype=torch.int64, device="meta")
+    ends = 0, config.pipeline.stages(mesh.pp.size()) - 1
+    tied = {} if config.model.untie_embeddings_and_output_weights else {"embedding.weight": ends}
+    return runner_of(config, mesh, parts, objective, ("tokens", tokens), tied)
 
 
 def corpus_entropy(data: DataConfig) -> dict[str, float]:
@@ -101,30 +90,7 @@ def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[Context
     """The context-parallel dimension that the configuration names, and the attention that the model calls."""
     if config.model.linear_attention:
         return _linear_context_of(config, group)
-    method, backend = config.context.context_parallel_method, config.context.attention_backend
-    seq_length, tp = config.train.seq_length, config.mesh.tensor_model_parallel_size
-    if method == "none":
-        return context_parallel("ring", seq_len=seq_length, multiple=tp), sdpa
-    try:
-        select_backend(backend, config.mesh.device_type, torch.bfloat16 if config.train.bf16 else torch.float32)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    width = config.model.head_dim
-    if config.mesh.device_type == "cuda" and backend != "reference" and (width % 8 or width > 256):
-        raise ConfigError(
-            f"the heads are {width} wide, and attention on cuda takes multiples of 8 up to 256; "
-            "change kv_channels or num_attention_heads"
-        )
-    cp = context_parallel(
-        method,
-        seq_len=seq_length,
-        group=group,
-        multiple=tp,
-        backend=backend,
-        timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),
-        **config.context.plan_arguments(config.mesh.context_ranks_per_node),
-    )
-    return cp, cp.attend
+    return softmax_context(config, group, sdpa)
 
 
 def _linear_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, LinearAttend]:

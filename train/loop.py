@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -18,12 +19,15 @@ from parallel.checkpoint import save_checkpoint
 from parallel.data import copies_unseen, finish_gradients
 from parallel.mesh import Mesh
 from parallel.pipeline import Runner
-from train.config import Config, sample_order
+from train.common import CommonConfig
+from train.ema import Ema
 from train.metrics import RunLog, memory_gb, progress_line
 from train.optim import clip_gradients, gradient_norm, learning_rate
 from train.peak import peak_flops
 
 MOST_SKIPPED_IN_A_ROW = 10
+AVERAGED = "ema_decay"
+"""What a checkpoint with averages of the weights says beside its tensors."""
 
 
 class TrainingError(RuntimeError):
@@ -31,7 +35,9 @@ class TrainingError(RuntimeError):
 
 
 class Objective(Protocol):
-    """What is trained: how a batch is shared out."""
+    """What is trained: how a batch is shared out, and under which of ``LOSSES``'s names its loss is recorded."""
+
+    loss_name: str
 
     def local(self, batch: Batch) -> Batch:
         """This rank's part of a batch, on its device."""
@@ -54,7 +60,7 @@ class Progress:
 class Trainer:
     """A run: everything built, ready to train."""
 
-    config: Config
+    config: CommonConfig
     mesh: Mesh
     runner: Runner
     optimizer: torch.optim.Optimizer
@@ -67,6 +73,10 @@ class Trainer:
     """On the first rank; None elsewhere."""
     validation_constants: dict[str, float] = field(default_factory=dict)
     """What stands beside a validation loss in the records, such as the corpus's unigram entropy."""
+    ema: Ema | None = None
+    """Averages of the weights, with which the run is validated."""
+    after_validation: Callable[[int], None] | None = None
+    """Called on every rank after a validation with its iteration, the averages still in the weights' place."""
     progress: Progress = field(default_factory=Progress)
 
     @property
@@ -100,7 +110,7 @@ class Trainer:
             stop = self._told_to_stop(started)
             last = stop or progress.iteration == config.train.train_iters
             if self.valid_data is not None and (last or progress.iteration % config.train.eval_interval == 0):
-                record |= {"validation_loss": self._evaluate(self.valid_data), **self.validation_constants}
+                record |= {"validation_loss": self._validate(self.valid_data), **self.validation_constants}
             unprinted.append(record)
             self._report(record, unprinted, last)
             interval = config.checkpoint.save_interval
@@ -120,20 +130,23 @@ class Trainer:
         loss, norm = self._forward_backward(micro_batches, valid)
         if math.isfinite(norm):
             self.optimizer.step()
+            if self.ema is not None:
+                self.ema.update()
         self._count_skipped(norm)
         self.optimizer.zero_grad(set_to_none=True)
-        tokens = self.global_batch_size * self.config.train.seq_length
+        tokens = self.global_batch_size * self.config.sequence_length
         self.progress.consumed_samples += self.global_batch_size
         self.progress.consumed_tokens += tokens
         seconds = time.perf_counter() - start
         flops = self.flops_per_token * tokens / seconds / dist.get_world_size()
         return {
             **asdict(self.progress),
-            "lm_loss": loss,
+            self.objective.loss_name: loss,
             "grad_norm": norm,
             "learning_rate": rate,
             "iteration_time_ms": 1e3 * seconds,
             "tokens_per_second": tokens / seconds,
+            "samples_per_second": self.global_batch_size / seconds,
             "tflops_per_gpu": flops / 1e12,
             "mfu": flops / self._peak,
             "memory_gb": memory_gb(self.mesh.device),
@@ -193,6 +206,14 @@ class Trainer:
             )
 
     @torch.no_grad()
+    def _validate(self, data: Samples) -> float:
+        """The validation loss, of the averaged weights where there are any, with what follows a validation."""
+        with nullcontext() if self.ema is None else self.ema.in_place():
+            loss = self._evaluate(data)
+            if self.after_validation is not None:
+                self.after_validation(self.progress.iteration)
+        return loss
+
     def _evaluate(self, data: Samples) -> float:
         """Mean loss over the first eval_iters global batches of the validation data; always the same ones."""
         steps = evaluation_batches(data, self._batching, self._wanted)
@@ -217,7 +238,7 @@ class Trainer:
             micro_batch_size=self.config.train.micro_batch_size,
             dp_rank=self.mesh.dp.get_local_rank(),
             dp_size=self.mesh.dp.size(),
-            num_workers=self.config.data.num_workers,
+            num_workers=self.config.reading.num_workers,
             pin_memory=self.mesh.device.type == "cuda",
         )
 
@@ -254,7 +275,9 @@ class Trainer:
             self.runner.parts,
             self.optimizer,
             architecture=self.architecture,
-            extra={"progress": asdict(self.progress), "sample_order": sample_order(self.config)},
+            extra={"progress": asdict(self.progress), "sample_order": self.config.sample_order()}
+            | ({} if self.ema is None else {AVERAGED: self.ema.decay}),
+            more={} if self.ema is None else {"ema": self.ema.weights},
         )
         if self.log is not None:
             print(f"saved {path}", flush=True)
@@ -263,7 +286,9 @@ class Trainer:
 def validation_line(record: dict[str, Any]) -> str:
     """One line on a validation, beside the loss that knowing the tokens' frequencies alone would give."""
     loss = record["validation_loss"]
-    line = f"validation loss at iteration {record['iteration']}: {loss:.4f} | perplexity: {math.exp(min(loss, 99)):.2f}"
+    line = f"validation loss at iteration {record['iteration']}: {loss:.4f}"
+    if "diffusion_loss" not in record:
+        line += f" | perplexity: {math.exp(min(loss, 99)):.2f}"
     if "unigram_entropy" in record:
         line += f" | unigram entropy of the corpus: {record['unigram_entropy']:.4f}"
     return line

@@ -19,6 +19,8 @@ from parallel.files import replacing, write_text
 from train.flags import ConfigError
 
 METRICS = "metrics.jsonl"
+LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}
+"""The names under which records have the training loss, by what is trained, and its unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +131,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def loss_name(record: dict[str, Any]) -> str:
+    """The one of ``LOSSES`` that a record has."""
+    return next(name for name in LOSSES if name in record)
+
+
 def progress_line(records: Sequence[dict[str, Any]], train_iters: int, global_batch_size: int) -> str:
     """Megatron's line for the iterations since the last one, and tokens/s, MFU and memory; losses are averaged."""
-    last = records[-1]
+    last, loss = records[-1], loss_name(records[-1])
 
     def mean(name: str, weight: str | None = None) -> float:
         """Mean over the iterations: rates by their time, losses over those that were not skipped."""
@@ -146,11 +153,12 @@ def progress_line(records: Sequence[dict[str, Any]], train_iters: int, global_ba
         f"elapsed time per iteration (ms): {mean(time):.1f}",
         f"throughput per GPU (TFLOP/s/GPU): {mean('tflops_per_gpu', time):.3f}",
         f"tokens/s: {mean('tokens_per_second', time):.0f}",
+        *([f"samples/s: {mean('samples_per_second', time):.1f}"] if loss != "lm_loss" else []),
         f"MFU: {100 * mean('mfu', time):.1f}%",
         f"memory (GB): {last['memory_gb']:.2f}",
         f"learning rate: {last['learning_rate']:.6E}",
         f"global batch size: {global_batch_size:5d}",
-        f"lm loss: {mean('lm_loss'):.6E}",
+        f"{loss.replace('_', ' ')}: {mean(loss):.6E}",
         f"grad norm: {last['grad_norm']:.3f}",
         f"number of skipped iterations: {last['skipped_iterations']:3d}",
     ]
@@ -174,7 +182,8 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([r["iteration"] for r in records], [r["lm_loss"] for r in records], label="training", linewidth=1)
+    name = loss_name(records[-1])
+    axes.plot([r["iteration"] for r in records], [r[name] for r in records], label="training", linewidth=1)
     validated = [r for r in records if "validation_loss" in r]
     if validated:
         points = [r["iteration"] for r in validated], [r["validation_loss"] for r in validated]
@@ -187,7 +196,7 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
             linewidth=1,
             label="unigram entropy of the corpus",
         )
-    axes.set(xlabel="iteration", ylabel="loss (nats per token)", title=path.parent.name)
+    axes.set(xlabel="iteration", ylabel=f"loss ({LOSSES[name]})", title=path.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()
     with replacing(path) as (draft,):

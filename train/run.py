@@ -13,13 +13,15 @@ from torch import nn
 
 from data.megatron import DataError
 from parallel.agree import agreed, from_first, is_first, one_voice
-from parallel.checkpoint import CheckpointError, find_checkpoint, load_checkpoint
+from parallel.checkpoint import CheckpointError, find_checkpoint, load_checkpoint, read_manifest
 from parallel.cluster import ClusterError
 from parallel.context import ContextError
 from parallel.mesh import MeshError
 from parallel.recompute import RecomputeError
-from train.config import Config, ConfigError, sample_order, to_toml
-from train.loop import Progress, TrainingError
+from train.common import CommonConfig
+from train.ema import Ema
+from train.flags import ConfigError, write_toml
+from train.loop import AVERAGED, Progress, TrainingError
 from train.metrics import METRICS, RunLog, check_services
 
 # How long ranks that fail wait for the others, so that a launcher does not end the one that is to speak.
@@ -63,7 +65,7 @@ def _message(error: Exception) -> str:
     return str(error)
 
 
-def claim_folder(config: Config) -> None:
+def claim_folder(config: CommonConfig) -> None:
     """Refuse to write over another run in ``--save``, or to begin what could not be kept; collective, before any work.
 
     Raises:
@@ -73,7 +75,7 @@ def claim_folder(config: Config) -> None:
     from_first(lambda: _claim_folder(config))
 
 
-def _claim_folder(config: Config) -> None:
+def _claim_folder(config: CommonConfig) -> None:
     check_services(config.logging)
     if config.checkpoint.save is None:
         return
@@ -107,7 +109,11 @@ def _check_writable(folder: Path) -> None:
 
 
 def resume(
-    config: Config, model: Sequence[nn.Module], optimizer: torch.optim.Optimizer, architecture: dict[str, Any]
+    config: CommonConfig,
+    model: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    architecture: dict[str, Any],
+    ema: Ema | None = None,
 ) -> Progress:
     """Load what ``--load`` names and say where it stands; a run without a checkpoint starts afresh. Collective.
 
@@ -127,11 +133,17 @@ def resume(
         if is_first():
             print(f"no checkpoint in {load}: starting afresh", flush=True)
         return Progress()
-    extra = load_checkpoint(path, model, optimizer, architecture)
+    averaged = ema is not None and AVERAGED in read_manifest(path).extra
+    more = {"ema": ema.weights} if ema is not None and averaged else None
+    extra = load_checkpoint(path, model, optimizer, architecture, more=more)
+    if ema is not None and not averaged:
+        ema.restart()
     progress = Progress(**extra["progress"])
     if is_first():
         print(f"resumed from {path}, {progress.consumed_samples} samples consumed", flush=True)
-        for name, now in sample_order(config).items():
+        if ema is not None and not averaged:
+            print("note: it has no averages of the weights: they begin as the weights are", flush=True)
+        for name, now in config.sample_order().items():
             if (before := extra["sample_order"][name]) != now:
                 print(
                     f"note: {name} was {before} and is {now}: the samples to come may repeat consumed ones", flush=True
@@ -139,7 +151,7 @@ def resume(
     return progress
 
 
-def open_log(config: Config, progress: Progress) -> RunLog | None:
+def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
     """Write config.toml and open the run's log on the first rank; None on the others. Collective."""
     log: RunLog | None = None
     with agreed():
@@ -147,5 +159,5 @@ def open_log(config: Config, progress: Progress) -> RunLog | None:
             folder = Path(config.checkpoint.save) if config.checkpoint.save else None
             log = RunLog(folder, config.logging, asdict(config), progress.iteration)
             if folder is not None and progress.iteration < config.train.train_iters:
-                (folder / "config.toml").write_text(to_toml(config))
+                (folder / "config.toml").write_text(write_toml(config))
     return log

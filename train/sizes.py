@@ -3,27 +3,35 @@
 import math
 from typing import TYPE_CHECKING
 
-from model.config import ModelConfig
 from parallel.context.errors import ContextError
 from parallel.context.registry import METHODS, STATE_METHODS
 from parallel.recompute import RecomputeConfig
 from train.flags import ConfigError
 
 if TYPE_CHECKING:
+    from train.common import CommonConfig, ModelShape
     from train.config import Config
 
 
 def validate_sizes(config: "Config", world_size: int) -> None:
-    """Raise ConfigError for sizes that do not fit, naming them and the nearest that do."""
+    """Raise ConfigError for sizes of a language model's run that do not fit, naming them and the nearest that do."""
     length, table = config.train.seq_length, config.model.max_position_embeddings
     if table is not None and length > table:
         raise ConfigError(
             f"seq_length is {length} with max_position_embeddings {table}, the table of learned positions; lower the "
             "one, raise the other, or give --position-embedding-type rope --max-position-embeddings none"
         )
+    _validate_method(config)
+    validate_mesh(config, world_size)
+    for name in ("vocab_size", "max_position_embeddings"):
+        if (entries := getattr(config.model, name)) is not None:
+            validate_entries(entries, config.mesh.tensor_model_parallel_size, name)
+
+
+def validate_mesh(config: "CommonConfig", world_size: int) -> None:
+    """Raise ConfigError for sizes of the mesh that do not fit the processes, the model or the batch."""
     tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
     pp = config.mesh.pipeline_model_parallel_size
-    _validate_method(config)
     _validate_fit("tensor_model_parallel_size", tp, world_size, "")
     _validate_fit("context_parallel_size", cp, world_size, f"tensor_model_parallel_size {tp}", tp)
     within = f"tensor_model_parallel_size {tp} x context_parallel_size {cp}"
@@ -32,7 +40,7 @@ def validate_sizes(config: "Config", world_size: int) -> None:
         raise ConfigError(
             f"context_parallel_method is none with context_parallel_size {cp}; choose a method, or size 1"
         )
-    _validate_shares(config.model, tp)
+    _validate_shares(config.shape, tp)
     _validate_context(config)
     dp, micro, batch = world_size // (pp * cp * tp), config.train.micro_batch_size, config.train.global_batch_size
     if batch is not None and batch % (micro * dp):
@@ -42,7 +50,7 @@ def validate_sizes(config: "Config", world_size: int) -> None:
         )
     try:
         config.pipeline.check(
-            config.model.num_layers,
+            config.shape.num_layers,
             pp,
             micro_batches(config, dp),
             config.data_parallel.strategy,
@@ -93,16 +101,17 @@ def _validate_method(config: "Config") -> None:
         )
 
 
-def _validate_context(config: "Config") -> None:
+def _validate_context(config: "CommonConfig") -> None:
     """Check that the method suits its ranks, and the heads that tensor parallelism leaves to each."""
-    model, mesh, tp = config.model, config.mesh, config.mesh.tensor_model_parallel_size
+    model, mesh, tp = config.shape, config.mesh, config.mesh.tensor_model_parallel_size
     try:
         config.context.check(
-            seq_len=config.train.seq_length,
+            seq_len=config.sequence_length,
             size=mesh.context_parallel_size,
             heads=model.num_attention_heads // tp,
             kv_heads=max(1, model.query_groups // tp),
             ranks_per_node=mesh.context_ranks_per_node,
+            causal=config.causal,
         )
     except ContextError as error:
         raise ConfigError(str(error)) from error
@@ -125,14 +134,14 @@ def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int
         )
 
 
-def micro_batches(config: "Config", dp: int) -> int:
+def micro_batches(config: "CommonConfig", dp: int) -> int:
     """Micro-batches of one iteration on each of ``dp`` data-parallel ranks."""
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     return 1 if batch is None else batch // (micro * dp)
 
 
-def _validate_shares(model: ModelConfig, tp: int) -> None:
-    """Check that ``tp`` ranks can share a layer's heads and channels and the tables' entries."""
+def _validate_shares(model: "ModelShape", tp: int) -> None:
+    """Check that ``tp`` ranks can share a layer's heads and channels."""
     size = f"tensor_model_parallel_size {tp}"
     both = math.gcd(model.num_attention_heads, model.ffn_size)
     for name, value in (("num_attention_heads", model.num_attention_heads), ("ffn_hidden_size", model.ffn_size)):
@@ -148,9 +157,6 @@ def _validate_shares(model: ModelConfig, tp: int) -> None:
             f"num_query_groups is {groups}, neither a multiple nor a divisor of {size}; "
             f"nearest that work: {' or '.join(map(str, nearest))}"
         )
-    for name in ("vocab_size", "max_position_embeddings"):
-        if (entries := getattr(model, name)) is not None:
-            validate_entries(entries, tp, name)
 
 
 def validate_entries(entries: int, tp: int, name: str = "vocab_size") -> None:

@@ -61,7 +61,16 @@ class ContextConfig:
             "ulysses_degree": self.ulysses_degree,
         }
 
-    def check(self, *, seq_len: int, size: int, heads: int, kv_heads: int, ranks_per_node: int | None) -> None:
+    def check(
+        self,
+        *,
+        seq_len: int,
+        size: int,
+        heads: int,
+        kv_heads: int,
+        ranks_per_node: int | None,
+        causal: bool = True,
+    ) -> None:
         """Refuse what ``size`` ranks with these heads each cannot do. Needs no processes.
 
         Raises:
@@ -81,5 +90,18 @@ class ContextConfig:
             )
         if method not in ("none", "auto"):
             arguments = self.plan_arguments(ranks_per_node)
-            plan = make_plan(method, seq_len=seq_len, size=size, **arguments)
+            plan = make_plan(method, seq_len=seq_len, size=size, causal=causal, **arguments)
             plan.check_heads(heads, kv_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullContextConfig(ContextConfig):
+    """How the context-parallel processes share one sequence's attention, in which every token attends to all."""
+
+    context_parallel_method: Literal[
+        "ring", "allgather", "wallfacer", "ulysses", "double_ring", "striped", "zigzag", "none"
+    ] = "ring"
+    """Communication of the attention; none is plain SDPA in one process, to compare with. striped and zigzag, which
+    balance a causal mask, bring nothing here."""
+    attention_backend: Literal["auto", "aten", "cudnn", "flash_attn", "reference"] = "auto"
+    """Kernel of one attention block; auto takes flash-attn where it is installed, else aten."""

@@ -100,7 +100,7 @@ def test_an_iteration_done_again_counts_as_last_written(tmp_path: Path) -> None:
         (["teams", "--size", "100"], "--size is 100"),
         (["loss", "missing"], "missing does not exist"),
         (["loss", "broken.jsonl"], "broken.jsonl line 1 is no metrics object"),
-        (["loss", "empty.jsonl"], "holds no lm_loss"),
+        (["loss", "empty.jsonl"], "holds no lm_loss and no diffusion_loss"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_once_and_nothing_written(

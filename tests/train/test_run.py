@@ -19,7 +19,7 @@ from parallel.mesh import MeshError
 from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
 from tests.ranks import run_ranks
 from train import run
-from train.config import Config, ConfigError, load_config, sample_order
+from train.config import Config, ConfigError, load_config
 from train.loop import Progress
 from train.metrics import METRICS, LoggingConfig
 from train.run import claim_folder, exit_status, open_log, resume
@@ -122,7 +122,7 @@ def test_nothing_to_load_starts_afresh_unless_it_must_be_there(
 
 def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained, trained_optimizer = two_checkpoints(tmp_path)
-    order = {**sample_order(Config()), "seed": 99}
+    order = {**Config().sample_order(), "seed": 99}
     for i in (1, 2):
         state = {"progress": {"consumed_samples": 4 * i}, "sample_order": order}
         rewrite_manifest(tmp_path / f"iter_{i:07d}", extra=state)

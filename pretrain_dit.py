@@ -1,0 +1,84 @@
+"""Pretrain a diffusion transformer on latents of images or of long videos, shared over processes by context parallelism.
+
+torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/dit_tiny.toml
+"""
+
+import sys
+
+from data.latents import build_latent_datasets
+from model.attention import Attend
+from model.dit import DiT, dit_flops_per_patch, full_sdpa, initial_dit_weight, num_dit_parameters
+from model.dit_config import architecture_of
+from parallel.agree import agreed, is_first
+from parallel.mesh import Mesh, joined, launched_world_size
+from parallel.tensor import split_dit
+from train.assemble import build_parts, softmax_context, summary
+from train.diffusion import Denoising, build_runner
+from train.dit_config import DiTRunConfig, diffusion_of, parse_args, validate
+from train.ema import Ema
+from train.loop import Trainer
+from train.optim import build_optimizer
+from train.run import claim_folder, exit_status, open_log, resume
+
+
+def main(arguments: list[str]) -> None:
+    """Configuration, processes, data, model, training: the run from its command line to its last checkpoint."""
+    config = parse_args(arguments)
+    validate(config, launched_world_size())
+    with joined(config.mesh) as mesh:
+        prepared(config, mesh).run()
+
+
+def prepared(config: DiTRunConfig, mesh: Mesh) -> Trainer:
+    """Everything built and loaded, ready to train; collective."""
+    claim_folder(config)
+    with agreed():
+        cp, attend = softmax_context(config, mesh.cp.get_group(), full_sdpa)
+    train_data, valid_data = build_latent_datasets(config.data, config.model, config.train.seed)
+
+    parts = model_parts(config, mesh, attend)
+    optimizer = build_optimizer(config.optimizer, *parts)
+    ema = Ema(config.ema.ema_decay, parts) if config.ema.ema_decay else None
+    architecture = architecture_of(config.model)
+    progress = resume(config, parts, optimizer, architecture, ema)
+    objective = Denoising(cp, mesh.device, config.model, diffusion_of(config), config.train.seed)
+    if is_first():
+        print(described(config, mesh), flush=True)
+    return Trainer(
+        config=config,
+        mesh=mesh,
+        runner=build_runner(config, mesh, parts, objective),
+        optimizer=optimizer,
+        objective=objective,
+        train_data=train_data,
+        valid_data=valid_data if config.train.eval_iters else None,
+        architecture=architecture,
+        flops_per_token=dit_flops_per_patch(config.model),
+        log=open_log(config, progress),
+        ema=ema,
+        progress=progress,
+    )
+
+
+def model_parts(config: DiTRunConfig, mesh: Mesh, attend: Attend) -> list[DiT]:
+    """This rank's part of the model for each of its pipeline stages, with its weights; the whole one is one stage."""
+    model = config.model
+    return build_parts(
+        config,
+        mesh,
+        build=lambda: DiT(model, attend),
+        split=lambda part: split_dit(part, mesh.tp),
+        weight_of=lambda name, shape: initial_dit_weight(model, name, shape, config.train.seed),
+    )
+
+
+def described(config: DiTRunConfig, mesh: Mesh) -> str:
+    """One line on what is about to be trained, where, and how."""
+    model = config.model
+    latents = f"latents of {' x '.join(map(str, model.latent_shape))} in {model.num_patches} patches"
+    title = f"DiT of {num_dit_parameters(model):,} parameters"
+    return summary(config, mesh, title, config.context.title, latents)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main, sys.argv[1:]))

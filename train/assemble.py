@@ -1,0 +1,145 @@
+"""What every entry puts together of a configuration: attention, the parts of a model, and what runs them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kernels.attention import select_backend
+from model.attention import Attend
+from parallel.context import ContextParallel, context_parallel
+from parallel.data import fill, shard_model, sharding_mesh
+from parallel.mesh import Mesh
+from parallel.pipeline import Batch, PipelineRunner, Runner
+from parallel.recompute import recompute_layers
+from parallel.stages import stage_layers
+from train.common import CommonConfig
+from train.flags import ConfigError
+from train.sizes import micro_batches
+
+
+class Summed(Protocol):
+    """An objective as a runner needs it."""
+
+    @property
+    def local_length(self) -> int:
+        """Tokens of a sample that this rank takes, padding included."""
+
+    def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
+        """See ``parallel.pipeline.LossSum``."""
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def softmax_context(
+    config: CommonConfig, group: dist.ProcessGroup | None, alone: Attend
+) -> tuple[ContextParallel, Attend]:
+    """The context-parallel dimension that the configuration names, and the attention that the model calls.
+
+    ``alone`` is that of one process without a method. Raises ConfigError for a backend that cannot do it here.
+    """
+    method, backend = config.context.context_parallel_method, config.context.attention_backend
+    length, tp = config.sequence_length, config.mesh.tensor_model_parallel_size
+    if method == "none":
+        return context_parallel("ring", seq_len=length, multiple=tp, causal=config.causal), alone
+    try:
+        select_backend(backend, config.mesh.device_type, torch.bfloat16 if config.train.bf16 else torch.float32)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    width = config.shape.head_dim
+    if config.mesh.device_type == "cuda" and backend != "reference" and (width % 8 or width > 256):
+        raise ConfigError(
+            f"the heads are {width} wide, and attention on cuda takes multiples of 8 up to 256; "
+            "change kv_channels or num_attention_heads"
+        )
+    cp = context_parallel(
+        method,
+        seq_len=length,
+        group=group,
+        causal=config.causal,
+        multiple=tp,
+        backend=backend,
+        timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),
+        **config.context.plan_arguments(config.mesh.context_ranks_per_node),
+    )
+    return cp, cp.attend
+
+
+def build_parts(
+    config: CommonConfig,
+    mesh: Mesh,
+    build: Callable[[], M],
+    split: Callable[[M], None],
+    weight_of: Callable[[str, torch.Size], Tensor],
+) -> list[M]:
+    """This rank's part of the model for each of its pipeline stages, with its weights; the whole one is one stage.
+
+    Args:
+        build: makes the whole model, on torch's default device; it has ``layers`` and ``keep``.
+        split: applies tensor parallelism to a part.
+        weight_of: (parameter's name, whole shape) -> its initial value.
+    """
+    strategy = config.data_parallel.strategy
+    sharding = sharding_mesh(mesh.both, config.data_parallel)
+    layers = stage_layers(config.pipeline, config.shape.num_layers, mesh.pp.size())
+    parts = []
+    for stage in config.pipeline.own(mesh.pp.get_local_rank(), mesh.pp.size()):
+        with torch.device("meta"):
+            part = build()
+        model: Any = part
+        # In this order: each takes what the one before left of the model.
+        model.keep(layers[stage])
+        split(part)
+        recompute_layers(model.layers, config.recompute)
+        shard_model(part, model.layers, sharding, bf16=config.train.bf16, strategy=strategy)
+        fill(part, mesh.device, weight_of)
+        parts.append(part)
+    return parts
+
+
+def runner_of(
+    config: CommonConfig,
+    mesh: Mesh,
+    parts: Sequence[nn.Module],
+    objective: Summed,
+    first_input: tuple[str, Tensor],
+    tied: Mapping[str, Sequence[int]],
+) -> Runner:
+    """What takes a step's micro-batches through this rank's parts of the model.
+
+    Args:
+        first_input: name of what the first stage takes of a batch, and one like a micro-batch's on the meta device.
+        tied: parameters of which several pipeline stages hold a copy each, and these stages.
+    """
+    strategy, train, ranks = config.data_parallel.strategy, config.train, mesh.pp.size()
+    if ranks == 1:
+        return Runner(parts, objective.loss_sum, strategy)
+    hidden = (train.micro_batch_size, objective.local_length // mesh.tp.size(), config.shape.hidden_size)  # [B, T, C]
+    return PipelineRunner(
+        parts,
+        objective.loss_sum,
+        strategy,
+        config=config.pipeline,
+        mesh=mesh.pp,
+        device=mesh.device,
+        micro_batches=micro_batches(config, mesh.dp.size()),
+        first_input=first_input,
+        hidden=torch.empty(hidden, dtype=torch.bfloat16 if train.bf16 else torch.float32, device="meta"),
+        tied=tied,
+    )
+
+
+def summary(config: CommonConfig, mesh: Mesh, model: str, method: str, samples: str) -> str:
+    """One line on what is about to be trained, where, and how."""
+    shape = config.shape
+    pipeline = f"pipeline parallel {mesh.pp.size()} x " if mesh.pp.size() > 1 else ""
+    tensor = f" x tensor parallel {mesh.tp.size()}" if mesh.tp.size() > 1 else ""
+    return (
+        f"{model} ({shape.num_layers} layers of {shape.hidden_size}) on {dist.get_world_size()} {mesh.device.type} "
+        f"processes: {pipeline}data parallel {mesh.dp.size()} x context parallel {mesh.cp.size()} ({method}){tensor}, "
+        f"{samples}"
+    )

@@ -1,0 +1,91 @@
+"""The configuration of a diffusion transformer's run, and what contradicts itself in it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.latents import LatentDataConfig
+from model.diffusion import Diffusion, DiffusionConfig
+from model.dit_config import DiTConfig
+from parallel.context.config import FullContextConfig
+from train import flags
+from train.common import CommonConfig, validate_backend, validate_run
+from train.ema import EmaConfig
+from train.flags import ConfigError
+from train.sizes import validate_mesh
+
+INTRODUCTION = """\
+Pretrain a diffusion transformer on latents of images or of long videos, shared over processes by context parallelism.
+
+A TOML file under configs/ sets the run and flags override it; "none" unsets a flag that has no default. Examples:
+
+  handwritten digits on 4 processes, data parallel 2 x context parallel 2; goes on where its folder holds a checkpoint
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/dit_tiny.toml --load runs/dit_tiny
+
+  the same with the heads shared out instead of passing keys and values around, kept in a folder of its own
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/dit_tiny.toml \\
+        --context-parallel-method ulysses --save runs/ulysses
+
+  a pipeline of 2: each pair holds half of the layers, and 4 micro-batches follow each other through them
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/dit_tiny.toml --pipeline-model-parallel-size 2 \\
+        --context-parallel-size 2 --micro-batch-size 8 --global-batch-size 32 --save runs/pipeline
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTRunConfig(CommonConfig):
+    """Everything that decides a run, one field per section; a field's name is unique over all sections."""
+
+    model: DiTConfig = field(default_factory=DiTConfig)
+    context: FullContextConfig = field(default_factory=FullContextConfig)
+    data: LatentDataConfig = field(default_factory=LatentDataConfig)
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    @property
+    def sequence_length(self) -> int:
+        return self.model.num_patches
+
+    def sample_order(self) -> dict[str, object]:
+        return {"seed": self.train.seed, "data_path": list(self.data.data_path)}
+
+
+def parse_args(argv: Sequence[str]) -> DiTRunConfig:
+    """The configuration of a command line without the program's name: `--config FILE`, other flags over it.
+
+    Raises ConfigError; prints the help and exits with status 0 where it is asked for.
+    """
+    return flags.parse(DiTRunConfig, argv, INTRODUCTION)
+
+
+def load_config(path: str | Path) -> DiTRunConfig:
+    """The configuration in a TOML file, defaults where it is silent. Raises ConfigError naming file and key."""
+    return flags.build(DiTRunConfig, flags.read_toml(DiTRunConfig, path))
+
+
+def validate(config: DiTRunConfig, world_size: int) -> None:
+    """Check what no section can see alone, for a run of `world_size` processes; needs no process group.
+
+    Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
+    """
+    try:
+        diffusion_of(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    validate_mesh(config, world_size)
+    validate_run(config)
+    validate_backend(config)
+    if config.recompute.loss_chunk_size:
+        raise ConfigError(
+            f"loss_chunk_size is {config.recompute.loss_chunk_size}, which is for the logits of a vocabulary, and a "
+            "diffusion transformer has none; leave it out"
+        )
+
+
+def diffusion_of(config: DiTRunConfig) -> Diffusion:
+    """The objective's arithmetic. Raises ValueError where the model cannot have it."""
+    return Diffusion(config.diffusion, config.model.learn_sigma, config.model.latent_shape[0])

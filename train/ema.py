@@ -1,0 +1,73 @@
+"""Exponential moving averages of the weights: what a diffusion model is sampled and validated with."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parallel.data import reshard
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaConfig:
+    """Averages of the weights over the iterations."""
+
+    ema_decay: float | None = None
+    """Share of the average that an iteration keeps, such as 0.9999; validation and samples take the averages. 0 or
+    none keeps none."""
+
+    def __post_init__(self) -> None:
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay is {self.ema_decay}; it must be 0 or more and below 1, such as 0.9999")
+
+
+class Ema:
+    """Averages of this rank's shards in float32; no rank needs another one's."""
+
+    def __init__(self, decay: float, parts: Sequence[nn.Module]) -> None:
+        """``parts`` is what this rank holds of the model, filled; an average begins as the weight."""
+        self.decay, self._parts = decay, parts
+        self._copies: dict[str, list[nn.Parameter]] = {}
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                self._copies.setdefault(name, []).append(parameter)
+        self.weights: dict[str, Tensor] = {name: copies[0].detach().clone() for name, copies in self._copies.items()}
+        """The averages under the weights' names, sharded as these are."""
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again, as the weights are now."""
+        for name, copies in self._copies.items():
+            _own(self.weights[name]).copy_(_own(copies[0]))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move by ``1 - decay`` of the way to the weights."""
+        weights = [_own(copies[0]) for copies in self._copies.values()]
+        torch._foreach_lerp_([_own(average) for average in self.weights.values()], weights, 1 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has its averages for weights in the body, and the bits that it had after it."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for part in self._parts:
+            reshard(part)  # weights that are still whole from a forward would not be gathered again
+        for name, copies in self._copies.items():
+            average, kept = _own(self.weights[name]), _own(copies[0]).clone()
+            for parameter in copies:
+                _own(parameter).copy_(average)
+            average.copy_(kept)
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

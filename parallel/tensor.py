@@ -71,8 +71,8 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
 def split_dit(model: nn.Module, mesh: DeviceMesh) -> None:
     """Split a diffusion transformer, as ``split_model`` a language model.
 
-    The model may have the modules x_embedder, t_embedder, y_embedder, layers (each attention with wq, wk, wv and wo, mlp
-    with up and down, adaLN_modulation) and final_layer. It takes patches [B, T, P], positions [T], times and labels
+    The model may have the modules x_embedder, t_embedder, y_embedder, layers (each attention with wq, wk, wv and wo,
+    mlp with up and down, adaLN_modulation) and final_layer. It takes patches [B, T, P], positions [T], times and labels
     [B], by position and the same on all ranks of ``mesh``, and returns patches [B, T, P'], whole on all of them. What
     passes between two stages is hidden states of this rank's patches [B, T / size, C].
 
@@ -181,7 +181,7 @@ class _Whole(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def forward(x: Tensor) -> Tensor:
-            own: Any = {name: p.to_local(grad_placements=[Partial()]) for name, p in module.named_parameters()}  # type: ignore[operator]
+            own: Any = {name: p.to_local(grad_placements=[Partial()]) for name, p in module.named_parameters()}  # type: ignore[attr-defined]
             return F.embedding(x, **own) if isinstance(module, nn.Embedding) else F.linear(x, **own)
 
         distribute_module(module, device_mesh)

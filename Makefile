@@ -36,7 +36,7 @@ endif
 RANKS = OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test test-slow check format bench link-bench parity gpu-check hooks lock clean FORCE
+.PHONY: help venv pretrain dit test test-slow check format bench link-bench parity gpu-check hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,12 @@ pretrain: $(READY) ## The main job: text, tokenizer, training on 4 processes, sa
 	$(PY) -m tools.prepare_data
 	$(RANKS) pretrain_gpt.py --config "$(CONFIG)" --save "$(RUN)" --load "$(RUN)" $(ARGS)
 	$(PY) -m tools.sample --load "$(RUN)"
+
+dit: RUN = runs/dit_tiny
+dit: CONFIG = configs/dit_tiny.toml
+dit: $(READY) ## A diffusion transformer on handwritten digits on 4 processes, then pictures. Goes on where RUN holds a checkpoint
+	$(RANKS) pretrain_dit.py --config "$(CONFIG)" --save "$(RUN)" --load "$(RUN)" $(ARGS)
+	$(RANKS) -m tools.sample_dit --load "$(RUN)"
 
 test: $(READY) ## The tests, but for the slow ones; ARGS="tests/train -k config" chooses
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)

@@ -1,0 +1,100 @@
+"""Do the digits that a diffusion transformer draws look like those that were asked for?
+
+    python -m bench.digits --load runs/dit_tiny      # after make dit; under torchrun too
+
+A support vector machine that has learnt four fifths of scikit-learn's handwritten digits reads the drawn ones. Its
+share of right answers on the last fifth stands beside that as what is possible at most; where the drawn digit has
+nothing to do with the one asked for, it is one in ten. The picture has a row for each digit.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from data.latents import Digits
+from parallel.agree import agreed, is_first
+from parallel.mesh import joined, launched_world_size
+from tools.sample_dit import fitted, load_sampler
+from train.dit_config import load_config
+from train.flags import ConfigError
+from train.run import exit_status
+from train.sampling import SamplingConfig, by_class, write_grid
+
+LEAST_AGREEMENT, LEAST_ACCURACY = 0.80, 0.97
+SHOWN = 10
+"""Samples of each digit in the picture."""
+
+
+def learnt(seed: int = 0) -> tuple[Any, float]:
+    """A classifier of images [N, 1, 8, 8] from -1 to 1, and its share of right answers on digits it has not seen."""
+    from sklearn.svm import SVC
+
+    digits = Digits()
+    order = np.random.RandomState(seed).permutation(len(digits))
+    seen, unseen = np.split(order, [len(order) * 4 // 5])
+    classifier = SVC(gamma=0.02, C=10.0).fit(_flat(digits.images[seen]), digits.labels[seen])
+    return classifier, agreement(classifier, digits.images[unseen], digits.labels[unseen])
+
+
+def agreement(classifier: Any, images: np.ndarray, labels: Sequence[int] | np.ndarray) -> float:
+    """Share of the images [N, 1, 8, 8] that the classifier takes for their labels [N]."""
+    return float((classifier.predict(_flat(images)) == np.asarray(labels)).mean())
+
+
+def _flat(images: np.ndarray) -> np.ndarray:
+    return images.clip(-1, 1).reshape(len(images), -1)
+
+
+def report(latents: Tensor, labels: Sequence[int], picture: Path) -> bool:
+    """Print what the classifier says of the drawn digits, write the picture; whether both bounds are met."""
+    classifier, accuracy = learnt()
+    images, each = latents.numpy(), len(labels) // 10
+    found = agreement(classifier, images, labels)
+    parts = zip(np.split(images, 10), np.split(np.array(labels), 10), strict=True)
+    by_digit = [agreement(classifier, *part) for part in parts]
+    print(f"the classifier is right on {accuracy:.1%} of real digits that it has not seen")
+    print(f"it takes {found:.1%} of {len(labels)} drawn digits for the ones asked for")
+    print("by digit: " + ", ".join(f"{digit} {share:.0%}" for digit, share in enumerate(by_digit)))
+    shown = min(each, SHOWN)
+    rows = latents.unflatten(0, (10, each))[:, :shown].flatten(0, 1)
+    write_grid(picture, rows, shown)
+    print(f"wrote {picture}")
+    return found >= LEAST_AGREEMENT and accuracy >= LEAST_ACCURACY
+
+
+def main(argv: list[str]) -> None:
+    """Run the command line."""
+    args = _parse(argv)
+    config = fitted(load_config(args.load / "config.toml"), launched_world_size())
+    if config.model.latent_shape != Digits.shape or config.model.num_classes != 10:
+        raise ConfigError(f"{args.load} is no run on digits: latent_shape is {config.model.latent_shape}")
+    sampling = SamplingConfig(guidance=args.guidance, sample_steps=args.steps)
+    labels = by_class(range(10), args.num_samples)
+    with joined(config.mesh) as mesh:
+        sampler, _ = load_sampler(config, mesh, args.load, sampling, args.seed)
+        latents = sampler.draw(labels)
+        with agreed():
+            if is_first() and not report(latents, labels, args.picture):
+                raise ConfigError(f"agreement is below {LEAST_AGREEMENT:.0%}: {args.load} has not learnt digits")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.digits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--load", type=Path, default=Path("runs/dit_tiny"), metavar="DIR", help="folder of the run")
+    parser.add_argument("--num-samples", type=int, default=20, metavar="N", help="samples of each digit")
+    parser.add_argument("--guidance", type=float, default=4.0, metavar="X", help="weight of the class over none")
+    parser.add_argument("--steps", type=int, default=50, metavar="N", help="times that the model is asked for a sample")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the noise")
+    parser.add_argument("--picture", type=Path, default=Path("docs/digits.png"), metavar="FILE", help="where to draw")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main, sys.argv[1:]))

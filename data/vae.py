@@ -1,0 +1,42 @@
+"""Pictures to latents and back by a variational autoencoder of diffusers, from a local folder."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.indexed import DataError
+
+
+class Vae:
+    """diffusers' AutoencoderKL, frozen; latents are scaled as its configuration says, to a variance of about 1."""
+
+    def __init__(self, folder: str | Path, device: torch.device) -> None:
+        """Load a folder with config.json and safetensors. Raises DataError where it cannot be."""
+        try:
+            from diffusers import AutoencoderKL
+        except ImportError as error:
+            raise DataError("vae is given, which takes diffusers: pip install diffusers") from error
+        if not (Path(folder) / "config.json").is_file():
+            raise DataError(f"vae is {folder}, which holds no config.json; name the folder of an AutoencoderKL")
+        try:
+            model = AutoencoderKL.from_pretrained(str(folder), use_safetensors=True, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise DataError(f"vae {folder} cannot be loaded ({str(error).splitlines()[0]})") from error
+        self._model: Any = model.to(device).eval().requires_grad_(False)
+        self._device = device
+        self._scale = float(model.config.scaling_factor)
+        self._shift = float(getattr(model.config, "shift_factor", None) or 0.0)
+
+    @torch.no_grad()
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        """Latents, float32 [N, C, h, w], of images from -1 to 1, float32 [N, 3, H, W]: the means, without noise."""
+        found = self._model.encode(torch.from_numpy(images).to(self._device)).latent_dist.mode()
+        return ((found - self._shift) * self._scale).float().cpu().numpy()
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Images from about -1 to 1, float32 [N, 3, H, W] on the CPU, of latents [N, C, h, w]."""
+        images = [self._model.decode(row.to(self._device)[None] / self._scale + self._shift).sample for row in latents]
+        return torch.cat(images).float().cpu()

@@ -1,0 +1,137 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from model.base import generator_of
+from model.diffusion import Diffusion, DiffusionConfig
+from model.dit import DiT, full_sdpa
+from model.dit_config import DiTConfig
+from parallel.context.config import FullContextConfig
+from parallel.mesh import MeshConfig, joined
+from parallel.tensor import split_dit
+from tests.ranks import run_ranks
+from train.assemble import build_parts, softmax_context
+from train.dit_config import DiTRunConfig, diffusion_of, validate
+from train.flags import ConfigError
+from train.sampling import Sampler, SamplingConfig, by_class, picture_writer, write_grid
+
+MODEL = DiTConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=2,
+    patch_size=2,
+    latent_shape=(2, 6, 6),  # 9 patches: two ranks have to pad them
+    num_classes=5,
+    learn_sigma=True,
+)
+LABELS = [0, 1, 2, 3, 4, 0, 1]
+
+
+def run_of(**mesh):
+    context = FullContextConfig(context_parallel_method="ring" if mesh.get("context_parallel_size") else "none")
+    return DiTRunConfig(model=MODEL, mesh=MeshConfig(device="cpu", **mesh), context=context)
+
+
+def drawn_on(rank, world_size, config, sampling):
+    """What the ranks draw with weights that are no noughts."""
+    with joined(config.mesh) as mesh:
+        cp, attend = softmax_context(config, mesh.cp.get_group(), full_sdpa)
+        parts = build_parts(
+            config,
+            mesh,
+            build=lambda: DiT(MODEL, attend),
+            split=lambda part: split_dit(part, mesh.tp),
+            weight_of=lambda name, shape: 0.2 * torch.randn(shape, generator=generator_of(7, name)),
+        )
+        sampler = Sampler(parts, mesh, cp, MODEL, diffusion_of(config), sampling, 11)
+        return sampler.draw(LABELS, batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run_ranks(drawn_on, 1, run_of(), SamplingConfig(sample_method="ddpm", sample_steps=6))[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [
+        (2, {"context_parallel_size": 2}),
+        (4, {"context_parallel_size": 2}),
+        (2, {"pipeline_model_parallel_size": 2}),
+        (4, {"tensor_model_parallel_size": 2}),
+    ],
+    ids=["cp2", "dp2-cp2", "pp2", "dp2-tp2"],
+)
+def test_every_mesh_draws_the_same(alone, ranks, mesh):
+    found = run_ranks(drawn_on, ranks, run_of(**mesh), SamplingConfig(sample_method="ddpm", sample_steps=6))
+    for latents in found:
+        torch.testing.assert_close(latents, alone, rtol=0, atol=2e-5 * alone.abs().max().item())
+
+
+def test_samples_follow_label_number_and_guidance(alone):
+    assert alone.shape == (len(LABELS), *MODEL.latent_shape)
+    assert alone.isfinite().all()
+    assert (alone[0] - alone[5]).abs().max() > 0.1  # of one class, from different noise
+    other = run_ranks(drawn_on, 1, run_of(), SamplingConfig(sample_method="ddpm", sample_steps=6, guidance=1.0))[0]
+    assert (alone - other).abs().amax(dim=(1, 2, 3)).min() > 1e-3
+
+
+def test_grid_has_a_row_for_each_class(tmp_path):
+    from PIL import Image
+
+    latents = torch.linspace(-1, 1, 6).view(6, 1, 1, 1).expand(6, 1, 8, 8)
+    write_grid(tmp_path / "a" / "grid.png", latents, columns=3)
+    page = np.asarray(Image.open(tmp_path / "a" / "grid.png"))
+    assert page.shape == (2 * 50 + 2, 3 * 50 + 2)  # samples of 6 x 8 pixels, 2 between them
+    for number, value in enumerate([0, 51, 102, 153, 204, 255]):
+        row, column = divmod(number, 3)
+        assert (page[row * 50 + 2 : row * 50 + 50, column * 50 + 2 : column * 50 + 50] == value).all()
+    assert (page[:2] == 255).all()
+
+
+@pytest.mark.parametrize(("shape", "mode"), [((3, 60, 50), "RGB"), ((4, 8, 8), "RGB"), ((2, 3, 8, 8), "L")])
+def test_grid_of_colours_latents_and_video(tmp_path, shape, mode):
+    from PIL import Image
+
+    write_grid(tmp_path / "grid.png", torch.zeros(2, *shape), columns=2)
+    image = Image.open(tmp_path / "grid.png")
+    assert image.mode == mode
+    assert image.size[1] in (64, 52)
+    assert np.asarray(image)[10, 10].tolist() in ([128] * 3, 128)
+
+
+def test_nothing_is_drawn_without_a_folder_or_samples():
+    sampling = SamplingConfig()
+    assert picture_writer(None, sampling, 10, None) is None
+    assert picture_writer(None, replace(sampling, samples_per_class=0), 10, "folder") is None
+    assert by_class([3, 5], 2) == [3, 3, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "objective", "message"),
+    [
+        ({"sample_method": "ddim"}, "rectified_flow", "sample_method is ddim, and objective rectified_flow has euler"),
+        ({"sample_method": "euler"}, "ddpm", "sample_method is euler"),
+        ({"sample_steps": 1001}, "v_prediction", "sample_steps is 1001"),
+    ],
+)
+def test_what_the_objective_cannot_draw_is_refused_at_the_start(settings, objective, message):
+    sampling = SamplingConfig(**settings)
+    with pytest.raises(ConfigError, match=message):
+        sampling.check(Diffusion(DiffusionConfig(objective=objective)))
+    config = replace(
+        run_of(),
+        model=replace(MODEL, learn_sigma=False),
+        diffusion=DiffusionConfig(objective=objective),
+        sampling=sampling,
+    )
+    with pytest.raises(ConfigError, match=message):
+        validate(config, 1)
+
+
+@pytest.mark.parametrize("settings", [{"samples_per_class": -1}, {"sample_classes": 0}, {"guidance": float("nan")}])
+def test_numbers_out_of_range_are_named(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        SamplingConfig(**settings)

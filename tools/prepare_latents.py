@@ -1,0 +1,137 @@
+"""Turn a folder of images into what pretrain_dit.py reads: shards of latents and their index.
+
+Images are found as the imagefolder builder of datasets finds them, a folder per class, its classes numbered in the
+order of their names; each is cut to its middle square and resized. With --vae, the folder of a diffusers AutoencoderKL,
+its latents are written, the means without noise; without one, the colours themselves, from -1 to 1.
+
+    python -m tools.prepare_latents --input imagenet/train --vae sd-vae-ft-mse --size 256 --output latents
+    python -m tools.prepare_latents --input photographs --size 32 --output pixels
+    python -m tools.prepare_latents --check latents      # reads all values, before a long run would
+
+Then: pretrain_dit.py --data-path FOLDER --latent-shape C H W --num-classes N
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+if not __package__:  # started as a file: the packages lie one folder up
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data.indexed import DataError
+from data.latent_folder import LatentFolder, write_latents
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    args = _parse(argv)
+    try:
+        if args.check is not None:
+            folder = LatentFolder(args.check)
+            folder.check_finite()
+            folder.record_checked()
+        else:
+            write_latents(
+                args.output,
+                _batches(args.input, args.size, args.vae, args.batch_size),
+                dtype=args.dtype,
+                samples_per_shard=args.samples_per_shard,
+                kind=args.format,
+            )
+            folder = LatentFolder(args.output)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    shape, classes = " ".join(map(str, folder.shape)), int(folder.labels.max()) + 1
+    print(f"{folder.folder}: {len(folder):,} samples of {shape} in {len(folder.shards)} shards, {classes} classes")
+    print(f"train on it with --data-path {folder.folder} --latent-shape {shape} --num-classes {classes}")
+    return 0
+
+
+def _batches(images: Path, size: int, vae: Path | None, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Latents [n, C, h, w] and labels [n] of a folder's images."""
+    rows, encode = _image_folder(images), _encoder(vae)
+    for begin in range(0, len(rows), batch_size):
+        batch = rows[begin : begin + batch_size]
+        pixels = np.stack([_square(image, size) for image in batch["image"]])
+        yield encode(pixels), np.asarray(batch["label"], dtype=np.int64)
+
+
+def _image_folder(folder: Path) -> Any:
+    """The images and labels of a local folder, by datasets' own builder: no download, no code of others."""
+    try:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetGenerationError
+    except ImportError as error:
+        raise DataError("input is a folder of images, which takes datasets: pip install datasets") from error
+    if not folder.is_dir() or not any(folder.iterdir()):
+        raise DataError(f"input is {folder}, which is no folder with anything in it; name one with a folder per class")
+    try:
+        found = load_dataset("imagefolder", data_dir=str(folder), split="train", drop_labels=False)
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        raise DataError(f"input {folder} cannot be read as images ({str(error).splitlines()[0]})") from error
+    if not {"image", "label"} <= set(found.column_names):
+        raise DataError(f"input {folder} holds no images in folders, one for each class")
+    return found
+
+
+def _square(image: Any, size: int) -> np.ndarray:
+    """The middle square of an image, resized: float32 [3, size, size] from -1 to 1."""
+    from PIL import Image
+
+    image = image.convert("RGB")
+    side = min(image.size)
+    left, top = ((length - side) // 2 for length in image.size)
+    box = (left, top, left + side, top + side)
+    pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box), dtype=np.float32)
+    return pixels.transpose(2, 0, 1) / 127.5 - 1
+
+
+def _encoder(vae: Path | None) -> Any:
+    if vae is None:
+        return lambda pixels: pixels
+    import torch
+
+    from data.vae import Vae
+
+    return Vae(vae, torch.device("cuda" if torch.cuda.is_available() else "cpu")).encode
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.prepare_latents",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--input", type=Path, metavar="DIR", help="images, in a folder per class")
+    what.add_argument("--check", type=Path, metavar="DIR", help="read all values of a folder of latents, and note it")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write")
+    parser.add_argument("--vae", type=Path, metavar="DIR", help="local folder of diffusers' AutoencoderKL, safetensors")
+    parser.add_argument("--size", type=_positive, default=256, metavar="N", help="side of the squares, in pixels")
+    parser.add_argument(
+        "--dtype", choices=["float32", "float16"], default="float32", help="of the latents in the files"
+    )
+    parser.add_argument("--format", choices=["npy", "safetensors"], default="npy", help="of the files")
+    parser.add_argument("--samples-per-shard", type=_positive, default=4096, metavar="N", help="samples in a file")
+    parser.add_argument("--batch-size", type=_positive, default=32, metavar="N", help="images encoded at once")
+    args = parser.parse_args(argv)
+    if args.input is not None and args.output is None:
+        parser.error("--input needs --output: where to write")
+    return args
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

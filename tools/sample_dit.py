@@ -1,0 +1,168 @@
+"""Draw pictures with a trained diffusion transformer: a PNG grid for each class, and one of all.
+
+    python -m tools.sample_dit --load runs/dit_tiny --classes 3 7
+    torchrun --standalone --nproc-per-node 4 -m tools.sample_dit --load runs/dit_tiny --guidance 2 --steps 100
+
+Started by torchrun, the processes form the run's mesh where their number allows it, else data parallelism alone: every
+data-parallel rank draws other samples, context and tensor parallel ranks share each. The pictures are the same.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.vae import Vae
+from model.dit import full_sdpa
+from model.dit_config import architecture_of
+from parallel.agree import agreed, is_first
+from parallel.checkpoint import CheckpointError, find_checkpoint, load_model
+from parallel.mesh import Mesh, joined, launched_world_size
+from parallel.stages import PipelineConfig
+from pretrain_dit import model_parts
+from train.assemble import softmax_context
+from train.common import LoopConfig
+from train.dit_config import DiTRunConfig, diffusion_of, load_config
+from train.flags import ConfigError
+from train.run import exit_status
+from train.sampling import Sampler, SamplingConfig, by_class, write_grid
+
+MOST_CLASSES = 10
+"""Classes that are drawn where none are named."""
+
+
+def main(argv: list[str]) -> None:
+    """Run the command line."""
+    args = _parse(argv)
+    config = fitted(load_config(args.load / "config.toml"), launched_world_size())
+    classes = _classes(args.classes, config.model.num_classes)
+    sampling = SamplingConfig(sample_steps=args.steps, sample_method=args.method, guidance=args.guidance)
+    sampling.check(diffusion_of(config))
+    with joined(config.mesh) as mesh:
+        sampler, iteration = load_sampler(config, mesh, args.load, sampling, args.seed, args.ckpt_step, args.no_ema)
+        with agreed():
+            vae = Vae(args.vae, mesh.device) if args.vae and is_first() else None
+        latents = sampler.draw(by_class(classes, args.num_samples), args.batch_size)
+        with agreed():
+            if is_first():
+                folder = args.output or args.load / "samples" / f"drawn_{iteration:07d}"
+                _write(folder, latents if vae is None else vae.decode(latents), classes, args.num_samples)
+
+
+def load_sampler(
+    config: DiTRunConfig,
+    mesh: Mesh,
+    run: Path,
+    sampling: SamplingConfig,
+    seed: int,
+    step: int | None = None,
+    no_ema: bool = False,
+) -> tuple[Sampler, int]:
+    """What draws with the averaged weights of a run's newest whole checkpoint, or of iteration `step`; its iteration.
+
+    Collective. Weights as trained where `no_ema` says so or the run keeps no averages. Raises CheckpointError.
+    """
+    folder = find_checkpoint(run, step)
+    if folder is None:
+        raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
+    with agreed():
+        cp, attend = softmax_context(config, mesh.cp.get_group(), full_sdpa)
+    parts = model_parts(config, mesh, attend)
+    section = "ema" if config.ema.ema_decay and not no_ema else "model"
+    iteration = load_model(folder, parts[0], architecture_of(config.model), section=section).iteration
+    return Sampler(parts, mesh, cp, config.model, diffusion_of(config), sampling, seed), iteration
+
+
+def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
+    """The run's configuration on so many processes, without pipeline stages, which would wait for each other."""
+    mesh = replace(config.mesh, pipeline_model_parallel_size=1)
+    if processes % (mesh.tensor_model_parallel_size * mesh.context_parallel_size):
+        mesh = replace(mesh, tensor_model_parallel_size=1, context_parallel_size=1)
+    if mesh.device == "cuda" and not torch.cuda.is_available():
+        mesh = replace(mesh, device="auto")
+    context = config.context
+    if mesh.context_parallel_size == 1:
+        context = type(context)(context_parallel_method="none")
+    return replace(config, mesh=mesh, context=context, pipeline=PipelineConfig())
+
+
+def _classes(asked: Sequence[int] | None, num_classes: int) -> list[int]:
+    classes = list(range(min(num_classes, MOST_CLASSES))) if asked is None else list(asked)
+    for label in classes:
+        if not 0 <= label < num_classes:
+            raise ConfigError(f"classes names {label}, and the model has classes 0 to {num_classes - 1}")
+    return classes
+
+
+def _write(folder: Path, pictures: Tensor, classes: Sequence[int], each: int) -> None:
+    """A grid of every class, near to square, and one with a row for each class."""
+    for number, label in enumerate(classes):
+        own = pictures[number * each : (number + 1) * each]
+        write_grid(folder / f"class_{label:04d}.png", own, math.ceil(math.sqrt(each)))
+    write_grid(folder / "all.png", pictures, each)
+    print(f"{len(pictures)} samples of {len(classes)} classes in {folder}")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.sample_dit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; by default the newest whole one")
+    parser.add_argument("--no-ema", action="store_true", help="take the weights as trained, not their averages")
+    parser.add_argument("--classes", type=int, nargs="+", metavar="N", help="classes to draw; by default the first ten")
+    parser.add_argument(
+        "--num-samples", type=_positive, default=8, metavar="N", help="samples of each class (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--guidance",
+        type=float,
+        default=4.0,
+        metavar="X",
+        help="weight of the class over none in classifier-free guidance; 1 is without (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=_positive,
+        default=50,
+        metavar="N",
+        help="times that the model is asked for a sample (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--method",
+        choices=["ddim", "ddpm", "euler"],
+        help="ddim, without noise on the way, or ddpm, with; euler for rectified_flow; by default ddim or euler",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=_positive,
+        default=64,
+        metavar="N",
+        help="samples at once on each data-parallel rank (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=LoopConfig().seed,
+        metavar="N",
+        help="seed of the noise; with the number of a sample it decides the sample (default: %(default)s)",
+    )
+    parser.add_argument("--vae", type=Path, metavar="DIR", help="folder of diffusers' AutoencoderKL that decodes")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; by default DIR/samples/drawn_N")
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main, sys.argv[1:]))

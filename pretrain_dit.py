@@ -1,4 +1,4 @@
-"""Pretrain a diffusion transformer on latents of images or of long videos, shared over processes by context parallelism.
+"""Pretrain a diffusion transformer on latents of images or long videos, shared over processes by context parallelism.
 
 torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/dit_tiny.toml
 """
@@ -34,7 +34,9 @@ def prepared(config: DiTRunConfig, mesh: Mesh) -> Trainer:
     claim_folder(config)
     with agreed():
         cp, attend = softmax_context(config, mesh.cp.get_group(), full_sdpa)
-    train_data, valid_data = build_latent_datasets(config.data, config.model, config.train.seed)
+    train_data, valid_data = build_latent_datasets(
+        config.data, config.model.latent_shape, config.model.num_classes, config.train.seed
+    )
 
     parts = model_parts(config, mesh, attend)
     optimizer = build_optimizer(config.optimizer, *parts)

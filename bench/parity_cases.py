@@ -20,10 +20,10 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("--model-type", "gpt", "--max-position-embeddings", "128"),
         "--no-untie-embeddings-and-output-weights",
     ),
-    DIFFUSION: ("--latent-shape", "1", "8", "8", "--patch-size", "1", "--num-classes", "10", "--data-path", "digits"),
+    DIFFUSION: ("--latent-shape", "1", "8", "8", "--patch-size", "2", "--num-classes", "10", "--data-path", "digits"),
 }
 """llama: two query heads per KV head, untied. gpt: learned positions, biases, tied. The vocabulary is odd in both.
-dit: handwritten digits, a patch per pixel."""
+dit: handwritten digits in 16 patches."""
 DIMENSIONS = ("pp", "dp", "cp", "tp")
 MOST = 8
 

@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
                     rows.append(measure(Path(folder), frames, processes, args.method, shape))
                     print(rows[-1], flush=True)
         if args.json:
-            found = {"benchmark": "long videos, memory of each process", "machine": describe("cpu")}
+            found: dict[str, Any] = {"benchmark": "long videos, memory of each process", "machine": describe("cpu")}
             found |= {"method": args.method, "shape": asdict(shape), "rows": [asdict(row) for row in rows]}
             write_json(args.json, found)
     except (ConfigError, DataError, ValueError, RuntimeError, OSError) as error:

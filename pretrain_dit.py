@@ -4,12 +4,14 @@ torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/dit_ti
 """
 
 import sys
+from collections.abc import Callable
 
 from data.latents import build_latent_datasets
 from model.attention import Attend
 from model.dit import DiT, dit_flops_per_patch, full_sdpa, initial_dit_weight, num_dit_parameters
 from model.dit_config import architecture_of
 from parallel.agree import agreed, is_first
+from parallel.context import ContextParallel
 from parallel.mesh import Mesh, joined, launched_world_size
 from parallel.tensor import split_dit
 from train.assemble import build_parts, softmax_context, summary
@@ -19,6 +21,7 @@ from train.ema import Ema
 from train.loop import Trainer
 from train.optim import build_optimizer
 from train.run import claim_folder, exit_status, open_log, resume
+from train.sampling import Sampler, picture_writer
 
 
 def main(arguments: list[str]) -> None:
@@ -34,16 +37,15 @@ def prepared(config: DiTRunConfig, mesh: Mesh) -> Trainer:
     claim_folder(config)
     with agreed():
         cp, attend = softmax_context(config, mesh.cp.get_group(), full_sdpa)
-    train_data, valid_data = build_latent_datasets(
-        config.data, config.model.latent_shape, config.model.num_classes, config.train.seed
-    )
+    model, seed = config.model, config.train.seed
+    train_data, valid_data = build_latent_datasets(config.data, model.latent_shape, model.num_classes, seed)
 
     parts = model_parts(config, mesh, attend)
     optimizer = build_optimizer(config.optimizer, *parts)
     ema = Ema(config.ema.ema_decay, parts) if config.ema.ema_decay else None
-    architecture = architecture_of(config.model)
+    architecture = architecture_of(model)
     progress = resume(config, parts, optimizer, architecture, ema)
-    objective = Denoising(cp, mesh.device, config.model, diffusion_of(config), config.train.seed)
+    objective = Denoising(cp, mesh.device, model, diffusion_of(config), seed)
     if is_first():
         print(described(config, mesh), flush=True)
     return Trainer(
@@ -55,9 +57,10 @@ def prepared(config: DiTRunConfig, mesh: Mesh) -> Trainer:
         train_data=train_data,
         valid_data=valid_data if config.train.eval_iters else None,
         architecture=architecture,
-        flops_per_token=dit_flops_per_patch(config.model),
+        flops_per_token=dit_flops_per_patch(model),
         log=open_log(config, progress),
         ema=ema,
+        after_validation=pictures(config, mesh, cp, parts),
         progress=progress,
     )
 
@@ -72,6 +75,13 @@ def model_parts(config: DiTRunConfig, mesh: Mesh, attend: Attend) -> list[DiT]:
         split=lambda part: split_dit(part, mesh.tp),
         weight_of=lambda name, shape: initial_dit_weight(model, name, shape, config.train.seed),
     )
+
+
+def pictures(config: DiTRunConfig, mesh: Mesh, cp: ContextParallel, parts: list[DiT]) -> Callable[[int], None] | None:
+    """What draws samples after a validation, where the run has a folder for them."""
+    seed, model, sampling = config.train.seed, config.model, config.sampling
+    sampler = Sampler(parts, mesh, cp, model, diffusion_of(config), sampling, seed)
+    return picture_writer(sampler, sampling, model.num_classes, config.checkpoint.save)
 
 
 def described(config: DiTRunConfig, mesh: Mesh) -> str:

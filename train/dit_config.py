@@ -12,6 +12,7 @@ from train import flags
 from train.common import CommonConfig, validate_backend, validate_run
 from train.ema import EmaConfig
 from train.flags import ConfigError
+from train.sampling import SamplingConfig
 from train.sizes import validate_mesh
 
 INTRODUCTION = """\
@@ -41,6 +42,7 @@ class DiTRunConfig(CommonConfig):
     data: LatentDataConfig = field(default_factory=LatentDataConfig)
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     @property
     def causal(self) -> bool:
@@ -73,7 +75,7 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
     Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
     """
     try:
-        diffusion_of(config)
+        config.sampling.check(diffusion_of(config))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     validate_mesh(config, world_size)

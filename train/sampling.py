@@ -1,0 +1,192 @@
+"""Samples of a diffusion transformer, drawn over the same mesh that trains it, and pictures of them.
+
+Every data-parallel rank draws other samples, the ranks of a context-parallel group share each. Noise is drawn of whole
+samples from the seed and the sample's number, so that every mesh draws the same ones.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from model.base import generator_of
+from model.diffusion import Diffusion
+from model.dit import patchify, unpatchify
+from model.dit_config import DiTConfig
+from model.samplers import draw, guided
+from parallel.context import ContextParallel
+from parallel.mesh import Mesh
+from train.flags import ConfigError
+
+SMALLEST_SIDE = 48
+"""Pixels that a sample's shorter side has at least in a picture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """The samples that a run draws at each validation, into samples/iter_N.png of its folder."""
+
+    samples_per_class: int = 4
+    """Samples of each class in the picture; 0 draws none."""
+    sample_classes: int = 10
+    """Classes in the picture: the first ones."""
+    sample_steps: int = 50
+    """Times that the model is asked for a sample."""
+    sample_method: Literal["ddim", "ddpm", "euler"] | None = None
+    """ddim, without noise on the way, or ddpm, with; euler, for rectified_flow alone. By default ddim or euler."""
+    guidance: float = 4.0
+    """Weight of the class over none in classifier-free guidance; 1 is without."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples_per_class", 0), ("sample_classes", 1), ("sample_steps", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        if not math.isfinite(self.guidance) or self.guidance < 0:
+            raise ValueError(f"guidance is {self.guidance}; it must be a number of 0 or more, such as 4")
+
+    def check(self, diffusion: Diffusion) -> None:
+        """Raises ConfigError for a method or steps that the objective does not have."""
+        method, objective = self.sample_method or diffusion.methods[0], diffusion.config.objective
+        if method not in diffusion.methods:
+            raise ConfigError(
+                f"sample_method is {method}, and objective {objective} has {' or '.join(diffusion.methods)}; "
+                "set one of these, or leave it out"
+            )
+        if method != "euler" and self.sample_steps > diffusion.config.num_timesteps:
+            raise ConfigError(
+                f"sample_steps is {self.sample_steps}, and there are num_timesteps {diffusion.config.num_timesteps} to "
+                "visit; set it to at most that"
+            )
+
+
+class Sampler:
+    """Draws samples with the parts of a model that the ranks of a mesh hold."""
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        mesh: Mesh,
+        cp: ContextParallel,
+        model: DiTConfig,
+        diffusion: Diffusion,
+        sampling: SamplingConfig,
+        seed: int,
+    ) -> None:
+        self._parts, self._mesh, self._cp, self._model = list(parts), mesh, cp, model
+        self._diffusion, self._sampling, self._seed = diffusion, sampling, seed
+        self._positions = cp.positions.to(mesh.device)  # [T]
+
+    @torch.no_grad()
+    def draw(self, labels: Sequence[int], batch_size: int = 64) -> Tensor:
+        """Latents ``[N, C, (F,) H, W]``, float32 on the CPU, one for each label; on every rank, collective.
+
+        Args:
+            batch_size: samples that go through the model at once, per data-parallel rank, twice that with guidance.
+        """
+        ranks, rank = self._mesh.dp.size(), self._mesh.dp.get_local_rank()
+        each = math.ceil(len(labels) / ranks)
+        # All ranks draw equally many, since the sharded model is gathered by all at once: some are drawn twice.
+        mine = [number % len(labels) for number in range(rank * each, (rank + 1) * each)]
+        drawn = [
+            self._draw(mine[begin : begin + batch_size], labels) for begin in range(0, each, batch_size)
+        ]  # [b, T, W] each
+        whole = self._cp.unshard(torch.cat(drawn), dim=1)  # [each, all patches, W]
+        gathered = [torch.empty_like(whole) for _ in range(ranks)]
+        dist.all_gather(gathered, whole.contiguous(), group=self._mesh.dp.get_group())
+        return unpatchify(torch.cat(gathered)[: len(labels)], self._model).cpu()
+
+    def _draw(self, numbers: list[int], labels: Sequence[int]) -> Tensor:
+        """This rank's patches ``[B, T, W]`` of the samples with these numbers."""
+        sampling = self._sampling
+        asked = torch.tensor([labels[number] for number in numbers], device=self._mesh.device)
+        denoise = guided(self._through_stages, asked, self._model.num_classes, sampling.guidance, self._diffusion)
+        return draw(
+            self._diffusion,
+            denoise,
+            self._noise(numbers, "start"),
+            steps=sampling.sample_steps,
+            method=sampling.sample_method,
+            step_noise=lambda step: self._noise(numbers, f"step {step}"),
+        )
+
+    def _noise(self, numbers: list[int], when: str) -> Tensor:
+        """This rank's patches ``[B, T, W]`` of the samples' noise."""
+        noise = [
+            torch.randn(self._model.latent_shape, generator=generator_of(self._seed, f"drawn sample {number}, {when}"))
+            for number in numbers
+        ]
+        return self._cp.shard(patchify(torch.stack(noise), self._model), dim=1).to(self._mesh.device)
+
+    def _through_stages(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        """The whole model's output; each pipeline stage in turn hands its own to all."""
+        ranks, group = self._mesh.pp.size(), self._mesh.pp.get_group()
+        if ranks == 1 and len(self._parts) == 1:
+            return self._parts[0](x, self._positions, times, labels).float()
+        for stage in range(ranks * len(self._parts)):
+            part, owner = self._parts[stage // ranks], stage % ranks
+            if owner == self._mesh.pp.get_local_rank():
+                x = part(x, self._positions, times, labels).contiguous()
+            x = _handed_on(x, dist.get_global_rank(group, owner), group)
+        return x.float()
+
+
+def _handed_on(x: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
+    """The tensor of rank ``source``, whose shape and dtype the others do not know."""
+    described: list[Any] = [(x.shape, x.dtype)]
+    dist.broadcast_object_list(described, src=source, group=group)
+    shape, dtype = described[0]
+    found = x if dist.get_rank() == source else torch.empty(shape, dtype=dtype, device=x.device)
+    dist.broadcast(found, src=source, group=group)
+    return found
+
+
+def write_grid(path: Path, latents: Tensor, columns: int) -> None:
+    """Write samples ``[N, C, (F,) H, W]`` as one picture, row by row, ``columns`` in each; of a video the first frame.
+
+    Values from -1 to 1 of one channel are grey and of three are colours. Latents have no colours of their own: their
+    first three channels are shown, or the first one alone, from -3 to 3.
+    """
+    from PIL import Image
+
+    images = latents[:, :, 0] if latents.ndim == 5 else latents  # [N, C, H, W]
+    if images.shape[1] not in (1, 3):
+        images = images[:, : 3 if images.shape[1] > 3 else 1] / 3
+    pixels = ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    scale = math.ceil(SMALLEST_SIDE / min(pixels.shape[-2:]))
+    pixels = pixels.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
+    count, channels, height, width = pixels.shape
+    gap, rows = 2, math.ceil(count / columns)
+    page = torch.full((rows * (height + gap) + gap, columns * (width + gap) + gap, channels), 255, dtype=torch.uint8)
+    for number, image in enumerate(pixels):
+        top, left = (
+            gap + place * (size + gap) for place, size in zip(divmod(number, columns), (height, width), strict=True)
+        )
+        page[top : top + height, left : left + width] = image.permute(1, 2, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(page.squeeze(-1).numpy()).save(path)
+
+
+def by_class(classes: Sequence[int], per_class: int) -> list[int]:
+    """The label of every sample of a grid, a row of ``per_class`` for each class."""
+    return [label for label in classes for _ in range(per_class)]
+
+
+def picture_writer(
+    sampler: Sampler, sampling: SamplingConfig, num_classes: int, folder: str | None
+) -> Callable[[int], None] | None:
+    """What a run calls with its iteration, on all ranks, to write samples/iter_N.png; None where nothing is to be."""
+    if not sampling.samples_per_class or folder is None:
+        return None
+    labels = by_class(range(min(sampling.sample_classes, num_classes)), sampling.samples_per_class)
+
+    def write(iteration: int) -> None:
+        latents = sampler.draw(labels)
+        if dist.get_rank() == 0:
+            write_grid(Path(folder) / "samples" / f"iter_{iteration:07d}.png", latents, sampling.samples_per_class)
+
+    return write

@@ -46,8 +46,8 @@ class Shape:
 
     num_layers: int = 2
     hidden_size: int = 64
-    num_attention_heads: int = 4
-    train_iters: int = 3
+    num_attention_heads: int = 2
+    train_iters: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)

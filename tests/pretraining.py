@@ -26,7 +26,7 @@ def on_rank(rank: int, world_size: int, arguments: list[str]) -> None:
 DIT = """
     --latent-shape 1 8 8 --patch-size 2 --num-classes 10 --num-layers 4 --hidden-size 32 --num-attention-heads 4
     --device cpu --global-batch-size 8 --micro-batch-size 2 --lr 1e-3 --eval-iters 1 --eval-interval 1000
-    --log-interval 1000 --ema-decay 0.9
+    --log-interval 1000 --ema-decay 0.9 --samples-per-class 0
 """.split()  # noqa: SIM905
 
 

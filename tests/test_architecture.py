@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
 PACKAGES = set(MAY_IMPORT) - {"entry"}
 FOLDERS = PACKAGES | {"configs", "slurm", "tests", "docs"}
 LONGEST_FILE = 350
-LAZY = ["matplotlib", "megatron", "sentencepiece", "tensorboard", "tokenizers", "transformers", "wandb"]
+LAZY = ["matplotlib", "megatron", "sentencepiece", "tensorboard", "tokenizers", "transformers", "wandb", "diffusers"]
 
 
 def sources(root: Path) -> Iterator[Path]:

@@ -125,7 +125,7 @@ def diffusion_cases() -> list[Case]:
         ring(pp=2, dp=2, cp=2, copies=2),
         Case(pp=2, cp=4, method="wallfacer", team=2),
         ring(pp=2, cp=2, schedule="Interleaved1F1B", virtual=2),
-        ring(pp=2, dp=2, schedule="InterleavedZeroBubble", virtual=2, mode="zero1"),
+        ring(pp=2, dp=2, schedule="Interleaved1F1B", virtual=2, mode="zero1"),
         ring(pp=2, tp=2, schedule="GPipe", layers=(1, 3)),
     ]
     found += [ring(dp=2, cp=2, mode=mode) for mode in ("ddp", "legacy_ddp", "zero1", "zero2", "zero3")]

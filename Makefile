@@ -36,7 +36,7 @@ endif
 RANKS = OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain dit test test-slow check format bench link-bench parity gpu-check hooks lock clean FORCE
+.PHONY: help venv pretrain dit test test-slow check format bench link-bench parity video gpu-check hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,8 +87,11 @@ format: $(READY) ## Rewrite the sources in the format that check wants, with ruf
 bench: $(READY) ## Measure the attention: every method on 2 processes against one process
 	$(PY) -m bench.attention $(ARGS)
 
-parity: $(READY) ## Tiny models on 77 meshes of up to 8 processes against one process, into runs/parity.md (15 minutes)
+parity: $(READY) ## Tiny models on up to 79 meshes of 8 processes or fewer against one, into runs/parity.md (20 minutes)
 	@OMP_NUM_THREADS=1 exec $(PY) -m bench.parity $(ARGS)
+
+video: $(READY) ## A diffusion transformer on ever longer videos: memory and time of 1 and of 4 processes
+	$(PY) -m bench.video $(ARGS)
 
 link-bench: $(READY) ## Train over a slow link between two emulated nodes, every method, into bench/results/; needs root
 	$(PY) -m bench.link --results bench/results $(ARGS)

@@ -1,4 +1,4 @@
-"""Pretrain a diffusion transformer on latents of images or of long videos, shared over processes by context parallelism.
+"""Pretrain a diffusion transformer on latents of images or long videos, shared over processes by context parallelism.
 
 torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/dit_tiny.toml
 """
@@ -43,9 +43,9 @@ def prepared(config: DiTRunConfig, mesh: Mesh) -> Trainer:
     parts = model_parts(config, mesh, attend)
     optimizer = build_optimizer(config.optimizer, *parts)
     ema = Ema(config.ema.ema_decay, parts) if config.ema.ema_decay else None
-    architecture = architecture_of(config.model)
+    architecture = architecture_of(model)
     progress = resume(config, parts, optimizer, architecture, ema)
-    objective = Denoising(cp, mesh.device, config.model, diffusion_of(config), config.train.seed)
+    objective = Denoising(cp, mesh.device, model, diffusion_of(config), seed)
     if is_first():
         print(described(config, mesh), flush=True)
     return Trainer(
@@ -57,7 +57,7 @@ def prepared(config: DiTRunConfig, mesh: Mesh) -> Trainer:
         train_data=train_data,
         valid_data=valid_data if config.train.eval_iters else None,
         architecture=architecture,
-        flops_per_token=dit_flops_per_patch(config.model),
+        flops_per_token=dit_flops_per_patch(model),
         log=open_log(config, progress),
         ema=ema,
         after_validation=pictures(config, mesh, cp, parts),

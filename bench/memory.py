@@ -170,7 +170,7 @@ def _watch_cuda() -> Iterator[dict[str, Any]]:
 def _watch_cpu() -> Iterator[dict[str, Any]]:
     """As ``_watch_cuda``; seconds are the processor's in user mode, which page faults and other load disturb least."""
     found: dict[str, Any] = {"now": 0, "peak": 0, "seconds": 0.0, "resident": None}
-    resident = _status("VmRSS")
+    resident = status("VmRSS")
     if resident is not None:
         CLEAR.write_text("5")  # VmHWM begins anew
 
@@ -180,7 +180,7 @@ def _watch_cpu() -> Iterator[dict[str, Any]]:
             found["result"] = part()
             found["seconds"] += resource.getrusage(resource.RUSAGE_SELF).ru_utime - begun
             # Before the profiler makes its own tables.
-            found["resident"] = (_status("VmHWM") or 0) - resident if resident is not None else None
+            found["resident"] = (status("VmHWM") or 0) - resident if resident is not None else None
         for event in recorded.profiler.kineto_results.events():
             if event.name() == "[memory]":
                 found["now"] += event.nbytes()
@@ -204,7 +204,7 @@ def _no_messages() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _status(field: str) -> int | None:
+def status(field: str) -> int | None:
     """Bytes in a line of Linux's account of this process; None elsewhere."""
     if not (STATUS.exists() and CLEAR.exists()):
         return None

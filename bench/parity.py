@@ -1,14 +1,15 @@
 """Train tiny models on every kind of mesh and compare each with one process: losses, gradients, weights.
 
-Every row is 3 steps of 8 micro-batches, float32, on processes joined by gloo: language models of the default corpus with
-labels masked, the diffusion transformer of handwritten digits with some left out, so that the ranks hold unequal numbers
-of valid tokens. Its modulations, which begin at nought and let no gradient through, begin as small numbers here. The reference is one process with plain SDPA. "loss" is the
-largest difference over the 3 steps, "norm" that of the gradient norms, relative; "gradients" and "weights" the largest
-over every element of every parameter, of the first step's gradients before they are clipped, and of the weights after
-the 3 steps. Adam divides by the root of the squared gradient, so that rounding of tiny gradients moves weights far:
-weights are reported, not bounded. A key's bias in a gpt is left out of them, since its gradient is nought but for
-rounding: it adds the same to all scores of a query. The initial weights must be one process's, to the bit.
-"MB" is what the largest process grew by, "s" seconds per step on these cores, however many processes share them.
+Every row is 3 steps of 8 micro-batches, float32, on processes joined by gloo: language models on the default corpus
+with labels masked, the diffusion transformer (dit) on handwritten digits of which some carry no loss, so that the
+ranks hold unequal numbers of valid tokens. Its modulations, which begin at nought and let no gradient through, begin
+as small numbers here. The reference is one process with plain SDPA. "loss" is the largest difference over the 3
+steps, "norm" that of the gradient norms, relative; "gradients" and "weights" the largest over every element of every
+parameter, of the first step's gradients before they are clipped, and of the weights after the 3 steps. Adam divides
+by the root of the squared gradient, so that rounding of tiny gradients moves weights far: weights are reported, not
+bounded. A key's bias in a gpt or dit is left out of them, since its gradient is nought but for rounding: it adds the
+same to all scores of a query. The initial weights must be one process's, to the bit. "MB" is what the largest process
+grew by, "s" seconds per step on these cores, however many processes share them.
 
 The controls break something each; a row of theirs that is within the bounds fails the run as one outside does above.
 

@@ -117,7 +117,7 @@ def train(
     with contextlib.redirect_stdout(io.StringIO()), joined(config.mesh) as mesh:
         trainer = entry.prepared(config, mesh)
         trainer.train_data = Left(trainer.train_data) if diffusion else Masked(trainer.train_data)
-        trainer.log = None if trainer.log is None else Log(found.records)  # type: ignore[assignment]
+        trainer.log = None if trainer.log is None else Log(found.records)
         send = mesh.both.get_local_rank() == mesh.tp.get_local_rank() == 0
         found.keep("loaded" if trainer.progress.iteration else "initial", state(trainer), send)
         _watch(trainer, mesh, found, send)

@@ -4,6 +4,7 @@ import matplotlib.pyplot
 import torch.distributed.checkpoint
 import torch.distributed.fsdp  # noqa: F401
 
+import pretrain_dit  # noqa: F401
 import pretrain_gpt  # noqa: F401
 from data.megatron import megatron_core
 

@@ -121,7 +121,7 @@ class FinalLayer(nn.Module):
 
     def forward(self, x: Tensor, conditions: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(conditions).chunk(2, dim=-1)
-        return self.linear(modulate(self.norm(x), shift, scale))
+        return self.linear(modulate(self.norm(x), shift, scale)).clone()  # FSDP warns of a view
 
 
 class DiT(nn.Module):

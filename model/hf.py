@@ -103,7 +103,7 @@ def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
         if embedding is not None and not torch.equal(output, embedding):
             raise ValueError(f"lm_head.weight differs from {family.EMBEDDING}, yet tie_word_embeddings is true")
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    _check(state, {name: weight.shape for name, weight in family.to_theirs(empty, config).items()})
+    check_state(state, {name: weight.shape for name, weight in family.to_theirs(empty, config).items()})
     return family.to_ours(state, shapes)
 
 
@@ -118,14 +118,15 @@ def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
     """
     family = _family(config)
     family.check(config)
-    _check(state, shapes_of(config))
+    check_state(state, shapes_of(config))
     theirs = family.to_theirs(state, config)
     if not config.untie_embeddings_and_output_weights:
         theirs["lm_head.weight"] = theirs[family.EMBEDDING]
     return theirs
 
 
-def _check(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+def check_state(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """ValueError for missing, unknown or misshapen weights."""
     missing, unknown = sorted(shapes.keys() - state.keys()), sorted(state.keys() - shapes.keys())
     for problem, names in (("lacks", missing), ("has the unknown", unknown)):
         if names:
@@ -143,17 +144,17 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     ValueError names the file and what is wrong with it.
     """
     folder = Path(folder)
-    config = config_from_hf(_read_json(folder / CONFIG))
+    config = config_from_hf(read_json(folder / CONFIG))
     if not (folder / INDEX).exists():
-        return config, from_hf(_read_weights(folder / WEIGHTS), config)
-    index = _read_json(folder / INDEX).get("weight_map")
+        return config, from_hf(read_weights(folder / WEIGHTS), config)
+    index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise ValueError(f"{folder / INDEX}: weight_map is missing or not a table of file names; download it again")
     state: dict[str, Tensor] = {}
     for file in sorted(set(index.values())):
         if file != Path(file).name or not file.endswith(".safetensors"):
             raise ValueError(f"{folder / INDEX}: names {file!r}, which is no safetensors file directly in this folder")
-        shard = _read_weights(folder / file)
+        shard = read_weights(folder / file)
         lacking = [name for name, where in index.items() if where == file and name not in shard]
         if lacking:
             raise ValueError(f"{folder / file}: lacks {lacking[0]}, which {INDEX} places there; download it again")
@@ -185,7 +186,8 @@ def save_hf(
     (folder / CONFIG).write_text(json.dumps(contents | {"torch_dtype": dtype}, indent=2) + "\n")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON object. ValueError names the file and what is wrong with it."""
     try:
         contents = json.loads(path.read_text())
     except FileNotFoundError:
@@ -197,7 +199,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return contents
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """A safetensors file's tensors, on the CPU. ValueError names the file and what is wrong with it."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

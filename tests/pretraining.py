@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pretrain_dit
 from pretrain_gpt import main
 from tests.ranks import run_ranks
 from train import loop
@@ -20,6 +21,25 @@ def on_rank(rank: int, world_size: int, arguments: list[str]) -> None:
     """What a launcher would start, but for the measurement that MFU is set against, which takes longer than a step."""
     loop.peak_flops = lambda *_: 1e9
     main(arguments)
+
+
+DIT = """
+    --latent-shape 1 8 8 --patch-size 2 --num-classes 10 --num-layers 4 --hidden-size 32 --num-attention-heads 4
+    --device cpu --global-batch-size 8 --micro-batch-size 2 --lr 1e-3 --eval-iters 1 --eval-interval 1000
+    --log-interval 1000 --ema-decay 0.9 --samples-per-class 0
+""".split()  # noqa: SIM905
+
+
+def dit_on_rank(rank: int, world_size: int, arguments: list[str]) -> None:
+    """As ``on_rank``, of a diffusion transformer."""
+    loop.peak_flops = lambda *_: 1e9
+    pretrain_dit.main(arguments)
+
+
+def pretrain_digits(world_size: int, save: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Train the tiny diffusion transformer on handwritten digits into ``save`` and return its metrics."""
+    run_ranks(dit_on_rank, world_size, [*DIT, "--save", str(save), *arguments])
+    return read_metrics(save / METRICS)
 
 
 def pretrain(world_size: int, data: Path, save: Path, *arguments: str) -> list[dict[str, Any]]:

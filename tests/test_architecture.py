@@ -37,8 +37,9 @@ LAZY = [
     "sklearn",
     "tensorboard",
     "tokenizers",
+    "transformers",
+    "wandb",
 ]
-LAZY += ["transformers", "wandb"]
 
 
 def sources(root: Path) -> Iterator[Path]:

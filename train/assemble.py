@@ -45,7 +45,9 @@ def softmax_context(
     method, backend = config.context.context_parallel_method, config.context.attention_backend
     length, tp = config.sequence_length, config.mesh.tensor_model_parallel_size
     if method == "none":
-        return context_parallel("ring", seq_len=length, multiple=tp, causal=config.causal), alone
+        cp = context_parallel("ring", seq_len=length, multiple=tp, causal=config.causal)
+        # Without a causal mask, the padding that tp asks for would be attended to.
+        return cp, alone if config.causal or cp.plan.padded_len == length else cp.attend
     try:
         select_backend(backend, config.mesh.device_type, torch.bfloat16 if config.train.bf16 else torch.float32)
     except ValueError as error:

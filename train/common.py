@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from data.megatron import split_shares
 from parallel.checkpoint import CheckpointConfig
 from parallel.context.config import ContextConfig
 from parallel.data import DataParallelConfig
@@ -85,6 +86,10 @@ class Reading(Protocol):
     def num_workers(self) -> int:
         """Processes that read ahead."""
 
+    @property
+    def split(self) -> str:
+        """Shares of the samples for training and validation."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommonConfig:
@@ -149,6 +154,11 @@ def validate_run(config: CommonConfig) -> None:
         raise ConfigError(
             "recompute_offload is set and device is cpu, where what is kept lies in host memory already and a copy "
             "would only add to it; leave it out, or use --device cuda"
+        )
+    if train.eval_iters and not split_shares(config.reading.split)[1]:
+        raise ConfigError(
+            f"split is {config.reading.split}, which leaves nothing to validate on, but eval_iters is "
+            f"{train.eval_iters}; give a split such as 95,5,0, or --eval-iters 0"
         )
     needs = (
         ("save_interval", config.checkpoint.save_interval, "save", config.checkpoint.save),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.megatron import DataConfig, split_shares
+from data.megatron import DataConfig
 from model.config import ModelConfig
 from train import flags
 from train.common import CommonConfig, LoopConfig, validate_backend, validate_run
@@ -109,7 +109,7 @@ def validate(config: Config, world_size: int) -> None:
     """
     validate_sizes(config, world_size)
     validate_run(config)
-    train, data = config.train, config.data
+    data = config.data
     _validate_backend(config)
     if not data.data_path:
         raise ConfigError(
@@ -118,11 +118,6 @@ def validate(config: Config, world_size: int) -> None:
     if data.tokenizer_model is None:
         raise ConfigError(
             "tokenizer_model is not set; give --tokenizer-model FILE, the one that the data was written with"
-        )
-    if train.eval_iters and not split_shares(data.split)[1]:
-        raise ConfigError(
-            f"split is {data.split}, which leaves nothing to validate on, but eval_iters is {train.eval_iters}; "
-            "give a split such as 95,5,0, or --eval-iters 0"
         )
 
 

@@ -53,7 +53,7 @@ class DiTRunConfig(CommonConfig):
         return self.model.num_patches
 
     def sample_order(self) -> dict[str, object]:
-        return {"seed": self.train.seed, "data_path": list(self.data.data_path)}
+        return {"seed": self.train.seed, "data_path": list(self.data.data_path), "split": self.data.split}
 
 
 def parse_args(argv: Sequence[str]) -> DiTRunConfig:
@@ -79,7 +79,20 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     validate_mesh(config, world_size)
+    patches, mesh = config.model.num_patches, config.mesh
+    if patches < mesh.context_parallel_size * mesh.tensor_model_parallel_size:
+        raise ConfigError(
+            f"context_parallel_size is {mesh.context_parallel_size} x tensor_model_parallel_size "
+            f"{mesh.tensor_model_parallel_size}, and a sample has {patches} patch{'es' if patches > 1 else ''}, fewer "
+            "than these processes; lower the sizes or patch_size"
+        )
     validate_run(config)
+    schedule = config.pipeline.pipeline_schedule
+    if schedule == "InterleavedZeroBubble":
+        raise ConfigError(
+            f"pipeline_schedule is {schedule}, which takes each backward in two parts, and torch cannot part that of "
+            "the conditions, which every stage makes of times and labels by itself; use Interleaved1F1B"
+        )
     validate_backend(config)
     if config.recompute.loss_chunk_size:
         raise ConfigError(

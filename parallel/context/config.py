@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from parallel.context.errors import ContextError
 from parallel.context.planning import make_plan
+from parallel.context.registry import method_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,8 @@ class ContextConfig:
     attention: lasp, or lasp2, which pass states on. auto takes what the cost model finds fastest on the cluster, once,
     as the run starts (docs/planner.md)."""
     context_parallel_layout: Literal["auto", "contiguous", "striped", "zigzag"] = "auto"
-    """Who owns which tokens, for the methods that take any; auto is zigzag where a causal mask must be balanced."""
+    """Who owns which tokens, for the methods that take any; auto is zigzag where a causal mask must be balanced. Under
+    full attention striped and zigzag bring nothing, as layouts and as methods, and run only where this names them."""
     context_parallel_team_size: int = 1
     """Ranks of a team of wallfacer (C), whose square must divide the context-parallel size; 1 is a plain ring."""
     context_parallel_placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
@@ -62,16 +64,11 @@ class ContextConfig:
         }
 
     def check(
-        self,
-        *,
-        seq_len: int,
-        size: int,
-        heads: int,
-        kv_heads: int,
-        ranks_per_node: int | None,
-        causal: bool = True,
+        self, *, seq_len: int, size: int, heads: int, kv_heads: int, ranks_per_node: int | None, causal: bool = True
     ) -> None:
         """Refuse what ``size`` ranks with these heads each cannot do. Needs no processes.
+
+        Without ``causal``, under full attention, a method that is defined by a layout for causal masks must be forced.
 
         Raises:
             ContextError: with the reason and what would work.
@@ -89,8 +86,15 @@ class ContextConfig:
                 "and ulysses_degree; leave them out, or choose a method"
             )
         if method not in ("none", "auto"):
-            arguments = self.plan_arguments(ranks_per_node)
-            plan = make_plan(method, seq_len=seq_len, size=size, causal=causal, **arguments)
+            own = method_of(method).layout(causal=False)
+            if not causal and own != "contiguous" and self.context_parallel_layout == "auto":
+                raise ContextError(
+                    f"context_parallel_method is {method}, whose layout balances a causal mask, and this attention is "
+                    f"full: every rank has the same work in any layout, and {own} brings nothing; use ring, wallfacer, "
+                    f"double_ring, allgather or ulysses, or force it with context_parallel_layout {own}"
+                )
+            arguments = self.plan_arguments(ranks_per_node) | {"causal": causal}
+            plan = make_plan(method, seq_len=seq_len, size=size, **arguments)
             plan.check_heads(heads, kv_heads)
 
 

@@ -45,7 +45,7 @@ class Capabilities:
 
     masks: tuple[str, ...] = ("causal", "full")
     layouts: tuple[str, ...] = ()
-    """Layouts to choose from; none where the method is defined by its own."""
+    """Layouts to choose from; the one where the method is defined by its own."""
     teams: bool = False
     nodes: bool = False
     splits_heads: bool = False
@@ -59,7 +59,7 @@ class Method:
     name: str
 
     def layout(self, causal: bool) -> str:
-        """The layout that balances this method's work under that mask."""
+        """The layout that balances this method's work under that mask, or that the method is defined by."""
         raise TypeError(f"{type(self).__name__} states no layout")
 
     def hops(self, rank: int, shape: Shape) -> Sequence[Hop]:
@@ -100,6 +100,9 @@ class RingMethod(Method):
 
     def layout(self, causal: bool) -> str:
         return self.layout_name
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(layouts=(self.layout_name,))
 
     def hops(self, rank: int, shape: Shape) -> list[Hop]:
         last = shape.size - 1

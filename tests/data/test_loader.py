@@ -145,3 +145,20 @@ def test_filler_of_a_real_file_carries_no_loss(tmp_path: Path) -> None:
     assert (labels[3] == IGNORE_INDEX).all()
     # The mask of a filler must not stick to the samples read after it.
     assert (valid[0]["loss_mask"] == 1).all()
+
+
+class Pictures(Numbers):
+    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+        return {
+            "latents": torch.full((2, 3), float(index or 0)),
+            "sample": torch.tensor(-1 if index is None else index),
+        }
+
+
+def test_samples_without_a_loss_mask_come_as_they_are() -> None:
+    batching = Batching(global_batch_size=4, micro_batch_size=2, dp_rank=1, dp_size=2)
+    (batch,) = next(batches(Pictures(), batching, 4))
+    assert batch["sample"].tolist() == [6, 7]
+    assert batch["latents"].shape == (2, 2, 3)
+    last = list(evaluation_batches(Pictures(length=5), batching, 8))[-1]
+    assert last[0]["sample"].tolist() == [-1, -1]

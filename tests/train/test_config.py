@@ -13,7 +13,7 @@ from train import flags
 from train.config import Config, ConfigError, TrainConfig, load_config, parse_args, to_toml, validate
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.toml") if "dit_" not in path.name)
 DATA = ["--data-path", "runs/data/x", "--tokenizer-model", "x.model"]
 
 

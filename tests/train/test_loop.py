@@ -298,3 +298,4 @@ def test_validation_line_tells_what_frequencies_alone_would_give() -> None:
     )
     assert "unigram" not in validation_line({"iteration": 50, "validation_loss": 2.0})
     assert "perplexity" in validation_line({"iteration": 1, "validation_loss": 1e6}), "no overflow"
+    assert "perplexity" not in validation_line({"iteration": 1, "validation_loss": 2.0, "diffusion_loss": 2.0})

@@ -237,3 +237,16 @@ def test_a_missing_service_is_told_only_where_it_is_asked_for(
 def test_an_interval_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="log_interval is 0"):
         LoggingConfig(log_interval=0)
+
+
+def test_a_diffusion_run_has_its_own_loss_and_samples_per_second(tmp_path: Path) -> None:
+    lines = [record(i, diffusion_loss=0.5 * i, samples_per_second=8.0 * i) for i in (1, 2)]
+    for line in lines:
+        del line["lm_loss"]
+    text = progress_line(lines, 9, 4)
+    assert "diffusion loss: 7.500000E-01" in text
+    assert "samples/s: 13.3" in text, "by time, as other rates"
+    assert "lm loss" not in text
+    assert "samples/s" not in progress_line([record(1)], 9, 4)
+    plot_loss(lines, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 1000

@@ -21,7 +21,11 @@ def check(size: int, launched: int | None = None, **fields: object) -> None:
         (3, {"method": "ulysses"}, "ulysses_degree is 3 with 8 query and 2 key heads.*fit 3 ranks: 1$"),
         (8, {"method": "double_ring", "ranks_per_node": 3}, "context_parallel_ranks_per_node .* 3 .*: 1, 2, 4, 8$"),
         (8, {"method": "double_ring", "ranks_per_node": 0}, "context_parallel_ranks_per_node is 0"),
-        (8, {"layout": "zigzag"}, "context_parallel_layout is 'zigzag' with method striped, which takes auto$"),
+        (
+            8,
+            {"layout": "zigzag"},
+            "context_parallel_layout is 'zigzag' with method striped, which takes auto, striped$",
+        ),
         (8, {"placement": "p2p_intra"}, "context_parallel_placement is p2p_intra and .* no teams"),
         (1, {"method": "none", "ulysses_degree": 2}, "method is none.*leave them out"),
     ],
@@ -35,6 +39,26 @@ def test_what_works_passes() -> None:
     check(1, method="none")
     check(8, method="wallfacer", team_size=2, placement="p2p_intra", layout="striped", ulysses_degree=2)
     check(8, method="ulysses")
+
+
+@pytest.mark.parametrize("method", ["striped", "zigzag"])
+def test_layouts_for_causal_masks_run_under_full_attention_only_where_forced(method: str) -> None:
+    full = {"seq_len": 64, "size": 8, "heads": 8, "kv_heads": 8, "ranks_per_node": None, "causal": False}
+    reason = (
+        f"is {method}, whose layout balances a causal mask, .*same work.*use ring.*context_parallel_layout {method}$"
+    )
+    for degree in (1, 2):
+        with pytest.raises(ContextError, match=reason):
+            ContextConfig(context_parallel_method=method, ulysses_degree=degree).check(**full)
+        ContextConfig(context_parallel_method=method, ulysses_degree=degree, context_parallel_layout=method).check(
+            **full
+        )
+    for other in ("ring", "wallfacer", "double_ring", "allgather", "ulysses", "none", "auto"):
+        ContextConfig(context_parallel_method=other).check(**full)
+    ContextConfig(context_parallel_method="wallfacer", context_parallel_layout=method).check(**full)
+    for linear in ("lasp", "lasp2"):
+        with pytest.raises(ContextError, match="has no full mask"):
+            ContextConfig(context_parallel_method=linear).check(**full)
 
 
 def test_nodes_are_as_launched_unless_said_otherwise() -> None:

@@ -1,0 +1,200 @@
+"""A diffusion transformer trains on any mesh as in one process, resumes to the bit, and refuses what cannot be."""
+
+import contextlib
+import io
+import shutil
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pretrain_dit
+from bench.parity import GRADIENTS, Run, compare, equal, trained
+from bench.parity_cases import REFERENCE, Case, diffusion_cases
+from model.dit import DiT
+from model.dit_config import architecture_of
+from parallel import agree
+from parallel.checkpoint import load_model
+from tests.pretraining import DIT, pretrain_digits
+from tests.ranks import run_ranks
+from train.dit_config import DiTRunConfig, load_config, parse_args
+from train.flags import attribute_docs, config_fields
+from train.metrics import METRICS, read_metrics
+from train.run import exit_status
+
+NOWHERE = Path("digits")
+CHOSEN = (
+    Case(cp=4, method="wallfacer", team=2),
+    Case(cp=2, tp=2, dp=2, method="ulysses"),
+    Case(pp=2, cp=2, method="ring", schedule="Interleaved1F1B", virtual=2),
+    Case(cp=3, method="ring"),
+)
+EXACT = ("diffusion_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens", "validation_loss")
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Run:
+    """The reference: one process, plain SDPA."""
+    return trained("dit", REFERENCE, NOWHERE)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*CHOSEN, *(pytest.param(case, marks=pytest.mark.slow) for case in diffusion_cases() if case not in CHOSEN)],
+    ids=lambda case: case.title.replace(" ", ""),
+)
+def test_losses_and_gradients_equal_one_process(case: Case, one_process: Run) -> None:
+    row = compare(trained("dit", case, NOWHERE), one_process)
+    assert row.within, row
+    largest = max(gradient.abs().max() for gradient in one_process.tensors["gradients"].values())
+    assert largest > 1e6 * GRADIENTS
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "case"),
+    [
+        ("noise is drawn by each rank", Case(cp=2, method="ring")),
+        ("copies of a pipeline's embeddings are left alone", Case(pp=2, method="ring")),
+    ],
+)
+def test_what_differs_by_rank_would_be_seen(sabotage: str, case: Case, one_process: Run) -> None:
+    assert not compare(trained("dit", case, NOWHERE, sabotage), one_process).within
+
+
+MESH = ("--context-parallel-size", "2", "--train-iters", "6")
+"""Two data-parallel pairs of processes that share each sample."""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save = tmp_path_factory.mktemp("whole") / "run"
+    pretrain_digits(4, save, *MESH)
+    return save
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save = tmp_path_factory.mktemp("stopped") / "run"
+    pretrain_digits(4, save, *MESH, "--exit-interval", "3")
+    return save
+
+
+def records(save: Path) -> list[dict[str, float]]:
+    return [{name: record[name] for name in EXACT if name in record} for record in read_metrics(save / METRICS)]
+
+
+def loaded(save: Path, iteration: int, section: str) -> dict[str, torch.Tensor]:
+    """Weights, or their averages, of a checkpoint."""
+    config = load_config(save / "config.toml").model
+    model = DiT(config)
+    load_model(save / f"iter_{iteration:07d}", model, architecture_of(config), section=section)
+    return model.state_dict()
+
+
+def test_stopped_and_resumed_changes_no_bit_nor_do_the_averages(
+    uninterrupted: Path, stopped: Path, tmp_path: Path
+) -> None:
+    save = tmp_path / "run"
+    shutil.copytree(stopped, save)
+    pretrain_digits(4, save, *MESH, "--load", str(save))
+    assert records(save)[3:] == records(uninterrupted)[3:]
+    assert len(records(save)) == 6
+    for section in ("model", "ema"):
+        assert equal(loaded(save, 6, section), loaded(uninterrupted, 6, section))
+    weights, averages = (loaded(save, 6, section) for section in ("model", "ema"))
+    assert all(not torch.equal(weights[name], averages[name]) for name in weights), "averages lie behind"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (4, "--context-parallel-size 4 --context-parallel-method wallfacer --context-parallel-team-size 2"),
+        (4, "--tensor-model-parallel-size 2 --context-parallel-size 1 --data-parallel-sharding-strategy zero1"),
+        (2, "--pipeline-model-parallel-size 2 --context-parallel-size 1 --pipeline-schedule Interleaved1F1B "
+         "--num-virtual-stages-per-pipeline-rank 2"),
+        (1, "--context-parallel-size 1 --context-parallel-method none"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_goes_on_on_another_mesh_and_with_another_method(
+    ranks: int, flags: str, uninterrupted: Path, stopped: Path, tmp_path: Path
+) -> None:
+    """The validation, at the end, is one of the averages."""
+    save = tmp_path / "run"
+    pretrain_digits(ranks, save, *MESH, *flags.split(), "--load", str(stopped))
+    got, want = records(save), records(uninterrupted)[3:]
+    assert [record["consumed_samples"] for record in got] == [record["consumed_samples"] for record in want]
+    assert max(abs(a["diffusion_loss"] - b["diffusion_loss"]) for a, b in zip(got, want, strict=True)) <= 1e-6
+    assert got[-1]["validation_loss"] == pytest.approx(want[-1]["validation_loss"], abs=1e-6)
+
+
+def test_averages_that_a_checkpoint_lacks_begin_as_its_weights(tmp_path: Path) -> None:
+    save, flags = tmp_path / "run", ("--train-iters", "2", "--micro-batch-size", "8")
+    pretrain_digits(1, save, *flags, "--ema-decay", "none", "--exit-interval", "1")
+    pretrain_digits(1, save, *flags, "--ema-decay", "0.5", "--load", str(save))
+    before, weights = loaded(save, 1, "model"), loaded(save, 2, "model")
+    averages = loaded(save, 2, "ema")
+    assert all(torch.allclose(averages[name], (before[name] + weights[name]) / 2, atol=1e-7) for name in weights)
+
+
+BAD = {
+    "--patch-size 3": ("patch_size is 3", "must divide", "1, 2, 4, 8"),
+    "--num-attention-heads 2 --tensor-model-parallel-size 4": ("tensor_model_parallel_size 4", "num_attention_heads 2"),
+    "--context-parallel-size 3": ("context_parallel_size is 3", "sizes that fit"),
+    "--num-attention-heads 2 --context-parallel-size 4 --context-parallel-method ulysses": ("heads",),
+    "--patch-size 8 --context-parallel-size 4": ("1 patch", "context_parallel_size is 4", "patch_size"),
+    "--latent-shape 3 8 8": ("digits holds latents of 1 8 8", "latent_shape is 3 8 8"),
+    "--num-classes 5": ("num_classes 5", "label"),
+    "--objective rectified_flow --learn-sigma": ("learn_sigma", "rectified_flow"),
+    "--ema-decay 1": ("ema_decay is 1",),
+    "--pipeline-model-parallel-size 2 --micro-batch-size 1 --num-virtual-stages-per-pipeline-rank 2 "
+    "--pipeline-schedule InterleavedZeroBubble": ("InterleavedZeroBubble", "use Interleaved1F1B"),
+    "--loss-chunk-size 8": ("loss_chunk_size is 8", "leave it out"),
+    "--context-parallel-method striped --context-parallel-size 2": ("striped", "ring"),
+    "--context-parallel-method lasp": ("lasp",),
+    "--data-path nowhere": ("nowhere",),
+    "--split 100,0": ("split is 100,0", "eval_iters"),
+    "--global-batch-size 6": ("global_batch_size is 6", "nearest that work"),
+}
+
+
+def end_cases(rank: int, world_size: int, save: Path) -> dict[str, tuple[int, str]]:
+    """All cases one after the other on ranks that have joined."""
+    store, endings = dist.distributed_c10d._get_default_store(), {}
+    for flags in BAD:
+        agree._store = lambda _, name=flags: dist.PrefixStore(name, store)  # as if every case were another run
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors):
+            status = exit_status(pretrain_dit.main, [*DIT, "--save", str(save), *flags.split()])
+        endings[flags] = status, errors.getvalue()
+    return endings
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[int, str]]]:
+    save = tmp_path_factory.mktemp("bad") / "run"
+    found = run_ranks(end_cases, 4, save)
+    assert not save.exists(), "nothing was trained"
+    return found
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_one_message_names_what_and_the_remedy(flags: str, endings: list[dict[str, tuple[int, str]]]) -> None:
+    assert [rank[flags][0] for rank in endings] == [1] * 4
+    (line,) = "".join(rank[flags][1] for rank in endings).splitlines()
+    assert line.startswith("error: ")
+    for word in BAD[flags]:
+        assert word in line
+
+
+def test_help_is_there_and_every_field_has_its_text() -> None:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
+        parse_args(["--help"])
+    assert ended.value.code == 0
+    for flag in ("--latent-shape", "--objective", "--ema-decay", "--context-parallel-method", "--train-iters"):
+        assert flag in out.getvalue()
+    assert "--seq-length" not in out.getvalue()
+    docs = {name for section in get_type_hints(DiTRunConfig).values() for name in attribute_docs(section)}
+    assert set(config_fields(DiTRunConfig)) <= docs

@@ -23,21 +23,37 @@ def markdown(result: dict[str, Any]) -> str:
         "what of it the plans say; the rest is gradients, headers and collectives that do not send each to each.",
     ]
     for setting in result["settings"]:
-        cases = setting["cases"]
+        lines += ["", *_table(setting)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(setting: dict[str, Any]) -> list[str]:
+    """A setting's configurations, fastest first, and what the planner said of them."""
+    cases, planner = setting["cases"], setting.get("planner", {})
+    head = ["configuration", "step, s", "times as fast as ring", "without a limit, s", "crossed, MiB", "attention, MiB"]
+    head += ["predicted, s", "profiled, s"] if planner else []
+    lines = [
+        f"**{setting['model']}**, {setting['batch']} x {setting['seq_length']} tokens, {LINK[setting['link']]}:",
+        "",
+        f"| {' | '.join(head)} |",
+        "| --- " * len(head) + "|",
+    ]
+    for name, found in sorted(cases.items(), key=lambda item: item[1]["median"]):
+        cells = [name, f"{found['median']:.2f}", f"{cases[REFERENCE]['median'] / found['median']:.2f}"]
+        cells += [f"{found['unlimited']:.2f}", f"{found['crossed'] / 2**20:.1f}"]
+        cells.append(f"{found['attention_by_plan'] / 2**20:.1f}")
+        said = planner.get(name, {})
+        cells += [f"{said[key]:.2f}" if key in said else "" for key in ("predicted", "profiled")] if planner else []
+        lines.append(f"| {' | '.join(cells)} |")
+    if planner:
+        said = setting["verdict"]
         lines += [
             "",
-            f"**{setting['model']}**, {setting['batch']} x {setting['seq_length']} tokens, {LINK[setting['link']]}:",
-            "",
-            "| configuration | step, s | times as fast as ring | without a limit, s | crossed, MiB | attention, MiB |",
-            "| --- | --- | --- | --- | --- | --- |",
+            f"The planner's choice by profile is {said['choice']}, {100 * said['behind_the_best']:.1f} % behind the "
+            f"best measured; the best, {said['best']}, was number {said['predicted_rank_of_the_best']} of "
+            f"{len(planner)} predictions.",
         ]
-        for name, found in sorted(cases.items(), key=lambda item: item[1]["median"]):
-            lines.append(
-                f"| {name} | {found['median']:.2f} | {cases[REFERENCE]['median'] / found['median']:.2f} "
-                f"| {found['unlimited']:.2f} | {found['crossed'] / 2**20:.1f} "
-                f"| {found['attention_by_plan'] / 2**20:.1f} |"
-            )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def write(result: dict[str, Any], folder: Path) -> Path:

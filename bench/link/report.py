@@ -1,5 +1,6 @@
 """The link bench's figures as Markdown and JSON."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,22 @@ def _table(setting: dict[str, Any]) -> list[str]:
 
 
 def write(result: dict[str, Any], folder: Path) -> Path:
-    """A JSON and a Markdown file named after the machine; the path of the latter."""
+    """A JSON and a Markdown file named after the machine; the path of the latter.
+
+    Settings that an earlier run of the same machine measured at the same rate, and this one did not, stay.
+    """
     machine = result["machine"]
     path = folder / f"link-{slug(machine['device'])}-{machine['cores']}-cores.md"
+    if path.with_suffix(".json").exists():
+        before = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        same = all(before[key] == result[key] for key in ("rate", "ranks_per_node", "repeats"))
+        measured = {_key(setting) for setting in result["settings"]}
+        stay = [setting for setting in before["settings"] if same and _key(setting) not in measured]
+        result = {**result, "settings": sorted(stay + result["settings"], key=_key)}
     write_json(path.with_suffix(".json"), result)
     write_text(path, "# Training over a slow link\n\n" + markdown(result))
     return path
+
+
+def _key(setting: dict[str, Any]) -> tuple[str, str, int]:
+    return setting["model"], setting["link"], setting["seq_length"]

@@ -293,3 +293,8 @@ def test_the_report_has_the_fastest_first(tmp_path: Path) -> None:
         "| ring | 3.00 | 1.00 | 0.50 | 3.0 | 2.0 |",
     ]
     assert json.loads(path.with_suffix(".json").read_text()) == result
+    other = {**result["settings"][0], "link": "shared"}
+    report.write({**result, "settings": [other]}, tmp_path)
+    assert json.loads(path.with_suffix(".json").read_text())["settings"] == [*result["settings"], other]
+    report.write({**result, "rate": "50mbit"}, tmp_path)
+    assert json.loads(path.with_suffix(".json").read_text())["settings"] == result["settings"]

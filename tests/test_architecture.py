@@ -180,10 +180,11 @@ def test_a_long_file_is_seen(tmp_path):
 
 
 def test_configuration_and_help_load_nothing_heavy():
-    entry = (
-        "import runpy; sys.argv = ['pretrain_gpt.py', '--help']; runpy.run_path('pretrain_gpt.py', run_name='__main__')"
-    )
-    for statements in ("import train.config", entry):
+    entries = [
+        f"import runpy; sys.argv = ['{entry}', '--help']; runpy.run_path('{entry}', run_name='__main__')"
+        for entry in ("pretrain_gpt.py", "pretrain_dit.py")
+    ]
+    for statements in ("import train.config", *entries):
         loaded = loaded_by(statements)
         assert "train" in loaded
         assert not loaded & set(LAZY)

@@ -1,8 +1,8 @@
 """Train tiny models on every kind of mesh and compare each with one process: losses, gradients, weights.
 
 Every row is 3 steps of 8 micro-batches of the default corpus, float32, on processes joined by gloo, with labels masked
-so that the ranks hold unequal numbers of valid tokens. The reference is one process with plain SDPA. "loss" is the
-largest difference over the 3 steps, "norm" that of the gradient norms, relative; "gradients" and "weights" the largest
+so that the ranks hold unequal numbers of valid tokens. The reference is one process, of softmax attention with plain
+SDPA. "loss" is the largest difference over the 3 steps, "norm" that of the gradient norms, relative; "gradients" and "weights" the largest
 over every element of every parameter, of the first step's gradients before they are clipped, and of the weights after
 the 3 steps. Adam divides by the root of the squared gradient, so that rounding of tiny gradients moves weights far:
 weights are reported, not bounded. A key's bias in a gpt is left out of them, since its gradient is nought but for
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from bench.machine import describe
-from bench.parity_cases import KINDS, REFERENCE, Case, cases
+from bench.parity_cases import KINDS, LINEAR_KINDS, LINEAR_REFERENCE, REFERENCE, Case, cases, linear_cases
 from bench.parity_rank import Found, train
 from bench.ranks import run_ranks
 from data.indexed import DataError
@@ -145,13 +145,24 @@ HEADER = """\
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
-def rows(kinds: list[str], chosen: list[Case], data: Path) -> Iterator[tuple[str, bool]]:
+def reference_of(kind: str) -> Case:
+    """What meshes are compared with: one process, of softmax attention with plain SDPA."""
+    return REFERENCE if kind in KINDS else LINEAR_REFERENCE
+
+
+def chosen_cases(kind: str, only: str) -> list[Case]:
+    """The meshes of a kind of model whose title has a text."""
+    return [case for case in (cases() if kind in KINDS else linear_cases()) if only in case.title]
+
+
+def rows(kinds: list[str], only: str, data: Path) -> Iterator[tuple[str, bool]]:
     """Every line of the table as it is measured, and whether it is as it should be."""
-    references = {kind: trained(kind, REFERENCE, data) for kind in kinds}
+    references = {kind: trained(kind, reference_of(kind), data) for kind in kinds}
     for kind in kinds:
-        yield f"| {kind} | 1 | {REFERENCE.title} | {compare(references[kind], references[kind]).cells} |", True
+        title, own = reference_of(kind).title, references[kind]
+        yield f"| {kind} | 1 | {title} | {compare(own, own).cells} |", True
     for kind in kinds:
-        for case in chosen:
+        for case in chosen_cases(kind, only):
             row = compare(trained(kind, case, data), references[kind])
             mark = "" if row.within else " **outside of the bounds**"
             yield f"| {kind} | {case.ranks} | {case.title}{mark} | {row.cells} |", row.within
@@ -179,7 +190,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    found.add_argument("--kind", choices=tuple(KINDS), help="this kind of model alone (default: all)")
+    found.add_argument("--kind", choices=(*KINDS, *LINEAR_KINDS), help="this kind of model alone (default: all)")
     found.add_argument(
         "--only",
         metavar="TEXT",
@@ -198,14 +209,14 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status: 1 where a row is not as it should be."""
     args = parser().parse_args(argv)
-    chosen = [case for case in cases() if args.only in case.title]
+    kinds = [args.kind] if args.kind else [*KINDS, *LINEAR_KINDS]
     try:
-        if not chosen:
+        if not any(chosen_cases(kind, args.only) for kind in kinds):
             raise ValueError(f"--only is {args.only!r}, which is in no mesh's title, such as {cases()[0].title}")
         prepare(Request(), args.data)
         started, lines, failed = time.monotonic(), list[str](), 0
         print(HEADER, flush=True)
-        for line, good in rows([args.kind] if args.kind else list(KINDS), chosen, args.data):
+        for line, good in rows(kinds, args.only, args.data):
             print(line, flush=True)
             lines.append(line)
             failed += not good

@@ -136,6 +136,6 @@ def _busier(steps: list[Iteration]) -> float:
 def _line(shape: dict[str, Any], name: str, found: dict[str, Any], reference: dict[str, Any]) -> str:
     return (
         f"{shape['model']:12}{shape['link']:8}{shape['seq_length']:6} {name:26}{found['median']:8.3f} s"
-        f"{reference['median'] / found['median']:8.2f} x {reference_of(shape['model'])}, {found['crossed'] / 2**20:7.1f} MiB crossed, "
-        f"{found['unlimited']:7.3f} s without a limit"
+        f"{reference['median'] / found['median']:8.2f} x {reference_of(shape['model'])}, "
+        f"{found['crossed'] / 2**20:7.1f} MiB crossed, {found['unlimited']:7.3f} s without a limit"
     )

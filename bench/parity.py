@@ -2,11 +2,12 @@
 
 Every row is 3 steps of 8 micro-batches of the default corpus, float32, on processes joined by gloo, with labels masked
 so that the ranks hold unequal numbers of valid tokens. The reference is one process, softmax attention with plain SDPA.
-"loss" is the largest difference over the 3 steps, "norm" that of the gradient norms, relative; "gradients" and "weights"
-the largest over every element of every parameter, of the first step's gradients before they are clipped, and of the
-weights after the 3 steps. Adam divides by the root of the squared gradient, so that rounding of tiny gradients moves
-weights far: they are reported, not bounded. A key's bias in a gpt is left out of them, since its gradient is nought but for
-rounding: it adds the same to all scores of a query. The initial weights must be one process's, to the bit.
+"loss" is the largest difference over the 3 steps, "norm" that of the gradient norms, relative; "gradients" and
+"weights" the largest over every element of every parameter, of the first step's gradients before they are clipped, and
+of the weights after the 3 steps. Adam divides by the root of the squared gradient, so that rounding of tiny gradients
+moves weights far: they are reported, not bounded. A key's bias in a gpt is left out of them, since its gradient is
+nought but for rounding: it adds the same to all scores of a query. The initial weights must be one process's, to the
+bit.
 "MB" is what the largest process grew by, "s" seconds per step on these cores, however many processes share them.
 
 The controls break something each; a row of theirs that is within the bounds fails the run as one outside does above.

@@ -2,8 +2,9 @@
 
 The nodes are network namespaces of 4 ranks each. 100 Mbit/s join them, shared by all ranks of a node, or, as rails, 100
 Mbit/s for each rank. A tiny GPT, a tiny LLaMA (grouped queries) and a tiny TransNormer (linear attention: LASP, Ulysses
-and Megatron-SP) train on the standard library's sources by pretrain_gpt.py, each configuration first without a limit and then within it. Needs Linux, iproute2 and root (or
-`unshare --user --map-root-user --net` before the command); nothing is left behind, however it ends.
+and Megatron-SP) train on the standard library's sources by pretrain_gpt.py, each configuration first without a limit
+and then within it. Needs Linux, iproute2 and root (or `unshare --user --map-root-user --net` before the command);
+nothing is left behind, however it ends.
 
     python -m bench.link                                           # every model, both links, every configuration
     python -m bench.link --models gpt --links rails --cases wallfacer_c2 double_ring --seq-length 1024 2048

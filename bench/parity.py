@@ -3,13 +3,13 @@
 Every row is 3 steps of 8 micro-batches, float32, on processes joined by gloo: language models on the default corpus
 with labels masked, the diffusion transformer (dit) on handwritten digits of which some carry no loss, so that the
 ranks hold unequal numbers of valid tokens. Its modulations, which begin at nought and let no gradient through, begin
-as small numbers here. The reference is one process with plain SDPA. "loss" is the largest difference over the 3
-steps, "norm" that of the gradient norms, relative; "gradients" and "weights" the largest over every element of every
-parameter, of the first step's gradients before they are clipped, and of the weights after the 3 steps. Adam divides
-by the root of the squared gradient, so that rounding of tiny gradients moves weights far: weights are reported, not
-bounded. A key's bias in a gpt or dit is left out of them, since its gradient is nought but for rounding: it adds the
-same to all scores of a query. The initial weights must be one process's, to the bit. "MB" is what the largest process
-grew by, "s" seconds per step on these cores, however many processes share them.
+as small numbers here. The reference is one process, softmax attention with plain SDPA. "loss" is the largest
+difference over the 3 steps, "norm" that of the gradient norms, relative; "gradients" and "weights" the largest over
+every element of every parameter, of the first step's gradients before they are clipped, and of the weights after the
+3 steps. Adam divides by the root of the squared gradient, so that rounding of tiny gradients moves weights far:
+weights are reported, not bounded. A key's bias in a gpt or dit is left out of them, since its gradient is nought but
+for rounding: it adds the same to all scores of a query. The initial weights must be one process's, to the bit. "MB"
+is what the largest process grew by, "s" seconds per step on these cores, however many processes share them.
 
 The controls break something each; a row of theirs that is within the bounds fails the run as one outside does above.
 
@@ -30,7 +30,17 @@ from typing import Any
 import torch
 
 from bench.machine import describe
-from bench.parity_cases import DIFFUSION, KINDS, REFERENCE, Case, cases, diffusion_cases
+from bench.parity_cases import (
+    DIFFUSION,
+    KINDS,
+    LINEAR_KINDS,
+    LINEAR_REFERENCE,
+    REFERENCE,
+    Case,
+    cases,
+    diffusion_cases,
+    linear_cases,
+)
 from bench.parity_rank import Found, train
 from bench.ranks import run_ranks
 from data.indexed import DataError
@@ -153,18 +163,25 @@ HEADER = """\
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
-def cases_of(kind: str) -> list[Case]:
-    """The meshes of a kind of model."""
-    return diffusion_cases() if kind == DIFFUSION else cases()
+def reference_of(kind: str) -> Case:
+    """What meshes are compared with: one process, of softmax attention with plain SDPA."""
+    return REFERENCE if kind in KINDS else LINEAR_REFERENCE
+
+
+def chosen_cases(kind: str, only: str) -> list[Case]:
+    """The meshes of a kind of model whose title has a text."""
+    found = diffusion_cases() if kind == DIFFUSION else cases() if kind in KINDS else linear_cases()
+    return [case for case in found if only in case.title]
 
 
 def rows(kinds: list[str], only: str, data: Path) -> Iterator[tuple[str, bool]]:
-    """Every line of the table as it is measured, and whether it is as it should be: meshes whose title has ``only``."""
-    references = {kind: trained(kind, REFERENCE, data) for kind in kinds}
+    """Every line of the table as it is measured, and whether it is as it should be."""
+    references = {kind: trained(kind, reference_of(kind), data) for kind in kinds}
     for kind in kinds:
-        yield f"| {kind} | 1 | {REFERENCE.title} | {compare(references[kind], references[kind]).cells} |", True
+        title, own = reference_of(kind).title, references[kind]
+        yield f"| {kind} | 1 | {title} | {compare(own, own).cells} |", True
     for kind in kinds:
-        for case in (case for case in cases_of(kind) if only in case.title):
+        for case in chosen_cases(kind, only):
             row = compare(trained(kind, case, data), references[kind])
             mark = "" if row.within else " **outside of the bounds**"
             yield f"| {kind} | {case.ranks} | {case.title}{mark} | {row.cells} |", row.within
@@ -192,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    found.add_argument("--kind", choices=tuple(KINDS), help="this kind of model alone (default: all)")
+    found.add_argument("--kind", choices=(*KINDS, *LINEAR_KINDS), help="this kind of model alone (default: all)")
     found.add_argument(
         "--only",
         metavar="TEXT",
@@ -211,11 +228,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status: 1 where a row is not as it should be."""
     args = parser().parse_args(argv)
-    kinds = [args.kind] if args.kind else list(KINDS)
-    titles = [case.title for kind in kinds for case in cases_of(kind)]
+    kinds = [args.kind] if args.kind else [*KINDS, *LINEAR_KINDS]
     try:
-        if not any(args.only in title for title in titles):
-            raise ValueError(f"--only is {args.only!r}, which is in no mesh's title, such as {titles[0]}")
+        if not any(chosen_cases(kind, args.only) for kind in kinds):
+            raise ValueError(f"--only is {args.only!r}, which is in no mesh's title, such as {cases()[0].title}")
         if kinds != [DIFFUSION]:
             prepare(Request(), args.data)
         started, lines, failed = time.monotonic(), list[str](), 0

@@ -24,6 +24,11 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 """llama: two query heads per KV head, untied. gpt: learned positions, biases, tied. The vocabulary is odd in both.
 dit: handwritten digits in 16 patches."""
+LINEAR_KINDS: dict[str, tuple[str, ...]] = {
+    "transnormer": ("--model-type", "transnormer", "--no-untie-embeddings-and-output-weights"),
+    "linear_transformer": ("--model-type", "linear_transformer"),
+}
+"""Of linear attention, on meshes of their own: see `linear_cases`."""
 DIMENSIONS = ("pp", "dp", "cp", "tp")
 MOST = 8
 
@@ -89,7 +94,7 @@ class Case:
         }
         if self.per_node is not None:
             values["context-parallel-ranks-per-node"] = self.per_node
-        found = [*SHARED, *KINDS[kind]]
+        found = [*SHARED, *(KINDS | LINEAR_KINDS)[kind]]
         if kind != DIFFUSION:
             found += [*LANGUAGE, "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
         for name, value in values.items():
@@ -98,6 +103,7 @@ class Case:
 
 
 REFERENCE = Case(method="none")
+LINEAR_REFERENCE = Case()
 
 
 def cases() -> list[Case]:
@@ -186,3 +192,15 @@ def _pipelines() -> Iterator[Case]:
     yield Case(pp=2, cp=2, schedule="Interleaved1F1B", virtual=2)
     yield Case(tp=2, cp=2, loss_chunk=50)
     yield Case(pp=2, tp=2, loss_chunk=50)
+
+
+def linear_cases() -> list[Case]:
+    """Those of linear attention: each method and tensor parallelism, alone and with the other dimensions."""
+    methods = ("lasp", "lasp2", "ulysses")
+    found = [Case(**{name: 2}) for name in ("pp", "dp", "tp")]  # type: ignore[arg-type]
+    found += [Case(tp=4), Case(tp=2, pp=2), Case(tp=2, loss_chunk=50)]
+    found += [Case(cp=size, method=method) for size in (2, 4) for method in methods]
+    found += [Case(cp=2, method=method, **{other: 2}) for method in methods for other in ("pp", "dp", "tp")]  # type: ignore[arg-type]
+    found += [Case(dp=2, tp=2, mode=mode) for mode in ("ddp", "legacy_ddp", "zero1", "zero2", "zero3")]
+    found += [Case(pp=2, cp=2, tp=2, method=method) for method in methods]
+    return [*found, Case(pp=2, tp=2, schedule="Interleaved1F1B", virtual=2)]

@@ -27,6 +27,17 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
+class Sinusoids(nn.Module):
+    """``sinusoids`` as a module, whose tokens tensor parallelism can divide."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return sinusoids(positions, self.width)
+
+
 class LinearAttention(LinearCore):
     """Projections with biases, features, linear attention divided by its weights' sum, output projection."""
 
@@ -68,10 +79,11 @@ class LinearTransformer(RecurrentModel):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
+        self.sinusoids = Sinusoids(config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, layer, attend) for layer in range(config.num_layers))
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_epsilon)
         self.output = output_module(config)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.embedded(tokens) * self.config.embedding_scale  # [B, T, C]
-        return x + sinusoids(positions, x.shape[-1]).to(x.dtype)
+        return x + self.sinusoids(positions).to(x.dtype)

@@ -55,8 +55,12 @@ class LRPE(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """q and k [B, T, H, D] of positions [T] or [B, T] -> [B, T, H, 2 D] each, in their dtype."""
-        theta = self.theta.unflatten(0, (-1, self.head_dim)).double()  # [H, D]
-        turns = torch.remainder(theta * positions[..., None, None], 2 * math.pi)  # exact far beyond float32's reach
+        return self.turn(q, k, self.theta, positions)
+
+    def turn(self, q: Tensor, k: Tensor, theta: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The same with the angles of these heads, [H * D]: under tensor parallelism a device holds some of them."""
+        angles = theta.unflatten(0, (-1, self.head_dim)).double()  # [H, D]
+        turns = torch.remainder(angles * positions[..., None, None], 2 * math.pi)  # exact far beyond float32's reach
         turns = turns.to(torch.promote_types(q.dtype, torch.float32))  # [T, H, D] or [B, T, H, D]
         cos, sin = turns.cos(), turns.sin()
         q, k = (torch.cat((x * cos, x * sin), dim=-1).to(x.dtype) for x in (q, k))

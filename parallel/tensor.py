@@ -14,6 +14,8 @@ channels.
 import re
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,10 +26,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Se
 def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: int) -> None:
     """Split a transformer on the meta device over the ranks of ``mesh``, in place; before any other parallelism.
 
-    The model may have the modules embedding, position_embedding, layers (each attention_norm, attention with wq, wk, wv
-    and wo, mlp_norm, mlp with up, down and perhaps gate), norm and output; with biases or without. It takes tokens
-    [B, T], the same on all ranks of ``mesh``, and returns logits [B, T, V] as a DTensor sharded over the vocabulary,
-    which ``parallel.vocabulary.cross_entropy_sum`` takes.
+    The model may have the modules embedding, position_embedding or sinusoids, layers (each attention_norm, attention
+    with wq, wk, wv and wo, mlp_norm, mlp with up, down and perhaps gate), norm and output; with biases or without. An
+    attention may have log_decay, a number per head, and the modules wu, a gate; lrpe, angles theta of every head; norm,
+    an RMS norm without a weight over all heads. The model takes tokens [B, T], the same on all ranks of ``mesh``, and
+    returns logits [B, T, V] as a DTensor sharded over the vocabulary, which ``parallel.vocabulary.cross_entropy_sum``
+    takes.
 
     A pipeline stage lacks some of these. What passes between two stages is hidden states of this rank's tokens
     [B, T / size, C], a plain tensor.
@@ -47,11 +51,15 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
     styles: dict[str, ParallelStyle] = {
         "embedding": _Entries(),
         "position_embedding": _Entries(),
+        "sinusoids": _OwnTokens(),
         "attention_norm": SequenceParallel(),
-        "attention": _AllTokens(),
+        "attention": _OwnHeads(),
         "attention.wq": _Matrix(0),
         "attention.wk": heads,
         "attention.wv": heads,
+        "attention.wu": _Matrix(0),
+        "attention.lrpe": _Angles(),
+        "attention.norm": _JointNorm(),
         "attention.wo": _Matrix(1),
         "mlp_norm": SequenceParallel(),
         "mlp": _AllTokens(),
@@ -145,6 +153,17 @@ class _AllTokens(ParallelStyle):
         return module
 
 
+class _OwnHeads(_AllTokens):
+    """An attention, of whose decays per head, where it has any, each rank keeps those of its heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        rates: Any = getattr(module, "log_decay", None)
+        if rates is not None:
+            own, rank = len(rates) // device_mesh.size(), device_mesh.get_local_rank()
+            module.log_decay = rates[rank * own : (rank + 1) * own]
+        return super()._apply(module, device_mesh)
+
+
 class _Matrix(ParallelStyle):
     """A projection split by its output channels (dim 0 of its weight), or by its input channels (1).
 
@@ -207,6 +226,78 @@ class _OneHead(ParallelStyle):
 
         distribute_module(module, device_mesh)
         module.forward = forward
+        return module
+
+
+class _Angles(ParallelStyle):
+    """Angles of positions [H * D], of which each rank has those of its heads; ``turn`` is the module's computation."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def forward(q: Tensor, k: Tensor, positions: Tensor) -> Any:
+            return turn(q, k, theta().to_local(), positions)
+
+        whole: Any = module.theta
+        turn: Any = module.turn
+        module.register_parameter("theta", nn.Parameter(distribute_tensor(whole, device_mesh, [Shard(0)])))
+
+        def theta() -> Any:  # asked for at every call: FSDP puts another in its place
+            return module.theta
+
+        module.forward = forward
+        return module
+
+
+class _JointNorm(ParallelStyle):
+    """An RMS norm without a weight over the channels of all heads, of which each rank has some: [..., C / size].
+
+    Ranks add up their squares, and backwards what reaches these. In float32 at least, rounded once.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def forward(x: Tensor) -> Tensor:
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            squares = _Sum.apply(wide.square().sum(-1, keepdim=True), device_mesh.get_group())
+            channels = x.shape[-1] * device_mesh.size()
+            return (wide * torch.rsqrt(squares / channels + eps)).to(x.dtype)
+
+        eps: Any = module.eps
+        if next(module.parameters(), None) is not None:
+            raise ValueError("a norm over all heads is split without a weight alone; parallel/tensor.py has the plan")
+        module.forward = forward
+        return module
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, of which each makes something of its own: the gradients of these are summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradients[0], ctx.group), None
+
+
+def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _OwnTokens(ParallelStyle):
+    """A function of positions [..., T] without parameters: [..., T, C], of this rank's tokens alone."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def own(module: nn.Module, inputs: Any) -> Any:
+            return inputs[0].chunk(device_mesh.size(), -1)[device_mesh.get_local_rank()], *inputs[1:]
+
+        def sharded(module: nn.Module, inputs: Any, x: Tensor) -> DTensor:
+            return DTensor.from_local(x, device_mesh, [Shard(x.ndim - 2)], run_check=False)
+
+        module.register_forward_pre_hook(own)
+        module.register_forward_hook(sharded)
         return module
 
 

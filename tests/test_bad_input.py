@@ -171,7 +171,7 @@ CASES = {
     "table without a gpt": Case(("--max-position-embeddings", "64"), ("max_position_embeddings is 64", "leave it out")),
     "keys and values passed on for linear attention": Case(
         ("--model-type", "transnormer", "--num-query-groups", "none", "--context-parallel-size", "2"),
-        ("context_parallel_method is striped", "transnormer has linear attention", "use lasp or lasp2"),
+        ("context_parallel_method is striped", "transnormer has linear attention", "use one of lasp, lasp2, ulysses"),
     ),
     "linear attention with grouped queries": Case(
         ("--model-type", "transnormer"), ("num_query_groups is 2", "one key head per query head", "leave it out")

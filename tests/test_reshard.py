@@ -23,6 +23,7 @@ SLOW = [
     ("llama", Case(pp=2, cp=3, method="ring"), Case(dp=2, tp=2, mode="zero2")),
     ("gpt", Case(pp=2, dp=2, virtual=2, schedule="InterleavedZeroBubble", mode="zero1"), Case(cp=2, tp=2)),
     ("gpt", Case(tp=4), Case(pp=2, dp=2, cp=2)),
+    ("transnormer", Case(cp=2, tp=2, method="lasp"), Case(pp=2, tp=2)),
 ]
 
 

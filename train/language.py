@@ -94,7 +94,7 @@ def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[Context
 
 
 def _linear_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, LinearAttend]:
-    """Of a model with linear attention: states that are passed on, or a process that holds whole sequences."""
+    """Of a model with linear attention: the method's, or of a process that holds whole sequences."""
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
     try:
         backend = select_linear_backend(config.context.attention_backend, config.mesh.device_type, dtype)
@@ -104,12 +104,12 @@ def _linear_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple
     def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
         return linear_attention(q, k, v, log_decay, backend=backend)[0]
 
-    seq_length = config.train.seq_length
+    seq_length, tp = config.train.seq_length, config.mesh.tensor_model_parallel_size
     if config.mesh.context_parallel_size == 1:
-        return context_parallel("ring", seq_len=seq_length), attend
+        return context_parallel("ring", seq_len=seq_length, multiple=tp), attend
     timeout = timedelta(minutes=config.mesh.distributed_timeout_minutes)
     method = config.context.context_parallel_method
-    cp = context_parallel(method, seq_len=seq_length, group=group, backend=backend, timeout=timeout)
+    cp = context_parallel(method, seq_len=seq_length, group=group, multiple=tp, backend=backend, timeout=timeout)
     return cp, cp.attend_linear
 
 

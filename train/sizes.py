@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from parallel.context.errors import ContextError
-from parallel.context.registry import METHODS, STATE_METHODS
+from parallel.context.registry import LINEAR_METHODS, METHODS, STATE_METHODS
 from parallel.recompute import RecomputeConfig
 from train.flags import ConfigError
 
@@ -78,26 +78,21 @@ def _validate_method(config: "Config") -> None:
     """Check that the method passes on what the model's kind of attention needs of other tokens."""
     kind, linear = config.model.model_type, config.model.linear_attention
     method, cp = config.context.context_parallel_method, config.mesh.context_parallel_size
-    tp = config.mesh.tensor_model_parallel_size
-    if linear and tp > 1:
-        raise ConfigError(
-            f"tensor_model_parallel_size is {tp}, and model_type {kind} cannot be split yet; "
-            "use size 1, and data_parallel_sharding_strategy zero3 instead"
-        )
-    if linear and cp > 1 and method not in STATE_METHODS:
+    if linear and cp > 1 and method not in LINEAR_METHODS:
         raise ConfigError(
             f"context_parallel_method is {method} with context_parallel_size {cp}, and model_type {kind} has linear "
-            f"attention: that method passes no state on; use {' or '.join(STATE_METHODS)}"
+            f"attention: that method neither passes states on nor gives a rank whole sequences; use one of "
+            f"{', '.join(LINEAR_METHODS)}"
         )
     if not linear and method in STATE_METHODS:
         raise ConfigError(
             f"context_parallel_method is {method}, which passes states of linear attention on, and model_type {kind} "
             f"has softmax attention; use {', '.join(METHODS)}"
         )
-    if linear and cp > 1 and config.context.attention_backend == "reference":
+    if linear and cp > 1 and method in STATE_METHODS and config.context.attention_backend == "reference":
         raise ConfigError(
-            f"attention_backend is reference with context_parallel_size {cp}, and that form of linear attention takes "
-            "whole sequences; use auto, chunked or triton"
+            f"attention_backend is reference with context_parallel_size {cp} and method {method}, and that form of "
+            "linear attention takes whole sequences; use auto, chunked or triton, or method ulysses"
         )
 
 

@@ -1,11 +1,12 @@
 """Measure training steps between two emulated nodes with a slow link: every context-parallel method on 8 ranks.
 
 The nodes are network namespaces of 4 ranks each. 100 Mbit/s join them, shared by all ranks of a node, or, as rails, 100
-Mbit/s for each rank. A tiny GPT and a tiny LLaMA (grouped queries) train on the standard library's sources by
-pretrain_gpt.py, each configuration first without a limit and then within it. Needs Linux, iproute2 and root (or
-`unshare --user --map-root-user --net` before the command); nothing is left behind, however it ends.
+Mbit/s for each rank. A tiny GPT, a tiny LLaMA (grouped queries) and a tiny TransNormer (linear attention: LASP, Ulysses
+and Megatron-SP) train on the standard library's sources by pretrain_gpt.py, each configuration first without a limit
+and then within it. Needs Linux, iproute2 and root (or `unshare --user --map-root-user --net` before the command);
+nothing is left behind, however it ends.
 
-    python -m bench.link                                           # both models, both links, every configuration
+    python -m bench.link                                           # every model, both links, every configuration
     python -m bench.link --models gpt --links rails --cases wallfacer_c2 double_ring --seq-length 1024 2048
 """
 
@@ -17,7 +18,7 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
-from bench.link.cases import CASES, MODELS, REFERENCE
+from bench.link.cases import CASES, LINEAR_CASES, MODELS, cases_of
 from bench.link.network import check_permission
 
 LINKS = ("shared", "rails")
@@ -34,15 +35,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cases",
         nargs="+",
-        choices=tuple(CASES),
-        default=list(CASES),
-        help=f"configurations besides {REFERENCE}, which all are compared with (default: all)",
+        choices=tuple(dict.fromkeys([*CASES, *LINEAR_CASES])),
+        help="configurations besides ring, or lasp of linear attention, which all are compared with (default: all)",
     )
     parser.add_argument(
         "--seq-length", type=int, nargs="+", default=[1024], metavar="N", help="one or more (default: 1024)"
     )
     parser.add_argument(
         "--tokens", type=int, default=8192, metavar="N", help="tokens of a step, in sequences (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="sequences of a step instead, so that tokens grow with the length"
     )
     parser.add_argument("--rate", default="100mbit", help="of the link or of each rail, in tc's words (%(default)s)")
     parser.add_argument(
@@ -76,11 +79,19 @@ def check(args: argparse.Namespace) -> None:
             f"--profile is {args.profile} with --rate {args.rate}; it must be 0 or more, and bench/link/clusters/ is "
             f"about {PROFILED_RATE}"
         )
+    if args.batch_size is not None and args.batch_size < 1:
+        raise ValueError(f"--batch-size is {args.batch_size}; it must be 1 or more")
+    for model in args.models:
+        if args.cases and not any(name in cases_of(model) for name in args.cases):
+            raise ValueError(
+                f"--cases is {' '.join(args.cases)}, none of which --models {model} has; it has "
+                f"{', '.join(cases_of(model))}"
+            )
     for length in args.seq_length:
-        if length < 16 or args.tokens < length or args.tokens % length:
+        if length < 16 or (args.batch_size is None and (args.tokens < length or args.tokens % length)):
             raise ValueError(
                 f"--seq-length is {length} with --tokens {args.tokens}; it must be 16 or more, and "
-                "tokens a multiple of it"
+                "tokens a multiple of it, or give --batch-size"
             )
 
 

@@ -1,12 +1,12 @@
 """What is compared: models, context-parallel configurations, and the command line that trains them."""
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.context import ContextConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-REFERENCE = "ring"
 VOCAB_SIZE = 512  # the embedding's gradient crosses the link too, and is not what is compared
 
 # Small layers and many tokens, so that keys and values outweigh all else that crosses. Eight heads, for Ulysses on
@@ -18,6 +18,7 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("--config", str(ROOT / "configs/llama_tiny.toml"), *_COMMON),
         *("--num-query-groups", "4", "--ffn-hidden-size", "352"),
     ),
+    "transnormer": ("--config", str(ROOT / "configs/transnormer_tiny.toml"), *_COMMON),
 }
 
 
@@ -61,18 +62,49 @@ def method_flags(context: ContextConfig, ranks: int) -> tuple[str, ...]:
     )
 
 
+# Of linear attention: LASP and what its paper compares it with. Megatron-SP is tensor parallelism on all ranks.
+LINEAR_CASES: dict[str, tuple[str, ...]] = {
+    "lasp": _method("lasp"),
+    "lasp2": _method("lasp2"),
+    "ulysses": _method("ulysses", degree=8),
+    "megatron_sp": ("--tensor-model-parallel-size", "8"),
+}
+
+
+def batch_of(args: argparse.Namespace, length: int) -> int:
+    """Sequences of a step: as many as named, whatever their length, or those that make up its tokens."""
+    return args.batch_size or args.tokens // length
+
+
+def cases_of(model: str) -> dict[str, tuple[str, ...]]:
+    """The configurations that a model can have, by name."""
+    return LINEAR_CASES if model == "transnormer" else CASES
+
+
+def reference_of(model: str) -> str:
+    """The configuration that a model's others are compared with."""
+    return "lasp" if model == "transnormer" else "ring"
+
+
 def command_line(
     model: str, method: Sequence[str], data: Path, *, size: int, seq_length: int, batch: int, iterations: int
 ) -> list[str]:
-    """Flags of pretrain_gpt.py. Weights are copied on every node and gradients summed over the link once."""
+    """Flags of pretrain_gpt.py.
+
+    Weights are copied on every node and gradients summed over the link once; with tensor parallelism each rank has its
+    own, and no gradient of a matrix crosses.
+    """
+    mesh: tuple[str, ...] = ("--context-parallel-size", str(size), "--num-distributed-optimizer-instances", "2")
+    if "--tensor-model-parallel-size" in method:
+        mesh = ()
     positions = ("--max-position-embeddings", str(seq_length)) if model == "gpt" else ()
     return [
         *MODELS[model],
         *positions,
         *method,
-        *("--context-parallel-size", str(size), "--seq-length", str(seq_length)),
+        *mesh,
+        *("--seq-length", str(seq_length)),
         *("--micro-batch-size", str(batch), "--global-batch-size", str(batch), "--train-iters", str(iterations)),
         *("--data-path", str(data), "--tokenizer-model", f"{data}.model"),
-        *("--num-distributed-optimizer-instances", "2"),
         *("--lr-warmup-iters", "1", "--eval-iters", "0", "--save", "none", "--save-interval", "none"),
     ]

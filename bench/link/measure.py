@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.link.cases import CASES, REFERENCE, VOCAB_SIZE, command_line
+from bench.link.cases import VOCAB_SIZE, batch_of, cases_of, command_line, reference_of
 from bench.link.network import Network
 from bench.link.planned import planned, verdict
 from bench.link.ranks import Iteration, train
@@ -58,17 +58,19 @@ def _setting(
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
     """All configurations of one setting, those that the planner profiles among them."""
-    setting: dict[str, Any] = {"model": model, "link": link, "seq_length": length, "batch": args.tokens // length}
-    methods = {name: CASES[name] for name in (REFERENCE, *args.cases)}
-    if args.profile:
+    setting: dict[str, Any] = {"model": model, "link": link, "seq_length": length, "batch": batch_of(args, length)}
+    known, reference = cases_of(model), reference_of(model)
+    methods = {name: known[name] for name in (reference, *(args.cases or known)) if name in known}
+    profiled = args.profile and model != "transnormer"  # the planner has nothing to choose for linear attention
+    if profiled:
         tell(f"{model:6}{link:8}{length:6} profiling the {args.profile} best predictions")
         setting["planner"] = planned(network, model, link, data, length, args)
         methods |= {name: entry["flags"] for name, entry in setting["planner"].items() if "profiled" in entry}
     setting["cases"] = found = {}
     for name, method in methods.items():
         found[name] = one(network, model, method, data, length, args)
-        tell(_line(setting, name, found[name], found[REFERENCE]))
-    if args.profile:
+        tell(_line(setting, name, found[name], found[reference]))
+    if profiled:
         setting["verdict"] = verdict(setting["planner"], found)
     return setting
 
@@ -78,7 +80,7 @@ def one(
 ) -> dict[str, Any]:
     """Train one configuration: medians of its steps, without a limit and within it."""
     free, last = WARM_UP + FREE, WARM_UP + FREE + WARM_UP_LIMITED + args.repeats
-    batch = args.tokens // length
+    batch = batch_of(args, length)
     flags = command_line(model, method, data, size=network.size, seq_length=length, batch=batch, iterations=last)
 
     def limit(iteration: int) -> None:
@@ -98,7 +100,10 @@ def one(
 
 
 def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
-    """Bytes that a step's attentions send from the first node to the second, and back, by the plan."""
+    """Bytes that a step's attentions send from the first node to the second, and back, by the plan.
+
+    Nought of tensor parallelism, whose every layer sends its tokens elsewhere.
+    """
     model, sent = config.model, [0, 0]
     size = config.mesh.context_parallel_size
     plan = make_plan(
@@ -108,16 +113,19 @@ def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
         **config.context.plan_arguments(ranks_per_node),
     )
     for rank in range(size):
-        cost = plan.cost(
-            rank,
-            batch=config.train.micro_batch_size,
-            heads=model.num_attention_heads,
-            kv_heads=model.query_groups,
-            head_dim=model.head_dim,
-            element_size=4,
-        )
-        for traffic in (cost.forward, cost.backward):
-            sent[rank // ranks_per_node] += model.num_layers * traffic.between_nodes(rank, ranks_per_node)
+        for layer in range(model.num_layers):
+            turned = model.model_type == "transnormer" and layer == 0  # LRPE doubles queries and keys
+            cost = plan.cost(
+                rank,
+                batch=config.train.micro_batch_size,
+                heads=model.num_attention_heads,
+                kv_heads=model.query_groups,
+                head_dim=model.head_dim * (2 if turned else 1),
+                value_dim=model.head_dim,
+                element_size=4,
+            )
+            for traffic in (cost.forward, cost.backward):
+                sent[rank // ranks_per_node] += traffic.between_nodes(rank, ranks_per_node)
     return sent[0], sent[1]
 
 
@@ -127,7 +135,7 @@ def _busier(steps: list[Iteration]) -> float:
 
 def _line(shape: dict[str, Any], name: str, found: dict[str, Any], reference: dict[str, Any]) -> str:
     return (
-        f"{shape['model']:6}{shape['link']:8}{shape['seq_length']:6} {name:26}{found['median']:8.3f} s"
-        f"{reference['median'] / found['median']:8.2f} x ring, {found['crossed'] / 2**20:7.1f} MiB crossed, "
-        f"{found['unlimited']:7.3f} s without a limit"
+        f"{shape['model']:12}{shape['link']:8}{shape['seq_length']:6} {name:26}{found['median']:8.3f} s"
+        f"{reference['median'] / found['median']:8.2f} x {reference_of(shape['model'])}, "
+        f"{found['crossed'] / 2**20:7.1f} MiB crossed, {found['unlimited']:7.3f} s without a limit"
     )

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bench.link.cases import VOCAB_SIZE, command_line, method_flags, name_of
+from bench.link.cases import VOCAB_SIZE, batch_of, command_line, method_flags, name_of
 from bench.link.network import Network
 from bench.link.ranks import profile
 from parallel.cluster import load_cluster
@@ -24,7 +24,7 @@ def planned(
     Raises:
         RuntimeError: a rank failed.
     """
-    shape: dict[str, Any] = {"size": network.size, "seq_length": length, "batch": args.tokens // length}
+    shape: dict[str, Any] = {"size": network.size, "seq_length": length, "batch": batch_of(args, length)}
     asked = command_line(model, ("--context-parallel-method", "auto"), data, **shape, iterations=ITERATIONS + 1)
     config = with_vocabulary(parse_args(asked), VOCAB_SIZE)
     candidates = rank([config], network.size, load_cluster(CLUSTERS / f"{link}.toml")).candidates

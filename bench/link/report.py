@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.link.cases import REFERENCE
+from bench.link.cases import reference_of
 from bench.machine import slug, write_json
 from parallel.files import write_text
 
@@ -30,8 +30,10 @@ def markdown(result: dict[str, Any]) -> str:
 
 def _table(setting: dict[str, Any]) -> list[str]:
     """A setting's configurations, fastest first, and what the planner said of them."""
-    cases, planner = setting["cases"], setting.get("planner", {})
-    head = ["configuration", "step, s", "times as fast as ring", "without a limit, s", "crossed, MiB", "attention, MiB"]
+    cases, planner, reference = setting["cases"], setting.get("planner", {}), reference_of(setting["model"])
+    tokens = setting["batch"] * setting["seq_length"]
+    head = ["configuration", "step, s", "tokens/s", f"times as fast as {reference}", "without a limit, s"]
+    head += ["crossed, MiB", "attention, MiB"]
     head += ["predicted, s", "profiled, s"] if planner else []
     lines = [
         f"**{setting['model']}**, {setting['batch']} x {setting['seq_length']} tokens, {LINK[setting['link']]}:",
@@ -40,7 +42,8 @@ def _table(setting: dict[str, Any]) -> list[str]:
         "| --- " * len(head) + "|",
     ]
     for name, found in sorted(cases.items(), key=lambda item: item[1]["median"]):
-        cells = [name, f"{found['median']:.2f}", f"{cases[REFERENCE]['median'] / found['median']:.2f}"]
+        cells = [name, f"{found['median']:.2f}", f"{tokens / found['median']:.0f}"]
+        cells.append(f"{cases[reference]['median'] / found['median']:.2f}")
         cells += [f"{found['unlimited']:.2f}", f"{found['crossed'] / 2**20:.1f}"]
         cells.append(f"{found['attention_by_plan'] / 2**20:.1f}")
         said = planner.get(name, {})

@@ -10,11 +10,12 @@ from parallel.context.config import ContextConfig
 from parallel.context.errors import ContextError
 from parallel.context.plan import Plan
 from parallel.context.planning import make_plan
-from parallel.context.registry import METHODS, STATE_METHODS
+from parallel.context.registry import LINEAR_METHODS, METHODS, STATE_METHODS
 from parallel.context.rounds import Round
 from parallel.context.traffic import Cost, Traffic
 
 __all__ = [
+    "LINEAR_METHODS",
     "METHODS",
     "STATE_METHODS",
     "ContextConfig",

@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear_attention import check
+from kernels.linear_attention import check, linear_attention
 from parallel.context.errors import ContextError
 from parallel.context.executor import Executor, attend
 from parallel.context.heads import HeadExchange
+from parallel.context.method import Method
 from parallel.context.plan import Plan
 from parallel.context.planning import make_plan
-from parallel.context.registry import METHODS, STATE_METHODS
+from parallel.context.registry import LINEAR_METHODS, METHODS
 from parallel.context.state import StateExecutor, attend_linear
 from parallel.context.transport import Transport
 
@@ -36,6 +37,7 @@ class ContextParallel:
         self.positions = plan.positions(rank)
         """Ascending global positions of this rank: int64 ``[T_local]``; from ``plan.seq_len`` on they are padding."""
         self.transport = Transport(plan, group, rank, timeout)
+        self._rank, self._backend = rank, backend
         self._heads = HeadExchange(self.transport)
         self._executor = Executor(plan, self.transport, rank, backend)
         self._state_executor = StateExecutor(plan, self.transport, rank, backend)
@@ -89,13 +91,16 @@ class ContextParallel:
                 f"attend: q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype} do not fit: query heads must "
                 "be a multiple of the key heads, head widths and dtypes equal"
             )
-        self._check_kind("attend", "softmax attention", states=False)
+        self._check_kind("attend", "softmax attention", METHODS)
         self.plan.check_heads(q.shape[2], k.shape[2])
         q, k, v = (self._heads.to_heads(x) for x in (q, k, v))
         return self._heads.to_tokens(attend(self._executor, q, k, v, q.shape[-1] ** -0.5))
 
     def attend_linear(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
         """Causal linear attention over the whole sequence, without a scale; differentiable, collective.
+
+        A method that splits heads gives this rank the whole sequence of some, with these heads' decays; the others pass
+        states on.
 
         Args:
             q, k: ``[B, T_local, H, D]``.
@@ -106,10 +111,10 @@ class ContextParallel:
             ``[B, T_local, H, E]`` in v's dtype. Rows of padding hold numbers that mean nothing.
 
         Raises:
-            ContextError: a method without states, shapes or dtypes that do not fit, a decay outside (0, 1], a state
-                that is not finite.
+            ContextError: a method of softmax attention alone, shapes, heads or dtypes that do not fit, a decay outside
+                (0, 1], a state that is not finite.
         """
-        self._check_kind("attend_linear", "linear attention", states=True)
+        self._check_kind("attend_linear", "linear attention", LINEAR_METHODS)
         if q.shape[1] != self.plan.local_len:
             raise ContextError(
                 f"attend_linear: q {tuple(q.shape)} does not fit a plan of {self.plan.local_len} local positions; "
@@ -120,14 +125,23 @@ class ContextParallel:
             check(q, k, v, log_decay)
         except ValueError as error:
             raise ContextError(f"attend_linear: {error}") from error
-        return attend_linear(self._state_executor, q, k, v, log_decay)
+        if self.plan.method.capabilities().states:
+            return attend_linear(self._state_executor, q, k, v, log_decay)
+        self.plan.check_heads(q.shape[2], q.shape[2])
+        ranks, bounds = self.plan.head_group(self._rank), self.plan.boundaries
+        own = len(log_decay) // len(ranks)
+        rates = log_decay[ranks.index(self._rank) * own :][:own]
+        documents = (0, *bounds, self.plan.padded_len) if bounds else None  # padding is one of them
+        q, k, v = (self._heads.to_heads(x) for x in (q, k, v))
+        return self._heads.to_tokens(linear_attention(q, k, v, rates, documents=documents, backend=self._backend)[0])
 
-    def _check_kind(self, called: str, attention: str, *, states: bool) -> None:
+    def _check_kind(self, called: str, attention: str, fitting: dict[str, Method]) -> None:
         """Refuse a method of the other kind of attention."""
-        if bool(self.plan.method.capabilities().states) != states:
-            passed, fitting = ("states", METHODS) if not states else ("keys and values", STATE_METHODS)
+        method = self.plan.method
+        if method.name not in fitting:
+            passed = "states" if method.capabilities().states else "keys and values"
             raise ContextError(
-                f"{called}: method {self.plan.method.name} passes {passed} on, which {attention} does not work by; "
+                f"{called}: method {method.name} passes {passed} on, which {attention} does not work by; "
                 f"use one of {', '.join(fitting)}"
             )
 

@@ -93,14 +93,26 @@ class Plan:
         """
         return _gather_order(self, ranks, device)
 
-    def cost(self, rank: int, *, batch: int, heads: int, kv_heads: int, head_dim: int, element_size: int) -> Cost:
+    def cost(
+        self,
+        rank: int,
+        *,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        element_size: int,
+        value_dim: int | None = None,
+    ) -> Cost:
         """Work and traffic of one attention on ``rank``; ``element_size`` in bytes, of the activations.
+
+        ``value_dim`` is the width of v and out, where linear attention has another one than that of q and k.
 
         Partial results and gradients travel in float32 (float64 for float64). A collective counts what each peer is
         sent of it.
         """
         self.check_heads(heads, kv_heads)
-        of = sizes(self, batch, heads, kv_heads, head_dim, element_size)
+        of = sizes(self, batch, heads, kv_heads, head_dim, element_size, value_dim)
         moves = cheaper_backward(self, of)
         pairs = tuple(step.pairs for step in self.rounds(rank))
         return Cost(pairs, forward_traffic(self, rank, of), backward_traffic(self, rank, of, moves), moves)

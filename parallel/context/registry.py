@@ -16,7 +16,11 @@ METHODS: dict[str, Method] = {
 }
 """Of softmax attention."""
 STATE_METHODS: dict[str, Method] = {method.name: method for method in (Lasp(), Lasp2())}
-"""Of linear attention."""
+"""Of linear attention alone."""
+LINEAR_METHODS: dict[str, Method] = STATE_METHODS | {
+    name: method for name, method in METHODS.items() if method.capabilities().splits_heads
+}
+"""Those that linear attention works by: they pass states on, or give each rank the whole sequence of some heads."""
 
 
 def method_of(name: str) -> Method:

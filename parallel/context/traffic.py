@@ -61,7 +61,10 @@ class Cost:
 
 
 class Sizes(NamedTuple):
-    """A rank's tensors inside the exchange of heads: q ``[batch, tokens, heads, head_dim]``, k and v ``kv_heads``."""
+    """A rank's tensors inside the exchange of heads: q ``[batch, tokens, heads, head_dim]``, k and v ``kv_heads``.
+
+    Of linear attention, v and out may be ``value_dim`` wide instead.
+    """
 
     batch: int
     tokens: int
@@ -69,6 +72,12 @@ class Sizes(NamedTuple):
     kv_heads: int
     head_dim: int
     element_size: int
+    value_dim: int | None = None
+
+    @property
+    def values(self) -> int:
+        """Width of v and out."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def wide(self) -> int:
@@ -88,11 +97,19 @@ class Sizes(NamedTuple):
         return self.batch * self.tokens * channels * self.wide
 
 
-def sizes(plan: "Plan", batch: int, heads: int, kv_heads: int, head_dim: int, element_size: int) -> Sizes:
+def sizes(
+    plan: "Plan",
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    element_size: int,
+    value_dim: int | None = None,
+) -> Sizes:
     """The sizes that ``heads`` and ``kv_heads`` of every token become where Ulysses splits them."""
     degree = plan.ulysses_degree
     tokens = plan.local_len * degree
-    return Sizes(batch, tokens, heads // degree, max(1, kv_heads // degree), head_dim, element_size)
+    return Sizes(batch, tokens, heads // degree, max(1, kv_heads // degree), head_dim, element_size, value_dim)
 
 
 def messages(plan: "Plan", rank: int, of: Sizes, moves: Moves, *, gradients: bool) -> Iterator[Message]:
@@ -114,10 +131,10 @@ def collectives(plan: "Plan", rank: int, of: Sizes, moves: Moves | None) -> Iter
     """
     heads, holders, team = plan.head_group(rank), plan.holders(rank), plan.teammates(rank)
     rows = of.batch * of.tokens
-    channel = of.batch * plan.local_len * of.head_dim * of.element_size
+    channel = of.batch * plan.local_len * of.element_size
     found = [
-        Collective("exchange", heads, (of.heads + 2 * of.kv_heads) * channel),
-        Collective("exchange", heads, of.heads * channel),
+        Collective("exchange", heads, ((of.heads + of.kv_heads) * of.head_dim + of.kv_heads * of.values) * channel),
+        Collective("exchange", heads, of.heads * of.values * channel),
     ]
     if moves is None:
         found += [
@@ -173,7 +190,7 @@ def cheaper_backward(plan: "Plan", of: Sizes) -> Moves:
 
 def _pass_states(sent: Traffic, plan: "Plan", rank: int, of: Sizes, *, reverse: bool) -> None:
     """The state, or backwards its gradient: a matrix per head, B d^2 / h elements however many tokens."""
-    way, count = plan.method.capabilities().states, of.batch * of.heads * of.head_dim**2 * of.wide
+    way, count = plan.method.capabilities().states, of.batch * of.heads * of.head_dim * of.values * of.wide
     if way == "gather":
         for peer in range(plan.size):
             if peer != rank:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from bench import parity
-from bench.parity import CONTROLS, Run, compare, main, trained
-from bench.parity_cases import DIMENSIONS, REFERENCE, Case, cases
+from bench.parity import CONTROLS, Run, compare, main, reference_of, trained
+from bench.parity_cases import DIMENSIONS, KINDS, LINEAR_KINDS, Case, cases
 from bench.parity_rank import Masked
 from parallel.context import METHODS
 
@@ -28,13 +28,15 @@ MESHES = [
     ("gpt", Case(pp=2, dp=2, cp=2, copies=2)),
     ("gpt", Case(pp=2, tp=2, layers=(1, 3), loss_chunk=50)),
     ("gpt", Case(pp=2, cp=2, schedule="Interleaved1F1B", virtual=2, mode="ddp")),
+    ("transnormer", Case(pp=2, tp=2)),
+    ("linear_transformer", Case(pp=2, tp=2, loss_chunk=50)),
 ]
 
 
 @pytest.fixture(scope="module")
 def references(default_data: Path) -> dict[str, Run]:
-    """One process with plain SDPA."""
-    return {kind: trained(kind, REFERENCE, default_data) for kind in ("llama", "gpt", "dit")}
+    """One process, of softmax attention with plain SDPA."""
+    return {kind: trained(kind, reference_of(kind), default_data) for kind in (*KINDS, *LINEAR_KINDS)}
 
 
 @pytest.mark.parametrize(("kind", "case"), MESHES, ids=lambda value: getattr(value, "title", value))

@@ -148,10 +148,13 @@ def train_and_save(
     cp: int,
     load: Path | None,
     data_parallel: DataParallelConfig = ZERO3,
+    *,
+    model_config: ModelConfig | None = None,
+    method: str = "zigzag",
 ) -> dict[str, Tensor]:
     """Load or train two steps, save, and return everything in full."""
     with joined(mesh_config(tp, cp)) as mesh:
-        model, context = build(mesh, config(), data_parallel=data_parallel)
+        model, context = build(mesh, model_config or config(), data_parallel=data_parallel, method=method)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         tokens, labels = own_batch(mesh, context)
         if load is not None:

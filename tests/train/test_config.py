@@ -235,7 +235,7 @@ def test_wrong_flags_are_refused_by_name(argv, words):
         (
             2,
             "--model-type transnormer --context-parallel-size 2",
-            ["context_parallel_method is striped", "model_type transnormer", "no state on; use lasp or lasp2"],
+            ["context_parallel_method is striped", "model_type transnormer", "use one of lasp, lasp2, ulysses"],
         ),
         (
             1,
@@ -255,9 +255,9 @@ def test_wrong_flags_are_refused_by_name(argv, words):
             ["attention_backend is reference with context_parallel_size 2", "auto, chunked or triton"],
         ),
         (
-            2,
-            "--model-type linear_transformer --tensor-model-parallel-size 2",
-            ["tensor_model_parallel_size is 2", "model_type linear_transformer", "use size 1"],
+            4,
+            "--model-type linear_transformer --num-attention-heads 2 --tensor-model-parallel-size 4",
+            ["tensor_model_parallel_size 4 does not divide num_attention_heads 2", "sizes that fit this model: 1, 2"],
         ),
         (1, "--save-interval 5", ["save_interval is 5", "--save"]),
         (1, "--wandb-exp-name x", ["wandb_exp_name is x", "--wandb-project"]),

@@ -18,7 +18,7 @@ import pytest
 
 from bench.link import __main__ as entry
 from bench.link import measure, report
-from bench.link.cases import CASES, MODELS, VOCAB_SIZE, command_line, method_flags, name_of
+from bench.link.cases import CASES, MODELS, VOCAB_SIZE, cases_of, command_line, method_flags, name_of
 from bench.link.network import Network, NetworkError, check_permission, enter
 from bench.link.planned import CLUSTERS, verdict
 from model.registry import num_parameters
@@ -153,13 +153,13 @@ def test_what_crosses_is_what_the_plan_says(default_data: Path, monkeypatch: pyt
 
 
 def parsed(model: str, case: str, data: Path = Path("nowhere")) -> Config:
-    return parse_args(command_line(model, CASES[case], data, size=8, seq_length=1024, batch=2, iterations=3))
+    return parse_args(command_line(model, cases_of(model)[case], data, size=8, seq_length=1024, batch=2, iterations=3))
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_configuration_is_one_that_the_entry_accepts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    for case in CASES:
+    for case in cases_of(model):
         validate(parsed(model, case), 8)
 
 
@@ -192,6 +192,19 @@ def test_crossing_by_hand() -> None:
     kv = 2 * 1024 * 2 * 64 * 4  # batch, tokens, k and v, 4 heads of 16, float32: of one layer, all ranks
     # forward: 7 of 8 parts pass from node to node; backward: as many, and their gradients to the owner, all 8
     assert measure.attention_crossing(parsed("llama", "ring"), 4) == (2 * kv * 22 // 8, 2 * kv * 22 // 8)
+
+
+def test_crossing_of_linear_attention_by_hand() -> None:
+    hidden, heads, tokens = 128, 8, 2 * 1024
+    state = 4 * 2 * hidden**2 // heads  # of a layer: batch 2, float32
+    # from rank 3 to rank 4 forward, and back in the backward; LRPE doubles the first layer's
+    assert measure.attention_crossing(parsed("transnormer", "lasp"), 4) == (3 * state, 3 * state)
+    # each rank's states to the 4 of the other node, forward and backward
+    assert measure.attention_crossing(parsed("transnormer", "lasp2"), 4) == (2 * 4 * 4 * 3 * state,) * 2
+    # q, k, v and out, of which the first layer's q and k are doubled, of 4 ranks to 4 of 8 each
+    one = 4 * tokens * hidden // 4
+    assert measure.attention_crossing(parsed("transnormer", "ulysses"), 4) == (2 * (6 + 4) * one,) * 2
+    assert measure.attention_crossing(parsed("transnormer", "megatron_sp"), 4) == (0, 0)
 
 
 @permitted
@@ -255,12 +268,16 @@ def test_without_permission_it_says_what_it_needs() -> None:
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert entry.main(["--repeats", "0"]) == 1
     assert entry.main(["--seq-length", "1000"]) == 1
+    assert entry.main(["--batch-size", "0"]) == 1
+    assert entry.main(["--models", "transnormer", "--cases", "zigzag"]) == 1
     monkeypatch.setenv("PATH", "")
     assert entry.main([]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(";")[0] for line in lines] == [
         "error: --repeats is 0",
         "error: --seq-length is 1000 with --tokens 8192",
+        "error: --batch-size is 0",
+        "error: --cases is zigzag, none of which --models transnormer has",
         "error: the link bench needs ip on the PATH",
     ]
 
@@ -289,8 +306,8 @@ def test_the_report_has_the_fastest_first(tmp_path: Path) -> None:
     assert path == tmp_path / "link-a-processor-2-cores.md"
     text = path.read_text()
     assert text.splitlines()[-2:] == [
-        "| ulysses | 1.50 | 2.00 | 0.50 | 3.0 | 2.0 |",
-        "| ring | 3.00 | 1.00 | 0.50 | 3.0 | 2.0 |",
+        "| ulysses | 1.50 | 5461 | 2.00 | 0.50 | 3.0 | 2.0 |",
+        "| ring | 3.00 | 2731 | 1.00 | 0.50 | 3.0 | 2.0 |",
     ]
     assert json.loads(path.with_suffix(".json").read_text()) == result
     other = {**result["settings"][0], "link": "shared"}

@@ -151,7 +151,7 @@ class AttentionCost:
         """Seconds until the busiest rank, or the busiest node's shared link, has sent what is to be sent."""
         cluster, shared = self.cluster, self.cluster.between_link == "node"
         busy: dict[tuple[str, int], float] = defaultdict(float)
-        waiting: dict[int, float] = defaultdict(float)
+        waiting: dict[tuple[int, int], float] = defaultdict(float)  # messages to several peers set out together
         for (rank, peer), count in slot.sent.items():
             node = rank // self._per_node
             if peer // self._per_node == node:
@@ -161,7 +161,7 @@ class AttentionCost:
                 link = ("link", node if shared else rank)
                 busy[link] += count * (self.tp if shared else 1) / (cluster.between_gb_per_s * GB)
                 latency = cluster.between_latency_us
-            waiting[rank] += slot.messages[rank, peer] * latency * MICRO
+            waiting[rank, peer] += slot.messages[rank, peer] * latency * MICRO
         return max(busy.values(), default=0.0) + max(waiting.values(), default=0.0)
 
 

@@ -9,6 +9,7 @@ from io import StringIO
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from parallel.agree import from_first, is_first
 from parallel.mesh import joined
@@ -79,3 +80,4 @@ def released_groups(number: int) -> Iterator[None]:
     groups[everyone] = backend, store
     for group in [group for group in groups if group not in before]:
         dist.destroy_process_group(group)
+    _clear_sharding_prop_cache()  # whose tensors' meshes have these groups, and are equal to later ones

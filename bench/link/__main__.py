@@ -21,6 +21,7 @@ from bench.link.cases import CASES, MODELS, REFERENCE
 from bench.link.network import check_permission
 
 LINKS = ("shared", "rails")
+PROFILED_RATE = "100mbit"  # that the cluster files are about
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,6 +49,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--repeats", type=int, default=5, help="steps of which the median counts (default: %(default)s)"
     )
     parser.add_argument(
+        "--profile",
+        type=int,
+        default=0,
+        metavar="N",
+        help="in each setting let the planner predict all methods, profile its N best for 3 iterations each, and say "
+        "how its choice does against the best that was measured (default: 0, none)",
+    )
+    parser.add_argument(
         "--results", type=Path, metavar="FOLDER", help="write JSON and Markdown here too, named after the machine"
     )
     parser.add_argument("--note", help="a remark for the results, such as what else the machine was doing")
@@ -62,6 +71,11 @@ def check(args: argparse.Namespace) -> None:
     """
     if args.repeats < 1:
         raise ValueError(f"--repeats is {args.repeats}; it must be 1 or more")
+    if args.profile < 0 or (args.profile and args.rate != PROFILED_RATE):
+        raise ValueError(
+            f"--profile is {args.profile} with --rate {args.rate}; it must be 0 or more, and bench/link/clusters/ is "
+            f"about {PROFILED_RATE}"
+        )
     for length in args.seq_length:
         if length < 16 or args.tokens < length or args.tokens % length:
             raise ValueError(

@@ -1,6 +1,9 @@
 """What is compared: models, context-parallel configurations, and the command line that trains them."""
 
+from collections.abc import Sequence
 from pathlib import Path
+
+from parallel.context import ContextConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = "ring"
@@ -30,6 +33,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "striped": _method("striped"),
     "zigzag": _method("zigzag"),
     "allgather": _method("allgather"),
+    "allgather_u4": _method("allgather", degree=4),
     "ulysses": _method("ulysses", degree=8),
     "double_ring": _method("double_ring"),
     "wallfacer_c2": _method("wallfacer", team=2),
@@ -38,19 +42,34 @@ CASES: dict[str, tuple[str, ...]] = {
     "zigzag_u4": _method("zigzag", degree=4),
     "double_ring_u2": _method("double_ring", degree=2),
     "wallfacer_c2_u2": _method("wallfacer", team=2, degree=2),
-    "wallfacer_c2_p2p_intra_u2": _method("wallfacer", team=2, placement="p2p_intra", degree=2),
 }
 
 
+def name_of(context: ContextConfig) -> str:
+    """The name that ``CASES`` has, or would have, for what the planner proposes."""
+    team, degree = context.context_parallel_team_size, context.ulysses_degree
+    name = context.context_parallel_method + (f"_c{team}" if team > 1 else "")
+    name += "_p2p_intra" if context.context_parallel_placement == "p2p_intra" else ""
+    return name + (f"_u{degree}" if degree > 1 else "")
+
+
+def method_flags(context: ContextConfig, ranks: int) -> tuple[str, ...]:
+    """The flags that ask for what the planner proposes on that many ranks."""
+    name, team, degree = context.context_parallel_method, context.context_parallel_team_size, context.ulysses_degree
+    return _method(
+        name, team=team, placement=context.context_parallel_placement, degree=ranks if name == "ulysses" else degree
+    )
+
+
 def command_line(
-    model: str, case: str, data: Path, *, size: int, seq_length: int, batch: int, iterations: int
+    model: str, method: Sequence[str], data: Path, *, size: int, seq_length: int, batch: int, iterations: int
 ) -> list[str]:
     """Flags of pretrain_gpt.py. Weights are copied on every node and gradients summed over the link once."""
     positions = ("--max-position-embeddings", str(seq_length)) if model == "gpt" else ()
     return [
         *MODELS[model],
         *positions,
-        *CASES[case],
+        *method,
         *("--context-parallel-size", str(size), "--seq-length", str(seq_length)),
         *("--micro-batch-size", str(batch), "--global-batch-size", str(batch), "--train-iters", str(iterations)),
         *("--data-path", str(data), "--tokenizer-model", f"{data}.model"),

@@ -2,13 +2,14 @@
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.link.cases import REFERENCE, VOCAB_SIZE, command_line
+from bench.link.cases import CASES, REFERENCE, VOCAB_SIZE, command_line
 from bench.link.network import Network
+from bench.link.planned import planned, verdict
 from bench.link.ranks import Iteration, train
 from bench.machine import describe
 from data.prepare import Request
@@ -27,7 +28,6 @@ def measure(args: argparse.Namespace, data: Path, tell: Callable[[str], None]) -
         RuntimeError: a rank failed.
         NetworkError: the machine does not allow the namespaces, or tc does not know the rate.
     """
-    names = list(dict.fromkeys([REFERENCE, *args.cases]))
     settings: list[dict[str, Any]] = []
     machine = describe("cpu")
     for link in args.links:
@@ -35,12 +35,7 @@ def measure(args: argparse.Namespace, data: Path, tell: Callable[[str], None]) -
             network.limit(args.rate)  # what tc does not know is known before anything is trained
             for model in args.models:
                 for length in args.seq_length:
-                    shape = {"model": model, "link": link, "seq_length": length, "batch": args.tokens // length}
-                    found = {}
-                    for name in names:
-                        found[name] = one(network, model, name, data, length, args)
-                        tell(_line(shape, name, found[name], found[REFERENCE]))
-                    settings.append({**shape, "cases": found})
+                    settings.append(_setting(network, model, link, length, data, args, tell))
     return {
         "benchmark": "training steps between two emulated nodes",
         "machine": machine,
@@ -53,11 +48,38 @@ def measure(args: argparse.Namespace, data: Path, tell: Callable[[str], None]) -
     }
 
 
-def one(network: Network, model: str, name: str, data: Path, length: int, args: argparse.Namespace) -> dict[str, Any]:
+def _setting(
+    network: Network,
+    model: str,
+    link: str,
+    length: int,
+    data: Path,
+    args: argparse.Namespace,
+    tell: Callable[[str], None],
+) -> dict[str, Any]:
+    """All configurations of one setting, those that the planner profiles among them."""
+    setting: dict[str, Any] = {"model": model, "link": link, "seq_length": length, "batch": args.tokens // length}
+    methods = {name: CASES[name] for name in (REFERENCE, *args.cases)}
+    if args.profile:
+        tell(f"{model:6}{link:8}{length:6} profiling the {args.profile} best predictions")
+        setting["planner"] = planned(network, model, link, data, length, args)
+        methods |= {name: entry["flags"] for name, entry in setting["planner"].items() if "profiled" in entry}
+    setting["cases"] = found = {}
+    for name, method in methods.items():
+        found[name] = one(network, model, method, data, length, args)
+        tell(_line(setting, name, found[name], found[REFERENCE]))
+    if args.profile:
+        setting["verdict"] = verdict(setting["planner"], found)
+    return setting
+
+
+def one(
+    network: Network, model: str, method: Sequence[str], data: Path, length: int, args: argparse.Namespace
+) -> dict[str, Any]:
     """Train one configuration: medians of its steps, without a limit and within it."""
     free, last = WARM_UP + FREE, WARM_UP + FREE + WARM_UP_LIMITED + args.repeats
     batch = args.tokens // length
-    flags = command_line(model, name, data, size=network.size, seq_length=length, batch=batch, iterations=last)
+    flags = command_line(model, method, data, size=network.size, seq_length=length, batch=batch, iterations=last)
 
     def limit(iteration: int) -> None:
         if iteration in (0, free):

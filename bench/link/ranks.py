@@ -7,9 +7,9 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from bench.link.network import Network, enter
 from bench.ranks import uninterrupted
 from parallel.mesh import joined, launched_world_size
 from pretrain_gpt import prepared
+from tools.profile_plan import measure
 from train.config import parse_args, validate
 from train.metrics import RunLog
 
@@ -68,19 +69,44 @@ def train(network: Network, arguments: list[str], before: Callable[[int], None])
     Raises:
         RuntimeError: a rank failed (its traceback is in the message), died or did not answer.
     """
+    found: list[Iteration] = []
+    before(0)
+    start = network.crossed()
+    with _seated(network, _train, arguments) as pipes:
+        for pipe, seconds in _messages(pipes):
+            now = network.crossed()
+            found.append(Iteration(seconds, now[0] - start[0], now[1] - start[1]))
+            before(len(found))
+            start = network.crossed()
+            pipe.send("go on")
+    return found
+
+
+def profile(network: Network, candidates: list[list[str]], iterations: int) -> list[float]:
+    """Seconds of an iteration of each, as ``tools.plan --profile`` measures them; arguments of the entry each.
+
+    Raises:
+        RuntimeError: as ``train``.
+    """
+    with _seated(network, _profile, candidates, iterations) as pipes:
+        return next(seconds for _, seconds in _messages(pipes))
+
+
+@contextmanager
+def _seated(network: Network, body: Callable[..., None], *arguments: Any) -> Iterator[list[Connection]]:
+    """Run ``body(pipe, *arguments)`` on every rank; our ends of the pipes. No process outlives the context."""
     pipes, processes = [], []
     life, ours_alone = _context.Pipe(duplex=False)
     try:
-        before(0)
         with uninterrupted():
             for seat in seats(network):
                 ours, theirs = _context.Pipe()
-                process = _context.Process(target=_serve, args=(theirs, life, seat, arguments), daemon=True)
+                process = _context.Process(target=_serve, args=(theirs, life, seat, body, arguments), daemon=True)
                 process.start()
                 theirs.close()
                 pipes.append(ours)
                 processes.append(process)
-        return _collect(pipes, network, before)
+        yield pipes
     finally:
         ours_alone.close()
         for process in processes:
@@ -88,13 +114,11 @@ def train(network: Network, arguments: list[str], before: Callable[[int], None])
             process.join()
 
 
-def _collect(pipes: list[Connection], network: Network, before: Callable[[int], None]) -> list[Iteration]:
-    found: list[Iteration] = []
-    start = network.crossed()
+def _messages(pipes: list[Connection]) -> Iterator[tuple[Connection, Any]]:
+    """What ranks tell, with the pipe it came by, until all are done."""
     running = dict(zip(pipes, range(len(pipes)), strict=True))
-    deadline = time.monotonic() + ANSWER_WITHIN
     while running:
-        ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        ready = wait(list(running), timeout=ANSWER_WITHIN)
         if not ready:
             raise RuntimeError(f"no iteration ended within {ANSWER_WITHIN:.0f} s; ranks {sorted(running.values())} run")
         for pipe in [pipe for pipe in running if pipe in ready]:
@@ -107,12 +131,7 @@ def _collect(pipes: list[Connection], network: Network, before: Callable[[int], 
             if kind == "done":
                 del running[pipe]
                 continue
-            now = network.crossed()
-            found.append(Iteration(value, now[0] - start[0], now[1] - start[1]))
-            before(len(found))
-            start, deadline = network.crossed(), time.monotonic() + ANSWER_WITHIN
-            pipe.send("go on")
-    return found
+            yield pipe, value
 
 
 class _Reporter(RunLog):
@@ -130,7 +149,7 @@ class _Reporter(RunLog):
         """Nothing is on disk."""
 
 
-def _serve(pipe: Connection, life: Connection, seat: Seat, arguments: list[str]) -> None:
+def _serve(pipe: Connection, life: Connection, seat: Seat, body: Callable[..., None], arguments: Any) -> None:
     """The life of a rank; it ends, wherever it is, when the bench's end of ``life`` closes."""
     threading.Thread(target=_end_with, args=(life,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the bench too, which ends its ranks
@@ -139,16 +158,26 @@ def _serve(pipe: Connection, life: Connection, seat: Seat, arguments: list[str])
         os.environ.update(seat.environment)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # progress lines
         torch.set_num_threads(1)
-        config = parse_args(arguments)
-        validate(config, launched_world_size())
-        with joined(config.mesh) as mesh:
-            trainer = prepared(config, mesh)
-            if trainer.log is not None:
-                trainer.log = _Reporter(pipe)
-            trainer.run()
+        body(pipe, *arguments)
         pipe.send(("done", None))
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
+
+
+def _train(pipe: Connection, arguments: list[str]) -> None:
+    config = parse_args(arguments)
+    validate(config, launched_world_size())
+    with joined(config.mesh) as mesh:
+        trainer = prepared(config, mesh)
+        if trainer.log is not None:
+            trainer.log = _Reporter(pipe)
+        trainer.run()
+
+
+def _profile(pipe: Connection, candidates: list[list[str]], iterations: int) -> None:
+    seconds = measure([parse_args(arguments) for arguments in candidates], iterations, quiet=True)
+    if os.environ["RANK"] == "0":
+        pipe.send(("profiled", seconds))
 
 
 def _end_with(life: Connection) -> None:

@@ -114,8 +114,11 @@ def collectives(plan: "Plan", rank: int, of: Sizes, moves: Moves | None) -> Iter
     """
     heads, holders, team = plan.head_group(rank), plan.holders(rank), plan.teammates(rank)
     rows = of.batch * of.tokens
-    exchanged = 2 * of.batch * plan.local_len * (of.heads + of.kv_heads) * of.head_dim * of.element_size
-    found = [Collective("exchange", heads, exchanged)]
+    channel = of.batch * plan.local_len * of.head_dim * of.element_size
+    found = [
+        Collective("exchange", heads, (of.heads + 2 * of.kv_heads) * channel),
+        Collective("exchange", heads, of.heads * channel),
+    ]
     if moves is None:
         found += [
             Collective("gather", holders, of.payload("kv")),

@@ -44,8 +44,10 @@ def test_a_link_takes_the_bytes_of_the_worked_example() -> None:
 
 def test_a_message_waits_for_its_latency() -> None:
     assert attention("zigzag", LATENCY).forward() == pytest.approx(63)
-    # a placement, 3 hops, and 3 collectives of 3 messages
-    assert attention("wallfacer", LATENCY, team_size=4).forward() == pytest.approx(13)
+    # a placement, 3 hops, 2 all-gathers of 3 messages one after the other, and partial results straight to each owner
+    assert attention("wallfacer", LATENCY, team_size=4).forward() == pytest.approx(1 + 3 + 2 * 3 + 1)
+    # so do q, k, v there and out back
+    assert attention("ulysses", LATENCY, 4, 4096, ulysses_degree=4).forward() == pytest.approx(2)
     # KV travels 63 times, its gradient 64, the last alone; both are under way in 62 rounds at once
     assert attention("zigzag", LATENCY).backward() == pytest.approx(127)
 

@@ -109,10 +109,11 @@ def measured_twice(rank: int, world_size: int, arguments: list[str]) -> list[flo
     return measure([config, config], 1)
 
 
-def test_groups_of_a_candidate_leave_nothing_to_the_next(default_data: Path) -> None:
-    """Both make groups of the same ranks, those that split heads."""
+@pytest.mark.parametrize("flags", [("--ulysses-degree", "2"), ("--num-distributed-optimizer-instances", "2")])
+def test_groups_of_a_candidate_leave_nothing_to_the_next(default_data: Path, flags: tuple[str, ...]) -> None:
+    """Both make groups of the same ranks, those that split heads or hold a copy of the shards."""
     data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
-    flags = [*TINY, *data, "--context-parallel-size", "4", "--ulysses-degree", "2"]
-    times = run_ranks(measured_twice, 4, flags, timeout=60)
+    arguments = [*TINY, *data, "--context-parallel-size", "4", *flags]
+    times = run_ranks(measured_twice, 4, arguments, timeout=60)
     assert times[0] == times[3]
     assert len(times[0]) == 2

@@ -18,11 +18,14 @@ import pytest
 
 from bench.link import __main__ as entry
 from bench.link import measure, report
-from bench.link.cases import CASES, MODELS, command_line
+from bench.link.cases import CASES, MODELS, VOCAB_SIZE, command_line, method_flags, name_of
 from bench.link.network import Network, NetworkError, check_permission, enter
+from bench.link.planned import CLUSTERS, verdict
 from model.registry import num_parameters
+from parallel.cluster import load_cluster
 from train.config import Config, parse_args, validate
 from train.language import with_vocabulary
+from train.planner import rank
 
 ROOT = Path(__file__).resolve().parents[3]
 WITHIN_PROTOCOL = 1.10
@@ -138,7 +141,7 @@ def test_what_crosses_is_what_the_plan_says(default_data: Path, monkeypatch: pyt
         monkeypatch.setattr(measure, name, steps)
     args = entry.build_parser().parse_args(["--repeats", "1", "--rate", "200mbit", "--tokens", "2048"])
     with Network(rails=False) as network:
-        found = measure.one(network, "llama", "ring", default_data, 1024, args)
+        found = measure.one(network, "llama", CASES["ring"], default_data, 1024, args)
     config = parsed("llama", "ring", default_data)
     gradients = 4 * num_parameters(with_vocabulary(config, 4096).model)  # float32, once
     expected = found["attention_by_plan"] + gradients
@@ -150,7 +153,7 @@ def test_what_crosses_is_what_the_plan_says(default_data: Path, monkeypatch: pyt
 
 
 def parsed(model: str, case: str, data: Path = Path("nowhere")) -> Config:
-    return parse_args(command_line(model, case, data, size=8, seq_length=1024, batch=2, iterations=3))
+    return parse_args(command_line(model, CASES[case], data, size=8, seq_length=1024, batch=2, iterations=3))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -158,6 +161,31 @@ def test_every_configuration_is_one_that_the_entry_accepts(model: str, monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for case in CASES:
         validate(parsed(model, case), 8)
+
+
+def test_the_planner_proposes_configurations_by_the_names_of_the_bench() -> None:
+    asked = command_line(
+        "llama", ("--context-parallel-method", "auto"), Path("nowhere"), size=8, seq_length=1024, batch=2, iterations=3
+    )
+    config = with_vocabulary(parse_args(asked), VOCAB_SIZE)
+    for link in entry.LINKS:
+        cluster = load_cluster(CLUSTERS / f"{link}.toml")
+        assert cluster.between_link == ("node" if link == "shared" else "rank")
+        proposed = {
+            name_of(found.config.context): found.config.context for found in rank([config], 8, cluster).candidates
+        }
+        assert set(CASES) <= set(proposed)
+        for name, flags in CASES.items():
+            assert method_flags(proposed[name], 8) == flags
+
+
+def test_the_verdict_tells_a_good_choice_from_a_bad_one() -> None:
+    cases = {"a": {"median": 1.0}, "b": {"median": 1.5}}
+    said = {"b": {"predicted": 1.0, "profiled": 1.4}, "a": {"predicted": 2.0, "profiled": 1.1}, "c": {"predicted": 3.0}}
+    found = verdict(said, cases)
+    assert found == {"choice": "a", "behind_the_best": 0.0, "best": "a", "predicted_rank_of_the_best": 2}
+    said["a"]["profiled"] = 2.0
+    assert verdict(said, cases)["behind_the_best"] == pytest.approx(0.5)
 
 
 def test_crossing_by_hand() -> None:
@@ -265,3 +293,8 @@ def test_the_report_has_the_fastest_first(tmp_path: Path) -> None:
         "| ring | 3.00 | 1.00 | 0.50 | 3.0 | 2.0 |",
     ]
     assert json.loads(path.with_suffix(".json").read_text()) == result
+    other = {**result["settings"][0], "link": "shared"}
+    report.write({**result, "settings": [other]}, tmp_path)
+    assert json.loads(path.with_suffix(".json").read_text())["settings"] == [*result["settings"], other]
+    report.write({**result, "rate": "50mbit"}, tmp_path)
+    assert json.loads(path.with_suffix(".json").read_text())["settings"] == result["settings"]

@@ -1,0 +1,57 @@
+"""What the planner proposes for a setting of the link bench: predicted for its cluster file, then profiled."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bench.link.cases import VOCAB_SIZE, command_line, method_flags, name_of
+from bench.link.network import Network
+from bench.link.ranks import profile
+from parallel.cluster import load_cluster
+from train.config import parse_args
+from train.language import with_vocabulary
+from train.planner import rank
+
+CLUSTERS = Path(__file__).parent / "clusters"
+ITERATIONS = 3
+
+
+def planned(
+    network: Network, model: str, link: str, data: Path, length: int, args: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """Every candidate by name, the predicted fastest first: its flags, predicted seconds and, of the first, profiled.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    shape: dict[str, Any] = {"size": network.size, "seq_length": length, "batch": args.tokens // length}
+    asked = command_line(model, ("--context-parallel-method", "auto"), data, **shape, iterations=ITERATIONS + 1)
+    config = with_vocabulary(parse_args(asked), VOCAB_SIZE)
+    candidates = rank([config], network.size, load_cluster(CLUSTERS / f"{link}.toml")).candidates
+    found: dict[str, dict[str, Any]] = {
+        name_of(candidate.config.context): {
+            "flags": method_flags(candidate.config.context, network.size),
+            "predicted": candidate.prediction.time,
+        }
+        for candidate in candidates
+    }
+    best = list(found.values())[: args.profile]
+    lines = [command_line(model, entry["flags"], data, **shape, iterations=ITERATIONS + 1) for entry in best]
+    network.limit(args.rate)
+    for entry, seconds in zip(best, profile(network, lines, ITERATIONS), strict=True):
+        entry["profiled"] = seconds
+    return found
+
+
+def verdict(candidates: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The planner's choice by profile, how far it is behind the best of ``cases``, and where that was predicted."""
+    choice = min(
+        (name for name in candidates if "profiled" in candidates[name]), key=lambda n: candidates[n]["profiled"]
+    )
+    best = min(cases, key=lambda name: cases[name]["median"])
+    return {
+        "choice": choice,
+        "behind_the_best": cases[choice]["median"] / cases[best]["median"] - 1,
+        "best": best,
+        "predicted_rank_of_the_best": 1 + list(candidates).index(best),
+    }

@@ -52,17 +52,6 @@ def test_losses_and_gradients_equal_one_process(case: Case, one_process: Run) ->
     assert largest > 1e6 * GRADIENTS
 
 
-@pytest.mark.parametrize(
-    ("sabotage", "case"),
-    [
-        ("noise is drawn by each rank", Case(cp=2, method="ring")),
-        ("copies of a pipeline's embeddings are left alone", Case(pp=2, method="ring")),
-    ],
-)
-def test_what_differs_by_rank_would_be_seen(sabotage: str, case: Case, one_process: Run) -> None:
-    assert not compare(trained("dit", case, NOWHERE, sabotage), one_process).within
-
-
 MESH = ("--context-parallel-size", "2", "--train-iters", "6")
 """Two data-parallel pairs of processes that share each sample."""
 

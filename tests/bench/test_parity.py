@@ -34,7 +34,7 @@ MESHES = [
 @pytest.fixture(scope="module")
 def references(default_data: Path) -> dict[str, Run]:
     """One process with plain SDPA."""
-    return {kind: trained(kind, REFERENCE, default_data) for kind in ("llama", "gpt")}
+    return {kind: trained(kind, REFERENCE, default_data) for kind in ("llama", "gpt", "dit")}
 
 
 @pytest.mark.parametrize(("kind", "case"), MESHES, ids=lambda value: getattr(value, "title", value))
@@ -57,6 +57,9 @@ def test_what_is_broken_is_outside_of_the_bounds(
         "a layer's gradients are not reduced": row.gradients > 1000 * parity.GRADIENTS and bool(row.copies_differ),
         "local means instead of the global one": row.loss > 100 * parity.LOSS and row.gradients > parity.GRADIENTS,
         "shards are initialised alike": not row.same_start,
+        "noise is drawn by each rank": row.loss > 1000 * parity.LOSS and row.gradients > 1000 * parity.GRADIENTS,
+        "copies of a pipeline's embeddings are left alone": row.gradients > 1000 * parity.GRADIENTS
+        and bool(row.copies_differ),
         "a stage's norm is missing": row.norm > 1000 * parity.NORM and row.gradients <= parity.GRADIENTS,
     }
     assert seen[name], row.cells

@@ -1,0 +1,36 @@
+"""The configuration of a diffusion transformer: the files under configs/, and what contradicts itself."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parallel.mesh import MeshConfig
+from train.dit_config import DiTRunConfig, load_config, parse_args, validate
+from train.flags import ConfigError, write_toml
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*dit_*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_files_load_are_valid_and_read_back_equal(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    validate(config, 8)
+    (tmp_path / "config.toml").write_text(write_toml(config))
+    assert load_config(tmp_path / "config.toml") == config
+    assert parse_args(["--config", str(path)]) == config
+
+
+def test_the_length_is_the_number_of_patches_and_the_attention_full() -> None:
+    config = DiTRunConfig()
+    assert (config.sequence_length, config.causal) == (256, False)
+    assert config.context.context_parallel_method == "ring"
+    order = config.sample_order()
+    assert order == {"seed": config.train.seed, "data_path": ["digits"], "split": "90,10"}
+
+
+def test_more_processes_than_patches_are_refused() -> None:
+    mesh = MeshConfig(context_parallel_size=2, tensor_model_parallel_size=2)
+    config = parse_args(["--latent-shape", "1", "8", "8", "--patch-size", "8", "--num-attention-heads", "6"])
+    with pytest.raises(ConfigError, match="a sample has 1 patch, fewer"):
+        validate(replace(config, mesh=mesh), 4)

@@ -68,7 +68,7 @@ dit: RUN = runs/dit_tiny
 dit: CONFIG = configs/dit_tiny.toml
 dit: $(READY) ## A diffusion transformer on handwritten digits on 4 processes, then pictures. Goes on where RUN holds a checkpoint
 	$(RANKS) pretrain_dit.py --config "$(CONFIG)" --save "$(RUN)" --load "$(RUN)" $(ARGS)
-	$(RANKS) -m tools.sample_dit --load "$(RUN)"
+	$(RANKS) -m tools.sample_dit --load "$(RUN)" --guidance 2
 
 test: $(READY) ## The tests, but for the slow ones; ARGS="tests/train -k config" chooses
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)

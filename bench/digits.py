@@ -89,7 +89,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--load", type=Path, default=Path("runs/dit_tiny"), metavar="DIR", help="folder of the run")
     parser.add_argument("--num-samples", type=int, default=20, metavar="N", help="samples of each digit")
-    parser.add_argument("--guidance", type=float, default=4.0, metavar="X", help="weight of the class over none")
+    parser.add_argument("--guidance", type=float, default=2.0, metavar="X", help="weight of the class over none")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="times that the model is asked for a sample")
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the noise")
     parser.add_argument("--picture", type=Path, default=Path("docs/digits.png"), metavar="FILE", help="where to draw")

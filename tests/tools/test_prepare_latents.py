@@ -1,0 +1,92 @@
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from data.latent_folder import LatentFolder
+from tools.prepare_latents import main
+
+SHADES = {"cat": 0, "dog": 255}
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    """Two classes of two images each, wider than high, of one colour with stripes at the sides that are cut off."""
+    pytest.importorskip("datasets")
+    from PIL import Image
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name, shade in SHADES.items():
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(2):
+            pixels = np.full((16, 32, 3), 128, np.uint8)
+            pixels[:, 8:24] = shade
+            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
+    return tmp_path / "images"
+
+
+def test_pixels_of_the_middle_square(images, tmp_path, capsys):
+    assert main(["--input", str(images), "--size", "8", "--output", str(tmp_path / "out")]) == 0
+    found = LatentFolder(tmp_path / "out")
+    assert (found.shape, found.labels.tolist()) == ((3, 8, 8), [0, 0, 1, 1])
+    for row, label in enumerate(found.labels):
+        np.testing.assert_allclose(found.latents(row), 2 * label - 1)
+    assert "--latent-shape 3 8 8 --num-classes 2" in capsys.readouterr().out
+
+
+def test_latents_of_an_autoencoder(images, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    model = diffusers.AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 2,
+        up_block_types=["UpDecoderBlock2D"] * 2,
+        block_out_channels=[8, 8],
+        norm_num_groups=4,
+        scaling_factor=0.5,
+    )
+    model.save_pretrained(tmp_path / "vae")
+    arguments = ["--input", str(images), "--size", "16", "--vae", str(tmp_path / "vae"), "--format", "safetensors"]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    found = LatentFolder(tmp_path / "out")
+    assert found.shape == (4, 8, 8)
+    with torch.no_grad():
+        wanted = model.eval().encode(torch.ones(1, 3, 16, 16)).latent_dist.mean[0] * 0.5
+    np.testing.assert_allclose(found.latents(3), wanted.numpy(), atol=1e-5)
+
+    from data.vae import Vae
+
+    with torch.no_grad():
+        decoded = model.decode(wanted[None] / 0.5).sample
+    shown = Vae(tmp_path / "vae", torch.device("cpu")).decode(wanted[None])
+    torch.testing.assert_close(shown, decoded, atol=1e-5, rtol=0)
+
+
+def error(capsys, *arguments):
+    assert main([str(argument) for argument in arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_bad_input_gives_one_message(images, tmp_path, capsys):
+    assert "is no folder" in error(capsys, "--input", tmp_path / "none", "--output", tmp_path / "a")
+    assert "holds no config.json" in error(capsys, "--input", images, "--vae", images, "--output", tmp_path / "a")
+    assert "holds no index.json" in error(capsys, "--check", images)
+    with pytest.raises(SystemExit):
+        main(["--input", str(images)])
+
+
+def test_check_reads_all_values(images, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["--input", str(images), "--size", "8", "--output", str(out)]) == 0
+    assert main(["--check", str(out)]) == 0
+    latents = np.load(out / "latents-00000.npy")
+    latents[2, 0, 0, 0] = np.nan
+    np.save(out / "latents-00000.npy", latents)
+    capsys.readouterr()
+    assert "latents-00000.npy: row 2 holds a NaN" in error(capsys, "--check", out)

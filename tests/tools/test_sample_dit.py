@@ -1,0 +1,79 @@
+import numpy as np
+import pytest
+
+from pretrain_dit import main as pretrain
+from tests.ranks import run_ranks
+from tools.sample_dit import main
+from train import loop
+from train.config import ConfigError
+
+RUN = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --latent-shape 1 8 8 --num-classes 10 --device cpu
+    --objective rectified_flow --ema-decay 0.5 --train-iters 2 --micro-batch-size 2 --lr 3e-2 --eval-iters 1
+    --lr-warmup-iters 1 --samples-per-class 2 --sample-classes 3 --sample-steps 2
+""".split()  # noqa: SIM905
+DRAWN = ["--num-samples", "2", "--steps", "3"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    peak, loop.peak_flops = loop.peak_flops, lambda *_: 1e9
+    try:
+        pretrain([*RUN, "--save", str(folder)])
+    finally:
+        loop.peak_flops = peak
+    return folder
+
+
+def page(path):
+    from PIL import Image
+
+    return np.asarray(Image.open(path)).astype(int)
+
+
+def drawn(run, folder, *flags):
+    main(["--load", str(run), *DRAWN, "--output", str(folder), *flags])
+    return page(folder / "all.png")
+
+
+def test_training_draws_at_each_evaluation(run):
+    assert page(run / "samples" / "iter_0000002.png").shape == (3 * 50 + 2, 2 * 50 + 2)
+
+
+def test_writes_a_grid_for_each_class_and_one_of_all(run, tmp_path, capsys):
+    found = drawn(run, tmp_path, "--classes", "7", "2")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.png", "class_0002.png", "class_0007.png"]
+    assert found.shape == (2 * 50 + 2, 2 * 50 + 2)
+    assert (page(tmp_path / "class_0002.png")[:50] == found[50:100]).all()
+    assert "4 samples of 2 classes" in capsys.readouterr().out
+
+
+def test_averages_are_drawn_with_unless_told_otherwise(run, tmp_path):
+    averaged, trained = drawn(run, tmp_path / "a"), drawn(run, tmp_path / "b", "--no-ema")
+    assert (averaged != trained).any()
+    assert (averaged == drawn(run, tmp_path / "c")).all()
+    assert (averaged != drawn(run, tmp_path / "d", "--seed", "5")).any()
+
+
+def _on_rank(rank, world_size, arguments):
+    main(arguments)
+
+
+def test_two_processes_draw_the_same(run, tmp_path):
+    run_ranks(_on_rank, 2, ["--load", str(run), *DRAWN, "--output", str(tmp_path / "two")])
+    assert abs(page(tmp_path / "two" / "all.png") - drawn(run, tmp_path / "one")).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--classes", "10"], "classes names 10, and the model has classes 0 to 9"),
+        (["--method", "ddim"], "sample_method is ddim, and objective rectified_flow has euler"),
+        (["--ckpt-step", "7"], "ckpt_step is 7"),
+    ],
+)
+def test_bad_input_is_named(run, flags, message):
+    with pytest.raises(ValueError, match=message) as error:
+        main(["--load", str(run), *flags])
+    assert isinstance(error.value, ConfigError) or "ckpt" in message

@@ -81,7 +81,7 @@ format: $(READY) ## Rewrite the sources in the format that check wants, with ruf
 bench: $(READY) ## Measure the attention: every method on 2 processes against one process
 	$(PY) -m bench.attention $(ARGS)
 
-parity: $(READY) ## Tiny models on 77 meshes of up to 8 processes against one process, into runs/parity.md (15 minutes)
+parity: $(READY) ## Tiny models on 101 meshes of up to 8 processes against one process, into runs/parity.md (25 minutes)
 	@OMP_NUM_THREADS=1 exec $(PY) -m bench.parity $(ARGS)
 
 link-bench: $(READY) ## Train over a slow link between two emulated nodes, every method, into bench/results/; needs root

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, permutations
 from pathlib import Path
+from typing import Any
 
 from parallel.context import METHODS
 
@@ -43,14 +44,15 @@ class Case:
     tp: int = 1
     method: str = "striped"
     team: int = 1
+    degree: int = 1
+    per_node: int | None = None
+    placement: str = "collect_intra"
     mode: str = "zero3"
     copies: int = 1
     schedule: str = "1F1B"
     virtual: int = 1
     layers: tuple[int, ...] = ()
     loss_chunk: int = 0
-    degree: int = 1
-    per_node: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -63,9 +65,7 @@ class Case:
         sizes = [f"{name} {getattr(self, name)}" for name in DIMENSIONS if getattr(self, name) > 1]
         parts = [" x ".join(sizes) or "one process"]
         if self.cp > 1 or self.method == "none":
-            teams = f" in teams of {self.team}" if self.team > 1 else ""
-            teams += f", heads among {self.degree}" if self.degree > 1 else ""
-            parts.append("plain SDPA" if self.method == "none" else self.method + teams)
+            parts.append("plain SDPA" if self.method == "none" else self._method)
         if self.dp * self.cp > 1:
             parts.append(self.mode + (f", {self.copies} copies" if self.copies > 1 else ""))
         if self.schedule != "1F1B":
@@ -76,6 +76,16 @@ class Case:
             parts.append(f"loss by {self.loss_chunk} tokens")
         return ", ".join(parts)
 
+    @property
+    def _method(self) -> str:
+        shaped = (
+            ("in teams of", self.team, self.team > 1),
+            ("on nodes of", self.per_node, self.per_node),
+            ("with rings as neighbours", "", self.placement == "p2p_intra"),
+            ("with heads among", self.degree, self.degree > 1),
+        )
+        return " ".join([self.method, *(f"{words} {value}".rstrip() for words, value, there in shaped if there)])
+
     def flags(self, kind: str, data: Path, iterations: int = 3) -> list[str]:
         """The command line that trains a kind of model on it."""
         values = {
@@ -85,12 +95,13 @@ class Case:
             "tensor-model-parallel-size": self.tp,
             "context-parallel-method": self.method,
             "context-parallel-team-size": self.team,
+            "context-parallel-placement": self.placement,
+            "ulysses-degree": self.degree,
             "data-parallel-sharding-strategy": self.mode,
             "num-distributed-optimizer-instances": self.copies,
             "pipeline-schedule": self.schedule,
             "num-virtual-stages-per-pipeline-rank": self.virtual,
             "loss-chunk-size": self.loss_chunk,
-            "ulysses-degree": self.degree,
         }
         if self.per_node is not None:
             values["context-parallel-ranks-per-node"] = self.per_node
@@ -108,7 +119,7 @@ LINEAR_REFERENCE = Case()
 
 def cases() -> list[Case]:
     """All of them, each once."""
-    found = (*_alone(), *_together(), *_four_dimensions(), *_modes(), *_pipelines())
+    found = (*_alone(), *_teams(), *_together(), *_four_dimensions(), *_modes(), *_pipelines())
     return [case for case in dict.fromkeys(found) if case.ranks <= MOST]
 
 
@@ -145,7 +156,28 @@ def _alone() -> Iterator[Case]:
             if name != "cp":
                 yield Case(**{name: size})  # type: ignore[arg-type]
         yield from (Case(cp=size, method=method) for method in METHODS)
-    yield Case(cp=4, method="wallfacer", team=2)
+
+
+def _teams() -> Iterator[Case]:
+    """WallFacer in every team size, Ulysses around it, and two rings: alone on 8 ranks, on 4 with tp 2 and pp 2."""
+    on_eight: tuple[dict[str, Any], ...] = (
+        *({"method": "wallfacer", "team": team} for team in (1, 2)),
+        {"method": "wallfacer", "team": 2, "placement": "p2p_intra"},
+        {"method": "wallfacer", "team": 2, "degree": 2},
+        *({"method": "double_ring", "per_node": node} for node in (2, 4)),
+        {"method": "double_ring", "per_node": 4, "degree": 2},
+    )
+    on_four: tuple[dict[str, Any], ...] = (
+        *({"method": "wallfacer", "team": team} for team in (1, 2)),
+        {"method": "wallfacer", "degree": 2},  # and no room for a team but of one
+        {"method": "double_ring", "per_node": 2},
+        {"method": "double_ring", "per_node": 2, "degree": 2},
+    )
+    yield from (Case(cp=8, **shape) for shape in on_eight)
+    for other in ({}, {"tp": 2}, {"pp": 2}):
+        yield from (Case(cp=4, **other, **shape) for shape in on_four)
+    yield Case(cp=4, method="ulysses", pp=2)
+    yield Case(cp=2, method="ulysses", tp=2)
 
 
 def _together() -> Iterator[Case]:

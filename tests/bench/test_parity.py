@@ -1,5 +1,6 @@
 """Meshes of every kind train as one process does, what breaks that is seen, and no process stays behind."""
 
+import math
 import os
 import signal
 import subprocess
@@ -21,6 +22,8 @@ from parallel.context import METHODS
 ROOT = Path(__file__).parents[2]
 MESHES = [
     ("llama", Case(pp=2, cp=2, tp=2)),
+    ("llama", Case(cp=4, tp=2, method="wallfacer", team=2)),
+    ("llama", Case(pp=2, cp=4, method="wallfacer", team=2)),
     ("llama", Case(pp=2, dp=2, tp=2, mode="zero1")),
     ("llama", Case(pp=2, dp=2, cp=2, schedule="InterleavedZeroBubble", virtual=2, mode="zero1")),
     ("llama", Case(pp=2, dp=2, schedule="Interleaved1F1B", virtual=2, mode="legacy_ddp")),
@@ -31,6 +34,8 @@ MESHES = [
     ("transnormer", Case(pp=2, tp=2)),
     ("linear_transformer", Case(pp=2, tp=2, loss_chunk=50)),
 ]
+RINGS = ("wallfacer", "double_ring", "ulysses")
+SLOW = [("llama", case) for case in cases() if case.method in RINGS and ("llama", case) not in MESHES]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,11 @@ def references(default_data: Path) -> dict[str, Run]:
     return {kind: trained(kind, reference_of(kind), default_data) for kind in (*KINDS, *LINEAR_KINDS)}
 
 
-@pytest.mark.parametrize(("kind", "case"), MESHES, ids=lambda value: getattr(value, "title", value))
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [*MESHES, *(pytest.param(*slow, marks=pytest.mark.slow) for slow in SLOW)],
+    ids=lambda value: getattr(value, "title", value),
+)
 def test_a_mesh_trains_as_one_process_does(
     kind: str, case: Case, default_data: Path, references: dict[str, Run]
 ) -> None:
@@ -79,6 +88,14 @@ def test_every_combination_is_there() -> None:
         has(**{name: size, **dict.fromkeys(set(DIMENSIONS) - {name}, 1)}) for name in DIMENSIONS for size in (2, 4)
     )
     assert all(has(cp=size, method=method, ranks=size) for method in METHODS for size in (2, 4))
+    for mesh in ({"cp": 4}, {"cp": 8}, {"cp": 4, "tp": 2}, {"cp": 4, "pp": 2}):
+        assert all(
+            has(method="wallfacer", team=team, degree=1, ranks=math.prod(mesh.values()), **mesh) for team in (1, 2)
+        )
+    assert has(cp=8, method="wallfacer", team=2, degree=2)
+    assert all(has(cp=4, method=method, degree=2, **{name: 2}) for method in RINGS[:2] for name in ("tp", "pp"))
+    assert all(has(cp=4, method="double_ring", per_node=2, degree=1, **{name: 2}) for name in ("tp", "pp"))
+    assert all(has(method="ulysses", **{name: 2}) for name in ("tp", "pp"))
     for count in (2, 3):
         assert all(has(**dict.fromkeys(some, 2), ranks=2**count) for some in combinations(DIMENSIONS, count))
     for third in ("dp", "tp"):

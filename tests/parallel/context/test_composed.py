@@ -28,7 +28,7 @@ COMPOSED: dict[int, list[tuple[str, dict]]] = {
         ("double_ring", {"ranks_per_node": 4}),
         ("double_ring", {"ranks_per_node": 4, "ulysses_degree": 2, "layout": "striped"}),
     ],
-    9: [("wallfacer", {"team_size": 3})],
+    9: [("wallfacer", {}), ("wallfacer", {"team_size": 3})],
 }
 
 

@@ -1,5 +1,7 @@
 """Plans, without any process: who owns what, who sends what, and which pairs are computed where."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ VARIANTS: list[tuple[str, int, dict]] = [
     ("wallfacer", 36, {"team_size": 3}),
     ("wallfacer", 64, {"team_size": 4, "placement": "p2p_intra"}),
     ("wallfacer", 16, {"team_size": 2, "ulysses_degree": 2, "placement": "p2p_intra"}),
+    ("wallfacer", 16, {"team_size": 2, "ulysses_degree": 4}),
     ("wallfacer", 32, {"team_size": 2, "ulysses_degree": 4, "layout": "striped"}),
     ("ring", 8, {"ulysses_degree": 2}),
     ("striped", 8, {"ulysses_degree": 4}),
@@ -118,6 +121,26 @@ def test_teams_heads_nodes_and_placements_cover_each_pair_once(
         check_transfers(plan)
         for moves in ("kv", "queries"):
             np.testing.assert_array_equal(coverage(plan, moves), visible(plan))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("size", "team"), [(size, team) for size in (4, 8, 9, 16) for team in range(1, size) if size % team**2 == 0]
+)
+def test_every_team_size_covers_each_pair_once_in_every_layout(size: int, team: int, causal: bool) -> None:
+    for layout, placement in product(("zigzag", "striped", "contiguous"), ("collect_intra", "p2p_intra")):
+        plan = make_plan(
+            "wallfacer",
+            seq_len=3 * size + 1,
+            size=size,
+            team_size=team,
+            causal=causal,
+            layout=layout,
+            placement=placement,
+        )
+        check_transfers(plan)
+        for moves in ("kv", "queries"):
+            np.testing.assert_array_equal(coverage(plan, moves), visible(plan), err_msg=f"{layout}, {placement}")
 
 
 def test_what_ranks_gather_is_joined_in_ascending_positions() -> None:

@@ -174,8 +174,8 @@ def _teams() -> Iterator[Case]:
         {"method": "double_ring", "per_node": 2, "degree": 2},
     )
     yield from (Case(cp=8, **shape) for shape in on_eight)
-    for other in ({}, {"tp": 2}, {"pp": 2}):
-        yield from (Case(cp=4, **other, **shape) for shape in on_four)
+    others: tuple[dict[str, Any], ...] = ({}, {"tp": 2}, {"pp": 2})
+    yield from (Case(cp=4, **other, **shape) for other in others for shape in on_four)
     yield Case(cp=4, method="ulysses", pp=2)
     yield Case(cp=2, method="ulysses", tp=2)
 

@@ -13,7 +13,7 @@ from parallel.agree import from_first, is_first
 from parallel.cluster import Cluster, default_cluster, load_cluster
 from parallel.context import ContextConfig, make_plan
 from parallel.context.placement import PLACEMENTS
-from parallel.context.registry import METHODS
+from parallel.context.registry import METHODS, STATE_METHODS
 from parallel.cost import Arrangement, Prediction, Workload, predict
 from train.config import Config, load_config
 from train.flags import ConfigError
@@ -94,6 +94,7 @@ def predicted(config: Config, world_size: int, cluster: Cluster) -> Prediction:
 def contexts(config: Config, gpus_per_node: int) -> Iterator[ContextConfig]:
     """Every method x team size x Ulysses degree x placement that the ranks could be asked for, each once.
 
+    Linear attention has the methods that pass states on, which take none of these.
     One rank per team is zigzag, one node is no double ring, and a degree of all ranks is Ulysses alone.
     """
     size = config.mesh.context_parallel_size
@@ -101,14 +102,19 @@ def contexts(config: Config, gpus_per_node: int) -> Iterator[ContextConfig]:
     base = replace(
         ContextConfig(), attention_backend=config.context.attention_backend, context_parallel_method="striped"
     )
-    if size == 1 or config.model.linear_attention:
+    if config.model.linear_attention:
+        for state_method in list(STATE_METHODS)[: None if size > 1 else 1]:
+            fields: dict[str, Any] = {"context_parallel_method": state_method}
+            yield replace(base, **fields)
+        return
+    if size == 1:
         yield base
         return
     degrees = [degree for degree in range(1, size) if size % degree == 0]
     for name, method in METHODS.items():
         able = method.capabilities()
         if able.splits_heads:
-            fields: dict[str, Any] = {"context_parallel_method": name}
+            fields = {"context_parallel_method": name}
             yield replace(base, **fields)
             continue
         teams = [c for c in range(2, size + 1) if size % c**2 == 0] if able.teams else [1]

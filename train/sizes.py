@@ -78,7 +78,7 @@ def _validate_method(config: "Config") -> None:
     """Check that the method passes on what the model's kind of attention needs of other tokens."""
     kind, linear = config.model.model_type, config.model.linear_attention
     method, cp = config.context.context_parallel_method, config.mesh.context_parallel_size
-    if linear and cp > 1 and method not in LINEAR_METHODS:
+    if linear and cp > 1 and method not in (*LINEAR_METHODS, "auto"):
         raise ConfigError(
             f"context_parallel_method is {method} with context_parallel_size {cp}, and model_type {kind} has linear "
             f"attention: that method neither passes states on nor gives a rank whole sequences; use one of "

@@ -47,12 +47,16 @@ class Executor:
         rows = (q.shape[0], q.shape[1] * len(self._team), q.shape[2])  # those of the whole team
         out = torch.zeros(*rows, q.shape[3], dtype=wide, device=q.device)
         lse = torch.full(rows, float("-inf"), dtype=wide, device=q.device)
-        moving, staying = self.transport.gather((k, v), self._holders), self.transport.gather((q,), self._team)
-        for _, step, (keys, values), (queries,) in self._circulate(moving, staying, self.plan.rounds(self.rank)):
+        arrivals = [self.transport.gather((k, v), self._holders), self.transport.gather((q,), self._team)]
+        for _, step, (keys, values), (queries,) in self._circulate(arrivals, self.plan.rounds(self.rank)):
             for tile in _tiles(step, backend):
-                kv = keys[:, tile.k], values[:, tile.k]
-                block = block_forward(queries[:, tile.q], *kv, tile.kind, scale, backend)
-                merge_(out[:, tile.q], lse[:, tile.q], *block)
+                merge_(
+                    *(out[:, tile.q], lse[:, tile.q]),
+                    *block_forward(
+                        *(queries[:, tile.q], keys[:, tile.k], values[:, tile.k]), tile.kind, scale, backend
+                    ),
+                )
+            del keys, values  # before the next round's buffers are made
         if len(self._team) > 1:
             out, lse = merged(*(self.transport.scatter(partial, self._team) for partial in (out, lse)))
         return out.to(q.dtype), lse
@@ -70,12 +74,14 @@ class Executor:
         of = Sizes(batch, tokens, heads, k.shape[2], width, q.element_size())
         kv_moves = cheaper_backward(self.plan, of) == "kv"
         queries, keys = (q, dout, out, lse), (k, v)
-        moving = self.transport.gather(keys if kv_moves else queries, self._holders)
-        staying = self.transport.gather(queries if kv_moves else keys, self._team)
+        arrivals = [
+            self.transport.gather(keys if kv_moves else queries, self._holders),
+            self.transport.gather(queries if kv_moves else keys, self._team),
+        ]
         rounds = self.plan.rounds(self.rank, "kv" if kv_moves else "queries")
         due: dict[int, list[Arrival]] = {}
         kept: Tensors = ()
-        for i, step, held, stays in self._circulate(moving, staying, rounds):
+        for i, step, held, stays in self._circulate(arrivals, rounds):
             moved = _zeros(held, lse.dtype)
             kept = kept or _zeros(stays, lse.dtype)
             gradients = (*kept, *moved) if kv_moves else (*moved, *kept)
@@ -93,10 +99,13 @@ class Executor:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _circulate(
-        self, moving: Arrival, staying: Arrival, rounds: tuple[Round, ...]
+        self, arrivals: list[Arrival], rounds: tuple[Round, ...]
     ) -> Iterator[tuple[int, Round, Tensors, Tensors]]:
-        """Every round that computes: its index, itself, what is held and what stays, later rounds' on their way."""
-        due = {0: moving}
+        """Every round that computes: its index, itself, what is held and what stays, later rounds' on their way.
+
+        ``arrivals``, of what moves and of what stays, are taken from the caller: they hold what has arrived.
+        """
+        staying, due = arrivals.pop(), {0: arrivals.pop()}
         stays: Tensors = ()
         for i, step in enumerate(rounds):
             held = due.pop(i)()

@@ -91,6 +91,11 @@ class Sizes(NamedTuple):
             return 2 * rows * self.kv_heads * self.head_dim * self.element_size
         return rows * self.heads * (3 * self.head_dim * self.element_size + self.wide)
 
+    @property
+    def state(self) -> int:
+        """Bytes of a state of linear attention, or of its gradient: a matrix per head, however many tokens."""
+        return self.batch * self.heads * self.head_dim * self.values * self.wide
+
     def gradient(self, moves: Moves) -> int:
         """Bytes of dk and dv, or of dq."""
         channels = (2 * self.kv_heads if moves == "kv" else self.heads) * self.head_dim
@@ -189,8 +194,8 @@ def cheaper_backward(plan: "Plan", of: Sizes) -> Moves:
 
 
 def _pass_states(sent: Traffic, plan: "Plan", rank: int, of: Sizes, *, reverse: bool) -> None:
-    """The state, or backwards its gradient: a matrix per head, B d^2 / h elements however many tokens."""
-    way, count = plan.method.capabilities().states, of.batch * of.heads * of.head_dim * of.values * of.wide
+    """The state, or backwards its gradient, B d^2 / h elements."""
+    way, count = plan.method.capabilities().states, of.state
     if way == "gather":
         for peer in range(plan.size):
             if peer != rank:

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from parallel.attention_cost import AttentionCost
 from parallel.cluster import CLUSTERS, Cluster, load_cluster
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
-from parallel.cost import Arrangement, AttentionCost, Workload, predict
+from parallel.cost import Arrangement, Workload, predict
 
 FREE = 1e15
 """So much of a rate that what it carries takes no time."""
@@ -50,6 +51,21 @@ def test_a_message_waits_for_its_latency() -> None:
     assert attention("ulysses", LATENCY, 4, 4096, ulysses_degree=4).forward() == pytest.approx(2)
     # KV travels 63 times, its gradient 64, the last alone; both are under way in 62 rounds at once
     assert attention("zigzag", LATENCY).backward() == pytest.approx(127)
+
+
+def test_states_cost_what_a_matrix_per_head_does_however_long_the_sequence() -> None:
+    state = 52 * 128 * 128 * 4 / 1e9
+    for tokens in (4096, 65536):
+        for name in ("lasp", "lasp2"):  # one after the other, or all round a ring
+            assert attention(name, NETWORK, 8, tokens).forward() == pytest.approx(7 * state)
+            assert attention(name, NETWORK, 8, tokens).backward() == pytest.approx(7 * state)
+            assert attention(name, NETWORK, 8, tokens).links().inside == pytest.approx(
+                2 * 7 * (8 if name == "lasp2" else 1) * state * 1e9
+            )
+    scan = 4 * 512 * 52 * 128 * 128 / 1e12
+    assert attention("lasp", COMPUTE, 8, 4096).forward() == pytest.approx(scan)
+    assert attention("lasp", COMPUTE, 8, 4096).backward() == pytest.approx(3 * scan)
+    assert attention("lasp2", COMPUTE, 8, 4096).forward() == pytest.approx(1.5 * scan)  # the state, and then the scan
 
 
 def test_compute_goes_by_pairs() -> None:

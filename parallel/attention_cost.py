@@ -32,7 +32,7 @@ class Links:
 class _Slot:
     """A round of all ranks, or a collective: computing, and bytes and messages (or parts of one) to peers."""
 
-    pairs: int = 0
+    computing: float = 0.0
     sent: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
     messages: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
 
@@ -83,19 +83,20 @@ class AttentionCost:
 
     def _seconds(self, moves: Moves, backward: Moves | None, operations: int) -> float:
         plan, of = self.plan, self.of
+        per_pair = operations * of.batch * of.heads * of.head_dim
         slots = [_Slot() for _ in range(len(plan.steps(0)) + 1)]
         joint: dict[int, _Slot] = defaultdict(_Slot)
         for rank in range(plan.size):
             for index, step in enumerate(plan.rounds(rank, moves)):
-                slots[index].pairs = max(slots[index].pairs, step.pairs)
+                busy = step.pairs * per_pair / self._rate + len(step.tiles) * self.cluster.launch_us * MICRO
+                slots[index].computing = max(slots[index].computing, busy)
             for message in messages(plan, rank, of, moves, gradients=backward is not None):
                 under_way = range(message.first, message.last + 1)
                 for index in under_way:
                     slots[index].send(rank, message.peer, message.size / len(under_way), 1 / len(under_way))
             for index, collective in enumerate(collectives(plan, rank, of, backward)):
                 _join(joint[index], rank, collective)
-        per_pair = operations * of.batch * of.heads * of.head_dim
-        rounds = sum(max(slot.pairs * per_pair / self._rate, self._transfer(slot)) for slot in slots)
+        rounds = sum(max(slot.computing, self._transfer(slot)) for slot in slots)
         return rounds + sum(map(self._transfer, joint.values()))
 
     def _state_seconds(self, operations: int, *, reverse: bool) -> float:

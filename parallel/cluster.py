@@ -31,6 +31,8 @@ class Cluster:
     """Part of that rate that the matrix products of a layer reach."""
     attention_fraction: float
     """Part of that rate that an attention kernel reaches."""
+    launch_us: float
+    """Microseconds that each kernel of an attention takes besides its rate: to be started, and its result merged."""
     memory_gb: float
     """Memory of one processor that a run can use, in 10^9 bytes."""
     inside_gb_per_s: float

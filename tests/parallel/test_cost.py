@@ -18,6 +18,7 @@ NETWORK = Cluster(
     peak_tflops=FREE,
     matmul_fraction=1.0,
     attention_fraction=1.0,
+    launch_us=0.0,
     memory_gb=80.0,
     inside_gb_per_s=1.0,
     inside_latency_us=0.0,
@@ -73,6 +74,13 @@ def test_compute_goes_by_pairs() -> None:
     one = attention("zigzag", COMPUTE, 1, 4096)
     assert one.forward() == pytest.approx(4 * pairs * 6656 / 1e12)
     assert one.backward() == pytest.approx(10 * pairs * 6656 / 1e12)
+
+
+def test_every_tile_takes_a_launch() -> None:
+    launches = replace(NETWORK, inside_gb_per_s=FREE, launch_us=1e6)
+    assert attention("zigzag", launches, 8, 4096).forward() == pytest.approx(8)
+    assert attention("zigzag", launches, 8, 4096, ulysses_degree=4).backward() == pytest.approx(2)
+    assert attention("ring", launches, 8, 4096).forward() == pytest.approx(8)  # the last rank has one in every round
 
 
 def test_with_free_links_balanced_layouts_tie_and_contiguous_blocks_lose() -> None:

@@ -129,7 +129,9 @@ def train(rank: int, world_size: int, flags: Sequence[str]) -> list[float]:
     return losses.found
 
 
-def convergence(wanted: Sequence[str], iterations: int, data: Path, path: Path, tell: Callable[[str], None]) -> Any:
+def convergence(
+    wanted: Sequence[str], iterations: int, data: Path, path: Path, tell: Callable[[str], None]
+) -> dict[str, Any]:
     """Train what ``path`` does not hold yet of the wanted rows, and write it there run by run; all that it holds.
 
     Raises:
@@ -140,9 +142,11 @@ def convergence(wanted: Sequence[str], iterations: int, data: Path, path: Path, 
     from bench.ranks import run_ranks
     from data.prepare import Request, prepare
 
-    settings = {"iterations": iterations, "ranks": RANKS, "sequences": BATCH, "seq_length": LENGTH}
-    settings |= {"vocabulary": VOCABULARY}
-    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"settings": settings, "runs": {}}
+    sizes = {"ranks": RANKS, "sequences": BATCH, "seq_length": LENGTH, "vocabulary": VOCABULARY}
+    settings = {"iterations": iterations, **sizes}
+    result: dict[str, Any] = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"settings": settings, "runs": {}}
+    )
     if result["settings"] != settings:
         raise ValueError(f"{path} holds runs of {result['settings']}, not of {settings}; give another --results")
     missing = [(row, way) for row in wanted for way in WAYS if f"{row}/{way}" not in result["runs"]]

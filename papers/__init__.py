@@ -1,0 +1,1 @@
+"""The papers' published tables, and ours beside them: one module per paper."""

@@ -1,0 +1,62 @@
+"""LASP's table of convergence: what is run, what is kept, and what is outside the bound."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from papers import lasp
+from train.config import parse_args, validate
+
+
+def result(without: float, with_lasp: float) -> dict[str, Any]:
+    runs = {"transnormer/ddp/without": [5.0, without], "transnormer/ddp/lasp": [5.0, with_lasp]}
+    return {
+        "settings": {"iterations": 2, "ranks": 4, "sequences": 8, "seq_length": 256, "vocabulary": 1024},
+        "machine": {"device": "a processor", "cores": 2, "torch": "2.13.0", "date": "today"},
+        "runs": {name: {"losses": losses, "seconds": 1.0} for name, losses in runs.items()},
+    }
+
+
+def test_the_papers_table_has_our_rows() -> None:
+    found = lasp.published()
+    assert list(found) == lasp.rows()
+    assert found["transnormer/fsdp"] == lasp.Published(without=3.717, lasp=3.714)
+
+
+def test_every_run_is_one_that_the_entry_takes() -> None:
+    for row in lasp.rows():
+        sizes = []
+        for way in lasp.WAYS:
+            config = parse_args(lasp.command_line(row, way, Path("data"), 300))
+            validate(config, lasp.RANKS)
+            sizes.append(config.mesh.context_parallel_size)
+        assert sizes == [1, 2]
+
+
+def test_a_row_stands_beside_the_papers() -> None:
+    text = lasp.markdown(result(4.0, 4.001))
+    assert "| TransNormer | DDP | 4.5000 (4.0000) | 4.5005 (4.0010) | 2.5e-04 | 3.719 | 3.715 | 1.1e-03 |" in text
+    assert "FSDP" not in text
+
+
+@pytest.mark.parametrize(
+    ("loss", "wrong"), [(4.019, []), (4.021, ["transnormer/ddp"]), (float("nan"), ["transnormer/ddp"])]
+)
+def test_a_loss_outside_the_bound_is_named(loss: float, wrong: list[str]) -> None:
+    assert lasp.outside(result(4.0, loss)) == wrong
+
+
+def test_a_row_is_trained_once_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--rows", "transnormer/zero1", "--iterations", "3", "--results", str(tmp_path / "results")]
+    assert lasp.main([*flags, "--data", str(tmp_path / "stdlib")]) == 0
+    assert "transnormer/zero1               lasp" in capsys.readouterr().out
+    kept = json.loads((tmp_path / "results" / "lasp_convergence.json").read_text())
+    without, with_lasp = (kept["runs"][f"transnormer/zero1/{way}"]["losses"] for way in lasp.WAYS)
+    assert len(without) == 3
+    assert without == pytest.approx(with_lasp, rel=1e-6)
+    assert (tmp_path / "results" / "lasp_convergence.png").stat().st_size > 1000
+    assert lasp.main([*flags, "--data", str(tmp_path / "nothing")]) == 0  # nothing is trained again, nor prepared
+    assert lasp.main([*flags, "--iterations", "4"]) == 1
+    assert "holds runs of" in capsys.readouterr().err

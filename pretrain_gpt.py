@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from data.megatron import build_datasets
 from data.tokenizer import load_tokenizer
-from model.attention import Attend, LinearAttend
+from model.attention import Attend, Attends, LinearAttend
 from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
 from model.registry import TITLES, build_model, flops_per_token, num_parameters
@@ -18,7 +18,7 @@ from parallel.mesh import Mesh, joined, launched_world_size
 from parallel.tensor import split_model
 from train.assemble import build_parts, summary
 from train.config import Config, parse_args, validate
-from train.language import NextToken, build_runner, context_of, corpus_entropy, with_vocabulary
+from train.language import NextToken, build_runner, context_of, corpus_entropy, softmax_layout, with_vocabulary
 from train.loop import Trainer
 from train.optim import build_optimizer
 from train.planner import resolved
@@ -67,7 +67,7 @@ def prepared(config: Config, mesh: Mesh) -> Trainer:
     )
 
 
-def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend) -> list[LanguageModel]:
+def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend | Attends) -> list[LanguageModel]:
     """This rank's part of the model for each of its pipeline stages, with its weights; the whole one is one stage."""
     model = config.model
     return build_parts(
@@ -85,6 +85,8 @@ def described(config: Config, mesh: Mesh) -> str:
     alone = model.linear_attention and mesh.cp.size() == 1
     title = f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters"
     method = "linear attention" if alone else config.context.title
+    if model.softmax_every is not None and not alone:
+        method += f", softmax layers by {config.hybrid.hybrid_softmax_method}, {softmax_layout(config)}"
     return summary(config, mesh, title, method, f"sequences of {config.train.seq_length} tokens")
 
 

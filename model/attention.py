@@ -5,7 +5,9 @@ In linear attention queries and keys are D wide and values E.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -32,8 +34,32 @@ def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tenso
     return linear_attention(q, k, v, log_decay)[0]
 
 
+class Attends(NamedTuple):
+    """The cores of a hybrid, whose layers are of two kinds."""
+
+    linear: LinearAttend = linear
+    softmax: Attend = sdpa
+
+
 States = list[Tensor | None] | None
-"""Per layer what the tokens so far have left, [B, H, D, E], None before the first; None as a whole: no generation."""
+"""Per layer what the tokens so far have left, None before the first; None as a whole: no generation.
+
+A state [B, H, D, E] of linear attention; of softmax attention all keys and values, [2, B, T, G, D].
+"""
+
+
+def continued(q: Tensor, k: Tensor, v: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Causal attention of tokens that follow those whose keys and values ``past`` has, and what has theirs too.
+
+    q [B, T, H, D], k and v [B, T, G, D] of the new tokens, past [2, B, S, G, D] -> [B, T, H, D], [2, B, S + T, G, D].
+    """
+    new = torch.stack((k, v))
+    past = new if past is None else torch.cat((past, new), 2)
+    tokens, seen = q.shape[1], past.shape[2]
+    mask = torch.ones(tokens, seen, dtype=torch.bool, device=q.device).tril(seen - tokens)  # [T, S + T]
+    q, k, v = (x.transpose(1, 2) for x in (q, *past))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2), past
 
 
 class LinearCore(nn.Module):
@@ -72,10 +98,14 @@ class Attention(nn.Module):
         self.wv = nn.Linear(hidden_size, num_query_groups * head_dim, bias=bias)
         self.wo = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, states: States = None, layer: int = 0) -> Tensor:
+        """With states, that of this layer goes in and is replaced."""
         # -1 rather than the number of heads: under tensor parallelism a device holds some of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H or G, D]
         if rotary is not None:
             q, k = rotary.rotate(q), rotary.rotate(k)
-        out = self.attend(q, k, v)  # [B, T, H, D]
+        if states is None:
+            out = self.attend(q, k, v)  # [B, T, H, D]
+        else:
+            out, states[layer] = continued(q, k, v, states[layer])
         return self.wo(out.flatten(-2))

@@ -111,6 +111,8 @@ class LanguageModel(nn.Module):
 class RecurrentModel(LanguageModel):
     """A language model of linear attention, whose layers carry all of the past in a state of one size.
 
+    A hybrid's layers of softmax attention carry keys and values, which grow.
+
     A model sets the modules of a LanguageModel and defines `embed`; a layer takes (x, positions, states).
     """
 

@@ -36,6 +36,9 @@ class ModelConfig:
     """Entries in the table of learned_absolute positions, and so the longest sequence; rope has no such bound."""
     rotary_base: float = 10000.0
     """Base of the angles of rope."""
+    softmax_every: int | None = None
+    """Give every so many-th layer of a transnormer softmax attention with rope (a hybrid: 8 is seven linear layers, then
+    one of softmax); by default none has it."""
     linear_decay: Literal["released", "paper"] | None = None
     """How fast a transnormer's heads forget: as its released models do, the default, or as its paper writes."""
     no_scale_embedding: bool = False
@@ -79,6 +82,17 @@ class ModelConfig:
             "no_scale_embedding",
             f"model_type {kind} scales no embeddings; leave it out",
         )
+        every = self.softmax_every
+        self._require(
+            every is None or kind == "transnormer",
+            "softmax_every",
+            f"model_type {kind} has one kind of attention in all layers; leave it out, or set model_type to transnormer",
+        )
+        self._require(
+            every is None or 1 <= every <= self.num_layers,
+            "softmax_every",
+            f"it must be from 1 (every layer) to num_layers {self.num_layers} (the last one alone), or left out",
+        )
         if not linear:
             return
         self._require(
@@ -87,7 +101,8 @@ class ModelConfig:
             f"linear attention has one key head per query head, {self.num_attention_heads} here; leave it out",
         )
         own = "LRPE" if kind == "transnormer" else "sinusoidal"
-        for name in ("position_embedding_type", "max_position_embeddings", "rotary_base"):
+        settings = ("position_embedding_type", "max_position_embeddings", "rotary_base")
+        for name in settings if every is None else settings[:2]:
             self._require(
                 getattr(self, name) == getattr(type(self), name),
                 name,
@@ -101,6 +116,8 @@ class ModelConfig:
 
     def _check_positions(self) -> None:
         if self.linear_attention:
+            if self.softmax_every is not None:
+                self._check_rope()
             return
         if self.learned_positions:
             self._require(
@@ -127,6 +144,9 @@ class ModelConfig:
             "rope has no table of positions; leave it out, or set model_type to gpt and position_embedding_type to "
             "learned_absolute",
         )
+        self._check_rope()
+
+    def _check_rope(self) -> None:
         self._require(
             self.head_dim % 2 == 0,
             "hidden_size" if self.kv_channels is None else "kv_channels",
@@ -141,8 +161,14 @@ class ModelConfig:
 
     @property
     def linear_attention(self) -> bool:
-        """Whether the attention is linear, with a state in the place of keys and values."""
+        """Whether the attention is linear, with a state in the place of keys and values; in a hybrid that of most."""
         return self.model_type in ("transnormer", "linear_transformer")
+
+    def has_softmax(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, has softmax attention."""
+        if self.softmax_every is not None:
+            return (layer + 1) % self.softmax_every == 0
+        return not self.linear_attention
 
     @property
     def embedding_scale(self) -> float:
@@ -192,6 +218,8 @@ def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str |
             "linear_decay": config.linear_decay or ("released" if config.model_type == "transnormer" else None),
             "no_scale_embedding": config.no_scale_embedding,
         }
+        if config.softmax_every is not None:
+            linear["softmax_every"] = config.softmax_every
     return {
         "model_type": config.model_type,
         "num_layers": config.num_layers,

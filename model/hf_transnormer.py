@@ -38,6 +38,11 @@ PREFIX = "model."
 
 def check(config: ModelConfig) -> None:
     """ValueError where theirs has no such TransNormer."""
+    if config.softmax_every is not None:
+        raise ValueError(
+            f"softmax_every is {config.softmax_every}, and a released TransNormer has linear attention in every layer: "
+            "its code has no layers of softmax attention to read a hybrid into; keep it in its checkpoint"
+        )
     needs = (
         ("linear_decay", config.linear_decay or "released", "released"),
         ("norm_epsilon", config.norm_epsilon, EPSILON),

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from model.attention import Attend, LinearAttend
+from model.attention import Attend, Attends, LinearAttend
 from model.base import LanguageModel
 from model.config import ModelConfig
 from model.gpt import GPT
@@ -25,10 +25,10 @@ TITLES = {
 }
 
 
-def build_model(config: ModelConfig, attend: Attend | LinearAttend | None = None) -> LanguageModel:
+def build_model(config: ModelConfig, attend: Attend | LinearAttend | Attends | None = None) -> LanguageModel:
     """The module that config.model_type names, on torch's default device, weights not yet meaningful.
 
-    attend is the core of its attention, linear where the model's is, by default that of one device.
+    attend is the core of its attention, linear where the model's is, both in a hybrid, by default those of one device.
     """
     kind = MODELS[config.model_type]
     return kind(config) if attend is None else kind(config, attend)
@@ -51,23 +51,28 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     nothing), as PaLM counts (Chowdhery et al. 2022, appendix B). Attention adds 12 * layers * heads * head width *
     seq_length for a full mask; the causal mask needs half, and half is counted, as Megatron-LM's
     num_floating_point_operations does. PaLM and nanoGPT count the full square and so report a higher utilisation.
-    Linear attention adds 12 per element of a layer's state, into which each token writes and from which it reads.
+    Linear attention adds 12 per element of a layer's state, into which each token writes and from which it reads. In a
+    hybrid each layer counts as its kind.
     """
     model = _on_meta(config)
     matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     if model.output is None:
         matrices += model.output_weight.numel()
-    if config.linear_attention:
-        return 6 * matrices + 12 * state_elements(config)
-    return 6 * matrices + 12 * config.num_layers * config.num_attention_heads * config.head_dim * seq_length / 2
+    scores = softmax_layers(config) * config.num_attention_heads * config.head_dim * seq_length / 2
+    return 6 * matrices + 12 * (state_elements(config) + scores)
+
+
+def softmax_layers(config: ModelConfig) -> int:
+    """Layers with softmax attention."""
+    return sum(map(config.has_softmax, range(config.num_layers)))
 
 
 def state_elements(config: ModelConfig) -> int:
     """Numbers in the states of all layers of linear attention, per sequence: what the past comes to."""
-    one = config.num_attention_heads * config.head_dim**2
+    one, layers = config.num_attention_heads * config.head_dim**2, config.num_layers - softmax_layers(config)
     if config.model_type == "transnormer":
-        return one * (config.num_layers + 1)  # LRPE doubles the first layer's keys
-    return (one + config.num_attention_heads * config.head_dim) * config.num_layers  # and the normaliser
+        return one * (layers + (not config.has_softmax(0)))  # LRPE doubles the first layer's keys
+    return (one + config.num_attention_heads * config.head_dim) * layers  # and the normaliser
 
 
 def _on_meta(config: ModelConfig) -> LanguageModel:

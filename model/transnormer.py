@@ -1,7 +1,8 @@
 """TransNormerLLM (Qin et al. 2023, arXiv:2307.14995), as its released models compute.
 
 Linear attention with decay, its output normalised and gated, and a feed-forward layer that is gated without an
-activation. The norms have no weights.
+activation. The norms have no weights. With softmax_every it is a hybrid, some of whose layers have softmax attention with
+rotary positions instead, as in MiniMax-01 (2025, arXiv:2501.08313) every eighth.
 
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """
@@ -12,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import LinearAttend, LinearCore, States, linear
+from model.attention import Attends, Attention, LinearAttend, LinearCore, States, linear
 from model.base import RecurrentModel, output_module
 from model.config import ModelConfig
-from model.layers import SGLU, RMSNorm
+from model.layers import SGLU, RMSNorm, Rotary
 
 
 def log_decay_of(config: ModelConfig, layer: int) -> tuple[float, ...]:
@@ -93,27 +94,50 @@ class TokenMixer(LinearCore):
 class Layer(nn.Module):
     """One pre-norm layer: [B, T, C] -> [B, T, C]."""
 
-    def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
+    def __init__(self, config: ModelConfig, layer: int, attends: Attends) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.norm_epsilon
         self.attention_norm = RMSNorm(width, eps=eps, elementwise_affine=False)
-        self.attention = TokenMixer(config, layer, attend)
+        self.attention = self.mixer(config, layer, attends)
         self.mlp_norm = RMSNorm(width, eps=eps, elementwise_affine=False)
         self.mlp = SGLU(width, config.ffn_size)
 
+    def mixer(self, config: ModelConfig, layer: int, attends: Attends) -> nn.Module:
+        """The attention."""
+        return TokenMixer(config, layer, attends.linear)
+
+    def mix(self, x: Tensor, positions: Tensor, states: States) -> Tensor:
+        """Its output for normalised x."""
+        return self.attention(x, positions, states)
+
     def forward(self, x: Tensor, positions: Tensor, states: States = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), positions, states)
+        x = x + self.mix(self.attention_norm(x), positions, states)
         return x + self.mlp(self.mlp_norm(x))
+
+
+class SoftmaxLayer(Layer):
+    """The same with softmax attention, whose positions are rotary."""
+
+    def mixer(self, config: ModelConfig, layer: int, attends: Attends) -> nn.Module:
+        self.layer, self.head_dim, self.rotary_base = layer, config.head_dim, config.rotary_base
+        heads, groups = config.num_attention_heads, config.query_groups
+        return Attention(config.hidden_size, heads, groups, config.head_dim, attends.softmax)
+
+    def mix(self, x: Tensor, positions: Tensor, states: States) -> Tensor:
+        rotary = Rotary(positions, self.head_dim, self.rotary_base, x.dtype)
+        return self.attention(x, rotary, states, self.layer)
 
 
 class TransNormer(RecurrentModel):
     """The language model: token ids -> logits."""
 
-    def __init__(self, config: ModelConfig, attend: LinearAttend = linear) -> None:
+    def __init__(self, config: ModelConfig, attend: LinearAttend | Attends = linear) -> None:
         super().__init__()
         self.config = config
+        attends = attend if isinstance(attend, Attends) else Attends(linear=attend)
         self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, layer, attend) for layer in range(config.num_layers))
+        kinds = (SoftmaxLayer if config.has_softmax(layer) else Layer for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(kind(config, layer, attends) for layer, kind in enumerate(kinds))
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_epsilon, elementwise_affine=False)
         self.output = output_module(config)
 

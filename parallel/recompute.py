@@ -26,13 +26,14 @@ ATTENTION = frozenset(
         "longmesh::linear_attention",
         "longmesh::state_attention",
         "longmesh::heads_to_tokens",
+        "longmesh::relayout_out",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
     }
 )
-"""Operators that are a whole attention forward: ours, with the exchange of heads after it, and what torch's SDPA
+"""Operators that are a whole attention forward: ours, with the exchange of heads or tokens after it, and what torch's SDPA
 becomes where a fused kernel fits."""
 
 

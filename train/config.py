@@ -9,6 +9,7 @@ from pathlib import Path
 
 from data.megatron import DataConfig
 from model.config import ModelConfig
+from parallel.hybrid import HybridConfig
 from train import flags
 from train.common import CommonConfig, LoopConfig, validate_backend, validate_run
 from train.flags import ConfigError
@@ -43,6 +44,7 @@ class Config(CommonConfig):
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    hybrid: HybridConfig = field(default_factory=HybridConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
     @property

@@ -14,8 +14,11 @@ from data.megatron import DataConfig, blend
 from data.prepare import unigram_entropy
 from kernels.linear_attention import linear_attention
 from kernels.linear_attention import select_backend as select_linear_backend
-from model.attention import Attend, LinearAttend, sdpa
-from parallel.context import ContextParallel, context_parallel
+from model.attention import Attend, Attends, LinearAttend, sdpa
+from parallel.cluster import ClusterError, default_cluster
+from parallel.context import ContextConfig, ContextParallel, context_parallel
+from parallel.context.relayout import attend_inside
+from parallel.hybrid import HybridLayout, faster_layout, layout_costs
 from parallel.mesh import Mesh
 from parallel.pipeline import Runner
 from parallel.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
@@ -86,14 +89,64 @@ def corpus_entropy(data: DataConfig) -> dict[str, float]:
     return {"unigram_entropy": unigram_entropy(prefixes[0])} if len(prefixes) == 1 else {}
 
 
-def context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, Attend | LinearAttend]:
+def context_of(
+    config: Config, group: dist.ProcessGroup | None
+) -> tuple[ContextParallel, Attend | LinearAttend | Attends]:
     """The context-parallel dimension that the configuration names, and the attention that the model calls."""
+    if config.model.softmax_every is not None:
+        return _hybrid_context_of(config, group)
     if config.model.linear_attention:
-        return _linear_context_of(config, group)
+        return _linear_context_of(config, group, config.mesh.tensor_model_parallel_size)
     return softmax_context(config, group, sdpa)
 
 
-def _linear_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, LinearAttend]:
+def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, Attends]:
+    """Of a hybrid: tokens lie as linear attention needs them, and softmax attention may have its own layout."""
+    if config.mesh.context_parallel_size == 1:
+        context = ContextConfig(context_parallel_method="none")
+        inside, softmax = softmax_context(replace(config, context=context), group, sdpa)
+        outside, linear = _linear_context_of(config, group, inside.plan.local_len)
+        return outside, Attends(linear, softmax)
+    context = config.hybrid.context(softmax_layout(config))
+    if config.context.attention_backend == "reference":
+        context = replace(context, attention_backend="reference")
+    inside, _ = softmax_context(replace(config, context=context), group, sdpa)
+    # Padded to the same length, so that tokens can change their layout.
+    outside, linear = _linear_context_of(config, group, inside.plan.local_len)
+    return outside, Attends(linear, attend_inside(inside, outside))
+
+
+def softmax_layout(config: Config) -> HybridLayout:
+    """The layout of a hybrid's softmax layers. ConfigError for auto on a device that no cluster file is about."""
+    model, mesh = config.model, config.mesh
+    if len(config.hybrid.layouts) == 1:
+        return config.hybrid.layouts[0]
+    try:
+        cluster = default_cluster(mesh.device_type)
+    except ClusterError as error:
+        raise ConfigError(
+            f"hybrid_softmax_layout is auto: no file under configs/clusters is about this device ({error}); "
+            "give --hybrid-softmax-layout zigzag or contiguous"
+        ) from error
+    tp = mesh.tensor_model_parallel_size
+    costs = layout_costs(
+        config.hybrid,
+        seq_len=config.train.seq_length,
+        size=mesh.context_parallel_size,
+        tp=tp,
+        batch=config.train.micro_batch_size,
+        heads=model.num_attention_heads // tp,
+        kv_heads=model.query_groups // tp,
+        head_dim=model.head_dim,
+        element_size=2 if config.train.bf16 else 4,
+        cluster=cluster,
+    )
+    return faster_layout(costs)
+
+
+def _linear_context_of(
+    config: Config, group: dist.ProcessGroup | None, multiple: int
+) -> tuple[ContextParallel, LinearAttend]:
     """Of a model with linear attention: the method's, or of a process that holds whole sequences."""
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
     try:
@@ -104,12 +157,12 @@ def _linear_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple
     def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
         return linear_attention(q, k, v, log_decay, backend=backend)[0]
 
-    seq_length, tp = config.train.seq_length, config.mesh.tensor_model_parallel_size
+    seq_length = config.train.seq_length
     if config.mesh.context_parallel_size == 1:
-        return context_parallel("ring", seq_len=seq_length, multiple=tp), attend
+        return context_parallel("ring", seq_len=seq_length, multiple=multiple), attend
     timeout = timedelta(minutes=config.mesh.distributed_timeout_minutes)
     method = config.context.context_parallel_method
-    cp = context_parallel(method, seq_len=seq_length, group=group, multiple=tp, backend=backend, timeout=timeout)
+    cp = context_parallel(method, seq_len=seq_length, group=group, multiple=multiple, backend=backend, timeout=timeout)
     return cp, cp.attend_linear
 
 

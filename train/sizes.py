@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from parallel.context.errors import ContextError
 from parallel.context.registry import LINEAR_METHODS, METHODS, STATE_METHODS
+from parallel.hybrid import HybridConfig
 from parallel.recompute import RecomputeConfig
 from train.flags import ConfigError
 
@@ -23,6 +24,7 @@ def validate_sizes(config: "Config", world_size: int) -> None:
         )
     _validate_method(config)
     validate_mesh(config, world_size)
+    _validate_hybrid(config)
     for name in ("vocab_size", "max_position_embeddings"):
         if (entries := getattr(config.model, name)) is not None:
             validate_entries(entries, config.mesh.tensor_model_parallel_size, name)
@@ -94,6 +96,29 @@ def _validate_method(config: "Config") -> None:
             f"attention_backend is reference with context_parallel_size {cp} and method {method}, and that form of "
             "linear attention takes whole sequences; use auto, chunked or triton, or method ulysses"
         )
+
+
+def _validate_hybrid(config: "Config") -> None:
+    """Check that the softmax layers' method and layout have such layers, and suit the ranks and their heads."""
+    model, hybrid, tp = config.model, config.hybrid, config.mesh.tensor_model_parallel_size
+    if model.softmax_every is None:
+        for name in ("hybrid_softmax_method", "hybrid_softmax_layout"):
+            if (value := getattr(hybrid, name)) != getattr(HybridConfig, name):
+                raise ConfigError(
+                    f"{name} is {value} and softmax_every is not set, so that no layer has softmax attention beside "
+                    "others of linear attention; leave it out, or give a transnormer --softmax-every"
+                )
+        return
+    try:
+        hybrid.check(
+            seq_len=config.train.seq_length,
+            size=config.mesh.context_parallel_size,
+            heads=model.num_attention_heads // tp,
+            kv_heads=model.query_groups // tp,
+        )
+    except ContextError as error:
+        # The plan knows one method, and names its options.
+        raise ConfigError(f"hybrid_softmax_method is {hybrid.hybrid_softmax_method}: {error}") from error
 
 
 def _validate_context(config: "CommonConfig") -> None:

@@ -150,6 +150,16 @@ class Transport:
         self._count(ranks, _bytes(parts[0]))
         return received
 
+    def exchange_tokens(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """All-to-all of the whole group, unequal parts: [sum of sends, ...] -> [sum of receives, ...], each by rank."""
+        x = x.contiguous()
+        received = x.new_empty(sum(receives), *x.shape[1:])
+        dist.all_to_all_single(received, x, list(receives), list(sends), group=self._group)
+        for rank, tokens in enumerate(sends):
+            if tokens and rank != self.rank:
+                self.traffic.collective[rank] += tokens * _bytes(x[0])
+        return received
+
     def _connect(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Let NCCL connect the group once: that takes all its ranks, and some may have nothing to send."""
         if device.type == "cuda" and group is not None and group not in self._connected:

@@ -11,24 +11,27 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kernels.loss import cross_entropy_sum
-from model.attention import Attend, sdpa
+from model.attention import Attend, Attends, LinearAttend, sdpa
 from model.base import LanguageModel, initial_weight
 from model.config import ModelConfig
 from model.registry import build_model
 from parallel.checkpoint import load_checkpoint
-from parallel.context import ContextParallel, context_parallel
+from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.data import DataParallelConfig, fill, finish_gradients, reduce_gradients, shard_model, sharding_mesh
+from parallel.hybrid import HybridConfig
 from parallel.mesh import Mesh, MeshConfig, joined
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor import split_model
 from tests.parallel.tiny import ARCHITECTURE, save, whole_tensors
-from train.language import NextToken
+from train.config import Config, TrainConfig
+from train.language import NextToken, context_of
 
 ZERO3 = DataParallelConfig()
 SEED, BATCH, LENGTH = 3, 4, 17
 VOCABULARY = 37
 """Neither it nor the length is divisible by any number of ranks."""
 PLAIN = RecomputeConfig()
+RING = HybridConfig()
 
 
 def config(tied: bool = False, **changes: Any) -> ModelConfig:
@@ -64,17 +67,36 @@ def build(
     recompute: RecomputeConfig = PLAIN,
     data_parallel: DataParallelConfig = ZERO3,
     method: str = "zigzag",
+    hybrid: HybridConfig = RING,
 ) -> tuple[LanguageModel, ContextParallel]:
     """As the entry script does."""
-    cp = context_parallel(method, seq_len=LENGTH, group=mesh.cp.get_group(), multiple=mesh.tp.size())
+    cp, attend = context(mesh, model_config, method, hybrid)
     with torch.device("meta"):
-        model = build_model(model_config, cp.attend_linear if model_config.linear_attention else cp.attend)
+        model = build_model(model_config, attend)
     split_model(model, mesh.tp, head_dim=model_config.head_dim, kv_heads=model_config.query_groups)
     recompute_layers(model.layers, recompute)
     sharding = sharding_mesh(mesh.both, data_parallel)
     shard_model(model, model.layers, sharding, bf16=False, strategy=data_parallel.strategy)
     fill(model, mesh.device, lambda name, shape: weight_of(model_config, name, shape))
     return model, cp
+
+
+def context(
+    mesh: Mesh, model_config: ModelConfig, method: str, hybrid: HybridConfig = RING
+) -> tuple[ContextParallel, Attend | LinearAttend | Attends]:
+    """The context-parallel dimension and the attention of the model; ``hybrid`` is for its softmax layers, if any."""
+    group = mesh.cp.get_group()
+    if model_config.softmax_every is not None:
+        run = Config(
+            model=model_config,
+            mesh=mesh_config(mesh.tp.size(), mesh.cp.size()),
+            context=ContextConfig(context_parallel_method=method),  # type: ignore[arg-type]
+            hybrid=hybrid,
+            train=TrainConfig(seq_length=LENGTH),
+        )
+        return context_of(run, group)
+    cp = context_parallel(method, seq_len=LENGTH, group=group, multiple=mesh.tp.size())
+    return cp, cp.attend_linear if model_config.linear_attention else cp.attend
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -124,9 +146,10 @@ def split_step(
     *,
     local_mean: bool = False,
     method: str = "zigzag",
+    hybrid: HybridConfig = RING,
 ) -> tuple[LanguageModel, Step]:
     """The same on this mesh; ``local_mean`` divides by this rank's own number of labels, which is wrong."""
-    model, cp = build(mesh, model_config, recompute, data_parallel, method)
+    model, cp = build(mesh, model_config, recompute, data_parallel, method, hybrid)
     weights = {name: full(p) for name, p in model.named_parameters()}
     tokens, labels = own_batch(mesh, cp)
     valid = (labels != -100).sum() * mesh.both.size() if local_mean else (data()[1] != -100).sum()
@@ -154,14 +177,14 @@ def train_and_save(
 ) -> dict[str, Tensor]:
     """Load or train two steps, save, and return everything in full."""
     with joined(mesh_config(tp, cp)) as mesh:
-        model, context = build(mesh, model_config or config(), data_parallel=data_parallel, method=method)
+        model, cp_ranks = build(mesh, model_config or config(), data_parallel=data_parallel, method=method)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        tokens, labels = own_batch(mesh, context)
+        tokens, labels = own_batch(mesh, cp_ranks)
         if load is not None:
             load_checkpoint(load, model, optimizer, ARCHITECTURE)
         for _ in range(2 if load is None else 0):
             reduce_gradients(model, True, data_parallel.strategy)
-            NextToken(context, mesh.device).loss_sum(model, {"tokens": tokens, "labels": labels}).backward()
+            NextToken(cp_ranks, mesh.device).loss_sum(model, {"tokens": tokens, "labels": labels}).backward()
             finish_gradients(model, mesh.both, data_parallel.strategy)
             optimizer.step()
             optimizer.zero_grad()

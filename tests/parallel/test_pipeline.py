@@ -13,13 +13,13 @@ from model.base import LanguageModel
 from model.config import ModelConfig
 from model.registry import build_model
 from parallel.checkpoint import load_checkpoint
-from parallel.context import ContextError, context_parallel
+from parallel.context import ContextError
 from parallel.data import DataParallelConfig, Strategy, finish_gradients
 from parallel.mesh import Mesh, MeshConfig, joined
 from parallel.pipeline import PipelineRunner
 from parallel.stages import PipelineConfig
 from pretrain_gpt import model_parts
-from tests.parallel.split import config, data, full, own_batch, whole_step
+from tests.parallel.split import config, context, data, full, own_batch, whole_step
 from tests.parallel.test_strategies import recorded
 from tests.parallel.tiny import ARCHITECTURE, save
 from tests.ranks import run_ranks
@@ -66,8 +66,8 @@ def built(
     )
     with joined(mesh_config) as mesh:
         method = "lasp" if model.linear_attention else "zigzag"
-        cp = context_parallel(method, seq_len=17, group=mesh.cp.get_group(), multiple=mesh.tp.size())
-        parts = model_parts(run, mesh, cp.attend_linear if model.linear_attention else cp.attend)
+        cp, attend = context(mesh, model, method)
+        parts = model_parts(run, mesh, attend)
         runner = build_runner(run, mesh, parts, NextToken(cp, mesh.device))
         assert isinstance(runner, PipelineRunner)
         tokens, labels = own_batch(mesh, cp)

@@ -1,0 +1,78 @@
+"""Tokens that go from one layout to another on real gloo ranks: unshard and shard, gradients and bytes; refusals."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.context import ContextError, context_parallel, make_plan
+from parallel.context.relayout import Relayout, attend_inside, moved_tokens, moves
+from tests.ranks import run_ranks
+
+LENGTH, SHAPE = 21, (3, 2)
+PAIRS = [("lasp", "zigzag"), ("lasp", "striped"), ("striped", "zigzag"), ("lasp", "ring")]
+
+
+def whole(length: int, seed: int) -> Tensor:
+    return torch.randn(2, length, *SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def both(rank: int, world_size: int, wrong: bool = False) -> list[dict[str, Any]]:
+    """What arrives of a tensor and of a gradient, each way, beside this rank's share of the whole in that layout."""
+    found = []
+    for outer, inner in PAIRS:
+        inside = context_parallel(inner, seq_len=LENGTH, group=dist.group.WORLD, multiple=2)
+        outside = context_parallel(outer, seq_len=LENGTH, group=dist.group.WORLD, multiple=inside.plan.local_len)
+        relayout = Relayout(outside.plan, inside.plan, inside.transport)
+        if wrong:
+            relayout._ways = tuple(way._replace(places=torch.arange(len(way.places))) for way in relayout._ways)
+        values, gradients = (whole(inside.plan.padded_len, seed) for seed in (1, 2))
+        for go, source, target in ((relayout.inward, outside, inside), (relayout.outward, inside, outside)):
+            x = source.shard(values, 1).requires_grad_()
+            before = inside.transport.traffic.total
+            y = go(x)
+            sent = inside.transport.traffic.total - before
+            y.backward(target.shard(gradients, 1))
+            assert x.grad is not None
+            pairs = ((y.detach(), target.shard(values, 1)), (x.grad, source.shard(gradients, 1)))
+            plans = outside.plan, inside.plan
+            most = moved_tokens(*plans) * 2 * 3 * 2 * 8
+            found.append({"equal": [torch.equal(*pair) for pair in pairs], "sent": sent, "most": most})
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_an_exchange_is_unshard_and_shard_and_its_gradient_the_way_back(ranks: int) -> None:
+    results = run_ranks(both, ranks)
+    for index in range(2 * len(PAIRS)):
+        assert all(all(result[index]["equal"]) for result in results), PAIRS[index // 2]
+        assert max(result[index]["sent"] for result in results) == results[0][index]["most"]
+    assert all(result[index]["sent"] == 0 for result in results for index in (6, 7))  # of one layout
+
+
+def test_tokens_left_in_the_order_of_their_arrival_would_be_seen() -> None:
+    results = run_ranks(partial(both, wrong=True), 2)
+    assert not all(all(entry["equal"]) for result in results for entry in result)
+
+
+def test_few_tokens_stay() -> None:
+    """From contiguous to zigzag over P ranks a rank sends all of its tokens, or half of them at the ends."""
+    outside, inside = (make_plan(method, seq_len=64, size=4) for method in ("lasp", "zigzag"))
+    kept = [moves(outside, inside, rank).sends[rank] for rank in range(4)]
+    assert kept == [8, 0, 0, 8]
+    assert moved_tokens(outside, inside) == 16
+
+
+def test_plans_of_other_lengths_or_ranks_are_refused() -> None:
+    for outer, inner in ((("lasp", 17, 2), ("zigzag", 17, 2)), (("lasp", 16, 2), ("zigzag", 16, 4))):
+        plans = [make_plan(method, seq_len=length, size=size) for method, length, size in (outer, inner)]
+        with pytest.raises(ContextError, match=r"tokens cannot go from .* make the one plan with multiple="):
+            moves(*plans, 0)
+
+
+def test_one_layout_exchanges_nothing() -> None:
+    one = context_parallel("ring", seq_len=8)
+    assert attend_inside(one, context_parallel("lasp", seq_len=8)) == one.attend

@@ -37,8 +37,8 @@ class ModelConfig:
     rotary_base: float = 10000.0
     """Base of the angles of rope."""
     softmax_every: int | None = None
-    """Give every so many-th layer of a transnormer softmax attention with rope (a hybrid: 8 is seven linear layers, then
-    one of softmax); by default none has it."""
+    """Give every so many-th layer of a transnormer softmax attention with rope (a hybrid: 8 is seven linear layers,
+    then one of softmax); by default none has it."""
     linear_decay: Literal["released", "paper"] | None = None
     """How fast a transnormer's heads forget: as its released models do, the default, or as its paper writes."""
     no_scale_embedding: bool = False
@@ -86,7 +86,7 @@ class ModelConfig:
         self._require(
             every is None or kind == "transnormer",
             "softmax_every",
-            f"model_type {kind} has one kind of attention in all layers; leave it out, or set model_type to transnormer",
+            f"model_type {kind} has one kind of attention; leave it out, or set model_type to transnormer",
         )
         self._require(
             every is None or 1 <= every <= self.num_layers,

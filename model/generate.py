@@ -30,8 +30,9 @@ def generate(
 
     Draws from softmax(logits / temperature) over the top_k likeliest tokens (all by default), in float32 and with
     `generator` (of the tokens' device); temperature 0 takes the likeliest. A RecurrentModel reads each token once and
-    keeps its states, with the keys and values of a hybrid's layers of softmax attention. For the others there is no KV cache: every new token costs a forward over all tokens so far, which
-    is meant for looking at a few lines. ValueError for an empty prompt, a negative temperature or a top_k below 1.
+    keeps its states, with the keys and values of a hybrid's layers of softmax attention. For the others there is no KV
+    cache: every new token costs a forward over all tokens so far, which is meant for looking at a few lines. ValueError
+    for an empty prompt, a negative temperature or a top_k below 1.
     """
     if tokens.shape[1] == 0:
         raise ValueError("the prompt has no tokens; give at least one")

@@ -1,8 +1,8 @@
 """TransNormerLLM (Qin et al. 2023, arXiv:2307.14995), as its released models compute.
 
 Linear attention with decay, its output normalised and gated, and a feed-forward layer that is gated without an
-activation. The norms have no weights. With softmax_every it is a hybrid, some of whose layers have softmax attention with
-rotary positions instead, as in MiniMax-01 (2025, arXiv:2501.08313) every eighth.
+activation. The norms have no weights. With softmax_every it is a hybrid, some of whose layers have softmax attention
+with rotary positions instead, as every eighth of MiniMax-01 (2025, arXiv:2501.08313) has.
 
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """

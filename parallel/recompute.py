@@ -33,8 +33,8 @@ ATTENTION = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
     }
 )
-"""Operators that are a whole attention forward: ours, with the exchange of heads or tokens after it, and what torch's SDPA
-becomes where a fused kernel fits."""
+"""Operators that are a whole attention forward: ours, with the exchange of heads or tokens after it, and what torch's
+SDPA becomes where a fused kernel fits."""
 
 
 class RecomputeError(ValueError):

@@ -1,5 +1,6 @@
 """The sizes of the models under configs/ that have been published."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,15 @@ def test_transnormers_have_their_number_of_parameters(name):
     layer = 5 * model.hidden_size**2 + 3 * model.hidden_size * model.ffn_hidden_size  # norms have none
     total = model.num_layers * layer + model.vocab_size * model.hidden_size + model.hidden_size  # tied; LRPE's angles
     assert total == num_parameters(model) == TRANSNORMERS[name]
+
+
+def test_the_small_hybrid_has_its_number_of_parameters():
+    model = replace(load_config(ROOT / "configs" / "transnormer_hybrid_tiny.toml").model, vocab_size=4096)
+    width = model.hidden_size
+    linear, softmax = 3, 1  # which has no gate
+    total = (5 * linear + 4 * softmax) * width**2 + 4 * 3 * width * model.ffn_size + 4096 * width + width
+    assert [model.has_softmax(layer) for layer in range(4)] == [False, False, False, True]
+    assert total == num_parameters(model) == 487_488
 
 
 @pytest.mark.parametrize("name", GPTS)

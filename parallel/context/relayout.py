@@ -66,9 +66,7 @@ def _owners(plan: Plan) -> np.ndarray:
 
 def moved_tokens(source: Plan, target: Plan) -> int:
     """Tokens that the rank with most of them sends to others; as many come back."""
-    return max(
-        source.local_len - moves(source, target, rank).sends[rank] for rank in range(source.size)
-    )
+    return max(source.local_len - moves(source, target, rank).sends[rank] for rank in range(source.size))
 
 
 class Relayout:
@@ -142,9 +140,5 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 # Every token has one place in either layout, so that the way back is the transpose.
-_inward.register_autograd(
-    lambda ctx, dx: (torch.ops.longmesh.relayout_out(dx, ctx.handle), None), setup_context=_save
-)
-_outward.register_autograd(
-    lambda ctx, dx: (torch.ops.longmesh.relayout_in(dx, ctx.handle), None), setup_context=_save
-)
+_inward.register_autograd(lambda ctx, dx: (torch.ops.longmesh.relayout_out(dx, ctx.handle), None), setup_context=_save)
+_outward.register_autograd(lambda ctx, dx: (torch.ops.longmesh.relayout_in(dx, ctx.handle), None), setup_context=_save)

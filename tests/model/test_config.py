@@ -90,6 +90,13 @@ def test_defaults_of_a_gpt():
             "max_position_embeddings is 9; model_type linear_transformer has sinusoidal positions",
         ),
         ({"model_type": "transnormer", "rotary_base": 500.0}, "rotary_base is 500.0; .*; leave it out"),
+        ({"softmax_every": 2}, "softmax_every is 2; model_type llama has one kind .* set model_type to transnormer"),
+        ({"model_type": "transnormer", "softmax_every": 5}, "softmax_every is 5; .* to num_layers 4"),
+        ({"model_type": "transnormer", "softmax_every": 0}, "softmax_every is 0; it must be from 1"),
+        (
+            {"model_type": "transnormer", "softmax_every": 2, "hidden_size": 15, "num_attention_heads": 5},
+            "hidden_size is 15; .* must be even",
+        ),
         (
             {"model_type": "linear_transformer", "hidden_size": 15, "num_attention_heads": 3},
             "hidden_size is 15; it must be even",
@@ -113,5 +120,6 @@ def test_architecture_tells_apart_what_computes_something_else():
     ]
     plain = dataclasses.replace(decays[0], no_scale_embedding=True)
     assert architecture_of(dataclasses.replace(decays[0], linear_decay=None)) == architecture_of(decays[0])
-    others = [dataclasses.replace(GPT, max_position_embeddings=65), rope, llama, linear, *decays, plain]
+    hybrids = [dataclasses.replace(decays[0], softmax_every=every) for every in (2, 4)]
+    others = [dataclasses.replace(GPT, max_position_embeddings=65), rope, llama, linear, *decays, plain, *hybrids]
     assert all(architecture_of(a) != architecture_of(b) for i, a in enumerate(others) for b in [GPT, *others[:i]])

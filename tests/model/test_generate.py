@@ -78,25 +78,36 @@ def test_bad_arguments(llama, prompt, options, message):
         generate(llama, prompt, 1, **options)
 
 
-@pytest.fixture(params=["transnormer", "linear_transformer"])
+KINDS = {
+    "transnormer": {"model_type": "transnormer"},
+    "linear_transformer": {"model_type": "linear_transformer"},
+    "hybrid": {"model_type": "transnormer", "softmax_every": 2},
+}
+
+
+@pytest.fixture(params=KINDS)
 def recurrent(request):
-    config = ModelConfig(model_type=request.param, num_layers=3, hidden_size=32, num_attention_heads=4, vocab_size=20)
+    sizes = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 20}
+    config = ModelConfig(**sizes, **KINDS[request.param])
     model = build_model(config).double()
     model.init_weights(0)
     return model
 
 
 def test_a_state_goes_on_where_the_parallel_form_is(recurrent):
-    """Prompts and continuations of any length, in double precision; a state holds no more for it."""
+    """Prompts and continuations of any length, in double precision; a state holds no more for it, a cache does."""
     tokens = torch.randint(20, (2, 150), generator=torch.Generator().manual_seed(1))
     want = recurrent.hidden(tokens)
-    states, parts, start = [None] * 3, [], 0
+    states, parts, start, sizes = [None] * 3, [], 0, []
     for stop in (1, 70, 71, 72, 150):
         parts.append(recurrent.hidden(tokens[:, start:stop], torch.arange(start, stop), states))
-        sizes = [state.numel() for state in states]
+        found = [state.numel() for state in states if state.ndim == 4]  # of linear attention
+        sizes = sizes or found
+        assert sizes == found
+        assert all(state.shape == (2, 2, stop, 4, 8) for state in states if state.ndim == 5)
         start = stop
     assert (torch.cat(parts, 1) - want).norm() < 1e-12 * want.norm()
-    assert sizes == [state.numel() for state in states]
+    assert len(sizes) == (3 if recurrent.config.softmax_every is None else 2)
     wrong = recurrent.hidden(tokens[:, 1:2], torch.arange(1, 2), [None] * 3)
     assert (wrong - want[:, 1:2]).norm() > 1e-3 * want[:, 1:2].norm()  # negative control: without what came before
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from model.attention import Attends
 from model.config import ModelConfig
 from model.registry import MODELS, TITLES, build_model, flops_per_token, num_parameters, state_elements
 
@@ -18,7 +19,10 @@ LINEAR = [
     for kind in ("transnormer", "linear_transformer")
     for config in (LLAMA, TIED, ODD)
 ]
-KINDS = [*SOFTMAX, *LINEAR]
+HYBRIDS = [
+    dataclasses.replace(LINEAR[index], num_layers=3, softmax_every=every) for index in (0, 1, 2) for every in (1, 2, 3)
+]
+KINDS = [*SOFTMAX, *LINEAR, *HYBRIDS]
 
 
 def test_every_model_type_has_its_module():
@@ -85,3 +89,29 @@ def test_flops_of_linear_attention_match_those_torch_counts(config):
     assert counter.get_total_flops() == 2 * 12 * flops_per_token(config, 12)
     assert flops_per_token(config, 12) == flops_per_token(config, 1 << 20)
     assert sum(sizes) == state_elements(config)
+
+
+@pytest.mark.parametrize("config", HYBRIDS)
+def test_flops_of_a_hybrid_count_each_layer_as_its_kind(config):
+    """Of 12 tokens and a full mask, as the two tests above do."""
+    layers = []
+
+    def recurrence(q, k, v, log_decay):
+        layers.append("linear")
+        return (q[..., None, :] @ (k[..., None] @ v[..., None, :]))[..., 0, :]
+
+    def scores(q, k, v):
+        layers.append("softmax")
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return ((q @ k.transpose(2, 3)).softmax(-1) @ v).transpose(1, 2)
+
+    tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(3))
+    model = build_model(config, Attends(recurrence, scores))
+    model.init_weights(0)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    softmax = layers.count("softmax")
+    assert softmax == 3 // config.softmax_every
+    width = config.num_attention_heads * config.head_dim
+    full_mask = flops_per_token(config, 12) + 12 * softmax * width * 12 / 2
+    assert counter.get_total_flops() == 2 * 12 * full_mask

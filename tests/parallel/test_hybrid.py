@@ -71,7 +71,7 @@ def steps(rank: int, world_size: int, cases: list[Case]) -> list[Step]:
 def test_a_step_over_ranks_is_that_of_one_process(ranks: int) -> None:
     want = one_process()
     assert "layers.1.attention.wu.weight" not in want.gradients
-    assert want.gradients["layers.1.attention.wk.weight"].abs().max() > 1000 * GRADIENT
+    assert want.gradients["layers.1.attention.wk.weight"].abs().max() > 100 * GRADIENT
     for result in run_ranks(steps, ranks, CASES[ranks]):
         for case, got in zip(CASES[ranks], result, strict=True):
             assert abs(got.loss - want.loss) < LOSS, case

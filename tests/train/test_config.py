@@ -65,7 +65,7 @@ def test_toml_round_trip_of_every_field(tmp_path):
         "pipeline_layers": (3, 5),
     }
     alone = {"rotary_base": 0.1 + 0.2}  # which goes with no learned positions
-    linear = {"model_type": "transnormer", "linear_decay": "paper", "no_scale_embedding": True}
+    linear = {"model_type": "transnormer", "linear_decay": "paper", "no_scale_embedding": True, "softmax_every": 3}
     for name, field in flags.config_fields(Config).items():
         if name in changed or name in alone or (name in linear and name != "model_type"):
             continue

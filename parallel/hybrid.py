@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from parallel.attention_cost import GB, AttentionCost
 from parallel.cluster import Cluster
 from parallel.context.config import ContextConfig
 from parallel.context.errors import ContextError
@@ -10,7 +11,6 @@ from parallel.context.plan import Plan
 from parallel.context.planning import make_plan
 from parallel.context.relayout import moved_tokens
 from parallel.context.traffic import sizes
-from parallel.cost import GB, AttentionCost
 
 HybridLayout = Literal["contiguous", "zigzag"]
 LAYOUTS: tuple[HybridLayout, ...] = ("contiguous", "zigzag")

@@ -42,8 +42,12 @@ class Ranking:
 
 
 def workload_of(config: Config, dp: int) -> Workload:
-    """What a step of a configuration computes. Its vocabulary must be known."""
+    """What a step of a configuration computes. Its vocabulary must be known. ConfigError for a hybrid."""
     model = config.model
+    if model.softmax_every is not None:
+        raise ConfigError(
+            f"softmax_every is {model.softmax_every}, and the planner knows models of one kind of attention; leave it out"
+        )
     return Workload(
         layers=model.num_layers,
         hidden=model.hidden_size,

@@ -46,7 +46,7 @@ def workload_of(config: Config, dp: int) -> Workload:
     model = config.model
     if model.softmax_every is not None:
         raise ConfigError(
-            f"softmax_every is {model.softmax_every}, and the planner knows models of one kind of attention; leave it out"
+            f"softmax_every is {model.softmax_every}, and the planner knows models of one kind of attention alone"
         )
     return Workload(
         layers=model.num_layers,

@@ -111,8 +111,8 @@ def _validate_hybrid(config: "Config") -> None:
         return
     if config.context.context_parallel_method == "auto":
         raise ConfigError(
-            f"context_parallel_method is auto and softmax_every is {model.softmax_every}; the planner knows models of one "
-            f"kind of attention; choose one of {', '.join(LINEAR_METHODS)}"
+            f"context_parallel_method is auto and softmax_every is {model.softmax_every}; the planner knows models of "
+            f"one kind of attention; choose one of {', '.join(LINEAR_METHODS)}"
         )
     try:
         hybrid.check(

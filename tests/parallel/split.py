@@ -52,7 +52,7 @@ def weight_of(model_config: ModelConfig, name: str, shape: Sequence[int]) -> Ten
     return initial_weight(model_config, name.replace("bias", "bias.matrix"), shape, SEED)
 
 
-def plain(model_config: ModelConfig, attend: Attend = sdpa) -> LanguageModel:
+def plain(model_config: ModelConfig, attend: Attend | LinearAttend | Attends = sdpa) -> LanguageModel:
     """In one process."""
     model = build_model(model_config, attend)
     with torch.no_grad():

@@ -87,12 +87,6 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
             "than these processes; lower the sizes or patch_size"
         )
     validate_run(config)
-    schedule = config.pipeline.pipeline_schedule
-    if schedule == "InterleavedZeroBubble":
-        raise ConfigError(
-            f"pipeline_schedule is {schedule}, which takes each backward in two parts, and torch cannot part that of "
-            "the conditions, which every stage makes of times and labels by itself; use Interleaved1F1B"
-        )
     validate_backend(config)
     if config.recompute.loss_chunk_size:
         raise ConfigError(

@@ -247,7 +247,8 @@ def write_latents(
         if latents.shape[1:] != shape:
             raise DataError(f"sample {len(shards) * samples_per_shard} on is {latents.shape[1:]}, those before {shape}")
         with np.errstate(over="ignore"):  # an overflow is an infinity, found below
-            latents = np.asarray(latents, dtype=DTYPES[dtype])
+            # In order: safetensors writes an array's memory as it lies, whatever its strides.
+            latents = np.ascontiguousarray(latents, dtype=DTYPES[dtype])
         if not np.isfinite(latents).all():
             row = len(shards) * samples_per_shard + int(
                 np.argmin(np.isfinite(latents.reshape(len(latents), -1)).all(1))

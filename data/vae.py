@@ -21,7 +21,10 @@ class Vae:
         if not (Path(folder) / "config.json").is_file():
             raise DataError(f"vae is {folder}, which holds no config.json; name the folder of an AutoencoderKL")
         try:
-            model = AutoencoderKL.from_pretrained(str(folder), use_safetensors=True, local_files_only=True)
+            # low_cpu_mem_usage would take another package, and says so where it is missing.
+            model = AutoencoderKL.from_pretrained(
+                str(folder), use_safetensors=True, local_files_only=True, low_cpu_mem_usage=False
+            )
         except (OSError, ValueError) as error:
             raise DataError(f"vae {folder} cannot be loaded ({str(error).splitlines()[0]})") from error
         self._model: Any = model.to(device).eval().requires_grad_(False)

@@ -2,10 +2,14 @@
 
 import contextlib
 import io
+import json
+import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +17,7 @@ import torch.distributed as dist
 import pretrain_dit
 from bench.parity import GRADIENTS, Run, compare, equal, trained
 from bench.parity_cases import REFERENCE, Case, diffusion_cases
+from data.latent_folder import CHECKED, write_latents
 from model.dit import DiT
 from model.dit_config import architecture_of
 from parallel import agree
@@ -27,9 +32,7 @@ from train.run import exit_status
 NOWHERE = Path("digits")
 CHOSEN = (
     Case(cp=4, method="wallfacer", team=2),
-    Case(cp=2, tp=2, dp=2, method="ulysses"),
     Case(pp=2, cp=2, method="ring", schedule="Interleaved1F1B", virtual=2),
-    Case(cp=3, method="ring"),
 )
 EXACT = ("diffusion_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens", "validation_loss")
 
@@ -100,9 +103,14 @@ def test_stopped_and_resumed_changes_no_bit_nor_do_the_averages(
     ("ranks", "flags"),
     [
         (4, "--context-parallel-size 4 --context-parallel-method wallfacer --context-parallel-team-size 2"),
-        (4, "--tensor-model-parallel-size 2 --context-parallel-size 1 --data-parallel-sharding-strategy zero1"),
-        (2, "--pipeline-model-parallel-size 2 --context-parallel-size 1 --pipeline-schedule Interleaved1F1B "
-         "--num-virtual-stages-per-pipeline-rank 2"),
+        pytest.param(
+            4, "--tensor-model-parallel-size 2 --context-parallel-size 1 --data-parallel-sharding-strategy zero1",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2, "--pipeline-model-parallel-size 2 --context-parallel-size 1 --pipeline-schedule Interleaved1F1B "
+            "--num-virtual-stages-per-pipeline-rank 2", marks=pytest.mark.slow,
+        ),
         (1, "--context-parallel-size 1 --context-parallel-method none"),
     ],
 )  # fmt: skip
@@ -148,10 +156,38 @@ BAD = {
 }
 
 
-def end_cases(rank: int, world_size: int, save: Path) -> dict[str, tuple[int, str]]:
+def rewritten(folder: Path, **values: Any) -> None:
+    """Change what the index says."""
+    index = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps(index | values))
+
+
+def saved(folder: Path, dtype: type, at: tuple[int, ...] = (0, 0, 0, 0), value: float = 0.0) -> None:
+    """Write the shard anew, of another type or with another value."""
+    latents = np.load(folder / SHARD)
+    latents[at] = value
+    np.save(folder / SHARD, latents.astype(dtype))
+    (folder / CHECKED).unlink()  # times of change are too coarse for what comes so soon after
+
+
+SHARD, LABELS = "latents-00000.npy", "labels-00000.npy"
+BROKEN: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "shape": (lambda folder: rewritten(folder, shape=[2, 8, 8]), (SHARD, "[16, 1, 8, 8]", "[16, 2, 8, 8]")),
+    "dtype": (lambda folder: saved(folder, np.float64), (SHARD, "float64", "its index says float32")),
+    "nan": (lambda folder: saved(folder, np.float32, (9, 0, 3, 3), np.nan), (SHARD, "row 9 holds a NaN")),
+    "labels": (lambda folder: np.save(folder / LABELS, np.arange(16)), (SHARD, "row 10 has label 10", "num_classes")),
+    "empty": (lambda folder: [path.unlink() for path in folder.iterdir()], ("empty is empty",)),
+    "index": (lambda folder: (folder / "index.json").unlink(), ("index holds no index.json",)),
+    "cut": (lambda folder: os.truncate(folder / SHARD, 1000), (SHARD, "cannot be read")),
+    "missing": (lambda folder: (folder / LABELS).unlink(), (LABELS, "is missing")),
+}
+"""Folders of latents by what is wrong with them."""
+
+
+def end_cases(rank: int, world_size: int, save: Path, cases: Sequence[str]) -> dict[str, tuple[int, str]]:
     """All cases one after the other on ranks that have joined."""
     store, endings = dist.distributed_c10d._get_default_store(), {}
-    for flags in BAD:
+    for flags in cases:
         agree._store = lambda _, name=flags: dist.PrefixStore(name, store)  # as if every case were another run
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
@@ -163,9 +199,29 @@ def end_cases(rank: int, world_size: int, save: Path) -> dict[str, tuple[int, st
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[int, str]]]:
     save = tmp_path_factory.mktemp("bad") / "run"
-    found = run_ranks(end_cases, 4, save)
+    found = run_ranks(end_cases, 4, save, list(BAD))
     assert not save.exists(), "nothing was trained"
     return found
+
+
+def test_broken_folders_are_named_and_left_as_they_are(tmp_path: Path) -> None:
+    generator, save = np.random.default_rng(0), tmp_path / "run"
+    cases, before = {}, {}
+    for name, (spoil, _) in BROKEN.items():
+        folder = tmp_path / name
+        write_latents(folder, [(generator.normal(size=(16, 1, 8, 8)).astype(np.float32), np.arange(16) % 10)])
+        spoil(folder)
+        cases[f"--data-path {folder}"] = name
+        before[name] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    found = run_ranks(end_cases, 2, save, list(cases))
+    for flags, name in cases.items():
+        assert [rank[flags][0] for rank in found] == [1, 1]
+        (line,) = "".join(rank[flags][1] for rank in found).splitlines()
+        assert line.startswith(f"error: {tmp_path / name}")
+        for word in BROKEN[name][1]:
+            assert word in line
+        assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == before[name]
+    assert not save.exists()
 
 
 @pytest.mark.parametrize("flags", BAD)

@@ -64,12 +64,13 @@ def _batches(images: Path, size: int, vae: Path | None, batch_size: int) -> Iter
 def _image_folder(folder: Path) -> Any:
     """The images and labels of a local folder, by datasets' own builder: no download, no code of others."""
     try:
-        from datasets import load_dataset
+        from datasets import disable_progress_bars, load_dataset
         from datasets.exceptions import DatasetGenerationError
     except ImportError as error:
         raise DataError("input is a folder of images, which takes datasets: pip install datasets") from error
     if not folder.is_dir() or not any(folder.iterdir()):
         raise DataError(f"input is {folder}, which is no folder with anything in it; name one with a folder per class")
+    disable_progress_bars()  # they write into the line of an error
     try:
         found = load_dataset("imagefolder", data_dir=str(folder), split="train", drop_labels=False)
     except (OSError, ValueError, DatasetGenerationError) as error:
@@ -86,8 +87,9 @@ def _square(image: Any, size: int) -> np.ndarray:
     image = image.convert("RGB")
     side = min(image.size)
     left, top = ((length - side) // 2 for length in image.size)
-    box = (left, top, left + side, top + side)
-    pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box), dtype=np.float32)
+    # Not by resize's own box, which lets the filter reach the pixels around it.
+    square = image.crop((left, top, left + side, top + side))
+    pixels = np.asarray(square.resize((size, size), Image.Resampling.BICUBIC), dtype=np.float32)
     return pixels.transpose(2, 0, 1) / 127.5 - 1
 
 

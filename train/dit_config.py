@@ -78,6 +78,13 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
         config.sampling.check(diffusion_of(config))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    schedule = config.pipeline.pipeline_schedule
+    if schedule == "InterleavedZeroBubble":  # before validate_mesh, which would name a strategy that goes with it
+        raise ConfigError(
+            f"pipeline_schedule is {schedule}, which computes the gradients of weights apart; torch goes back through "
+            "all of a stage's layers for those of the embeddings of times and labels, and thereby frees what the "
+            "layers' own weights still need; use Interleaved1F1B"
+        )
     validate_mesh(config, world_size)
     patches, mesh = config.model.num_patches, config.mesh
     if patches < mesh.context_parallel_size * mesh.tensor_model_parallel_size:
@@ -87,12 +94,6 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
             "than these processes; lower the sizes or patch_size"
         )
     validate_run(config)
-    schedule = config.pipeline.pipeline_schedule
-    if schedule == "InterleavedZeroBubble":
-        raise ConfigError(
-            f"pipeline_schedule is {schedule}, which takes each backward in two parts, and torch cannot part that of "
-            "the conditions, which every stage makes of times and labels by itself; use Interleaved1F1B"
-        )
     validate_backend(config)
     if config.recompute.loss_chunk_size:
         raise ConfigError(

@@ -44,6 +44,15 @@ def test_a_folder_gives_back_what_was_written(tmp_path, kind, dtype):
     assert found.where(9)[1] == 1
 
 
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_latents_are_written_as_they_are_read_whatever_their_strides(tmp_path, kind):
+    """An autoencoder's come with the channels innermost in memory."""
+    latents, labels = samples(6)
+    innermost = np.ascontiguousarray(latents.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+    write_latents(tmp_path, [(innermost, labels)], kind=kind)
+    np.testing.assert_array_equal([LatentFolder(tmp_path).latents(row) for row in range(6)], latents)
+
+
 def test_video_latents(tmp_path):
     latents, labels = samples(3, shape=(2, 5, 4, 4))
     write_latents(tmp_path, [(latents, labels)])

@@ -10,12 +10,14 @@ from train.dit_config import DiTRunConfig, load_config, parse_args, validate
 from train.flags import ConfigError, write_toml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*dit_*.toml"))
+PROCESSES = {"dit_tiny": 4}
+"""Those that `make dit` starts, since a file that sets a global batch has no room for more; the others fit 8."""
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_files_load_are_valid_and_read_back_equal(path: Path, tmp_path: Path) -> None:
     config = load_config(path)
-    validate(config, 8)
+    validate(config, PROCESSES.get(path.stem, 8))
     (tmp_path / "config.toml").write_text(write_toml(config))
     assert load_config(tmp_path / "config.toml") == config
     assert parse_args(["--config", str(path)]) == config

@@ -157,9 +157,7 @@ def begin(executor: Executor, k: Tensor, v: Tensor) -> Tensor:
     return torch.ops.longmesh.begin_context_attention(k.detach(), v.detach(), executor.handle)
 
 
-def attend(
-    executor: Executor, q: Tensor, k: Tensor, v: Tensor, scale: float, ticket: Tensor | None = None
-) -> Tensor:
+def attend(executor: Executor, q: Tensor, k: Tensor, v: Tensor, scale: float, ticket: Tensor | None = None) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks; differentiable. Shapes as above."""
     return torch.ops.longmesh.context_attention(q, k, v, scale, executor.handle, ticket)[0]
 

@@ -5,7 +5,7 @@ In linear attention queries and keys are D wide and values E.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,19 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or G, T, D]
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+@runtime_checkable
+class EarlyAttend(Protocol):
+    """An Attend that can start on k and v while q is not there yet."""
+
+    def begin(self, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
+        """q -> the attention to k and v, to be called once and before any other attention of this object."""
+
+
+def begin(attend: Attend, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
+    """q -> attend(q, k, v), of which an EarlyAttend starts now what it can."""
+    return attend.begin(k, v) if isinstance(attend, EarlyAttend) else lambda q: attend(q, k, v)
 
 
 LinearAttend = Callable[[Tensor, Tensor, Tensor, Sequence[float]], Tensor]
@@ -101,11 +114,19 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary | None, states: States = None, layer: int = 0) -> Tensor:
         """With states, that of this layer goes in and is replaced."""
         # -1 rather than the number of heads: under tensor parallelism a device holds some of them.
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H or G, D]
-        if rotary is not None:
-            q, k = rotary.rotate(q), rotary.rotate(k)
-        if states is None:
-            out = self.attend(q, k, v)  # [B, T, H, D]
-        else:
-            out, states[layer] = continued(q, k, v, states[layer])
+        # k and v first: with several devices they may be on their way while q is projected.
+        k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))  # [B, T, G, D]
+        attention = self._begun(k if rotary is None else rotary.rotate(k), v, states, layer)
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
+        out = attention(q if rotary is None else rotary.rotate(q))  # [B, T, H, D]
         return self.wo(out.flatten(-2))
+
+    def _begun(self, k: Tensor, v: Tensor, states: States, layer: int) -> Callable[[Tensor], Tensor]:
+        if states is None:
+            return begin(self.attend, k, v)
+
+        def attention(q: Tensor) -> Tensor:
+            out, states[layer] = continued(q, k, v, states[layer])
+            return out
+
+        return attention

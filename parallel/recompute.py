@@ -22,6 +22,7 @@ from kernels.chunks import over_chunks
 
 ATTENTION = frozenset(
     {
+        "longmesh::begin_context_attention",
         "longmesh::context_attention",
         "longmesh::linear_attention",
         "longmesh::state_attention",
@@ -33,8 +34,8 @@ ATTENTION = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
     }
 )
-"""Operators that are a whole attention forward: ours, with the exchange of heads or tokens after it, and what torch's
-SDPA becomes where a fused kernel fits."""
+"""Operators that are a whole attention forward: ours, with the gather that it begins with and the exchange of heads
+or tokens after it, and what torch's SDPA becomes where a fused kernel fits."""
 
 
 class RecomputeError(ValueError):

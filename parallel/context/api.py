@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from kernels.linear_attention import check, linear_attention
 from parallel.context.errors import ContextError
-from parallel.context.executor import Executor, attend
+from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange
-from parallel.context.method import Method
 from parallel.context.plan import Plan
 from parallel.context.planning import make_plan
-from parallel.context.registry import LINEAR_METHODS, METHODS
+from parallel.context.registry import LINEAR_METHODS, check_kind
+from parallel.context.softmax import SoftmaxAttention
 from parallel.context.state import StateExecutor, attend_linear
 from parallel.context.transport import Transport
 
@@ -40,6 +40,8 @@ class ContextParallel:
         self._rank, self._backend = rank, backend
         self._heads = HeadExchange(self.transport)
         self._executor = Executor(plan, self.transport, rank, backend)
+        self.attend = SoftmaxAttention(self._executor, self._heads)
+        """Softmax attention: q, k and v of this rank -> out, and what of it may start on k and v."""
         self._state_executor = StateExecutor(plan, self.transport, rank, backend)
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
@@ -68,34 +70,6 @@ class ContextParallel:
         whole = torch.cat(parts, dim)
         return (whole if order is None else whole.index_select(dim, order)).narrow(dim, 0, self.plan.seq_len)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Softmax attention over the whole sequence, scores scaled by 1 / sqrt(D); differentiable, collective.
-
-        Args:
-            q: ``[B, T_local, H, D]``.
-            k, v: ``[B, T_local, K, D]``, H a multiple of K.
-
-        Returns:
-            ``[B, T_local, H, D]`` in q's dtype. Rows of padding hold numbers that mean nothing.
-
-        Raises:
-            ContextError: shapes or dtypes that do not fit each other or the plan.
-        """
-        if q.shape[1] != self.plan.local_len or k.shape[:2] != q.shape[:2] or k.shape != v.shape:
-            raise ContextError(
-                f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit a plan of "
-                f"{self.plan.local_len} local positions; pass [B, T_local, heads, D] of one length"
-            )
-        if q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3] or not q.dtype == k.dtype == v.dtype:
-            raise ContextError(
-                f"attend: q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype} do not fit: query heads must "
-                "be a multiple of the key heads, head widths and dtypes equal"
-            )
-        self._check_kind("attend", "softmax attention", METHODS)
-        self.plan.check_heads(q.shape[2], k.shape[2])
-        q, k, v = (self._heads.to_heads(x) for x in (q, k, v))
-        return self._heads.to_tokens(attend(self._executor, q, k, v, q.shape[-1] ** -0.5))
-
     def attend_linear(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
         """Causal linear attention over the whole sequence, without a scale; differentiable, collective.
 
@@ -114,7 +88,7 @@ class ContextParallel:
             ContextError: a method of softmax attention alone, shapes, heads or dtypes that do not fit, a decay outside
                 (0, 1], a state that is not finite.
         """
-        self._check_kind("attend_linear", "linear attention", LINEAR_METHODS)
+        check_kind(self.plan.method, "attend_linear", "linear attention", LINEAR_METHODS)
         if q.shape[1] != self.plan.local_len:
             raise ContextError(
                 f"attend_linear: q {tuple(q.shape)} does not fit a plan of {self.plan.local_len} local positions; "
@@ -134,16 +108,6 @@ class ContextParallel:
         documents = (0, *bounds, self.plan.padded_len) if bounds else None  # padding is one of them
         q, k, v = (self._heads.to_heads(x) for x in (q, k, v))
         return self._heads.to_tokens(linear_attention(q, k, v, rates, documents=documents, backend=self._backend)[0])
-
-    def _check_kind(self, called: str, attention: str, fitting: dict[str, Method]) -> None:
-        """Refuse a method of the other kind of attention."""
-        method = self.plan.method
-        if method.name not in fitting:
-            passed = "states" if method.capabilities().states else "keys and values"
-            raise ContextError(
-                f"{called}: method {method.name} passes {passed} on, which {attention} does not work by; "
-                f"use one of {', '.join(fitting)}"
-            )
 
 
 def context_parallel(

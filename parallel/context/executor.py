@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.attention import AttentionBackend, block_backward, block_forward, select_backend
 from kernels.merge import merge_, merged
+from parallel.context.errors import ContextError
 from parallel.context.plan import Plan
 from parallel.context.rounds import Round
 from parallel.context.tiles import Tile, halved
@@ -39,15 +40,32 @@ class Executor:
         self.handle = next(_handles)
         _executors[self.handle] = self
         self._holders, self._team = self.plan.holders(self.rank), self.plan.teammates(self.rank)
+        self._begun: tuple[int, Arrival] | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    @property
+    def gathers_keys(self) -> bool:
+        """Whether an attention starts by gathering k and v."""
+        return len(self._holders) > 1
+
+    def begin(self, k: Tensor, v: Tensor) -> int:
+        """Start gathering k and v; the ticket with which the next ``forward`` takes them."""
+        self._take(None)
+        self._begun = next(_tickets), self.transport.gather((k, v), self._holders)
+        return self._begun[0]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, ticket: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider."""
         wide = torch.promote_types(q.dtype, torch.float32)
         backend = select_backend(self.backend_name, q.device.type, q.dtype)
         rows = (q.shape[0], q.shape[1] * len(self._team), q.shape[2])  # those of the whole team
         out = torch.zeros(*rows, q.shape[3], dtype=wide, device=q.device)
         lse = torch.full(rows, float("-inf"), dtype=wide, device=q.device)
-        arrivals = [self.transport.gather((k, v), self._holders), self.transport.gather((q,), self._team)]
+        arrivals = [
+            self._take(ticket) or self.transport.gather((k, v), self._holders),
+            self.transport.gather((q,), self._team),
+        ]
         for _, step, (keys, values), (queries,) in self._circulate(arrivals, self.plan.rounds(self.rank)):
             for tile in _tiles(step, backend):
                 merge_(
@@ -98,6 +116,20 @@ class Executor:
         dq, dk, dv = (*kept, *brought) if kv_moves else (*brought, *kept)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
+    def _take(self, ticket: int | None) -> Arrival | None:
+        """What was begun under ``ticket``, None without one.
+
+        At most one attention is begun at a time, since a layer's projection of q alone lies between. So the memory and
+        the traffic of one that nothing takes are an error, and not kept.
+        """
+        begun, self._begun = self._begun, None
+        if ticket != (begun and begun[0]):
+            raise ContextError(
+                f"attend: an attention takes ticket {ticket} and {begun and begun[0]} was begun; "
+                "call what begin returns once, before another attention"
+            )
+        return begun and begun[1]
+
     def _circulate(
         self, arrivals: list[Arrival], rounds: tuple[Round, ...]
     ) -> Iterator[tuple[int, Round, Tensors, Tensors]]:
@@ -120,9 +152,14 @@ class Executor:
         return gradient if len(ranks) == 1 else self.transport.scatter(gradient, ranks).sum(0)
 
 
-def attend(executor: Executor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def begin(executor: Executor, k: Tensor, v: Tensor) -> Tensor:
+    """Start gathering k and v; the ticket that ``attend`` to the same takes: int64, on the CPU."""
+    return torch.ops.longmesh.begin_context_attention(k.detach(), v.detach(), executor.handle)
+
+
+def attend(executor: Executor, q: Tensor, k: Tensor, v: Tensor, scale: float, ticket: Tensor | None = None) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks; differentiable. Shapes as above."""
-    return torch.ops.longmesh.context_attention(q, k, v, scale, executor.handle)[0]
+    return torch.ops.longmesh.context_attention(q, k, v, scale, executor.handle, ticket)[0]
 
 
 def _tiles(step: Round, backend: AttentionBackend) -> Iterable[Tile]:
@@ -155,15 +192,31 @@ def _add_gradients(
 # single node to recompute policies and to torch.compile.
 _handles = count()
 _executors: WeakValueDictionary[int, Executor] = WeakValueDictionary()
+_tickets = count()
+
+
+# The ticket is a tensor, so that a policy which keeps results keeps it: computed again, it would gather again.
+@torch.library.custom_op("longmesh::begin_context_attention", mutates_args=())
+def _begin_op(k: Tensor, v: Tensor, handle: int) -> Tensor:
+    return torch.tensor(_executors[handle].begin(k, v))
+
+
+@_begin_op.register_fake
+def _(k: Tensor, v: Tensor, handle: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64)
 
 
 @torch.library.custom_op("longmesh::context_attention", mutates_args=())
-def _forward_op(q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int) -> tuple[Tensor, Tensor]:
-    return _executors[handle].forward(q, k, v, scale)
+def _forward_op(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int, ticket: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return _executors[handle].forward(q, k, v, scale, None if ticket is None else int(ticket))
 
 
 @_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int, ticket: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
@@ -182,14 +235,14 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale, ctx.handle = inputs
+    q, k, v, ctx.scale, ctx.handle, _ = inputs
     ctx.executor = _executors[ctx.handle]  # alive until the backward, whoever drops it meanwhile
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _gradients(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
     gradients = torch.ops.longmesh.context_attention_backward(dout, *ctx.saved_tensors, ctx.scale, ctx.handle)
-    return *gradients, None, None
+    return *gradients, None, None, None
 
 
 _forward_op.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,69 @@
+"""Softmax attention over the plan as a model takes it: at once, or begun with k and v while the model projects q."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from parallel.context.errors import ContextError
+from parallel.context.executor import Executor, attend, begin
+from parallel.context.heads import HeadExchange
+from parallel.context.registry import METHODS, check_kind
+
+
+class SoftmaxAttention:
+    """Attention of this rank's queries to the whole sequence, scores scaled by 1 / sqrt(D); differentiable, collective.
+
+    Shapes: q ``[B, T_local, H, D]``, k and v ``[B, T_local, K, D]``, H a multiple of K.
+    """
+
+    def __init__(self, executor: Executor, heads: HeadExchange) -> None:
+        self._executor, self._heads, self._plan = executor, heads, executor.plan
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``[B, T_local, H, D]`` in q's dtype. Rows of padding hold numbers that mean nothing.
+
+        Raises:
+            ContextError: shapes or dtypes that do not fit each other or the plan.
+        """
+        self._check_keys(k, v)
+        self._check_queries(q, k)
+        return self._attend(q, *(self._heads.to_heads(x) for x in (k, v)), None)
+
+    def begin(self, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
+        """Start gathering k and v, where the method does; q -> the attention, to be called before anything else here.
+
+        Raises:
+            ContextError: as the attention; another attention was begun and never called.
+        """
+        if not self._executor.gathers_keys:
+            return lambda q: self(q, k, v)
+        self._check_keys(k, v)
+        inside = tuple(self._heads.to_heads(x) for x in (k, v))
+        ticket = begin(self._executor, *inside)
+
+        def attention(q: Tensor) -> Tensor:
+            self._check_queries(q, k)
+            return self._attend(q, *inside, ticket)
+
+        return attention
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, ticket: Tensor | None) -> Tensor:
+        """k and v with their heads exchanged already."""
+        q = self._heads.to_heads(q)
+        return self._heads.to_tokens(attend(self._executor, q, k, v, q.shape[-1] ** -0.5, ticket))
+
+    def _check_keys(self, k: Tensor, v: Tensor) -> None:
+        check_kind(self._plan.method, "attend", "softmax attention", METHODS)
+        if k.shape[1] != self._plan.local_len or k.shape != v.shape or k.dtype != v.dtype:
+            raise ContextError(
+                f"attend: k {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype} do not fit a plan of "
+                f"{self._plan.local_len} local positions; pass [B, T_local, heads, D] of one length and dtype"
+            )
+
+    def _check_queries(self, q: Tensor, k: Tensor) -> None:
+        if q.shape[:2] != k.shape[:2] or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3] or q.dtype != k.dtype:
+            raise ContextError(
+                f"attend: q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype} do not fit: lengths, head "
+                "widths and dtypes must be equal, and query heads a multiple of the key heads"
+            )
+        self._plan.check_heads(q.shape[2], k.shape[2])

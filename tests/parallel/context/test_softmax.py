@@ -1,0 +1,182 @@
+"""An attention begun with k and v: what it gathers is under way before q is projected, and nothing else changes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model.attention import EarlyAttend
+from model.config import ModelConfig
+from model.llama import Llama
+from parallel.context import ContextError, ContextParallel, Traffic, context_parallel
+from parallel.recompute import RecomputeConfig, recompute_layers
+from tests.ranks import run_ranks
+
+LENGTH, BATCH = 96, 2
+MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=8, num_query_groups=4, vocab_size=37)
+GATHERING: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    4: [("wallfacer", {"team_size": 2}), ("allgather", {}), ("allgather", {"ulysses_degree": 2})],
+    8: [("wallfacer", {"team_size": 2}), ("wallfacer", {"team_size": 2, "ulysses_degree": 2})],
+}
+AGAIN = {"none": 0, "full": 1, "selective": 1, "attention_boundary": 0}
+"""How often the backward gathers and attends again."""
+
+
+def late(cp: ContextParallel) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The same attention for a model that cannot begin it."""
+    return lambda q, k, v: cp.attend(q, k, v)
+
+
+def llama(attend: Callable[..., Tensor], granularity: str = "none") -> Llama:
+    model = Llama(MODEL, attend).double()
+    model.init_weights(3)
+    recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))  # type: ignore[arg-type]
+    return model
+
+
+def micro_batch(cp: ContextParallel, index: int) -> Tensor:
+    tokens = torch.randint(37, (BATCH, LENGTH), generator=torch.Generator().manual_seed(index))
+    return cp.shard(tokens, dim=1)
+
+
+def gradients(model: Llama, cp: ContextParallel, micro_batches: int = 1) -> list[Tensor]:
+    """Loss and gradients; all micro-batches go forward before the first goes back, as a pipeline may have it."""
+    losses = [model(micro_batch(cp, i), positions=cp.positions).square().sum() for i in range(micro_batches)]
+    for loss in losses:
+        loss.backward()
+    return [torch.stack(losses).detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def events(cp: ContextParallel, model: Llama) -> list[str]:
+    """What happens in a forward: projections and the gathers that are posted, by how many tensors each."""
+    found: list[str] = []
+    for layer in model.layers:
+        for name in ("wq", "wk", "wv"):
+            projection = getattr(layer.attention, name)
+            projection.register_forward_pre_hook(lambda *_, name=name: found.append(name))
+    gather = cp.transport.gather
+
+    def noting(tensors: tuple[Tensor, ...], ranks: tuple[int, ...]) -> Any:
+        found.append(f"gather {len(tensors)}")
+        return gather(tensors, ranks)
+
+    cp.transport.gather = noting  # type: ignore[method-assign]
+    with torch.no_grad():
+        model(micro_batch(cp, 0), positions=cp.positions)
+    return found
+
+
+def in_order(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[list[list[str]]]:
+    found = []
+    for method, options in cases:
+        cp = context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, **options)
+        assert isinstance(cp.attend, EarlyAttend)
+        found.append([events(cp, llama(cp.attend))])
+        cp = context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, **options)
+        found[-1].append(events(cp, llama(late(cp))))
+    return found
+
+
+@pytest.mark.parametrize("world_size", GATHERING)
+def test_keys_and_values_are_on_their_way_before_q_is_projected(world_size: int) -> None:
+    for found in run_ranks(in_order, world_size, GATHERING[world_size]):
+        for early, at_once in found:
+            assert early == ["wk", "wv", "gather 2", "wq", "gather 1"] * MODEL.num_layers
+            assert at_once == ["wk", "wv", "wq", "gather 2", "gather 1"] * MODEL.num_layers  # the order is noticed
+
+
+def without_a_team(rank: int, world_size: int) -> list[list[str]]:
+    found = []
+    for method in ("zigzag", "wallfacer", "ulysses"):
+        cp = context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD)
+        found.append(events(cp, llama(cp.attend)))
+    return found
+
+
+def test_where_nothing_is_gathered_nothing_begins_early() -> None:
+    for found in run_ranks(without_a_team, 4):
+        assert found == [["wk", "wv", "wq", "gather 2", "gather 1"] * MODEL.num_layers] * 3
+
+
+def steps(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
+    """Against an attention of the same plan that is never begun, to the bit, and against one process in float64."""
+    one = context_parallel("ring", seq_len=LENGTH)
+    want = gradients(llama(one.attend), one, 2)
+    heads = {"heads": MODEL.num_attention_heads, "kv_heads": MODEL.query_groups, "head_dim": MODEL.head_dim}
+    for method, options in cases:
+        for granularity, again in AGAIN.items():
+            cp = context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, **options)
+            got = gradients(llama(cp.attend, granularity), cp, 2)
+            sent, cp.transport.traffic = cp.transport.traffic, Traffic()
+            plain = gradients(llama(late(cp), granularity), cp, 2)
+            case = f"{method}, {options}, {granularity}"
+            assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True)), case
+            assert (sent, cp._executor._begun) == (cp.transport.traffic, None), case
+            if cp.plan.ulysses_degree == 1:  # with it attention_boundary repeats a part: the heads exchanged there
+                cost = cp.plan.cost(rank, batch=BATCH, element_size=8, **heads)
+                attentions = 2 * MODEL.num_layers
+                assert sent.total == attentions * ((1 + again) * cost.forward.total + cost.backward.total), case
+            for x in got:
+                dist.all_reduce(x)
+            assert all((a - b).norm() <= 1e-12 * b.norm() for a, b in zip(got, want, strict=True)), case
+
+
+@pytest.mark.parametrize("world_size", GATHERING)
+def test_no_policy_of_recomputation_changes_or_gathers_more(world_size: int) -> None:
+    run_ranks(steps, world_size, GATHERING[world_size])
+
+
+def lose_tickets(rank: int, world_size: int) -> None:
+    """attention_boundary without the operator that an attention begins with."""
+    from parallel import recompute
+
+    recompute.ATTENTION -= {"longmesh::begin_context_attention"}
+    cp = context_parallel("wallfacer", seq_len=LENGTH, group=dist.group.WORLD, team_size=2)
+    model = llama(cp.attend, "attention_boundary")
+    with pytest.raises(ContextError, match="takes ticket None and"):  # the second layer's, in the backward
+        gradients(model, cp)
+
+
+def test_a_ticket_that_is_not_kept_is_noticed() -> None:
+    run_ranks(lose_tickets, 4)
+
+
+def misused(rank: int, world_size: int) -> None:
+    cp = context_parallel("wallfacer", seq_len=LENGTH, group=dist.group.WORLD, team_size=2)
+    q = torch.randn(1, cp.plan.local_len, 4, 8)
+    want = cp.attend(q, q, q)
+    cp.attend.begin(q, q)
+    with pytest.raises(ContextError, match="takes ticket None and"):
+        cp.attend.begin(q, q)
+    cp.attend.begin(q, q)
+    with pytest.raises(ContextError, match="takes ticket None and"):
+        cp.attend(q, q, q)
+    attention = cp.attend.begin(q, q)
+    assert torch.equal(attention(q), want)
+    with pytest.raises(ContextError, match="and None was begun"):
+        attention(q)
+    with pytest.raises(ContextError, match="do not fit a plan of 24 local positions"):
+        cp.attend.begin(q, q[:, :-1])
+    assert torch.equal(cp.attend(q, q, q), want)
+
+
+def test_what_is_begun_is_called_once_and_next() -> None:
+    run_ranks(misused, 4)
+
+
+def traced(rank: int, world_size: int) -> None:
+    cp = context_parallel("allgather", seq_len=16, group=dist.group.WORLD)
+    k = torch.randn(1, 8, 2, 8)
+    tests = ("test_schema", "test_autograd_registration")
+    for _ in range(2):
+        torch.library.opcheck(
+            torch.ops.longmesh.begin_context_attention.default, (k, k, cp._executor.handle), test_utils=tests
+        )
+        cp._executor._begun = None
+
+
+def test_the_beginning_is_an_operator() -> None:
+    run_ranks(traced, 2)

@@ -27,7 +27,7 @@ class SoftmaxAttention:
         """
         self._check_keys(k, v)
         self._check_queries(q, k)
-        return self._attend(q, *(self._heads.to_heads(x) for x in (k, v)), None)
+        return self._attend(q, self._heads.to_heads(k), self._heads.to_heads(v), None)
 
     def begin(self, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
         """Start gathering k and v, where the method does; q -> the attention, to be called before anything else here.
@@ -38,12 +38,12 @@ class SoftmaxAttention:
         if not self._executor.gathers_keys:
             return lambda q: self(q, k, v)
         self._check_keys(k, v)
-        inside = tuple(self._heads.to_heads(x) for x in (k, v))
-        ticket = begin(self._executor, *inside)
+        keys, values = self._heads.to_heads(k), self._heads.to_heads(v)
+        ticket = begin(self._executor, keys, values)
 
         def attention(q: Tensor) -> Tensor:
             self._check_queries(q, k)
-            return self._attend(q, *inside, ticket)
+            return self._attend(q, keys, values, ticket)
 
         return attention
 

@@ -1,6 +1,6 @@
 """Errors of a backend of linear attention against the float64 reference.
 
-An error is the larger of two: in Frobenius' norm relative to the result's, and the largest relative to the largest value.
+An error is the larger of two: Frobenius' relative to the result's norm, and the largest relative to the largest value.
 
 Run as a program, it prints those of Triton's interpreter, which must be chosen before Triton is imported; with the word
 far, those of ``FAR``.

@@ -36,7 +36,7 @@ endif
 RANKS = OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain dit test test-slow check format bench link-bench parity video lasp-table gpu-check hooks lock clean FORCE
+.PHONY: help venv pretrain dit test test-slow check format bench link-bench linear-bench parity video lasp-table gpu-check hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +95,9 @@ video: $(READY) ## A diffusion transformer on ever longer videos: memory and tim
 
 link-bench: $(READY) ## Train over a slow link between two emulated nodes, every method, into bench/results/; needs root
 	$(PY) -m bench.link --results bench/results $(ARGS)
+
+linear-bench: $(READY) ## Linear attention against quadratic over length on one CPU thread: a table, a JSON and a plot (a minute)
+	$(PY) -m bench.linear $(ARGS)
 
 lasp-table: $(READY) ## LASP's table of convergence at small scale: 24 runs of 300 updates, into papers/results/ (20 minutes)
 	@OMP_NUM_THREADS=1 exec $(PY) -m papers.lasp $(ARGS)

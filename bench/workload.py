@@ -63,14 +63,16 @@ def fingerprint(tensors: list[Tensor]) -> Tensor:
     return torch.stack([x.double().square().sum() for x in tensors])
 
 
-def check_same(name: str, got: list[float], want: list[float], dtype: str) -> None:
-    """Refuse to time something that computes something else.
+def check_same(
+    name: str, got: list[float], want: list[float], dtype: str, truth: str = "scaled_dot_product_attention"
+) -> None:
+    """Refuse to time something that computes something else than ``truth``.
 
     Raises:
         RuntimeError: the fingerprints differ by more than ``MISMATCH``.
     """
     if not all(abs(a - b) <= MISMATCH[dtype] * abs(b) for a, b in zip(got, want, strict=True)):  # a nan differs
         raise RuntimeError(
-            f"{name} computes something else than scaled_dot_product_attention: the squares of out, dq, dk, dv sum to "
-            f"{got} and should sum to {want}; its time would mean nothing"
+            f"{name} computes something else than {truth}: the squares of out, dq, dk, dv sum to {got} and should sum "
+            f"to {want}; its time would mean nothing"
         )

@@ -30,6 +30,11 @@ from train.run import exit_status
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("--seq-length", "32", "--global-batch-size", "2", "--train-iters", "2")
+LASP = (
+    "--model-type", "transnormer", "--num-query-groups", "none",
+    "--context-parallel-size", "2", "--context-parallel-method", "lasp",
+)  # fmt: skip
+DIVERGING = ("--lr", "1e38", "--clip-grad", "0", "--train-iters", "30", "--lr-decay-style", "constant")
 DOCUMENTS, LENGTH = 40, 60
 SECONDS = 30.0
 """Bound on a case on a loaded machine; on an idle one each takes less than a second beyond the imports."""
@@ -173,6 +178,18 @@ CASES = {
         ("--model-type", "transnormer", "--num-query-groups", "none", "--context-parallel-size", "2"),
         ("context_parallel_method is striped", "transnormer has linear attention", "use one of lasp, lasp2, ulysses"),
     ),
+    "states passed on for softmax attention": Case(
+        ("--context-parallel-size", "2", "--context-parallel-method", "lasp"),
+        ("context_parallel_method is lasp", "model_type llama has softmax attention", "use ring, striped, zigzag"),
+    ),
+    "striped tokens with states passed on": Case(
+        (*LASP, "--context-parallel-layout", "striped"),
+        ("context_parallel_layout is 'striped' with method lasp", "one state", "use contiguous or auto"),
+    ),
+    "zigzag tokens with states passed on": Case(
+        (*LASP, "--context-parallel-method", "lasp2", "--context-parallel-layout", "zigzag"),
+        ("context_parallel_layout is 'zigzag' with method lasp2", "one state", "use contiguous or auto"),
+    ),
     "linear attention with grouped queries": Case(
         ("--model-type", "transnormer"), ("num_query_groups is 2", "one key head per query head", "leave it out")
     ),
@@ -219,7 +236,7 @@ CASES = {
     "no wandb": Case(("--wandb-project", "x"), ("wandb_project", "pip install"), hide_wandb),
     "TensorBoard cannot be written": Case(("--tensorboard-dir", "/proc/events"), ("/proc/events",)),
     "divergence": Case(
-        ("--lr", "1e38", "--clip-grad", "0", "--train-iters", "30", "--lr-decay-style", "constant"),
+        DIVERGING,
         ("not finite in 10 iterations in a row", "lower lr"),
     ),
 }  # fmt: skip
@@ -329,6 +346,15 @@ def test_torchrun_where_one_rank_alone_cannot_read_its_file(place: Path, tmp_pat
     lines, _ = torchrun(script, flags_of(place))
     assert len(lines) == 1
     assert lines[0].startswith("error: none.toml")
+
+
+@pytest.mark.slow
+def test_torchrun_ends_all_ranks_where_one_has_a_state_that_is_not_finite(place: Path) -> None:
+    """The rank after it waits for that state, so only the launcher can end it."""
+    lines, _ = torchrun(ROOT / "pretrain_gpt.py", flags_of(place, *LASP, *DIVERGING))
+    assert len(lines) == 1
+    assert "not finite" in lines[0]
+    assert "lower lr" in lines[0]
 
 
 @pytest.mark.parametrize("files", [[], ["a.txt"], ["a.jsonl"]])

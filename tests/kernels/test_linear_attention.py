@@ -9,7 +9,7 @@ import torch
 from kernels import linear_attention as linear
 from kernels import linear_scan, reference
 from kernels.linear_attention import from_state, linear_attention, local_state, passed_on, select_backend
-from tests.kernels.linear_cases import CASES, LENGTHS, NAMES, PACKED, Case, errors, inputs, naive_errors, results
+from tests.kernels.linear_cases import CASES, FAR, LENGTHS, NAMES, PACKED, Case, errors, inputs, naive_errors, results
 
 BOUND = {"float64": 1e-13, "float32": 1e-5}
 
@@ -42,17 +42,28 @@ def test_chunked_equals_the_reference(case: Case, dtype: str) -> None:
     assert max(found.values()) <= BOUND[dtype], found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [4095, 4096, 4097])
-def test_chunked_equals_the_reference_far_away(length: int) -> None:
-    for documents in (None, (0, 1000, 3000, length)):
-        found = errors(Case(length, documents=documents), "chunked")
-        assert max(found.values()) <= BOUND["float32"], found
-
-
 @cache
 def bound_of_bfloat16(case: Case) -> dict[str, float]:
     return {name: 2 * error for name, error in naive_errors(case).items()}
+
+
+def within_bounds(case: Case, found: dict[str, float]) -> bool:
+    bound = bound_of_bfloat16(case) if case.dtype == "bfloat16" else dict.fromkeys(NAMES, BOUND["float32"])
+    return all(found[name] <= bound[name] for name in NAMES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAR)
+def test_chunked_equals_the_reference_far_away(case: Case) -> None:
+    found = errors(case, "chunked")
+    assert within_bounds(case, found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in (*CASES, *FAR) if case.dtype == "float32"])
+def test_the_naive_form_in_float32_equals_itself_in_float64(case: Case) -> None:
+    found = naive_errors(case)
+    assert within_bounds(case, found), found
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype == "bfloat16"])

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 from kernels.chunks import over_chunks
 from kernels.loss import cross_entropy_sum as whole_cross_entropy_sum
 from kernels.loss import row_chunks
-from parallel.tensor import first_entry
+from parallel.tensor_styles import first_entry
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:

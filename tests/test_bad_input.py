@@ -2,8 +2,6 @@
 
 import hashlib
 import io
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +10,6 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -20,7 +17,7 @@ from data import indexed
 from data.prepare import Request, prepare
 from parallel import agree
 from pretrain_gpt import main
-from tests.data.corpora import counting_documents, write_documents
+from tests.bad_files import make_bad, write
 from tests.pretraining import TINY, on_rank
 from tests.ranks import run_ranks
 from tools.prepare_data import main as prepare_data
@@ -35,7 +32,6 @@ LASP = (
     "--context-parallel-size", "2", "--context-parallel-method", "lasp",
 )  # fmt: skip
 DIVERGING = ("--lr", "1e38", "--clip-grad", "0", "--train-iters", "30", "--lr-decay-style", "constant")
-DOCUMENTS, LENGTH = 40, 60
 SECONDS = 30.0
 """Bound on a case on a loaded machine; on an idle one each takes less than a second beyond the imports."""
 
@@ -81,24 +77,6 @@ def flags_of(root: Path, *flags: str) -> list[str]:
     return [word.replace("@", f"{root}/") for word in (*TINY, *SMALL, *data, *flags)]
 
 
-def write(prefix: Path, bad: int | None = None) -> None:
-    """Documents of ids that fit the tokenizer; ``bad`` is the one document with an id that does not."""
-    documents = counting_documents(DOCUMENTS, LENGTH, vocab_size=290)
-    if bad is not None:
-        documents[bad][LENGTH // 2] = 60_000
-    write_documents(prefix, documents)
-
-
-def cut(path: Path, size: int) -> None:
-    os.truncate(path, size)
-
-
-def scramble(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(bytes(range(7, 71)))
-
-
 def snapshot(root: Path) -> dict[str, str]:
     """Hashes of all files by name, but for the caches of sample indices, and the folders."""
     return {
@@ -106,34 +84,6 @@ def snapshot(root: Path) -> dict[str, str]:
         for path in root.rglob("*")
         if "cache" not in path.parts and not (path / "cache").is_dir()
     }
-
-
-def make_bad(root: Path) -> None:
-    """Everything broken that the cases name."""
-    for name in ("cut_bin", "cut_idx", "cut_header", "no_magic", "pointers"):
-        write(root / name)
-    cut(root / "cut_bin.bin", 1000)
-    cut(root / "cut_idx.idx", 300)
-    cut(root / "cut_header.idx", 20)
-    scramble(root / "no_magic.idx", 0)
-    scramble(root / "pointers.idx", 34 + 4 * DOCUMENTS + 80)
-    write(root / "bad_id", bad=20)
-    write(root / "bad_id_valid", bad=DOCUMENTS - 4)
-    write(root / "lone_bin")
-    (root / "lone_bin.idx").unlink()
-    np.full(1000, 7, np.uint8).tofile(root / "damaged.model")
-    for name in ("broken", "all_broken", "metrics_broken"):
-        shutil.copytree(root / "run", root / name)
-    for folder in ("broken/iter_0000002", "all_broken/iter_0000001", "all_broken/iter_0000002"):
-        scramble(root / folder / "__0_0.distcp", 3000)
-    lines = (root / "metrics_broken" / METRICS).read_text().splitlines()
-    (root / "metrics_broken" / METRICS).write_text(f"{lines[0][:30]}\n{lines[1]}\n")
-    (root / "key.toml").write_text("[train]\nseq_len = 32\n")
-    (root / "type.toml").write_text('[optimizer]\nlr = "high"\n')
-    (root / "method.toml").write_text('[context]\ncontext_parallel_method = "rings"\n')
-    (root / "syntax.toml").write_text("[train\n")
-    (root / "file").write_text("in the way")
-    (root / "empty").mkdir()
 
 
 CASES = {

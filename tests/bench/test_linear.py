@@ -94,7 +94,7 @@ def test_the_command_writes_figures_and_a_picture(tmp_path: Path, capsys: pytest
     ]
     for found in result["rows"]:
         assert found["min"] <= found["median"] <= found["max"]
-        assert found["rounds"] == 2
+        assert found["rounds"] >= 2  # and more where the machine is quick
         assert found["tokens_per_second"] == pytest.approx(found["length"] / found["median"])
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert markdown(result) in capsys.readouterr().out

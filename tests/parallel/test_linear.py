@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model.attention import linear
 from model.config import ModelConfig
 from model.registry import build_model
-from parallel import tensor
+from parallel import tensor, tensor_styles
 from parallel.context import context_parallel
 from parallel.context.transport import Transport
 from parallel.data import DataParallelConfig, Strategy
@@ -131,7 +131,7 @@ def test_a_state_that_does_not_decay_on_its_way_would_be_seen() -> None:
 
 def with_parts_of_the_norm(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Step, int]]:
     """What reaches the sum of squares is each rank's part, taken for the whole."""
-    tensor._Sum.backward = staticmethod(lambda ctx, *gradients: (gradients[0], None))  # type: ignore[method-assign]
+    tensor_styles._Sum.backward = staticmethod(lambda ctx, *gradients: (gradients[0], None))  # type: ignore[method-assign]
     return steps(rank, world_size, cases)
 
 
@@ -139,9 +139,9 @@ def with_the_first_heads_decays(rank: int, world_size: int, cases: list[Case]) -
     def first(self: Any, module: Any, mesh: Any) -> Any:
         if hasattr(module, "log_decay"):
             module.log_decay = module.log_decay[: len(module.log_decay) // mesh.size()]
-        return tensor._AllTokens._apply(self, module, mesh)
+        return tensor_styles.AllTokens._apply(self, module, mesh)
 
-    tensor._OwnHeads._apply = first  # type: ignore[method-assign]
+    tensor_styles.OwnHeads._apply = first  # type: ignore[method-assign]
     return steps(rank, world_size, cases)
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.config import ModelConfig
 from model.gpt import GPT
-from parallel import tensor
+from parallel import tensor_styles
 from parallel.context import context_parallel
 from parallel.data import fill, reduce_gradients
 from parallel.mesh import joined
@@ -116,7 +116,7 @@ def with_a_local_mean(rank: int, world_size: int) -> Step:
 
 def with_a_bias_of_every_rank(rank: int, world_size: int) -> Step:
     """What row-parallel layers add to their outputs is added up over tp."""
-    tensor.own_entries = DTensor.full_tensor  # type: ignore[assignment]
+    tensor_styles.own_entries = DTensor.full_tensor  # type: ignore[assignment]
     with joined(mesh_config(tp=2)) as mesh:
         return split_step(mesh, GPTS[0])[1]
 

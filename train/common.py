@@ -127,6 +127,14 @@ class CommonConfig:
         """Tokens of a sample, before context parallelism shares them out."""
         raise NotImplementedError
 
+    def trained_for(self) -> dict[str, object]:
+        """What the weights learn to predict: a run cannot go on with another one. JSON-able, by field."""
+        return {}
+
+    def drawn_by(self) -> dict[str, object]:
+        """How training draws noise and labels: going on with another one is allowed, and noted. JSON-able, by field."""
+        return {}
+
     def sample_order(self) -> dict[str, object]:
         """What decides which sample is the n-th: kept in checkpoints, as consumed samples mean nothing without it."""
         raise NotImplementedError

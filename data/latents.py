@@ -185,6 +185,11 @@ def build_latent_datasets(
 def _check(path: str, source: Source, latent_shape: tuple[int, ...], num_classes: int) -> None:
     if source.shape != latent_shape:
         has, wanted = (" ".join(map(str, shape)) for shape in (source.shape, latent_shape))
+        if path == DIGITS:
+            raise DataError(
+                f"data_path is {DIGITS}, the default; {DIGITS} holds latents of {has}, and latent_shape is {wanted}; "
+                f"give --data-path FOLDER, as tools/prepare_latents.py writes it, or set latent_shape to {has}"
+            )
         raise DataError(f"{path} holds latents of {has}, and latent_shape is {wanted}; set latent_shape to {has}")
     bad = (source.labels < 0) | (source.labels >= num_classes)
     if bad.any():

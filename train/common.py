@@ -22,11 +22,13 @@ class LoopConfig:
     train_iters: int = 1000
     """Iterations (optimizer steps) of the whole run, those before a resume counted in."""
     micro_batch_size: int = 1
-    """Sequences that go through the model at once, per data-parallel rank."""
+    """Sequences, or samples, that go through the model at once, per data-parallel rank."""
     global_batch_size: int | None = None
-    """Sequences per iteration over all processes; by default micro_batch_size x data-parallel size; more accumulate."""
+    """Sequences, or samples, per iteration over all processes; by default micro_batch_size x data-parallel size;
+    more accumulate."""
     seed: int = 1234
-    """Seed of the initial weights and of the order of the data."""
+    """Seed of the initial weights and of the order of the data; of a diffusion transformer's noise, times, label
+    dropout and pictures too."""
     bf16: bool = False
     """Compute in bfloat16; master weights, gradients' sums and the optimizer stay in float32."""
     eval_interval: int = 100

@@ -81,7 +81,7 @@ def pictures(config: DiTRunConfig, mesh: Mesh, cp: ContextParallel, parts: list[
     """What draws samples after a validation, where the run has a folder for them."""
     seed, model, sampling = config.train.seed, config.model, config.sampling
     sampler = Sampler(parts, mesh, cp, model, diffusion_of(config), sampling, seed)
-    return picture_writer(sampler, sampling, model.num_classes, config.checkpoint.save)
+    return picture_writer(sampler, sampling, model.num_classes, config.checkpoint.save, config.train.micro_batch_size)
 
 
 def described(config: DiTRunConfig, mesh: Mesh) -> str:

@@ -19,8 +19,8 @@ from torch import Tensor
 from data.latents import Digits
 from parallel.agree import agreed, is_first
 from parallel.mesh import joined, launched_world_size
-from tools.sample_dit import fitted, load_sampler
-from train.dit_config import load_config
+from tools.arguments import positive
+from tools.sample_dit import config_of, fitted, load_sampler
 from train.flags import ConfigError
 from train.run import exit_status
 from train.sampling import SamplingConfig, by_class, write_grid
@@ -70,7 +70,7 @@ def report(latents: Tensor, labels: Sequence[int], picture: Path) -> bool:
 def main(argv: list[str]) -> None:
     """Run the command line."""
     args = _parse(argv)
-    config = fitted(load_config(args.load / "config.toml"), launched_world_size())
+    config = fitted(config_of(args.load), launched_world_size())
     if config.model.latent_shape != Digits.shape or config.model.num_classes != 10:
         raise ConfigError(f"{args.load} is no run on digits: latent_shape is {config.model.latent_shape}")
     sampling = SamplingConfig(guidance=args.guidance, sample_steps=args.steps)
@@ -79,20 +79,25 @@ def main(argv: list[str]) -> None:
         sampler, _ = load_sampler(config, mesh, args.load, sampling, args.seed)
         latents = sampler.draw(labels)
         with agreed():
-            if is_first() and not report(latents, labels, args.picture):
+            if is_first() and not report(latents, labels, args.picture or args.load / "samples" / "digits.png"):
                 raise ConfigError(f"agreement is below {LEAST_AGREEMENT:.0%}: {args.load} has not learnt digits")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.digits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.digits",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--load", type=Path, default=Path("runs/dit_tiny"), metavar="DIR", help="folder of the run")
-    parser.add_argument("--num-samples", type=int, default=20, metavar="N", help="samples of each digit")
+    parser.add_argument("--num-samples", type=positive, default=20, metavar="N", help="samples of each digit")
     parser.add_argument("--guidance", type=float, default=2.0, metavar="X", help="weight of the class over none")
-    parser.add_argument("--steps", type=int, default=50, metavar="N", help="times that the model is asked for a sample")
+    parser.add_argument(
+        "--steps", type=positive, default=50, metavar="N", help="times that the model is asked for a sample"
+    )
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the noise")
-    parser.add_argument("--picture", type=Path, default=Path("docs/digits.png"), metavar="FILE", help="where to draw")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="where to draw; by default DIR/samples/digits.png")
     return parser.parse_args(argv)
 
 

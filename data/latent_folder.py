@@ -185,7 +185,9 @@ def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: st
 
 def _npy(path: Path) -> np.ndarray:
     with _readable(path):
-        if path.open("rb").read(6) != b"\x93NUMPY":
+        with path.open("rb") as file:
+            magic = file.read(6)
+        if magic != b"\x93NUMPY":
             raise ValueError("not a numpy array")
         return np.load(path, mmap_mode="r", allow_pickle=False)
 

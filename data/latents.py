@@ -1,5 +1,6 @@
 """Training samples of diffusion models: folders of latents, or scikit-learn's handwritten digits."""
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ class LatentSamples:
         epoch, within = divmod(index, len(self._rows))
         if epoch != self._epoch:
             # RandomState's stream is frozen: the order is the same with every numpy.
-            shuffled = np.random.RandomState((self._seed + epoch) % (1 << 32)).permutation(len(self._rows))
+            shuffled = np.random.RandomState(_hash(self._seed, epoch)).permutation(len(self._rows))
             self._epoch, self._order = epoch, self._rows[shuffled]
         return int(self._order[within])
 
@@ -141,6 +142,11 @@ class LatentSamples:
             latents, label = source.latents(within), int(source.labels[within])
         sample = -1 if index is None else index
         return {"latents": torch.from_numpy(latents), "labels": torch.tensor(label), "sample": torch.tensor(sample)}
+
+
+def _hash(seed: int, epoch: int) -> int:
+    """32 bits of both: with their sum, epoch 1 of a seed would be epoch 0 of the next."""
+    return int.from_bytes(hashlib.sha256(f"{seed}, epoch {epoch}".encode()).digest()[:4], "little")
 
 
 def build_latent_datasets(
@@ -179,6 +185,11 @@ def build_latent_datasets(
 def _check(path: str, source: Source, latent_shape: tuple[int, ...], num_classes: int) -> None:
     if source.shape != latent_shape:
         has, wanted = (" ".join(map(str, shape)) for shape in (source.shape, latent_shape))
+        if path == DIGITS:
+            raise DataError(
+                f"data_path is {DIGITS}, the default; {DIGITS} holds latents of {has}, and latent_shape is {wanted}; "
+                f"give --data-path FOLDER, as tools/prepare_latents.py writes it, or set latent_shape to {has}"
+            )
         raise DataError(f"{path} holds latents of {has}, and latent_shape is {wanted}; set latent_shape to {has}")
     bad = (source.labels < 0) | (source.labels >= num_classes)
     if bad.any():

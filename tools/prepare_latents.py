@@ -24,6 +24,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from data.indexed import DataError
 from data.latent_folder import LatentFolder, write_latents
+from tools.arguments import positive
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,24 +116,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--check", type=Path, metavar="DIR", help="read all values of a folder of latents, and note it")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write")
     parser.add_argument("--vae", type=Path, metavar="DIR", help="local folder of diffusers' AutoencoderKL, safetensors")
-    parser.add_argument("--size", type=_positive, default=256, metavar="N", help="side of the squares, in pixels")
+    parser.add_argument("--size", type=positive, default=256, metavar="N", help="side of the squares, in pixels")
     parser.add_argument(
         "--dtype", choices=["float32", "float16"], default="float32", help="of the latents in the files"
     )
     parser.add_argument("--format", choices=["npy", "safetensors"], default="npy", help="of the files")
-    parser.add_argument("--samples-per-shard", type=_positive, default=4096, metavar="N", help="samples in a file")
-    parser.add_argument("--batch-size", type=_positive, default=32, metavar="N", help="images encoded at once")
+    parser.add_argument("--samples-per-shard", type=positive, default=4096, metavar="N", help="samples in a file")
+    parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="images encoded at once")
     args = parser.parse_args(argv)
     if args.input is not None and args.output is None:
         parser.error("--input needs --output: where to write")
     return args
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return value
 
 
 if __name__ == "__main__":

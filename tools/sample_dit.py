@@ -21,16 +21,19 @@ from data.vae import Vae
 from model.dit import full_sdpa
 from model.dit_config import architecture_of
 from parallel.agree import agreed, is_first
-from parallel.checkpoint import CheckpointError, find_checkpoint, load_model
+from parallel.checkpoint import CheckpointError, find_checkpoint, load_model, read_manifest
 from parallel.mesh import Mesh, joined, launched_world_size
 from parallel.stages import PipelineConfig
 from pretrain_dit import model_parts
+from tools.arguments import positive
 from train.assemble import softmax_context
 from train.common import LoopConfig
 from train.dit_config import DiTRunConfig, diffusion_of, load_config
 from train.flags import ConfigError
+from train.loop import AVERAGED
 from train.run import exit_status
 from train.sampling import Sampler, SamplingConfig, by_class, write_grid
+from train.sizes import validate_mesh
 
 MOST_CLASSES = 10
 """Classes that are drawn where none are named."""
@@ -39,9 +42,10 @@ MOST_CLASSES = 10
 def main(argv: list[str]) -> None:
     """Run the command line."""
     args = _parse(argv)
-    config = fitted(load_config(args.load / "config.toml"), launched_world_size())
+    config = fitted(config_of(args.load), launched_world_size())
     classes = _classes(args.classes, config.model.num_classes)
-    sampling = SamplingConfig(sample_steps=args.steps, sample_method=args.method, guidance=args.guidance)
+    asked = {"sample_steps": args.steps, "sample_method": args.method, "guidance": args.guidance}
+    sampling = replace(config.sampling, **{name: value for name, value in asked.items() if value is not None})
     sampling.check(diffusion_of(config))
     with joined(config.mesh) as mesh:
         sampler, iteration = load_sampler(config, mesh, args.load, sampling, args.seed, args.ckpt_step, args.no_ema)
@@ -52,6 +56,13 @@ def main(argv: list[str]) -> None:
             if is_first():
                 folder = args.output or args.load / "samples" / f"drawn_{iteration:07d}"
                 _write(folder, latents if vae is None else vae.decode(latents), classes, args.num_samples)
+
+
+def config_of(run: Path) -> DiTRunConfig:
+    """The configuration that a run left in its folder. Raises ConfigError."""
+    if not (run / "config.toml").is_file():
+        raise ConfigError(f"load is {run}, which holds no config.toml; name the run's folder, that it was saved to")
+    return load_config(run / "config.toml")
 
 
 def load_sampler(
@@ -70,10 +81,13 @@ def load_sampler(
     folder = find_checkpoint(run, step)
     if folder is None:
         raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
+    averaged = bool(config.ema.ema_decay) and not no_ema
     with agreed():
+        if averaged and AVERAGED not in read_manifest(folder).extra:
+            raise CheckpointError(f"{folder} keeps no averages of the weights; give --no-ema to take these as trained")
         cp, attend = softmax_context(config, mesh.cp.get_group(), full_sdpa)
     parts = model_parts(config, mesh, attend)
-    section = "ema" if config.ema.ema_decay and not no_ema else "model"
+    section = "ema" if averaged else "model"
     iteration = load_model(folder, parts[0], architecture_of(config.model), section=section).iteration
     return Sampler(parts, mesh, cp, config.model, diffusion_of(config), sampling, seed), iteration
 
@@ -88,7 +102,14 @@ def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
     context = config.context
     if mesh.context_parallel_size == 1:
         context = type(context)(context_parallel_method="none")
-    return replace(config, mesh=mesh, context=context, pipeline=PipelineConfig())
+    # Copies of shards and the global batch mean nothing to sampling, and would have to fit the number of processes.
+    data_parallel = replace(config.data_parallel, num_distributed_optimizer_instances=1)
+    train = replace(config.train, global_batch_size=None)
+    found = replace(
+        config, mesh=mesh, context=context, pipeline=PipelineConfig(), data_parallel=data_parallel, train=train
+    )
+    validate_mesh(found, processes)
+    return found
 
 
 def _classes(asked: Sequence[int] | None, num_classes: int) -> list[int]:
@@ -101,6 +122,11 @@ def _classes(asked: Sequence[int] | None, num_classes: int) -> list[int]:
 
 def _write(folder: Path, pictures: Tensor, classes: Sequence[int], each: int) -> None:
     """A grid of every class, near to square, and one with a row for each class."""
+    replaced = [path for path in (*folder.glob("class_*.png"), folder / "all.png") if path.exists()]
+    for path in replaced:
+        path.unlink()
+    if replaced:
+        print(f"replaced {len(replaced)} pictures of an earlier drawing in {folder}")
     for number, label in enumerate(classes):
         own = pictures[number * each : (number + 1) * each]
         write_grid(folder / f"class_{label:04d}.png", own, math.ceil(math.sqrt(each)))
@@ -110,37 +136,38 @@ def _write(folder: Path, pictures: Tensor, classes: Sequence[int], each: int) ->
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.sample_dit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.sample_dit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; by default the newest whole one")
     parser.add_argument("--no-ema", action="store_true", help="take the weights as trained, not their averages")
     parser.add_argument("--classes", type=int, nargs="+", metavar="N", help="classes to draw; by default the first ten")
     parser.add_argument(
-        "--num-samples", type=_positive, default=8, metavar="N", help="samples of each class (default: %(default)s)"
+        "--num-samples", type=positive, default=8, metavar="N", help="samples of each class (default: %(default)s)"
     )
     parser.add_argument(
         "--guidance",
         type=float,
-        default=4.0,
         metavar="X",
-        help="weight of the class over none in classifier-free guidance; 1 is without (default: %(default)s)",
+        help="weight of the class over none in classifier-free guidance; 1 is without (default: the run's own)",
     )
     parser.add_argument(
         "--steps",
-        type=_positive,
-        default=50,
+        type=positive,
         metavar="N",
-        help="times that the model is asked for a sample (default: %(default)s)",
+        help="times that the model is asked for a sample (default: the run's own)",
     )
     parser.add_argument(
         "--method",
         choices=["ddim", "ddpm", "euler"],
-        help="ddim, without noise on the way, or ddpm, with; euler for rectified_flow; by default ddim or euler",
+        help="ddim, without noise on the way, or ddpm, with; euler for rectified_flow; by default the run's own",
     )
     parser.add_argument(
         "--batch-size",
-        type=_positive,
+        type=positive,
         default=64,
         metavar="N",
         help="samples at once on each data-parallel rank (default: %(default)s)",
@@ -155,13 +182,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--vae", type=Path, metavar="DIR", help="folder of diffusers' AutoencoderKL that decodes")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; by default DIR/samples/drawn_N")
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return value
 
 
 if __name__ == "__main__":

@@ -22,11 +22,13 @@ class LoopConfig:
     train_iters: int = 1000
     """Iterations (optimizer steps) of the whole run, those before a resume counted in."""
     micro_batch_size: int = 1
-    """Sequences that go through the model at once, per data-parallel rank."""
+    """Sequences, or samples, that go through the model at once, per data-parallel rank."""
     global_batch_size: int | None = None
-    """Sequences per iteration over all processes; by default micro_batch_size x data-parallel size; more accumulate."""
+    """Sequences, or samples, per iteration over all processes; by default micro_batch_size x data-parallel size;
+    more accumulate."""
     seed: int = 1234
-    """Seed of the initial weights and of the order of the data."""
+    """Seed of the initial weights and of the order of the data; of a diffusion transformer's noise, times, label
+    dropout and pictures too."""
     bf16: bool = False
     """Compute in bfloat16; master weights, gradients' sums and the optimizer stay in float32."""
     eval_interval: int = 100
@@ -126,6 +128,14 @@ class CommonConfig:
     def sequence_length(self) -> int:
         """Tokens of a sample, before context parallelism shares them out."""
         raise NotImplementedError
+
+    def trained_for(self) -> dict[str, object]:
+        """What the weights learn to predict: a run cannot go on with another one. JSON-able, by field."""
+        return {}
+
+    def drawn_by(self) -> dict[str, object]:
+        """How training draws noise and labels: going on with another one is allowed, and noted. JSON-able, by field."""
+        return {}
 
     def sample_order(self) -> dict[str, object]:
         """What decides which sample is the n-th: kept in checkpoints, as consumed samples mean nothing without it."""

@@ -52,6 +52,16 @@ class DiTRunConfig(CommonConfig):
     def sequence_length(self) -> int:
         return self.model.num_patches
 
+    def trained_for(self) -> dict[str, object]:
+        return {"objective": self.diffusion.objective, "num_timesteps": self.diffusion.num_timesteps}
+
+    def drawn_by(self) -> dict[str, object]:
+        return {
+            "logit_normal_mean": self.diffusion.logit_normal_mean,
+            "logit_normal_std": self.diffusion.logit_normal_std,
+            "class_dropout_prob": self.model.class_dropout_prob,
+        }
+
     def sample_order(self) -> dict[str, object]:
         return {"seed": self.train.seed, "data_path": list(self.data.data_path), "split": self.data.split}
 

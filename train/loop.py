@@ -276,6 +276,7 @@ class Trainer:
             self.optimizer,
             architecture=self.architecture,
             extra={"progress": asdict(self.progress), "sample_order": self.config.sample_order()}
+            | {"trained_for": self.config.trained_for(), "drawn_by": self.config.drawn_by()}
             | ({} if self.ema is None else {AVERAGED: self.ema.decay}),
             more={} if self.ema is None else {"ema": self.ema.weights},
         )

@@ -133,7 +133,8 @@ def resume(
         if is_first():
             print(f"no checkpoint in {load}: starting afresh", flush=True)
         return Progress()
-    averaged = ema is not None and AVERAGED in read_manifest(path).extra
+    decay = _saved_decay(path, config)
+    averaged = ema is not None and decay is not None
     more = {"ema": ema.weights} if ema is not None and averaged else None
     extra = load_checkpoint(path, model, optimizer, architecture, more=more)
     if ema is not None and not averaged:
@@ -141,14 +142,41 @@ def resume(
     progress = Progress(**extra["progress"])
     if is_first():
         print(f"resumed from {path}, {progress.consumed_samples} samples consumed", flush=True)
-        if ema is not None and not averaged:
-            print("note: it has no averages of the weights: they begin as the weights are", flush=True)
+        _note_averages(decay, ema)
+        for name, now in config.drawn_by().items():
+            if (before := extra.get("drawn_by", {}).get(name, now)) != now:
+                print(f"note: {name} was {before} and is {now}", flush=True)
         for name, now in config.sample_order().items():
             if (before := extra["sample_order"][name]) != now:
                 print(
                     f"note: {name} was {before} and is {now}: the samples to come may repeat consumed ones", flush=True
                 )
     return progress
+
+
+def _saved_decay(path: Path, config: CommonConfig) -> float | None:
+    """The decay of the averages that a checkpoint keeps. Raises CheckpointError where it is trained for another aim."""
+    extra = read_manifest(path).extra
+    for name, now in config.trained_for().items():
+        if (before := extra.get("trained_for", {}).get(name, now)) != now:
+            raise CheckpointError(
+                f"{path} is trained with {name} {before}, and {name} is {now}; set {name} to {before}, or begin a run "
+                "of its own with another --save and without --load"
+            )
+    return extra.get(AVERAGED)
+
+
+def _note_averages(before: float | None, ema: Ema | None) -> None:
+    if before is None and ema is not None:
+        print("note: it has no averages of the weights: they begin as the weights are", flush=True)
+    elif before is not None and ema is None:
+        print(
+            f"note: its averages of the weights are left behind: ema_decay was {before} and is not set; give "
+            f"--ema-decay {before} to go on with them",
+            flush=True,
+        )
+    elif ema is not None and before != ema.decay:
+        print(f"note: ema_decay was {before} and is {ema.decay}", flush=True)
 
 
 def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:

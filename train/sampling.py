@@ -7,6 +7,7 @@ samples from the seed and the sample's number, so that every mesh draws the same
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from model.diffusion import Diffusion
 from model.dit import patchify, unpatchify
 from model.dit_config import DiTConfig
 from model.samplers import draw, guided
+from parallel.agree import agreed, is_first
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh
 from train.flags import ConfigError
@@ -32,7 +34,8 @@ class SamplingConfig:
     """The samples that a run draws at each validation, into samples/iter_N.png of its folder."""
 
     samples_per_class: int = 4
-    """Samples of each class in the picture; 0 draws none."""
+    """Samples of each class in the picture; 0 draws none. All are drawn anew at each validation, sample_steps times
+    through the model, twice as many with guidance; never more at once than micro_batch_size."""
     sample_classes: int = 10
     """Classes in the picture: the first ones."""
     sample_steps: int = 50
@@ -45,9 +48,9 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         for name, least in (("samples_per_class", 0), ("sample_classes", 1), ("sample_steps", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {least} or more")
         if not math.isfinite(self.guidance) or self.guidance < 0:
-            raise ValueError(f"guidance is {self.guidance}; it must be a number of 0 or more, such as 4")
+            raise ConfigError(f"guidance is {self.guidance}; it must be a number of 0 or more, such as 4")
 
     def check(self, diffusion: Diffusion) -> None:
         """Raises ConfigError for a method or steps that the objective does not have."""
@@ -177,16 +180,27 @@ def by_class(classes: Sequence[int], per_class: int) -> list[int]:
 
 
 def picture_writer(
-    sampler: Sampler, sampling: SamplingConfig, num_classes: int, folder: str | None
+    sampler: Sampler, sampling: SamplingConfig, num_classes: int, folder: str | None, micro_batch_size: int
 ) -> Callable[[int], None] | None:
-    """What a run calls with its iteration, on all ranks, to write samples/iter_N.png; None where nothing is to be."""
+    """What a run calls with its iteration, on all ranks, to write samples/iter_N.png; None where nothing is to be.
+
+    No more goes through the model at once than in training. Collective: raises on all ranks where the first one cannot
+    make the folder or a picture.
+    """
     if not sampling.samples_per_class or folder is None:
         return None
     labels = by_class(range(min(sampling.sample_classes, num_classes)), sampling.samples_per_class)
+    at_once = micro_batch_size if sampling.guidance == 1 else max(1, micro_batch_size // 2)
+    pictures = Path(folder) / "samples"
+    with agreed():
+        if is_first():
+            import_module("PIL.Image")  # before the training, not after its first validation
+            pictures.mkdir(parents=True, exist_ok=True)
 
     def write(iteration: int) -> None:
-        latents = sampler.draw(labels)
-        if dist.get_rank() == 0:
-            write_grid(Path(folder) / "samples" / f"iter_{iteration:07d}.png", latents, sampling.samples_per_class)
+        latents = sampler.draw(labels, at_once)
+        with agreed():
+            if is_first():
+                write_grid(pictures / f"iter_{iteration:07d}.png", latents, sampling.samples_per_class)
 
     return write

@@ -73,6 +73,7 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tmp_path):
     assert again.row(12) == epochs[1][5]  # whatever was read before
     other, other_valid = built(tmp_path, split="70,30", seed=2)
     assert [other.row(i) for i in range(7)] != epochs[0]
+    assert [other.row(i) for i in range(7)] != epochs[1]
     assert {other_valid.row(i) for i in range(3)} == held
 
 

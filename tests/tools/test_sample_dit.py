@@ -1,9 +1,14 @@
+from dataclasses import replace
+from shutil import copytree
+
 import numpy as np
 import pytest
 
+from parallel.checkpoint import CheckpointError
 from pretrain_dit import main as pretrain
+from tests.parallel.tiny import rewrite_manifest
 from tests.ranks import run_ranks
-from tools.sample_dit import main
+from tools.sample_dit import config_of, fitted, main
 from train import loop
 from train.config import ConfigError
 
@@ -77,3 +82,33 @@ def test_bad_input_is_named(run, flags, message):
     with pytest.raises(ValueError, match=message) as error:
         main(["--load", str(run), *flags])
     assert isinstance(error.value, ConfigError) or "ckpt" in message
+
+
+def test_a_later_drawing_leaves_no_old_pictures(run, tmp_path, capsys):
+    drawn(run, tmp_path, "--classes", "1", "2")
+    drawn(run, tmp_path, "--classes", "3")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.png", "class_0003.png"]
+    assert "replaced 3 pictures" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_run_and_words_that_are_no_numbers(run, tmp_path, capsys):
+    with pytest.raises(ConfigError, match="name the run's folder"):
+        main(["--load", str(run / "iter_0000002")])
+    with pytest.raises(SystemExit):
+        main(["--load", str(run), "--steps", "abc"])
+    assert "'abc' is not an integer of 1 or more" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_averages_says_what_to_give(run, tmp_path):
+    copy = tmp_path / "run"
+    copytree(run, copy)
+    rewrite_manifest(copy / "iter_0000002", extra={})
+    with pytest.raises(CheckpointError, match="keeps no averages of the weights; give --no-ema"):
+        main(["--load", str(copy), *DRAWN])
+
+
+def test_copies_of_shards_do_not_bind_the_number_of_processes(run):
+    config = config_of(run)
+    copies = replace(config.data_parallel, num_distributed_optimizer_instances=2)
+    found = fitted(replace(config, data_parallel=copies), 3)
+    assert found.data_parallel.num_distributed_optimizer_instances == 1

@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from model.diffusion import DiffusionConfig
 from parallel.agree import one_voice
 from parallel.checkpoint import CheckpointConfig, CheckpointError
 from parallel.mesh import MeshError
@@ -20,6 +22,7 @@ from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, tw
 from tests.ranks import run_ranks
 from train import run
 from train.config import Config, ConfigError, load_config
+from train.dit_config import DiTRunConfig
 from train.loop import Progress
 from train.metrics import METRICS, LoggingConfig
 from train.run import claim_folder, exit_status, open_log, resume
@@ -137,6 +140,28 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path: Path, capsys: py
     named = with_checkpoint(load=str(tmp_path), ckpt_step=1)
     assert resume(named, model, optimizer, ARCHITECTURE) == Progress(consumed_samples=4)
     assert not equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
+
+
+def test_another_objective_is_refused_and_what_else_changed_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_checkpoints(tmp_path)
+    saved = DiTRunConfig()
+    state = {"progress": {"consumed_samples": 8}, "sample_order": saved.sample_order(), "ema_decay": 0.9}
+    state |= {"trained_for": saved.trained_for(), "drawn_by": {**saved.drawn_by(), "class_dropout_prob": 0.5}}
+    rewrite_manifest(tmp_path / "iter_0000002", extra=state)
+    model, optimizer = build(1, sharded=False)
+    config = DiTRunConfig(checkpoint=CheckpointConfig(load=str(tmp_path)))
+    other = replace(config, diffusion=DiffusionConfig(objective="v_prediction"))
+    before = whole_tensors(model, optimizer)
+    with pytest.raises(CheckpointError, match="trained with objective ddpm, and objective is v_prediction; set"):
+        resume(other, model, optimizer, ARCHITECTURE)
+    assert equal(whole_tensors(model, optimizer), before)
+    resume(config, model, optimizer, ARCHITECTURE)
+    said = capsys.readouterr().out
+    assert "note: class_dropout_prob was 0.5 and is 0.1\n" in said
+    assert "averages of the weights are left behind: ema_decay was 0.9 and is not set" in said
+    assert said.count("note:") == 2
 
 
 def test_the_folder_tells_what_ran_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,8 +104,8 @@ def test_grid_of_colours_latents_and_video(tmp_path, shape, mode):
 
 def test_nothing_is_drawn_without_a_folder_or_samples():
     sampling = SamplingConfig()
-    assert picture_writer(None, sampling, 10, None) is None
-    assert picture_writer(None, replace(sampling, samples_per_class=0), 10, "folder") is None
+    assert picture_writer(None, sampling, 10, None, 4) is None
+    assert picture_writer(None, replace(sampling, samples_per_class=0), 10, "folder", 4) is None
     assert by_class([3, 5], 2) == [3, 3, 5, 5]
 
 

@@ -87,7 +87,7 @@ format: $(READY) ## Rewrite the sources in the format that check wants, with ruf
 bench: $(READY) ## Measure the attention: every method on 2 processes against one process
 	$(PY) -m bench.attention $(ARGS)
 
-parity: $(READY) ## Tiny models on up to 101 meshes of at most 8 processes against one, into runs/parity.md (25 minutes)
+parity: $(READY) ## A tiny LLaMA and GPT on up to 101 meshes of at most 8 processes against one, into runs/parity.md (25 minutes)
 	@OMP_NUM_THREADS=1 exec $(PY) -m bench.parity $(ARGS)
 
 video: $(READY) ## A diffusion transformer on ever longer videos: memory and time of 1 and of 4 processes

@@ -13,7 +13,7 @@ is what the largest process grew by, "s" seconds per step on these cores, howeve
 
 The controls break something each; a row of theirs that is within the bounds fails the run as one outside does above.
 
-    python -m bench.parity                                  # all, into runs/parity.md
+    python -m bench.parity                                  # LLaMA and GPT, into runs/parity.md
     python -m bench.parity --only "pp 2" --kind gpt         # the meshes whose title has it
 """
 
@@ -207,9 +207,18 @@ def report(lines: list[str], failed: int, seconds: float) -> str:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(
-        prog="parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="python -m bench.parity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    found.add_argument("--kind", choices=(*KINDS, *LINEAR_KINDS), help="this kind of model alone (default: all)")
+    found.add_argument(
+        "--kind",
+        nargs="+",
+        choices=(*KINDS, *LINEAR_KINDS),
+        default=["llama", "gpt"],
+        help="kinds of model (default: llama gpt); their controls always run",
+    )
     found.add_argument(
         "--only",
         metavar="TEXT",
@@ -228,7 +237,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status: 1 where a row is not as it should be."""
     args = parser().parse_args(argv)
-    kinds = [args.kind] if args.kind else [*KINDS, *LINEAR_KINDS]
+    kinds = list(dict.fromkeys(args.kind))
     try:
         if not any(chosen_cases(kind, args.only) for kind in kinds):
             raise ValueError(f"--only is {args.only!r}, which is in no mesh's title, such as {cases()[0].title}")

@@ -50,6 +50,14 @@ class Shape:
     train_iters: int = 2
 
 
+SIZES = {
+    "num_layers": "layers",
+    "hidden_size": "channels",
+    "num_attention_heads": "heads",
+    "train_iters": "iterations, of which the first is not timed",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A finished case."""
@@ -116,13 +124,17 @@ def measure(folder: Path, frames: int, processes: int, method: str, shape: Shape
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(
-        prog="video", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="python -m bench.video",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     found.add_argument("--frames", type=int, nargs="+", default=[4, 8, 16, 32], help="lengths, 1,024 patches a frame")
     found.add_argument("--processes", type=int, nargs="+", default=[1, 4], help="default: 1 4")
     found.add_argument("--method", choices=METHODS, default="ring", help="default: %(default)s")
     for name, value in asdict(Shape()).items():
-        found.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="default: %(default)s")
+        flag = name.replace("_", "-")
+        found.add_argument(f"--{flag}", type=int, default=value, help=f"{SIZES[name]} (default: %(default)s)")
     found.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too")
     return found
 

@@ -6,6 +6,7 @@ finished run is written at once, and a table that is begun goes on where it stop
 
     python -m papers.lasp                                           # 24 runs
     python -m papers.lasp --rows transnormer/fsdp transnormer/ddp   # some of them; the table has what there is
+    make lasp-table ARGS="--rows transnormer/ddp --iterations 5 --results runs/lasp"   # a short one
 """
 
 import argparse
@@ -153,6 +154,8 @@ def convergence(
     if missing:
         prepare(Request(vocab_size=VOCABULARY, max_bytes=4 << 20), data, progress=False)
         result["machine"] = describe("cpu")
+    else:
+        tell(f"all {len(wanted) * len(WAYS)} runs are in {path} already, nothing trained; --results DIR starts afresh")
     for row, way in missing:
         start = time.perf_counter()
         losses = run_ranks(train, RANKS, command_line(row, way, data, iterations), timeout=1800)[0]
@@ -243,7 +246,10 @@ def picture(result: dict[str, Any], path: Path) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="lasp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="python -m papers.lasp",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--rows", nargs="+", choices=rows(), default=rows(), metavar="MODEL/BACKEND", help="of: %(choices)s"

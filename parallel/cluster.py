@@ -79,7 +79,10 @@ def load_cluster(path: str | Path) -> Cluster:
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ClusterError(f"{path}: cannot be read ({error.strerror}); name a file as in configs/clusters") from error
+        there = ", ".join(sorted(file.name for file in CLUSTERS.glob("*.toml")))
+        raise ClusterError(
+            f"{path}: cannot be read ({error.strerror}); name a file, such as those of configs/clusters: {there}"
+        ) from error
     except ValueError as error:
         raise ClusterError(f"{path}: not valid TOML: {error}") from error
     known = [entry.name for entry in fields(Cluster)]

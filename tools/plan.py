@@ -60,7 +60,10 @@ class Row:
 def build_parser() -> argparse.ArgumentParser:
     """The flags that are the planner's own."""
     parser = argparse.ArgumentParser(
-        prog="plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="python -m tools.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--world-size", type=int, help="processes to plan for")
     parser.add_argument("--all", action="store_true", help="vary tp, pp, cp, dp and recompute too")
@@ -71,6 +74,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the winner as TOML for pretrain_gpt.py")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser
+
+
+def milliseconds(seconds: float) -> str:
+    """Four significant digits below 1,000, and whole ones from there on."""
+    found = 1e3 * seconds
+    return f"{found:.4g}" if found < 999.95 else f"{found:.0f}"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -91,8 +100,8 @@ def table(rows: Sequence[Row]) -> str:
             context.title + placement,
             ", ".join(sizes) or "data",
             config.recompute.recompute_granularity,
-            f"{1e3 * found.time:.4g}",
-            "" if row.measured is None else f"{1e3 * row.measured:.4g}",
+            milliseconds(found.time),
+            "" if row.measured is None else milliseconds(row.measured),
             f"{found.links.inside / 1e9:.3f}",
             f"{found.links.between / 1e9:.3f}",
             f"{found.bytes / 1e9:.1f}",

@@ -9,7 +9,6 @@ from io import StringIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from parallel.agree import from_first, is_first
 from parallel.mesh import joined
@@ -72,6 +71,10 @@ def released_groups(number: int) -> Iterator[None]:
     torch names a group by its ranks and how many groups there are, so that a later one may have a destroyed one's
     name, and would find its dead addresses in the store: each ``number`` has a part of the store to itself.
     """
+    from torch.distributed.tensor.debug import (
+        _clear_sharding_prop_cache,
+    )  # private: a torch without it fails here alone
+
     groups = dist.distributed_c10d._world.pg_map
     before, everyone = set(groups), dist.distributed_c10d._get_default_group()
     backend, store = groups[everyone]

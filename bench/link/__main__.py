@@ -28,7 +28,10 @@ PROFILED_RATE = "100mbit"  # that the cluster files are about
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="link", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="python -m bench.link",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="default: all")
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS), help="default: both")
@@ -67,7 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse numbers that no run can have.
+    """Refuse numbers that no run can have, and results to which no figure of this run could be added.
+
+    Models that have none of the named cases are left out of ``args``.
 
     Raises:
         ValueError: with the flag, the value and what it must be.
@@ -81,18 +86,22 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.batch_size is not None and args.batch_size < 1:
         raise ValueError(f"--batch-size is {args.batch_size}; it must be 1 or more")
-    for model in args.models:
-        if args.cases and not any(name in cases_of(model) for name in args.cases):
-            raise ValueError(
-                f"--cases is {' '.join(args.cases)}, none of which --models {model} has; it has "
-                f"{', '.join(cases_of(model))}"
-            )
+    if args.cases:
+        having = [model for model in args.models if any(name in cases_of(model) for name in args.cases)]
+        if not having:
+            known = "; ".join(f"{model} has {', '.join(cases_of(model))}" for model in args.models)
+            raise ValueError(f"--cases is {' '.join(args.cases)}, none of which any of --models has; {known}")
+        args.models = having
     for length in args.seq_length:
         if length < 16 or (args.batch_size is None and (args.tokens < length or args.tokens % length)):
             raise ValueError(
                 f"--seq-length is {length} with --tokens {args.tokens}; it must be 16 or more, and "
                 "tokens a multiple of it, or give --batch-size"
             )
+    if args.results:
+        from bench.link.report import earlier, path_of
+
+        earlier(path_of(args.results), rate=args.rate, repeats=args.repeats)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -61,7 +61,7 @@ def _setting(
     setting: dict[str, Any] = {"model": model, "link": link, "seq_length": length, "batch": batch_of(args, length)}
     known, reference = cases_of(model), reference_of(model)
     methods = {name: known[name] for name in (reference, *(args.cases or known)) if name in known}
-    profiled = args.profile and model != "transnormer"  # the planner has nothing to choose for linear attention
+    profiled = args.profile and model != "transnormer"  # of linear attention it weighs lasp and lasp2 alone
     if profiled:
         tell(f"{model:6}{link:8}{length:6} profiling the {args.profile} best predictions")
         setting["planner"] = planned(network, model, link, data, length, args)

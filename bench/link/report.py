@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.link.cases import reference_of
-from bench.machine import slug, write_json
+from bench.link.planned import verdict
+from bench.machine import device_name, slug, usable_cores, write_json
 from parallel.files import write_text
 
 LINK = {"shared": "one link for all ranks", "rails": "a link for each rank"}
@@ -36,7 +37,8 @@ def _table(setting: dict[str, Any]) -> list[str]:
     head += ["crossed, MiB", "attention, MiB"]
     head += ["predicted, s", "profiled, s"] if planner else []
     lines = [
-        f"**{setting['model']}**, {setting['batch']} x {setting['seq_length']} tokens, {LINK[setting['link']]}:",
+        f"**{setting['model']}**, {setting['batch']} x {setting['seq_length']} tokens, {LINK[setting['link']]}"
+        + (f", {setting['date'][:10]}:" if "date" in setting else ":"),
         "",
         f"| {' | '.join(head)} |",
         "| --- " * len(head) + "|",
@@ -60,23 +62,63 @@ def _table(setting: dict[str, Any]) -> list[str]:
     return lines
 
 
+def path_of(folder: Path, machine: dict[str, Any] | None = None) -> Path:
+    """Where a machine's figures stand as JSON; by default this one's."""
+    machine = machine or {"device": device_name("cpu"), "cores": len(usable_cores())}
+    return folder / f"link-{slug(machine['device'])}-{machine['cores']}-cores.json"
+
+
+def earlier(path: Path, **asked: Any) -> dict[str, Any] | None:
+    """What an earlier run wrote there, its settings each with their date and note; None where there is nothing.
+
+    Raises:
+        ValueError: it cannot be read, or holds figures taken otherwise than ``asked`` (rate, repeats).
+    """
+    if not path.exists():
+        return None
+    try:
+        before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        different = [f"{name} {before[name]}, not {value}" for name, value in asked.items() if before[name] != value]
+        since = {"date": before["machine"]["date"], "note": before["note"]}
+        settings = [{**since, **setting} for setting in before["settings"]]
+        for setting in settings:
+            _key(setting)
+            setting["cases"] = {name: {"date": setting["date"], **case} for name, case in setting["cases"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not what this bench writes ({error!r}); give another --results") from None
+    if different:
+        raise ValueError(f"{path} holds figures with {' and '.join(different)}; give another --results")
+    return {**before, "settings": settings}
+
+
 def write(result: dict[str, Any], folder: Path) -> Path:
     """A JSON and a Markdown file named after the machine; the path of the latter.
 
-    Settings that an earlier run of the same machine measured at the same rate, and this one did not, stay.
+    What an earlier run of the same machine measured, and this one did not, stays, setting by setting and case by case,
+    with its date.
+
+    Raises:
+        ValueError: as ``earlier``.
     """
-    machine = result["machine"]
-    path = folder / f"link-{slug(machine['device'])}-{machine['cores']}-cores.md"
-    if path.with_suffix(".json").exists():
-        before = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        same = all(before[key] == result[key] for key in ("rate", "ranks_per_node", "repeats"))
-        measured = {_key(setting) for setting in result["settings"]}
-        stay = [setting for setting in before["settings"] if same and _key(setting) not in measured]
-        result = {**result, "settings": sorted(stay + result["settings"], key=_key)}
-    write_json(path.with_suffix(".json"), result)
-    write_text(path, "# Training over a slow link\n\n" + markdown(result))
-    return path
+    path = path_of(folder, result["machine"])
+    before = earlier(path, rate=result["rate"], repeats=result["repeats"])
+    settings = {_key(setting): setting for setting in (before["settings"] if before else [])}
+    since = {"date": result["machine"]["date"], "note": result["note"]}
+    for measured in result["settings"]:
+        cases = {name: {"date": since["date"], **case} for name, case in measured["cases"].items()}
+        new = {**since, **measured, "cases": cases}
+        settings[_key(new)] = _merged(settings[_key(new)], new) if _key(new) in settings else new
+    result = {**result, "settings": [settings[key] for key in sorted(settings)]}
+    write_json(path, result)
+    write_text(path.with_suffix(".md"), "# Training over a slow link\n\n" + markdown(result))
+    return path.with_suffix(".md")
 
 
-def _key(setting: dict[str, Any]) -> tuple[str, str, int]:
-    return setting["model"], setting["link"], setting["seq_length"]
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """A setting with the cases of both, the new ones in place of the old, and the verdict on all of them."""
+    found = {**old, **new, "cases": {**old["cases"], **new["cases"]}}
+    return {**found, "verdict": verdict(found["planner"], found["cases"])} if "planner" in found else found
+
+
+def _key(setting: dict[str, Any]) -> tuple[str, str, int, int]:
+    return setting["model"], setting["link"], setting["seq_length"], setting["batch"]

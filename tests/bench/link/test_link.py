@@ -277,7 +277,7 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture, monkeypatch: pytes
         "error: --repeats is 0",
         "error: --seq-length is 1000 with --tokens 8192",
         "error: --batch-size is 0",
-        "error: --cases is zigzag, none of which --models transnormer has",
+        "error: --cases is zigzag, none of which any of --models has",
         "error: the link bench needs ip on the PATH",
     ]
 
@@ -309,9 +309,36 @@ def test_the_report_has_the_fastest_first(tmp_path: Path) -> None:
         "| ulysses | 1.50 | 5461 | 2.00 | 0.50 | 3.0 | 2.0 |",
         "| ring | 3.00 | 2731 | 1.00 | 0.50 | 3.0 | 2.0 |",
     ]
-    assert json.loads(path.with_suffix(".json").read_text()) == result
-    other = {**result["settings"][0], "link": "shared"}
-    report.write({**result, "settings": [other]}, tmp_path)
-    assert json.loads(path.with_suffix(".json").read_text())["settings"] == [*result["settings"], other]
-    report.write({**result, "rate": "50mbit"}, tmp_path)
-    assert json.loads(path.with_suffix(".json").read_text())["settings"] == result["settings"]
+    setting, later = result["settings"][0], {**result, "machine": {**machine, "date": "later"}}
+    others = [{**setting, "batch": 4}, {**setting, "link": "shared"}]
+    report.write({**later, "settings": others}, tmp_path)
+    report.write({**later, "settings": [{**setting, "cases": {"ring": {**figures, "median": 2.0}}}]}, tmp_path)
+    kept = json.loads(path.with_suffix(".json").read_text())["settings"]
+    assert [(found["link"], found["batch"], found["date"]) for found in kept] == [
+        ("rails", 4, "later"),
+        ("rails", 8, "later"),
+        ("shared", 8, "later"),
+    ]
+    assert {name: (case["median"], case["date"]) for name, case in kept[1]["cases"].items()} == {
+        "ring": (2.0, "later"),
+        "ulysses": (1.5, "today"),
+    }
+    with pytest.raises(ValueError, match="rate 100mbit, not 50mbit; give another --results"):
+        report.write({**result, "rate": "50mbit"}, tmp_path)
+    path.with_suffix(".json").write_text("{")
+    with pytest.raises(ValueError, match="is not what this bench writes"):
+        report.write(result, tmp_path)
+
+
+def test_results_that_cannot_be_added_to_are_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    committed = ROOT / "bench/results/link-amd-epyc-2-cores.json"
+    monkeypatch.setattr(report, "path_of", lambda folder: committed)
+    entry.check(entry.build_parser().parse_args(["--results", "bench/results"]))
+    with pytest.raises(ValueError, match="repeats 5, not 3"):
+        entry.check(entry.build_parser().parse_args(["--results", "bench/results", "--repeats", "3"]))
+
+
+def test_models_without_a_named_configuration_are_left_out() -> None:
+    args = entry.build_parser().parse_args(["--models", "gpt", "transnormer", "--cases", "lasp2"])
+    entry.check(args)
+    assert args.models == ["transnormer"]

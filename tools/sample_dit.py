@@ -48,14 +48,21 @@ def main(argv: list[str]) -> None:
     sampling = replace(config.sampling, **{name: value for name, value in asked.items() if value is not None})
     sampling.check(diffusion_of(config))
     with joined(config.mesh) as mesh:
-        sampler, iteration = load_sampler(config, mesh, args.load, sampling, args.seed, args.ckpt_step, args.no_ema)
-        with agreed():
-            vae = Vae(args.vae, mesh.device) if args.vae and is_first() else None
-        latents = sampler.draw(by_class(classes, args.num_samples), args.batch_size)
-        with agreed():
-            if is_first():
-                folder = args.output or args.load / "samples" / f"drawn_{iteration:07d}"
-                _write(folder, latents if vae is None else vae.decode(latents), classes, args.num_samples)
+        _draw(config, mesh, args, sampling, classes)
+
+
+def _draw(
+    config: DiTRunConfig, mesh: Mesh, args: argparse.Namespace, sampling: SamplingConfig, classes: Sequence[int]
+) -> None:
+    """Load, draw and write; nothing of the model outlives the call. Collective."""
+    sampler, iteration = load_sampler(config, mesh, args.load, sampling, args.seed, args.ckpt_step, args.no_ema)
+    with agreed():
+        vae = Vae(args.vae, mesh.device) if args.vae and is_first() else None
+    latents = sampler.draw(by_class(classes, args.num_samples), args.batch_size)
+    with agreed():
+        if is_first():
+            folder = args.output or args.load / "samples" / f"drawn_{iteration:07d}"
+            _write(folder, latents if vae is None else vae.decode(latents), classes, args.num_samples)
 
 
 def config_of(run: Path) -> DiTRunConfig:

@@ -3,7 +3,6 @@
 torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/dit_tiny.toml
 """
 
-import sys
 from collections.abc import Callable
 
 from data.latents import build_latent_datasets
@@ -20,7 +19,7 @@ from train.dit_config import DiTRunConfig, diffusion_of, parse_args, validate
 from train.ema import Ema
 from train.loop import Trainer
 from train.optim import build_optimizer
-from train.run import claim_folder, exit_status, open_log, resume
+from train.run import claim_folder, open_log, resume, run_entry
 from train.sampling import Sampler, picture_writer
 
 
@@ -93,4 +92,4 @@ def described(config: DiTRunConfig, mesh: Mesh) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main, sys.argv[1:]))
+    run_entry(main)

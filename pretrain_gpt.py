@@ -3,8 +3,6 @@
 torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/llama_tiny.toml
 """
 
-import sys
-
 import torch.distributed as dist
 
 from data.megatron import build_datasets
@@ -22,7 +20,7 @@ from train.language import NextToken, build_runner, context_of, corpus_entropy, 
 from train.loop import Trainer
 from train.optim import build_optimizer
 from train.planner import resolved
-from train.run import claim_folder, exit_status, open_log, resume
+from train.run import claim_folder, open_log, resume, run_entry
 
 
 def main(arguments: list[str]) -> None:
@@ -91,4 +89,4 @@ def described(config: Config, mesh: Mesh) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main, sys.argv[1:]))
+    run_entry(main)

@@ -8,7 +8,6 @@ nothing to do with the one asked for, it is one in ten. The picture has a row fo
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from parallel.mesh import joined, launched_world_size
 from tools.arguments import positive
 from tools.sample_dit import config_of, fitted, load_sampler
 from train.flags import ConfigError
-from train.run import exit_status
+from train.run import run_entry
 from train.sampling import SamplingConfig, by_class, write_grid
 
 LEAST_AGREEMENT, LEAST_ACCURACY = 0.80, 0.97
@@ -102,4 +101,4 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main, sys.argv[1:]))
+    run_entry(main)

@@ -1,6 +1,5 @@
 """Processes and the device mesh they form: pipeline (pp) x data (dp) x context (cp) x tensor parallel (tp)."""
 
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,5 +129,4 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
     finally:
         # After an error the peers may be stuck in a collective, and waiting for them would turn a message into a hang.
         if not found and (ended_well or dist.get_world_size() == 1):
-            gc.collect()  # models hold groups in cycles; one that outlives its group can abort the interpreter's exit
             dist.destroy_process_group()

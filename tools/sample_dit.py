@@ -9,7 +9,6 @@ data-parallel rank draws other samples, context and tensor parallel ranks share 
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from train.common import LoopConfig
 from train.dit_config import DiTRunConfig, diffusion_of, load_config
 from train.flags import ConfigError
 from train.loop import AVERAGED
-from train.run import exit_status
+from train.run import run_entry
 from train.sampling import Sampler, SamplingConfig, by_class, write_grid
 from train.sizes import validate_mesh
 
@@ -192,4 +191,4 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main, sys.argv[1:]))
+    run_entry(main)

@@ -1,0 +1,74 @@
+"""Where an entry has done its work, nothing is left that can still abort its process.
+
+A thread of gloo's lets go of a collective's tensors after the collective has ended. If the interpreter is being taken
+down by then, the process aborts. How often depends on the machine, so the test is that none is taken down.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pretraining import DIT, TINY
+
+ROOT = Path(__file__).parents[1]
+DRIVER = f"""
+import atexit, os, runpy, sys
+class Witness:
+    def __del__(self, write=os.write):
+        write(1, b"taken down\\n")
+sys.witness = Witness()
+atexit.register(print, "exit handlers were called", flush=True)
+sys.path.insert(0, {str(ROOT)!r})
+sys.argv = sys.argv[1:]
+print("not flushed", end=" ")
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""
+
+
+def ended(folder: Path, entry: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks of an entry, as a launcher starts them."""
+    driver = folder / "driver.py"
+    driver.write_text(DRIVER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(driver)]
+    return subprocess.run([*command, entry, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_the_driver_sees_an_interpreter_that_is_taken_down(tmp_path: Path) -> None:
+    """The control: a module that ends as Python does by itself."""
+    (tmp_path / "plain.py").write_text("pass\n")
+    process = ended(tmp_path, "plain")
+    assert process.stdout.count("taken down") == 2
+
+
+def test_training_and_drawing(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    trained = ended(tmp_path, "pretrain_dit", *DIT, "--train-iters", "2", "--save", run)
+    drawn = ended(tmp_path, "tools.sample_dit", "--load", run, "--classes", "3", "--num-samples", "2", "--steps", "2")
+    for process in (trained, drawn):
+        assert process.returncode == 0, process.stderr
+        assert "taken down" not in process.stdout
+        assert process.stdout.count("exit handlers were called") == 2
+        assert process.stdout.count("not flushed") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(["--lr", "-1"], "error: lr"), (["--data-path", "none", "--tokenizer-model", "none"], "error: ")],
+)
+def test_an_error(flags: list[str], words: str, tmp_path: Path) -> None:
+    process = ended(tmp_path, "pretrain_gpt", *TINY, "--train-iters", "2", *flags)
+    assert process.returncode == 1
+    assert words in process.stderr
+    assert "taken down" not in process.stdout
+
+
+def test_a_defect_keeps_its_traceback_and_its_status(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "from train.run import run_entry\ndef main(argv):\n    raise RuntimeError('broken')\nrun_entry(main)\n"
+    )
+    process = ended(tmp_path, "broken")
+    assert process.returncode == 1
+    assert "RuntimeError: broken" in process.stderr
+    assert "taken down" not in process.stdout

@@ -47,7 +47,7 @@ class Shape:
     num_layers: int = 2
     hidden_size: int = 64
     num_attention_heads: int = 2
-    train_iters: int = 2
+    train_iters: int = 4
 
 
 SIZES = {

@@ -1,5 +1,6 @@
 """What the configuration of every entry has, and what contradicts itself in any of them."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -94,7 +95,7 @@ class Reading(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonConfig:
+class CommonConfig(ABC):
     """The sections of every entry's configuration; an entry says what its model, data and training are."""
 
     model: Any
@@ -124,10 +125,15 @@ class CommonConfig:
         """How the data are read."""
         return self.data
 
+    @staticmethod
+    @abstractmethod
+    def other_entries() -> dict[str, type]:
+        """The configurations of other programs, whose files and flags may be given to this one by mistake."""
+
     @property
+    @abstractmethod
     def sequence_length(self) -> int:
         """Tokens of a sample, before context parallelism shares them out."""
-        raise NotImplementedError
 
     def trained_for(self) -> dict[str, object]:
         """What the weights learn to predict: a run cannot go on with another one. JSON-able, by field."""
@@ -137,9 +143,9 @@ class CommonConfig:
         """How training draws noise and labels: going on with another one is allowed, and noted. JSON-able, by field."""
         return {}
 
+    @abstractmethod
     def sample_order(self) -> dict[str, object]:
         """What decides which sample is the n-th: kept in checkpoints, as consumed samples mean nothing without it."""
-        raise NotImplementedError
 
 
 def validate_run(config: CommonConfig) -> None:

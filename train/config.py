@@ -47,6 +47,12 @@ class Config(CommonConfig):
     hybrid: HybridConfig = field(default_factory=HybridConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
+    @staticmethod
+    def other_entries() -> dict[str, type]:
+        from train.dit_config import DiTRunConfig  # which imports this one for the same reason
+
+        return {"pretrain_dit.py": DiTRunConfig}
+
     @property
     def sequence_length(self) -> int:
         return self.train.seq_length

@@ -44,6 +44,12 @@ class DiTRunConfig(CommonConfig):
     ema: EmaConfig = field(default_factory=EmaConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
+    @staticmethod
+    def other_entries() -> dict[str, type]:
+        from train.config import Config  # which imports this one for the same reason
+
+        return {"pretrain_gpt.py": Config}
+
     @property
     def causal(self) -> bool:
         return False

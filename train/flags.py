@@ -110,7 +110,12 @@ def build(root: type[Root], values: dict[str, Any]) -> Root:
     return root(**sections)
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def _hint(root: type, name: str, known: Sequence[str]) -> str:
+    """What to do about a section, key or flag that `root` does not know, and another entry's configuration may."""
+    for entry, other in getattr(root, "other_entries", dict)().items():
+        table = config_fields(other)
+        if name in table or name in get_type_hints(other) or name in {field.flag for field in table.values()}:
+            return f"that is for {entry}"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
@@ -128,10 +133,10 @@ def read_toml(root: type, path: str | Path) -> dict[str, Any]:
         if section in table:
             raise ConfigError(f"{path}: {section} stands outside of a section; move it to [{table[section].section}]")
         if section not in sections or not isinstance(content, dict):
-            raise ConfigError(f"{path}: unknown section [{section}]; {_nearest(section, sections)}")
+            raise ConfigError(f"{path}: unknown section [{section}]; {_hint(root, section, sections)}")
         for name, value in content.items():
             if name not in table:
-                raise ConfigError(f"{path}: unknown key {name} in [{section}]; {_nearest(name, list(table))}")
+                raise ConfigError(f"{path}: unknown key {name} in [{section}]; {_hint(root, name, list(table))}")
             if table[name].section != section:
                 raise ConfigError(f"{path}: {name} stands in [{section}]; move it to [{table[name].section}]")
             try:
@@ -209,7 +214,8 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = ["--config", *(field.flag for field in config_fields(root).values())]
-        hint = _nearest(unknown[0], flags) if unknown[0].startswith("-") else "a value follows the flag it belongs to"
+        flag = unknown[0].startswith("-")
+        hint = _hint(root, unknown[0], flags) if flag else "a value follows the flag it belongs to"
         raise ConfigError(f"unknown argument {unknown[0]}; {hint}")
     values: dict[str, Any] = vars(given)
     path = values.pop("config", None)

@@ -36,3 +36,8 @@ def test_more_processes_than_patches_are_refused() -> None:
     config = parse_args(["--latent-shape", "1", "8", "8", "--patch-size", "8", "--num-attention-heads", "6"])
     with pytest.raises(ConfigError, match="a sample has 1 patch, fewer"):
         validate(replace(config, mesh=mesh), 4)
+
+
+def test_a_flag_of_the_other_entry_is_sent_there() -> None:
+    with pytest.raises(ConfigError, match=r"unknown argument --num-query-groups; that is for pretrain_gpt\.py"):
+        parse_args(["--num-query-groups", "2"])

@@ -46,6 +46,7 @@ from bench.ranks import run_ranks
 from data.indexed import DataError
 from data.prepare import Request, prepare
 from parallel.files import write_text
+from tools.arguments import parser_for
 from tools.prepare_data import DEFAULT_PREFIX
 from train.metrics import loss_name
 
@@ -206,12 +207,7 @@ def report(lines: list[str], failed: int, seconds: float) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(
-        prog="python -m bench.parity",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    found = parser_for("python -m bench.parity", __doc__)
     found.add_argument(
         "--kind",
         nargs="+",

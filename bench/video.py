@@ -30,6 +30,7 @@ from bench.ranks import run_ranks
 from bench.training import Records, prepared_by
 from data.indexed import DataError
 from data.latent_folder import write_latents
+from tools.arguments import parser_for
 from train.flags import ConfigError
 
 CHANNELS, SIDE, PATCH = 4, 64, 2
@@ -114,12 +115,7 @@ def measure(folder: Path, frames: int, processes: int, method: str, shape: Shape
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(
-        prog="python -m bench.video",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    found = parser_for("python -m bench.video", __doc__)
     found.add_argument("--frames", type=int, nargs="+", default=[4, 8, 16, 32], help="lengths, 1,024 patches a frame")
     found.add_argument("--processes", type=int, nargs="+", default=[1, 4], help="default: 1 4")
     found.add_argument("--method", choices=METHODS, default="ring", help="default: %(default)s")

@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tools.arguments import parser_for
+
 FOLDER = Path(__file__).parent
 PUBLISHED = FOLDER / "tables" / "lasp_convergence.csv"
 MODELS = {"transnormer": "TransNormer", "linear_transformer": "LinearTransformer"}
@@ -222,12 +224,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m papers.lasp",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_for("python -m papers.lasp", __doc__)
     parser.add_argument(
         "--rows", nargs="+", choices=rows(), default=rows(), metavar="MODEL/BACKEND", help="of: %(choices)s"
     )

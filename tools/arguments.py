@@ -1,6 +1,16 @@
-"""Types of the tools' command-line arguments."""
+"""What command lines share: their parser and types of their arguments."""
 
 import argparse
+
+
+def parser_for(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser that takes flags in full alone, and whose help keeps the lines of the description."""
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def positive(text: str) -> int:

@@ -19,18 +19,15 @@ from types import FrameType
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tools.arguments import parser_for
+
 DEFAULT_PREFIX = "runs/data/stdlib"
 DEFAULT_VOCAB_SIZE = 4096
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="prepare_data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_for("prepare_data", __doc__)
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--stdlib", action="store_true", help="the standard library's sources without its tests, about 12 MB (default)"

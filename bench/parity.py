@@ -18,13 +18,11 @@ The controls break something each; a row of theirs that is within the bounds fai
 """
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -46,7 +44,7 @@ from bench.ranks import run_ranks
 from data.indexed import DataError
 from data.prepare import Request, prepare
 from parallel.files import write_text
-from tools.arguments import parser_for
+from tools.arguments import parser_for, run_command
 from tools.prepare_data import DEFAULT_PREFIX
 from train.metrics import loss_name
 
@@ -253,14 +251,5 @@ def main(argv: list[str] | None = None) -> int:
     return int(failed > 0)
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
-    # As an exception, so that the processes are ended on the way out.
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminated)
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(main)

@@ -1,6 +1,11 @@
-"""What command lines share: their parser and types of their arguments."""
+"""What command lines share: their parser, types of their arguments, and how they end on a signal."""
 
 import argparse
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
 
 
 def parser_for(prog: str, description: str | None) -> argparse.ArgumentParser:
@@ -22,3 +27,19 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
     return value
+
+
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Call ``main`` and end with its status; SIGTERM and Ctrl-C end it without a traceback.
+
+    SIGTERM too comes as an exception, so that half-written files are removed and processes ended on the way out.
+    """
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)

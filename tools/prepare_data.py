@@ -11,15 +11,13 @@ Then: pretrain_gpt.py --data-path PREFIX --tokenizer-model PREFIX.model
 """
 
 import argparse
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.arguments import parser_for
+from tools.arguments import parser_for, run_command
 
 DEFAULT_PREFIX = "runs/data/stdlib"
 DEFAULT_VOCAB_SIZE = 4096
@@ -95,14 +93,5 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
-    # As an exception, so that half-written files are removed on the way out.
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminated)
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(main)

@@ -23,6 +23,7 @@ from bench.machine import OtherLoad, describe, usable_cores, write_json
 from bench.processes import ONE_PROCESS, Contestants, Times
 from bench.workload import DTYPES, Workload, check_same
 from parallel.context import METHODS, make_plan
+from tools.arguments import parser_for
 
 DEFAULT_METHODS = ("ring", "striped", "zigzag", "allgather")
 SETTLE_SECONDS = 0.02  # an OpenMP thread looks for work a moment longer than there is any
@@ -195,9 +196,7 @@ def table(result: dict[str, Any]) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_for("attention", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--seq-length", type=int, help="default: 8192; on cuda several, 2048 to 32768")
     parser.add_argument("--num-heads", type=int, help="query heads (default: 8; on cuda 16)")

@@ -18,7 +18,7 @@ from torch import Tensor
 from data.latents import Digits
 from parallel.agree import agreed, is_first
 from parallel.mesh import joined, launched_world_size
-from tools.arguments import positive
+from tools.arguments import parser_for, positive
 from tools.sample_dit import config_of, fitted, load_sampler
 from train.flags import ConfigError
 from train.run import run_entry
@@ -83,12 +83,7 @@ def main(argv: list[str]) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.digits",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_for("python -m bench.digits", __doc__)
     parser.add_argument("--load", type=Path, default=Path("runs/dit_tiny"), metavar="DIR", help="folder of the run")
     parser.add_argument("--num-samples", type=positive, default=20, metavar="N", help="samples of each digit")
     parser.add_argument("--guidance", type=float, default=2.0, metavar="X", help="weight of the class over none")

@@ -6,7 +6,6 @@ One GPU, under 8 minutes. Every figure is measured in this run; what could not b
 the reason. Exit status 1 where a test fails (the file tells), or where there is no GPU (then nothing is written).
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from bench import gpu
 from bench.attention import DEFAULT_METHODS
 from bench.machine import device_name, slug, write_json
 from bench.workload import Workload
+from tools.arguments import parser_for
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -71,9 +71,7 @@ def write_result(folder: Path, tests: dict[str, Any], measured: dict[str, Any]) 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_for("gpu_check", __doc__)
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="default: bench/results")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():

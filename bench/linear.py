@@ -36,6 +36,7 @@ from kernels import reference
 from kernels.linear_attention import linear_attention
 from kernels.linear_scan import CHUNK
 from model.transnormer import alibi_slopes
+from tools.arguments import parser_for
 
 CONTESTANTS = ("chunked", "naive", "softmax")
 KEPT_BYTES = 1 << 30
@@ -232,9 +233,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="linear", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_for("linear", __doc__)
     parser.add_argument("--min-length", type=int, default=256, help="shortest sequence (default: %(default)s)")
     parser.add_argument(
         "--max-length", type=int, default=16384, help="longest; lengths double up to it (default: %(default)s)"

@@ -11,7 +11,6 @@ kernel counted (VmHWM), with malloc told to give back every block of 64 KiB or m
     python -m bench.memory --device cuda            # with offload too; sequence 65536, 8 layers of 1024, bfloat16
 """
 
-import argparse
 import math
 import os
 import re
@@ -36,6 +35,7 @@ from model.config import ModelConfig
 from model.llama import Llama
 from parallel.context import context_parallel
 from parallel.recompute import ATTENTION, RecomputeConfig, recompute_layers
+from tools.arguments import parser_for
 from train.language import NextToken
 
 Granularity = Literal["none", "selective", "attention_boundary", "full"]
@@ -248,9 +248,7 @@ def row(name: str, found: dict[str, Any], most: int) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_for("memory", __doc__)
     parser.add_argument("--device", choices=tuple(DEFAULTS), default="cpu", help="default: %(default)s")
     for name in DEFAULTS["cpu"]:
         on_cpu, on_cuda = (DEFAULTS[device][name] for device in ("cpu", "cuda"))

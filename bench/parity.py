@@ -18,13 +18,11 @@ The controls break something each; a row of theirs that is within the bounds fai
 """
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -46,6 +44,7 @@ from bench.ranks import run_ranks
 from data.indexed import DataError
 from data.prepare import Request, prepare
 from parallel.files import write_text
+from tools.arguments import parser_for, run_command
 from tools.prepare_data import DEFAULT_PREFIX
 from train.metrics import loss_name
 
@@ -206,12 +205,7 @@ def report(lines: list[str], failed: int, seconds: float) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(
-        prog="python -m bench.parity",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    found = parser_for("python -m bench.parity", __doc__)
     found.add_argument(
         "--kind",
         nargs="+",
@@ -257,14 +251,5 @@ def main(argv: list[str] | None = None) -> int:
     return int(failed > 0)
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
-    # As an exception, so that the processes are ended on the way out.
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminated)
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(main)

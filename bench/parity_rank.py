@@ -1,12 +1,8 @@
 """What one process of `make parity` does: train as an entry would, and tell what came out."""
 
-import contextlib
 import hashlib
-import io
-import logging
 import resource
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +15,11 @@ from torch.distributed.tensor import DTensor
 import parallel.data
 import pretrain_dit
 import pretrain_gpt
+from bench.training import Records, prepared_by
 from data.loader import Batch, Batching, Samples
 from model.base import generator_of
 from model.dit import initial_dit_weight
 from model.dit_config import DiTConfig
-from parallel.mesh import Mesh, joined, launched_world_size
 from parallel.pipeline import PipelineRunner
 from train import loop
 from train.diffusion import Denoising
@@ -71,20 +67,6 @@ class Masked:
         return {**sample, "loss_mask": mask}
 
 
-class Log:
-    """Keeps a run's records in memory."""
-
-    def __init__(self, records: list[dict[str, Any]]) -> None:
-        self._records = records
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Note an iteration."""
-        self._records.append(record)
-
-    def sync(self) -> None:
-        """Nothing is written."""
-
-
 class Left:
     """Samples of latents of which every fourth, and the sixth of eight, carry no loss."""
 
@@ -102,25 +84,19 @@ def train(
     rank: int, world_size: int, flags: Sequence[str], sabotage: str | None = None, diffusion: bool = False
 ) -> Found:
     """Train on the processes that have joined; with ``sabotage``, after breaking what that names."""
-    entry: Any = pretrain_dit if diffusion else pretrain_gpt
     if diffusion:
         pretrain_dit.initial_dit_weight = _alive
     before = _peak_mb()
-    loop.peak_flops = lambda *_: 1e9  # its measurement takes longer than these steps
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # that making tensors whole is slow
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # which nobody writes to
     if sabotage is not None:
         SABOTAGE[sabotage]()
-    config = entry.parse_args(list(flags))
-    entry.validate(config, launched_world_size())
-    found = Found()
-    with contextlib.redirect_stdout(io.StringIO()), joined(config.mesh) as mesh:
-        trainer = entry.prepared(config, mesh)
+    log = Records()
+    found = Found(log.records)
+    with prepared_by(pretrain_dit if diffusion else pretrain_gpt, flags, log) as trainer:
+        mesh = trainer.mesh
         trainer.train_data = Left(trainer.train_data) if diffusion else Masked(trainer.train_data)
-        trainer.log = None if trainer.log is None else Log(found.records)
         send = mesh.both.get_local_rank() == mesh.tp.get_local_rank() == 0
         found.keep("loaded" if trainer.progress.iteration else "initial", state(trainer), send)
-        _watch(trainer, mesh, found, send)
+        _watch(trainer, found, send)
         trainer.run()
         found.keep("final", weights(trainer), send)
     found.memory_mb = _peak_mb() - before
@@ -147,7 +123,7 @@ def state(trainer: Trainer) -> dict[str, Tensor]:
     return found
 
 
-def _watch(trainer: Trainer, mesh: Mesh, found: Found, send: bool) -> None:
+def _watch(trainer: Trainer, found: Found, send: bool) -> None:
     """Note the first step's gradients before they are clipped, and what the first checkpoint saves."""
     clip, save = loop.clip_gradients, loop.save_checkpoint
 

@@ -13,8 +13,6 @@ more); "s" is the fastest iteration after the first one, the processes sharing t
 """
 
 import argparse
-import contextlib
-import io
 import os
 import sys
 import tempfile
@@ -28,12 +26,11 @@ import numpy as np
 import pretrain_dit
 from bench.machine import describe, write_json
 from bench.memory import CLEAR, ENVIRONMENT, status
-from bench.parity_rank import Log
 from bench.ranks import run_ranks
+from bench.training import Records, prepared_by
 from data.indexed import DataError
 from data.latent_folder import write_latents
-from parallel.mesh import joined, launched_world_size
-from train import loop
+from tools.arguments import parser_for
 from train.flags import ConfigError
 
 CHANNELS, SIDE, PATCH = 4, 64, 2
@@ -80,19 +77,14 @@ HEADER = """\
 
 def train(rank: int, world_size: int, flags: Sequence[str]) -> tuple[float, list[dict[str, Any]]]:
     """Bytes that this process grew by during the iterations, and their records, on the first rank."""
-    loop.peak_flops = lambda *_: 1e9
-    config = pretrain_dit.parse_args(list(flags))
-    pretrain_dit.validate(config, launched_world_size())
-    records: list[dict[str, Any]] = []
-    with contextlib.redirect_stdout(io.StringIO()), joined(config.mesh) as mesh:
-        trainer = pretrain_dit.prepared(config, mesh)
-        trainer.log = None if trainer.log is None else Log(records)  # type: ignore[assignment]
+    log = Records()
+    with prepared_by(pretrain_dit, flags, log) as trainer:
         before = status("VmRSS")
         if before is not None:
             CLEAR.write_text("5")  # VmHWM begins anew
         trainer.run()
         after = status("VmHWM")
-    return float("nan") if before is None or after is None else after - before, records
+    return float("nan") if before is None or after is None else after - before, log.records
 
 
 def measure(folder: Path, frames: int, processes: int, method: str, shape: Shape) -> Row:
@@ -123,12 +115,7 @@ def measure(folder: Path, frames: int, processes: int, method: str, shape: Shape
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(
-        prog="python -m bench.video",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    found = parser_for("python -m bench.video", __doc__)
     found.add_argument("--frames", type=int, nargs="+", default=[4, 8, 16, 32], help="lengths, 1,024 patches a frame")
     found.add_argument("--processes", type=int, nargs="+", default=[1, 4], help="default: 1 4")
     found.add_argument("--method", choices=METHODS, default="ring", help="default: %(default)s")

@@ -52,6 +52,12 @@ def not_finite(path: Path, row: int) -> DataError:
     return DataError(f"{path}: row {row} holds a NaN or an infinity; repair or leave out the sample and {_WRITE}")
 
 
+def locate(ends: np.ndarray, row: int) -> tuple[int, int]:
+    """Which of several parts has a row, and its row there; ``ends``, int64 [parts], are the parts' sizes summed up."""
+    number = int(np.searchsorted(ends, row, side="right"))
+    return number, row - (int(ends[number - 1]) if number else 0)
+
+
 class LatentFolder:
     """The samples of a folder, in the order of its shards."""
 
@@ -86,8 +92,8 @@ class LatentFolder:
         return found
 
     def _locate(self, row: int) -> tuple[Shard, int]:
-        number = int(np.searchsorted(self._ends, row, side="right"))
-        return self.shards[number], row - (int(self._ends[number - 1]) if number else 0)
+        number, within = locate(self._ends, row)
+        return self.shards[number], within
 
     def check_finite(self, rank: int = 0, ranks: int = 1) -> None:
         """Read the values of this rank's share of the shards that have not passed yet; DataError as `Shard` raises it.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from data.indexed import DataError
-from data.latent_folder import LatentFolder
+from data.latent_folder import LatentFolder, locate
 from data.megatron import split_shares
 
 __all__ = ["DataError", "Digits", "LatentDataConfig", "LatentSamples", "build_latent_datasets", "load_source"]
@@ -135,10 +135,8 @@ class LatentSamples:
         if index is None:
             latents, label = np.zeros(self._sources[0].shape, np.float32), 0
         else:
-            row = self.row(index)
-            number = int(np.searchsorted(self._ends, row, side="right"))
+            number, within = locate(self._ends, self.row(index))
             source = self._sources[number]
-            within = row - (int(self._ends[number - 1]) if number else 0)
             latents, label = source.latents(within), int(source.labels[within])
         sample = -1 if index is None else index
         return {"latents": torch.from_numpy(latents), "labels": torch.tensor(label), "sample": torch.tensor(sample)}

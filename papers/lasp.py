@@ -10,20 +10,18 @@ finished run is written at once, and a table that is begun goes on where it stop
 """
 
 import argparse
-import contextlib
 import csv
-import io
 import json
-import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from tools.arguments import parser_for
 
 FOLDER = Path(__file__).parent
 PUBLISHED = FOLDER / "tables" / "lasp_convergence.csv"
@@ -102,32 +100,13 @@ def command_line(row: str, way: str, data: Path, iterations: int) -> list[str]:
 
 def train(rank: int, world_size: int, flags: Sequence[str]) -> list[float]:
     """One rank of a run of pretrain_gpt.py: on the first, the loss of each update."""
-    from parallel.mesh import joined, launched_world_size
-    from pretrain_gpt import prepared
-    from train import loop
-    from train.config import parse_args, validate
-    from train.metrics import RunLog
+    import pretrain_gpt
+    from bench.training import Records, prepared_by
 
-    class Losses(RunLog):
-        def __init__(self) -> None:
-            self.found: list[float] = []
-
-        def write(self, record: dict[str, Any]) -> None:
-            self.found.append(record["lm_loss"])
-
-        def sync(self) -> None:
-            pass
-
-    loop.peak_flops = lambda *_: 1e12  # what MFU is measured against takes seconds to measure, and is not asked for
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    config, losses = parse_args(list(flags)), Losses()
-    validate(config, launched_world_size())
-    with contextlib.redirect_stdout(io.StringIO()), joined(config.mesh) as mesh:
-        trainer = prepared(config, mesh)
-        trainer.log = None if trainer.log is None else losses
+    log = Records()
+    with prepared_by(pretrain_gpt, flags, log) as trainer:
         trainer.run()
-    return losses.found
+    return [record["lm_loss"] for record in log.records]
 
 
 def convergence(
@@ -245,12 +224,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m papers.lasp",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_for("python -m papers.lasp", __doc__)
     parser.add_argument(
         "--rows", nargs="+", choices=rows(), default=rows(), metavar="MODEL/BACKEND", help="of: %(choices)s"
     )

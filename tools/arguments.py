@@ -1,6 +1,21 @@
-"""Types of the tools' command-line arguments."""
+"""What command lines share: their parser, types of their arguments, and how they end on a signal."""
 
 import argparse
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+
+def parser_for(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser that takes flags in full alone, and whose help keeps the lines of the description."""
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def positive(text: str) -> int:
@@ -12,3 +27,19 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
     return value
+
+
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Call ``main`` and end with its status; SIGTERM and Ctrl-C end it without a traceback.
+
+    SIGTERM too comes as an exception, so that half-written files are removed and processes ended on the way out.
+    """
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)

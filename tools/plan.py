@@ -24,6 +24,7 @@ from data.tokenizer import load_tokenizer
 from parallel.cluster import Cluster, default_cluster, load_cluster
 from parallel.files import write_text
 from parallel.mesh import SIZES, launched_world_size
+from tools.arguments import parser_for
 from train.config import Config, ConfigError, parse_args, to_toml, validate
 from train.language import with_vocabulary
 from train.planner import Candidate, Ranking, arrangements, nothing_left, rank
@@ -59,12 +60,7 @@ class Row:
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags that are the planner's own."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_for("python -m tools.plan", __doc__)
     parser.add_argument("--world-size", type=int, help="processes to plan for")
     parser.add_argument("--all", action="store_true", help="vary tp, pp, cp, dp and recompute too")
     parser.add_argument("--top", type=int, default=DEFAULT_TOP, help="rows to show (default: %(default)s)")

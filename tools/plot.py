@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tools.arguments import parser_for
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -25,9 +27,7 @@ LARGEST_TEAMS = 64
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_for("plot", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     layout = commands.add_parser("layout", help="who owns which token, and each round's tiles", allow_abbrev=False)
     layout.add_argument("--methods", nargs="+", metavar="METHOD", help="default: ring striped zigzag allgather")

@@ -11,13 +11,13 @@ Then: pretrain_gpt.py --data-path PREFIX --tokenizer-model PREFIX.model
 """
 
 import argparse
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.arguments import parser_for, run_command
 
 DEFAULT_PREFIX = "runs/data/stdlib"
 DEFAULT_VOCAB_SIZE = 4096
@@ -25,12 +25,7 @@ DEFAULT_VOCAB_SIZE = 4096
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="prepare_data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_for("prepare_data", __doc__)
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--stdlib", action="store_true", help="the standard library's sources without its tests, about 12 MB (default)"
@@ -98,14 +93,5 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
-    # As an exception, so that half-written files are removed on the way out.
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminated)
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(main)

@@ -24,7 +24,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from data.indexed import DataError
 from data.latent_folder import LatentFolder, write_latents
-from tools.arguments import positive
+from tools.arguments import parser_for, positive
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,12 +105,7 @@ def _encoder(vae: Path | None) -> Any:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.prepare_latents",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_for("python -m tools.prepare_latents", __doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--input", type=Path, metavar="DIR", help="images, in a folder per class")
     what.add_argument("--check", type=Path, metavar="DIR", help="read all values of a folder of latents, and note it")

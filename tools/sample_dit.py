@@ -24,7 +24,7 @@ from parallel.checkpoint import CheckpointError, find_checkpoint, load_model, re
 from parallel.mesh import Mesh, joined, launched_world_size
 from parallel.stages import PipelineConfig
 from pretrain_dit import model_parts
-from tools.arguments import positive
+from tools.arguments import parser_for, positive
 from train.assemble import softmax_context
 from train.common import LoopConfig
 from train.dit_config import DiTRunConfig, diffusion_of, load_config
@@ -141,12 +141,7 @@ def _write(folder: Path, pictures: Tensor, classes: Sequence[int], each: int) ->
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.sample_dit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_for("python -m tools.sample_dit", __doc__)
     parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; by default the newest whole one")
     parser.add_argument("--no-ema", action="store_true", help="take the weights as trained, not their averages")

@@ -20,6 +20,7 @@ from types import FrameType
 
 from bench.link.cases import CASES, LINEAR_CASES, MODELS, cases_of
 from bench.link.network import check_permission
+from tools.arguments import parser_for
 
 LINKS = ("shared", "rails")
 PROFILED_RATE = "100mbit"  # that the cluster files are about
@@ -27,12 +28,7 @@ PROFILED_RATE = "100mbit"  # that the cluster files are about
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.link",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_for("python -m bench.link", __doc__)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="default: all")
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS), help="default: both")
     parser.add_argument(

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+import pretrain_gpt
 from bench.link.network import Network, enter
 from bench.ranks import uninterrupted
-from parallel.mesh import joined, launched_world_size
-from pretrain_gpt import prepared
+from bench.training import prepared_by
 from tools.profile_plan import measure
-from train.config import parse_args, validate
+from train.config import parse_args
 from train.metrics import RunLog
 
 PORT = 29400
@@ -165,12 +165,7 @@ def _serve(pipe: Connection, life: Connection, seat: Seat, body: Callable[..., N
 
 
 def _train(pipe: Connection, arguments: list[str]) -> None:
-    config = parse_args(arguments)
-    validate(config, launched_world_size())
-    with joined(config.mesh) as mesh:
-        trainer = prepared(config, mesh)
-        if trainer.log is not None:
-            trainer.log = _Reporter(pipe)
+    with prepared_by(pretrain_gpt, arguments, _Reporter(pipe)) as trainer:
         trainer.run()
 
 

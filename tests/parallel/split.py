@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from kernels.loss import cross_entropy_sum
 from model.attention import Attend, Attends, LinearAttend, sdpa
@@ -23,6 +23,7 @@ from parallel.mesh import Mesh, MeshConfig, joined
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor import split_model
 from tests.parallel.tiny import ARCHITECTURE, save, whole_tensors
+from tests.parallel.whole import gradients_of, weights_of
 from train.config import Config, TrainConfig
 from train.language import NextToken, context_of
 
@@ -117,19 +118,13 @@ class Step:
     gradients: dict[str, Tensor]
 
 
-def full(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-
-
 def whole_step(model_config: ModelConfig, model: LanguageModel | None = None) -> Step:
     """One process, plain modules; with the weights of ``model`` where it is given."""
     model = model or plain(model_config)
     tokens, labels = data()
     loss = cross_entropy_sum(model(tokens), labels)[0] / (labels != -100).sum()
     loss.backward()
-    named = dict(model.named_parameters())
-    gradients = {name: full(p.grad) for name, p in named.items() if p.grad is not None}
-    return Step(loss.item(), {name: full(p) for name, p in named.items()}, gradients)
+    return Step(loss.item(), weights_of(model), gradients_of(model))
 
 
 def own_batch(mesh: Mesh, cp: ContextParallel) -> tuple[Tensor, Tensor]:
@@ -150,17 +145,33 @@ def split_step(
 ) -> tuple[LanguageModel, Step]:
     """The same on this mesh; ``local_mean`` divides by this rank's own number of labels, which is wrong."""
     model, cp = build(mesh, model_config, recompute, data_parallel, method, hybrid)
-    weights = {name: full(p) for name, p in model.named_parameters()}
+    weights = weights_of(model)
     tokens, labels = own_batch(mesh, cp)
     valid = (labels != -100).sum() * mesh.both.size() if local_mean else (data()[1] != -100).sum()
     objective = NextToken(cp, mesh.device, recompute.loss_chunk_size)
     loss = objective.loss_sum(model, {"tokens": tokens, "labels": labels}) / valid
     loss.backward()
     finish_gradients(model, mesh.both, data_parallel.strategy)
+    return model, Step(summed(loss, mesh), weights, gradients_of(model))
+
+
+def summed(loss: Tensor, mesh: Mesh) -> float:
+    """The sum of the ranks' parts of a loss; collective."""
     total = loss.detach().clone()
     dist.all_reduce(total, group=mesh.both.get_group())
-    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return model, Step(total.item(), weights, gradients)
+    return total.item()
+
+
+def keep_parts() -> None:
+    """Break this process: gradients of what is whole on every tp rank are left as each rank's part."""
+    redistribute = DTensor.redistribute
+
+    def redistributed(self: DTensor, *args: Any, placements: Any, **kwargs: Any) -> DTensor:
+        if self.placements == (Partial(),) and tuple(placements) == (Replicate(),):
+            return DTensor.from_local(self.to_local(), self.device_mesh, placements, run_check=False)
+        return redistribute(self, *args, placements=placements, **kwargs)
+
+    DTensor.redistribute = redistributed  # type: ignore[method-assign, assignment]
 
 
 def train_and_save(

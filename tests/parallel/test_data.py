@@ -13,12 +13,11 @@ from tests.parallel.unequal import (
     SEED,
     VALID,
     difference,
-    full,
-    gradients_of,
     loss_sum,
     sharded,
     whole_model,
 )
+from tests.parallel.whole import full, gradients_of
 from tests.ranks import run_ranks
 
 

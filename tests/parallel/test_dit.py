@@ -1,12 +1,10 @@
 """A diffusion transformer split over tensor-, context- and data-parallel ranks is the whole one."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from model.dit import DiT, initial_dit_weight, patchify
 from model.dit_config import DiTConfig
@@ -15,7 +13,8 @@ from parallel.data import fill, finish_gradients, shard_model
 from parallel.mesh import Mesh, joined
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor import split_dit
-from tests.parallel.split import Step, difference, full, mesh_config
+from tests.parallel.split import Step, difference, keep_parts, mesh_config, summed
+from tests.parallel.whole import full, gradients_of, weights_of
 from tests.ranks import run_ranks
 
 LOSS, GRADIENT = 2e-6, 1e-7
@@ -60,8 +59,7 @@ def whole_step(config: DiTConfig) -> Step:
     out = model(x, torch.arange(config.num_patches), times, labels)
     loss = (out - target).square().mean()
     loss.backward()
-    named = dict(model.named_parameters())
-    return Step(loss.item(), {name: full(p) for name, p in named.items()}, {n: full(p.grad) for n, p in named.items()})
+    return Step(loss.item(), weights_of(model), gradients_of(model))
 
 
 def split_step(mesh: Mesh, config: DiTConfig, recompute: RecomputeConfig, method: str) -> Step:
@@ -81,10 +79,7 @@ def split_step(mesh: Mesh, config: DiTConfig, recompute: RecomputeConfig, method
     loss = off.square().sum() / (BATCH * tokens * config.out_width)
     loss.backward()
     finish_gradients(model, mesh.both, "zero3")
-    total = loss.detach().clone()
-    dist.all_reduce(total, group=mesh.both.get_group())
-    named = dict(model.named_parameters())
-    return Step(total.item(), {name: full(p) for name, p in named.items()}, {n: full(p.grad) for n, p in named.items()})
+    return Step(summed(loss, mesh), weights_of(model), gradients_of(model))
 
 
 def steps(rank: int, world_size: int, tp: int, cp: int, recompute: RecomputeConfig, method: str) -> list[Step]:
@@ -100,7 +95,7 @@ def check(mesh: str, recompute: RecomputeConfig, method: str) -> None:
         for result in results:
             step = result[index]
             assert abs(step.loss - want.loss) < LOSS
-            assert all(gradient.any() for gradient in want.gradients.values())
+            assert all(want.gradients[name].any() for name in want.weights)
             assert difference(step, want) < GRADIENT
             assert all(torch.equal(step.weights[name], want.weights[name]) for name in want.weights)
 
@@ -115,15 +110,7 @@ def test_recomputed_layers_and_another_method_are_the_same_step() -> None:
 
 
 def without_the_sum(rank: int, world_size: int) -> Step:
-    """Gradients of what is whole on every rank are left as each rank's part."""
-    redistribute = DTensor.redistribute
-
-    def keep_parts(self: DTensor, *args: Any, placements: Any, **kwargs: Any) -> DTensor:
-        if self.placements == (Partial(),) and tuple(placements) == (Replicate(),):
-            return DTensor.from_local(self.to_local(), self.device_mesh, placements, run_check=False)
-        return redistribute(self, *args, placements=placements, **kwargs)
-
-    DTensor.redistribute = keep_parts  # type: ignore[method-assign, assignment]
+    keep_parts()
     with joined(mesh_config(tp=2)) as mesh:
         return split_step(mesh, IMAGE, RecomputeConfig(), "ring")
 

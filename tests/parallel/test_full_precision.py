@@ -21,7 +21,8 @@ from parallel.data import (
     sharding_mesh,
 )
 from parallel.recompute import RecomputeConfig, recompute_layers
-from tests.parallel.unequal import SEED, batch, difference, full
+from tests.parallel.unequal import SEED, batch, difference
+from tests.parallel.whole import gradients_of
 from tests.ranks import run_ranks
 
 CONFIG = ModelConfig(model_type="transnormer", num_layers=2, hidden_size=24, num_attention_heads=2, vocab_size=37)
@@ -49,7 +50,7 @@ def gradients(
     finish_gradients(model, mesh, strategy)
     assert set(seen) == {torch.float32}
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model)
 
 
 @cache

@@ -19,9 +19,10 @@ from parallel.mesh import Mesh, MeshConfig, joined
 from parallel.pipeline import PipelineRunner
 from parallel.stages import PipelineConfig
 from pretrain_gpt import model_parts
-from tests.parallel.split import config, context, data, full, own_batch, whole_step
+from tests.parallel.split import config, context, data, own_batch, whole_step
 from tests.parallel.test_strategies import recorded
 from tests.parallel.tiny import ARCHITECTURE, save
+from tests.parallel.whole import full
 from tests.ranks import run_ranks
 from train.config import Config, TrainConfig
 from train.language import NextToken, build_runner

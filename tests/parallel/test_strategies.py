@@ -24,7 +24,8 @@ from parallel.data import (
 from parallel.mesh import joined
 from tests.parallel import split
 from tests.parallel.tiny import equal
-from tests.parallel.unequal import difference, gradient_norm_of, gradients_of, loss_sum, sharded, whole_model
+from tests.parallel.unequal import difference, gradient_norm_of, loss_sum, sharded, whole_model
+from tests.parallel.whole import gradients_of
 from tests.ranks import run_ranks
 from train.optim import gradient_norm
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.config import ModelConfig
@@ -29,7 +29,7 @@ from tests.parallel.split import (
     config,
     data,
     difference,
-    full,
+    keep_parts,
     mesh_config,
     own_batch,
     split_step,
@@ -38,6 +38,7 @@ from tests.parallel.split import (
     whole_step,
 )
 from tests.parallel.tiny import equal
+from tests.parallel.whole import full, gradients_of
 from tests.ranks import run_ranks
 from train.optim import gradient_norm
 
@@ -96,15 +97,7 @@ def test_chunks_of_the_loss_and_of_the_feed_forward_are_the_same_step(mesh: str)
 
 
 def without_the_sum(rank: int, world_size: int) -> Step:
-    """Gradients of what is replicated over tp are left as each rank's part."""
-    redistribute = DTensor.redistribute
-
-    def keep_parts(self: DTensor, *args: Any, placements: Any, **kwargs: Any) -> DTensor:
-        if self.placements == (Partial(),) and tuple(placements) == (Replicate(),):
-            return DTensor.from_local(self.to_local(), self.device_mesh, placements, run_check=False)
-        return redistribute(self, *args, placements=placements, **kwargs)
-
-    DTensor.redistribute = keep_parts  # type: ignore[method-assign, assignment]
+    keep_parts()
     with joined(mesh_config(tp=2)) as mesh:
         return split_step(mesh, config())[1]
 
@@ -244,7 +237,7 @@ def accumulated(rank: int, world_size: int) -> dict[str, torch.Tensor]:
             reduce_gradients(model, index == 1)
             rows = slice(2 * index, 2 * index + 2)
             (cross_entropy_sum(model(tokens[rows], cp.positions), labels[rows])[0] / valid).backward()
-        return {name: full(p.grad) for name, p in model.named_parameters()}
+        return gradients_of(model)
 
 
 def test_micro_batches_accumulate() -> None:

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from parallel.checkpoint import save_checkpoint
 from parallel.manifest import Manifest, read_manifest, write_manifest
+from tests.parallel.whole import full
 
 VOCABULARY, WIDTH = 7, 6  # neither is divisible by 4 ranks: shards are uneven, and one rank's are empty
 ARCHITECTURE = {"num_layers": 2, "sizes": (VOCABULARY, WIDTH)}
@@ -67,10 +67,7 @@ def whole_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, parameter in model.named_parameters():
         named |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in named.items()
-    }
+    return {name: full(value) for name, value in named.items()}
 
 
 def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:

@@ -4,7 +4,6 @@ import math
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from kernels.loss import cross_entropy_sum
 from model.base import initial_weight
@@ -34,10 +33,6 @@ def sharded(world_size: int, bf16: bool = False, strategy: Strategy = "zero3", c
     return model
 
 
-def full(value: torch.Tensor) -> torch.Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-
-
 def batch(rank: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels [1, S] of a rank, some without loss."""
     generator = torch.Generator().manual_seed(100 * micro + rank)
@@ -50,10 +45,6 @@ def batch(rank: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def loss_sum(model: Llama, rank: int, micro: int = 0) -> torch.Tensor:
     tokens, labels = batch(rank, micro)
     return cross_entropy_sum(model(tokens), labels)[0]
-
-
-def gradients_of(model: Llama) -> dict[str, torch.Tensor]:
-    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def gradient_norm_of(gradients: dict[str, torch.Tensor]) -> float:

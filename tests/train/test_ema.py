@@ -6,6 +6,7 @@ from torch import nn
 
 from parallel.data import DataParallelConfig, Strategy, shard_model, sharding_mesh
 from parallel.mesh import MeshConfig, joined
+from tests.parallel.whole import full, weights_of
 from tests.ranks import run_ranks
 from train.ema import Ema, EmaConfig
 
@@ -23,10 +24,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return self.head(x) + 0
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
 
 
 def built() -> Net:
@@ -52,13 +49,13 @@ def averaged(rank: int, world_size: int, strategy: Strategy) -> dict[str, object
             step(model, optimizer)
             ema.update()
         with torch.no_grad():
-            outputs.append(whole(model(INPUT)))
+            outputs.append(full(model(INPUT)))
             with ema.in_place():
-                outputs.append(whole(model(INPUT)))
-            outputs.append(whole(model(INPUT)))
+                outputs.append(full(model(INPUT)))
+            outputs.append(full(model(INPUT)))
         step(model, optimizer)
-        weights = {name: whole(p) for name, p in model.named_parameters()}
-        return {"outputs": outputs, "ema": {n: whole(a) for n, a in ema.weights.items()}, "weights": weights}
+        weights = weights_of(model)
+        return {"outputs": outputs, "ema": {n: full(a) for n, a in ema.weights.items()}, "weights": weights}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])

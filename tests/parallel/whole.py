@@ -1,0 +1,18 @@
+"""What the ranks hold of a model between them, in full, for the tests of sharded ones."""
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def full(value: Tensor) -> Tensor:
+    """A copy of its own; collective where the value is shared."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(p) for name, p in model.named_parameters()}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Of the parameters that have one."""
+    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}

@@ -231,7 +231,9 @@ def linear_cases() -> list[Case]:
     methods = ("lasp", "lasp2", "ulysses")
     found = [Case(**{name: 2}) for name in ("pp", "dp", "tp")]  # type: ignore[arg-type]
     found += [Case(tp=4), Case(tp=2, pp=2), Case(tp=2, loss_chunk=50)]
-    found += [Case(cp=size, method=method) for size in (2, 4) for method in methods]
+    found += [Case(cp=size, method="ulysses") for size in (2, 4)]
+    modes = ("ddp", "legacy_ddp", "fsdp", "zero1", "zero2", "zero3")
+    found += [Case(cp=size, method=method, mode=mode) for size in (2, 4, 8) for method in methods[:2] for mode in modes]
     found += [Case(cp=2, method=method, **{other: 2}) for method in methods for other in ("pp", "dp", "tp")]  # type: ignore[arg-type]
     found += [Case(dp=2, tp=2, mode=mode) for mode in ("ddp", "legacy_ddp", "zero1", "zero2", "zero3")]
     found += [Case(pp=2, cp=2, tp=2, method=method) for method in methods]

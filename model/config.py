@@ -89,9 +89,10 @@ class ModelConfig:
             f"model_type {kind} has one kind of attention; leave it out, or set model_type to transnormer",
         )
         self._require(
-            every is None or 1 <= every <= self.num_layers,
+            every is None or 2 <= every <= self.num_layers,
             "softmax_every",
-            f"it must be from 1 (every layer) to num_layers {self.num_layers} (the last one alone), or left out",
+            f"it must be from 2 (every other layer) to num_layers {self.num_layers} (the last one alone), or left out; "
+            "softmax attention in every layer is model_type llama",
         )
         if not linear:
             return

@@ -1,11 +1,13 @@
-"""The sizes of the models under configs/ that have been published."""
+"""The published sizes of the models under configs/, and the commands that the help shows with these files."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from model.registry import num_parameters
+from train import config, dit_config
 from train.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,3 +63,23 @@ def test_gpts_have_their_number_of_parameters(name):
     layer = attention + (width + 1) * 4 * width + (4 * width + 1) * width + 4 * width
     total = model.num_layers * layer + model.vocab_size * width + 2 * width  # rope, tied
     assert total == num_parameters(model) == GPTS[name]
+
+
+def examples(introduction: str) -> list[tuple[int, list[str]]]:
+    """The processes and flags of each command in a help text."""
+    commands = introduction.replace("\\\n", " ").splitlines()
+    return [
+        (int((re.search(r"nproc-per-node (\d+)", command) or ["", 1])[1]), command.split("%(prog)s")[1].split())
+        for command in commands
+        if "%(prog)s" in command
+    ]
+
+
+@pytest.mark.parametrize("entry", [config, dit_config])
+def test_the_examples_of_the_help_are_valid(entry, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shown = examples(entry.INTRODUCTION)
+    assert len(shown) >= 3
+    for processes, flags in shown:
+        words = ["configs/llama_tiny.toml" if word == "runs/zigzag/config.toml" else word for word in flags]
+        entry.validate(entry.parse_args(words), processes)

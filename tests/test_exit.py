@@ -72,3 +72,12 @@ def test_a_defect_keeps_its_traceback_and_its_status(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert "RuntimeError: broken" in process.stderr
     assert "taken down" not in process.stdout
+
+
+@pytest.mark.parametrize(("redirection", "status"), [(">&-", 0), ("2>&-", 0), (">/dev/full", 120)])
+def test_streams_that_are_closed_or_full(redirection: str, status: int) -> None:
+    """What cannot be written is told by the status that Python itself ends with then."""
+    code = "from train.run import run_entry; run_entry(lambda argv: print('done'))"
+    shell = ["env", "-u", "PYTHONUNBUFFERED", "bash", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, code]
+    process = subprocess.run(shell, cwd=ROOT, timeout=60, check=False)
+    assert process.returncode == status

@@ -23,8 +23,8 @@ A TOML file under configs/ sets the run and flags override it; "none" unsets a f
   handwritten digits on 4 processes, data parallel 2 x context parallel 2; goes on where its folder holds a checkpoint
     torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/dit_tiny.toml --load runs/dit_tiny
 
-  the same with the heads shared out instead of passing keys and values around, kept in a folder of its own
-    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/dit_tiny.toml \\
+  the same with the heads of 3 processes shared out instead of passing keys and values around, in a folder of its own
+    torchrun --standalone --nproc-per-node 3 %(prog)s --config configs/dit_tiny.toml --context-parallel-size 3 \\
         --context-parallel-method ulysses --save runs/ulysses
 
   a pipeline of 2: each pair holds half of the layers, and 4 micro-batches follow each other through them

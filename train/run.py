@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -28,6 +29,8 @@ from train.metrics import METRICS, RunLog, check_services
 
 # How long ranks that fail wait for the others, so that a launcher does not end the one that is to speak.
 SECONDS_TO_SPEAK = 5.0
+UNFLUSHED = 120  # Python's own status where output is lost at the end
+PEER_LOST = re.compile(r"(Connection (closed|reset) by peer|Broken pipe|remote process exited).*")
 USER_ERRORS = (
     ConfigError,
     MeshError,
@@ -54,6 +57,12 @@ def exit_status(main: Callable[[list[str]], None], arguments: list[str]) -> int:
             if speaks:
                 print(f"error: {_message(error)}", file=sys.stderr, flush=True)
         return 1
+    except RuntimeError as error:
+        lost = PEER_LOST.search(str(error))
+        if lost is None:
+            raise
+        print(f"rank {os.environ.get('RANK', '0')} ends because a peer of it did ({lost[0]})", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("interrupted; --load goes on from the run's last checkpoint, if one was saved", file=sys.stderr)
@@ -73,11 +82,17 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
     except Exception:
         sys.excepthook(*sys.exc_info())
         status = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its children: waits for their threads
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(status)
+    try:
+        # What multiprocessing does for its children: wait for threads that are no daemons, then call the exit handlers.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # closed before Python began
+                stream.flush()
+    except OSError:
+        status = status or UNFLUSHED
+    finally:
+        os._exit(status)
 
 
 def _message(error: Exception) -> str:

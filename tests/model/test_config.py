@@ -92,7 +92,7 @@ def test_defaults_of_a_gpt():
         ({"model_type": "transnormer", "rotary_base": 500.0}, "rotary_base is 500.0; .*; leave it out"),
         ({"softmax_every": 2}, "softmax_every is 2; model_type llama has one kind .* set model_type to transnormer"),
         ({"model_type": "transnormer", "softmax_every": 5}, "softmax_every is 5; .* to num_layers 4"),
-        ({"model_type": "transnormer", "softmax_every": 0}, "softmax_every is 0; it must be from 1"),
+        ({"model_type": "transnormer", "softmax_every": 1}, "softmax_every is 1; it must be from 2"),
         (
             {"model_type": "transnormer", "softmax_every": 2, "hidden_size": 15, "num_attention_heads": 5},
             "hidden_size is 15; .* must be even",

@@ -20,7 +20,7 @@ LINEAR = [
     for config in (LLAMA, TIED, ODD)
 ]
 HYBRIDS = [
-    dataclasses.replace(LINEAR[index], num_layers=3, softmax_every=every) for index in (0, 1, 2) for every in (1, 2, 3)
+    dataclasses.replace(LINEAR[index], num_layers=3, softmax_every=every) for index in (0, 1, 2) for every in (2, 3)
 ]
 KINDS = [*SOFTMAX, *LINEAR, *HYBRIDS]
 

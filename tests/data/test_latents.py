@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -114,40 +115,70 @@ def test_digits_are_scaled_and_labelled():
 
 
 def corrupt(path, row, value=np.nan):
-    array = np.load(path, mmap_mode="r+")
+    """In place, so that who has the file open reads it too."""
+    if path.suffix == ".npy":
+        array = np.load(path, mmap_mode="r+")
+    else:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entry = json.loads(file.read(length))["latents"]
+        array = np.memmap(path, np.float32, "r+", 8 + length + entry["data_offsets"][0], tuple(entry["shape"]))
     array[row, 0, 1, 1] = value
     array.flush()
     del array
 
 
-def test_a_nan_is_named_with_file_and_row_before_training(tmp_path):
-    folder(tmp_path)
-    corrupt(tmp_path / "latents-00001.npy", 2)
-    with pytest.raises(DataError, match=r"latents-00001\.npy: row 2 holds a NaN"):
+@pytest.fixture(params=[1 << 26, 600], ids=["whole", "blocks"])
+def block(request, monkeypatch):
+    """Bytes read at once: shards of four rows whole, or in blocks of three and one."""
+    monkeypatch.setattr("data.latent_folder._BLOCK", request.param)
+
+
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize("row", [2, 3])
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_a_nan_is_named_with_file_and_row_before_training(tmp_path, kind, row):
+    folder(tmp_path, kind=kind)
+    corrupt(tmp_path / f"latents-00001.{kind}", row)
+    with pytest.raises(DataError, match=rf"latents-00001\.{kind}: row {row} holds a NaN"):
         built(tmp_path)
     # Once more: what failed must not count as checked.
-    with pytest.raises(DataError, match="row 2"):
+    with pytest.raises(DataError, match=f"row {row}"):
         built(tmp_path)
 
 
-def test_what_has_passed_is_not_read_again_unless_it_changed(tmp_path, monkeypatch):
-    folder(tmp_path)
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_a_copied_folder_is_read_through_and_taken(tmp_path, kind, monkeypatch):
+    """Its files are of another time than checked.json says."""
+    shutil.copytree(folder(tmp_path / "a", kind=kind), tmp_path / "b", copy_function=shutil.copyfile)
+    (tmp_path / "b" / "checked.json").write_text("{}")  # times of change may be too coarse to differ
+    train, _ = built(tmp_path / "b", split="100")
+    assert len(train) == 10
+    monkeypatch.setattr("data.latent_folder.Shard.check_finite", lambda shard: pytest.fail(f"{shard.path} again"))
+    built(tmp_path / "b")
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_what_has_passed_is_not_read_again_unless_it_changed(tmp_path, monkeypatch, kind):
+    folder(tmp_path, kind=kind)
     (tmp_path / "checked.json").unlink()
     built(tmp_path)
     read = []
     monkeypatch.setattr("data.latent_folder.Shard.check_finite", lambda shard: read.append(shard.path.name))
     built(tmp_path)
     assert read == []
-    corrupt(tmp_path / "latents-00002.npy", 0, value=0.5)
+    corrupt(tmp_path / f"latents-00002.{kind}", 0, value=0.5)
     built(tmp_path)
-    assert read == ["latents-00002.npy"]
+    assert read == [f"latents-00002.{kind}"]
 
 
-def test_a_nan_that_comes_later_is_found_when_its_sample_is_read(tmp_path):
-    train, _ = built(folder(tmp_path), split="100")
-    corrupt(tmp_path / "latents-00000.npy", 3, value=np.inf)
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_a_nan_that_comes_later_is_found_when_its_sample_is_read(tmp_path, kind):
+    train, _ = built(folder(tmp_path, kind=kind), split="100")
+    corrupt(tmp_path / f"latents-00000.{kind}", 3, value=np.inf)
     bad = next(i for i in range(10) if train.row(i) == 3)
-    with pytest.raises(DataError, match=r"latents-00000\.npy: row 3"):
+    with pytest.raises(DataError, match=rf"latents-00000\.{kind}: row 3"):
         train[bad]
 
 

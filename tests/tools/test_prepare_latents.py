@@ -3,8 +3,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
-from data.latent_folder import LatentFolder
+from data.latent_folder import CHECKED, LatentFolder, write_latents
 from tools.prepare_latents import main
 
 SHADES = {"cat": 0, "dog": 255}
@@ -81,12 +82,18 @@ def test_bad_input_gives_one_message(images, tmp_path, capsys):
         main(["--input", str(images)])
 
 
-def test_check_reads_all_values(images, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert main(["--input", str(images), "--size", "8", "--output", str(out)]) == 0
-    assert main(["--check", str(out)]) == 0
-    latents = np.load(out / "latents-00000.npy")
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_check_reads_all_values(tmp_path, capsys, kind):
+    latents, labels = np.zeros((5, 3, 8, 8), np.float32), np.arange(5)
+    write_latents(tmp_path, [(latents, labels)], kind=kind)
+    (tmp_path / CHECKED).unlink()  # as in a copy, whose files are of another time
+    assert main(["--check", str(tmp_path)]) == 0
+    assert "5 samples of 3 8 8 in 1 shards, 5 classes" in capsys.readouterr().out
     latents[2, 0, 0, 0] = np.nan
-    np.save(out / "latents-00000.npy", latents)
-    capsys.readouterr()
-    assert "latents-00000.npy: row 2 holds a NaN" in error(capsys, "--check", out)
+    if kind == "npy":
+        np.save(tmp_path / "latents-00000.npy", latents)
+    else:
+        save_file({"latents": latents, "labels": labels}, tmp_path / "latents-00000.safetensors")
+    (tmp_path / CHECKED).unlink()
+    assert f"latents-00000.{kind}: row 2 holds a NaN" in error(capsys, "--check", tmp_path)
+    assert not (tmp_path / CHECKED).exists()

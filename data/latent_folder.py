@@ -152,7 +152,7 @@ def _index(folder: Path) -> dict[str, Any]:
     shape, shards = index.get("shape"), index.get("shards")
     if not isinstance(shape, list) or len(shape) not in (3, 4) or not all(type(n) is int and n > 0 for n in shape):
         raise DataError(f"{path}: shape is {shape}; it must be [channels, (frames,) height, width]; {_WRITE}")
-    if index.get("dtype") not in DTYPES:
+    if index.get("dtype") not in list(DTYPES):  # not in the dict: JSON's lists have no hash
         raise DataError(f"{path}: dtype is {index.get('dtype')}; it must be {' or '.join(DTYPES)}; {_WRITE}")
     if not isinstance(shards, list) or not shards:
         raise DataError(f"{path} names no shards, so the folder is empty; {_WRITE}")

@@ -34,6 +34,8 @@ class Shard:
     samples: int
     labels: np.ndarray
     """int64 [samples]."""
+    labels_path: Path
+    """`path` itself where one file holds both."""
     read: Callable[[slice], np.ndarray]
     """Rows of the latents, [rows, *shape]."""
 
@@ -79,10 +81,10 @@ class LatentFolder:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def where(self, row: int) -> tuple[Path, int]:
-        """The file that holds sample `row`, and its row there."""
+    def where_label(self, row: int) -> tuple[Path, int]:
+        """The file that holds the label of sample `row`, and its row there."""
         shard, within = self._locate(row)
-        return shard.path, within
+        return shard.labels_path, within
 
     def latents(self, row: int) -> np.ndarray:
         """Sample `row`, float32 [*shape]; DataError where it is no numbers."""
@@ -187,7 +189,12 @@ def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: st
             f"{labels_path} holds labels {labels.dtype} {list(labels.shape)}; they must be integers [{samples}]; "
             f"{_WRITE}"
         )
-    return Shard(path=path, samples=samples, labels=np.asarray(labels, dtype=np.int64), read=read)
+    over = labels > np.iinfo(np.int64).max  # uint64, which would wrap around to other labels
+    if over.any():
+        row = int(np.argmax(over))
+        raise DataError(f"{labels_path}: row {row} has label {labels[row]}, which is no int64; repair the labels")
+    labels = np.asarray(labels, dtype=np.int64)
+    return Shard(path=path, samples=samples, labels=labels, labels_path=labels_path, read=read)
 
 
 def _npy(path: Path) -> np.ndarray:

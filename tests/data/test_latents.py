@@ -41,8 +41,8 @@ def test_a_folder_gives_back_what_was_written(tmp_path, kind, dtype):
     for row in range(10):
         assert found.latents(row).dtype == np.float32
         np.testing.assert_array_equal(found.latents(row), latents[row].astype(dtype))
-    assert found.where(9)[0].name == f"latents-00002.{kind}"
-    assert found.where(9)[1] == 1
+    labels_file = {"npy": "labels-00002.npy", "safetensors": "latents-00002.safetensors"}[kind]
+    assert found.where_label(9) == (tmp_path / labels_file, 1)
 
 
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
@@ -215,7 +215,8 @@ def broken(path, how):
         "label dtype": lambda: np.save(path / "labels-00001.npy", np.zeros(4)),
         "label rows": lambda: np.save(path / "labels-00001.npy", np.zeros(3, int)),
         "label": lambda: np.save(path / "labels-00001.npy", np.array([0, 1, 3, 0])),
-        "negative": lambda: np.save(path / "labels-00001.npy", np.array([0, -1, 0, 0])),
+        "negative": lambda: np.save(path / "labels-00001.npy", np.array([3, -1, 0, 0])),
+        "unsigned": lambda: np.save(path / "labels-00001.npy", np.array([0, 0, 2**63 + 5, 3], np.uint64)),
     }
     ways[how]()
 
@@ -241,8 +242,12 @@ def broken(path, how):
         ("rows", r"latents-00001.npy holds float32 \[3"),
         ("label dtype", r"labels-00001.npy holds labels float64 \[4\]; they must be integers \[4\]"),
         ("label rows", r"labels-00001.npy holds labels int64 \[3\]"),
-        ("label", r"latents-00001.npy: row 2 has label 3, and num_classes 3 allows 0 to 2; set num_classes to 4"),
-        ("negative", r"latents-00001.npy: row 1 has label -1"),
+        ("label", r"labels-00001.npy: row 2 has label 3, and num_classes 3 allows 0 to 2; set num_classes to 4"),
+        (
+            "negative",
+            r"labels-00001.npy: row 1 has label -1, and num_classes 3 allows 0 to 2; number the classes from 0",
+        ),
+        ("unsigned", r"labels-00001.npy: row 2 has label 9223372036854775813, which is no int64"),
     ],
 )
 def test_broken_folders_are_named(tmp_path, how, message):
@@ -250,6 +255,15 @@ def test_broken_folders_are_named(tmp_path, how, message):
     broken(path, how)
     with pytest.raises(DataError, match=message):
         built(path)
+
+
+def test_unsigned_labels_that_fit_are_taken(tmp_path):
+    path, (_, labels) = folder(tmp_path), samples(10)
+    for number, begin in enumerate(range(0, 10, 4)):
+        np.save(path / f"labels-{number:05d}.npy", labels[begin : begin + 4].astype(np.uint64))
+    train, _ = built(path)
+    assert LatentFolder(path).labels.dtype == np.int64
+    assert train[3]["labels"] == labels[train.row(3)]
 
 
 def test_broken_safetensors_are_named(tmp_path):
@@ -262,6 +276,9 @@ def test_broken_safetensors_are_named(tmp_path):
         built(path)
     save_file({"latents": np.zeros((4, *SHAPE)), "labels": np.zeros(4, np.int64)}, shard)
     with pytest.raises(DataError, match=r"00001\.safetensors holds F64 \[4, 2, 4, 4\]"):
+        built(path)
+    save_file({"latents": np.zeros((4, *SHAPE), np.float32), "labels": np.array([0, 3, 0, 0])}, shard)
+    with pytest.raises(DataError, match=r"00001\.safetensors: row 1 has label 3"):
         built(path)
     shard.write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"00001\.safetensors cannot be read"):

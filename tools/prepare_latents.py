@@ -24,7 +24,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from data.indexed import DataError
 from data.latent_folder import LatentFolder, write_latents
-from tools.arguments import parser_for, positive
+from tools.arguments import parser_for, positive, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,4 +125,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

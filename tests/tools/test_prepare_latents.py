@@ -75,11 +75,21 @@ def error(capsys, *arguments):
 
 
 def test_bad_input_gives_one_message(images, tmp_path, capsys):
-    assert "is no folder" in error(capsys, "--input", tmp_path / "none", "--output", tmp_path / "a")
+    assert "is no folder" in error(capsys, "--input", tmp_path / "none", "--output", tmp_path / "a" / "b")
     assert "holds no config.json" in error(capsys, "--input", images, "--vae", images, "--output", tmp_path / "a")
     assert "holds no index.json" in error(capsys, "--check", images)
+    assert not (tmp_path / "a").exists()
     with pytest.raises(SystemExit):
         main(["--input", str(images)])
+
+
+def test_an_output_that_cannot_be_written_is_named(images, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    for output, why in {"file": "File exists", "file/under": "Not a directory", "/proc/x/y": "No such file"}.items():
+        found = error(capsys, "--input", images, "--size", 8, "--output", tmp_path / output)
+        assert f"cannot write to {tmp_path / output} ({why}" in found
+        assert "name a folder to write to" in found
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])

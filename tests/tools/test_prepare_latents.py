@@ -83,6 +83,22 @@ def test_bad_input_gives_one_message(images, tmp_path, capsys):
         main(["--input", str(images)])
 
 
+@pytest.mark.parametrize("spoil", ["text", "cut", "bytes", "empty"])
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_an_image_that_cannot_be_read_is_named_and_nothing_is_left(images, tmp_path, capsys, spoil, kind):
+    bad = images / "dog" / "0.png"
+    good = bad.read_bytes()
+    data = good.find(b"IDAT") - 4  # where the chunk of pixels begins
+    spoilt = {"text": b"nothing", "cut": good[: data + 12], "bytes": good.replace(b"IDAT", b"\0" * 4), "empty": b""}
+    bad.write_bytes(spoilt[spoil])
+    # In the second batch, when a shard has been written.
+    flags = ["--size", 8, "--batch-size", 2, "--samples-per-shard", 1, "--format", kind]
+    found = error(capsys, "--input", images, "--output", tmp_path / "a" / "out", *flags)
+    assert found.startswith(f"error: {bad} cannot be read as an image (")
+    assert found.endswith("); repair or remove it\n")
+    assert not (tmp_path / "a").exists()
+
+
 def test_an_output_that_cannot_be_written_is_named(images, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     for output, why in {"file": "File exists", "file/under": "Not a directory", "/proc/x/y": "No such file"}.items():

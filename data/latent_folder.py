@@ -6,10 +6,11 @@ integers [N], lie in a .npy of their own; a .safetensors shard holds both, by th
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from data.indexed import DataError
-from parallel.files import write_text
+from parallel.files import replacing, write_text
 
 INDEX, CHECKED = "index.json", "checked.json"
 DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
@@ -34,6 +35,8 @@ class Shard:
     samples: int
     labels: np.ndarray
     """int64 [samples]."""
+    labels_path: Path
+    """`path` itself where one file holds both."""
     read: Callable[[slice], np.ndarray]
     """Rows of the latents, [rows, *shape]."""
 
@@ -41,7 +44,8 @@ class Shard:
         """Read everything; DataError naming the first row that holds a NaN or an infinity."""
         rows = max(1, _BLOCK // max(1, self.path.stat().st_size // max(1, self.samples)))
         for begin in range(0, self.samples, rows):
-            block = self.read(slice(begin, begin + rows))
+            # numpy clips what runs past the end, safetensors refuses it.
+            block = self.read(slice(begin, min(begin + rows, self.samples)))
             good = np.isfinite(block).reshape(len(block), -1).all(axis=1)
             if not good.all():
                 raise not_finite(self.path, begin + int(np.argmin(good)))
@@ -78,10 +82,10 @@ class LatentFolder:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def where(self, row: int) -> tuple[Path, int]:
-        """The file that holds sample `row`, and its row there."""
+    def where_label(self, row: int) -> tuple[Path, int]:
+        """The file that holds the label of sample `row`, and its row there."""
         shard, within = self._locate(row)
-        return shard.path, within
+        return shard.labels_path, within
 
     def latents(self, row: int) -> np.ndarray:
         """Sample `row`, float32 [*shape]; DataError where it is no numbers."""
@@ -151,7 +155,7 @@ def _index(folder: Path) -> dict[str, Any]:
     shape, shards = index.get("shape"), index.get("shards")
     if not isinstance(shape, list) or len(shape) not in (3, 4) or not all(type(n) is int and n > 0 for n in shape):
         raise DataError(f"{path}: shape is {shape}; it must be [channels, (frames,) height, width]; {_WRITE}")
-    if index.get("dtype") not in DTYPES:
+    if index.get("dtype") not in list(DTYPES):  # not in the dict: JSON's lists have no hash
         raise DataError(f"{path}: dtype is {index.get('dtype')}; it must be {' or '.join(DTYPES)}; {_WRITE}")
     if not isinstance(shards, list) or not shards:
         raise DataError(f"{path} names no shards, so the folder is empty; {_WRITE}")
@@ -186,7 +190,12 @@ def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: st
             f"{labels_path} holds labels {labels.dtype} {list(labels.shape)}; they must be integers [{samples}]; "
             f"{_WRITE}"
         )
-    return Shard(path=path, samples=samples, labels=np.asarray(labels, dtype=np.int64), read=read)
+    over = labels > np.iinfo(np.int64).max  # uint64, which would wrap around to other labels
+    if over.any():
+        row = int(np.argmax(over))
+        raise DataError(f"{labels_path}: row {row} has label {labels[row]}, which is no int64; repair the labels")
+    labels = np.asarray(labels, dtype=np.int64)
+    return Shard(path=path, samples=samples, labels=labels, labels_path=labels_path, read=read)
 
 
 def _npy(path: Path) -> np.ndarray:
@@ -239,16 +248,60 @@ def write_latents(
     """Write batches of latents [n, *shape] and labels [n] as a folder; the number of samples.
 
     Shards are filled one after the other; the index comes last, so that a writing that was cut short is no folder.
+    Whatever raises, in `batches` too, nothing stays.
 
     Raises:
-        DataError: the folder holds an index already, nothing to write, latents that differ in shape or are no numbers
-            (in `dtype` too, whose range is smaller for float16).
+        DataError: the folder holds an index already or cannot be written, nothing to write, latents that differ in
+            shape or are no numbers (in `dtype` too, whose range is smaller for float16).
     """
     folder = Path(folder)
-    if (folder / INDEX).exists():
+    if os.path.exists(folder / INDEX):  # Path.exists raises where a folder may not be looked into
         raise DataError(f"{folder} holds latents already; name another folder, or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Any]] = []
+    with _whole_or_gone(folder, shards):
+        _write_shards(folder, shards, batches, dtype, samples_per_shard, kind)
+    LatentFolder(folder).record_checked()
+    return sum(shard["samples"] for shard in shards)
+
+
+@contextmanager
+def _whole_or_gone(folder: Path, shards: list[dict[str, Any]]) -> Iterator[None]:
+    """Make a folder; when the block raises, KeyboardInterrupt included, it and the shards listed by then are gone."""
+    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    try:
+        with _writable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for path in (folder / shard[what] for shard in shards for what in ("latents", "labels") if what in shard):
+            with suppress(OSError):
+                path.unlink()
+        for path in made:
+            with suppress(OSError):  # never made, or another's file lies there by now
+                path.rmdir()
+        raise
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot write to {folder} ({reason}); free space or name a folder to write to") from error
+
+
+def _write_shards(
+    folder: Path,
+    shards: list[dict[str, Any]],
+    batches: Iterable[tuple[np.ndarray, np.ndarray]],
+    dtype: str,
+    samples_per_shard: int,
+    kind: str,
+) -> None:
+    """Write the shards, list each in `shards` as the index does, and write the index."""
     shape: tuple[int, ...] | None = None
     for latents, labels in _regrouped(batches, samples_per_shard):
         shape = shape or latents.shape[1:]
@@ -262,25 +315,27 @@ def write_latents(
                 np.argmin(np.isfinite(latents.reshape(len(latents), -1)).all(1))
             )
             raise DataError(f"sample {row} holds a NaN or an infinity in {dtype}; leave it out, or use float32")
-        shards.append(_write_shard(folder, len(shards), latents, labels.astype(np.int64), kind))
+        with _writable(folder):
+            shards.append(_write_shard(folder, len(shards), latents, labels.astype(np.int64), kind))
     if shape is None:
         raise DataError(f"there are no samples to write to {folder}")
     index = {"version": 1, "shape": list(shape), "dtype": dtype, "shards": shards}
-    write_text(folder / INDEX, json.dumps(index, indent=1))
-    LatentFolder(folder).record_checked()
-    return sum(shard["samples"] for shard in shards)
+    with _writable(folder):
+        write_text(folder / INDEX, json.dumps(index, indent=1))
 
 
 def _write_shard(folder: Path, number: int, latents: np.ndarray, labels: np.ndarray, kind: str) -> dict[str, Any]:
     if kind == "safetensors":
         from safetensors.numpy import save_file
 
-        name = f"latents-{number:05d}.safetensors"
-        save_file({"latents": latents, "labels": labels}, folder / name)
-        return {"latents": name, "samples": len(latents)}
-    names = {what: f"{what}-{number:05d}.npy" for what in ("latents", "labels")}
-    np.save(folder / names["latents"], latents)
-    np.save(folder / names["labels"], labels)
+        names = {"latents": f"latents-{number:05d}.safetensors"}
+        with replacing(folder / names["latents"]) as (draft,):
+            save_file({"latents": latents, "labels": labels}, draft)
+    else:
+        names = {what: f"{what}-{number:05d}.npy" for what in ("latents", "labels")}
+        with replacing(*(folder / name for name in names.values())) as drafts:
+            for draft, array in zip(drafts, (latents, labels), strict=True):
+                np.save(draft, array)
     return {**names, "samples": len(latents)}
 
 

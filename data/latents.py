@@ -52,8 +52,8 @@ class Source(Protocol):
     def latents(self, row: int) -> np.ndarray:
         """One of them, float32 [*shape]."""
 
-    def where(self, row: int) -> tuple[Path, int]:
-        """File and row that a message names."""
+    def where_label(self, row: int) -> tuple[Path, int]:
+        """File and row that a message about a label names."""
 
     def check_finite(self, rank: int = 0, ranks: int = 1) -> None:
         """Look at this rank's share of the values."""
@@ -83,7 +83,7 @@ class Digits:
         """As `Source`."""
         return self.images[row]
 
-    def where(self, row: int) -> tuple[Path, int]:
+    def where_label(self, row: int) -> tuple[Path, int]:
         """As `Source`."""
         return Path(DIGITS), row
 
@@ -189,13 +189,17 @@ def _check(path: str, source: Source, latent_shape: tuple[int, ...], num_classes
                 f"give --data-path FOLDER, as tools/prepare_latents.py writes it, or set latent_shape to {has}"
             )
         raise DataError(f"{path} holds latents of {has}, and latent_shape is {wanted}; set latent_shape to {has}")
-    bad = (source.labels < 0) | (source.labels >= num_classes)
+    negative = source.labels < 0
+    below = bool(negative.any())  # told first, since no num_classes makes up for it
+    bad = negative if below else source.labels >= num_classes
     if bad.any():
         row = int(np.argmax(bad))
-        file, within = source.where(row)
+        file, within = source.where_label(row)
+        more = f"set num_classes to {int(source.labels.max()) + 1} or more, or repair the labels"
+        remedy = "number the classes from 0, and leave out samples without one" if below else more
         raise DataError(
             f"{file}: row {within} has label {source.labels[row]}, and num_classes {num_classes} allows 0 to "
-            f"{num_classes - 1}; set num_classes to {int(source.labels.max()) + 1} or more, or repair the labels"
+            f"{num_classes - 1}; {remedy}"
         )
 
 

@@ -175,7 +175,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "shape": (lambda folder: rewritten(folder, shape=[2, 8, 8]), (SHARD, "[16, 1, 8, 8]", "[16, 2, 8, 8]")),
     "dtype": (lambda folder: saved(folder, np.float64), (SHARD, "float64", "its index says float32")),
     "nan": (lambda folder: saved(folder, np.float32, (9, 0, 3, 3), np.nan), (SHARD, "row 9 holds a NaN")),
-    "labels": (lambda folder: np.save(folder / LABELS, np.arange(16)), (SHARD, "row 10 has label 10", "num_classes")),
+    "labels": (lambda folder: np.save(folder / LABELS, np.arange(16)), (LABELS, "row 10 has label 10", "num_classes")),
     "empty": (lambda folder: [path.unlink() for path in folder.iterdir()], ("empty is empty",)),
     "index": (lambda folder: (folder / "index.json").unlink(), ("index holds no index.json",)),
     "cut": (lambda folder: os.truncate(folder / SHARD, 1000), (SHARD, "cannot be read")),

@@ -13,7 +13,8 @@ Then: pretrain_dit.py --data-path FOLDER --latent-shape C H W --num-classes N
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from data.indexed import DataError
 from data.latent_folder import LatentFolder, write_latents
-from tools.arguments import parser_for, positive
+from tools.arguments import parser_for, positive, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,17 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _batches(images: Path, size: int, vae: Path | None, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Latents [n, C, h, w] and labels [n] of a folder's images."""
-    rows, encode = _image_folder(images), _encoder(vae)
+    (rows, decode), encode = _image_folder(images), _encoder(vae)
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
-        pixels = np.stack([_square(image, size) for image in batch["image"]])
+        pixels = np.stack([_square(decode(image), size) for image in batch["image"]])
         yield encode(pixels), np.asarray(batch["label"], dtype=np.int64)
 
 
-def _image_folder(folder: Path) -> Any:
-    """The images and labels of a local folder, by datasets' own builder: no download, no code of others."""
+def _image_folder(folder: Path) -> tuple[Any, Callable[[Any], Any]]:
+    """The images, undecoded, and labels of a local folder, by datasets' own builder: no download, no code of others.
+
+    And how to decode an image: datasets itself does not tell which file it could not.
+    """
     try:
-        from datasets import disable_progress_bars, load_dataset
+        from datasets import Image, disable_progress_bars, load_dataset
         from datasets.exceptions import DatasetGenerationError
     except ImportError as error:
         raise DataError("input is a folder of images, which takes datasets: pip install datasets") from error
@@ -78,7 +82,17 @@ def _image_folder(folder: Path) -> Any:
         raise DataError(f"input {folder} cannot be read as images ({str(error).splitlines()[0]})") from error
     if not {"image", "label"} <= set(found.column_names):
         raise DataError(f"input {folder} holds no images in folders, one for each class")
-    return found
+    return found.cast_column("image", Image(decode=False)), partial(_decoded, found.features["image"])
+
+
+def _decoded(feature: Any, image: dict[str, Any]) -> Any:
+    from PIL.Image import DecompressionBombError
+
+    try:
+        return feature.decode_example(image)
+    except (OSError, SyntaxError, ValueError, DecompressionBombError) as error:  # as PIL's decoders raise them
+        reason = " ".join(str(error).split())
+        raise DataError(f"{image['path']} cannot be read as an image ({reason}); repair or remove it") from error
 
 
 def _square(image: Any, size: int) -> np.ndarray:
@@ -125,4 +139,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

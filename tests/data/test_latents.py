@@ -1,5 +1,8 @@
 import dataclasses
+import errno
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -40,8 +43,8 @@ def test_a_folder_gives_back_what_was_written(tmp_path, kind, dtype):
     for row in range(10):
         assert found.latents(row).dtype == np.float32
         np.testing.assert_array_equal(found.latents(row), latents[row].astype(dtype))
-    assert found.where(9)[0].name == f"latents-00002.{kind}"
-    assert found.where(9)[1] == 1
+    labels_file = {"npy": "labels-00002.npy", "safetensors": "latents-00002.safetensors"}[kind]
+    assert found.where_label(9) == (tmp_path / labels_file, 1)
 
 
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
@@ -114,40 +117,70 @@ def test_digits_are_scaled_and_labelled():
 
 
 def corrupt(path, row, value=np.nan):
-    array = np.load(path, mmap_mode="r+")
+    """In place, so that who has the file open reads it too."""
+    if path.suffix == ".npy":
+        array = np.load(path, mmap_mode="r+")
+    else:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entry = json.loads(file.read(length))["latents"]
+        array = np.memmap(path, np.float32, "r+", 8 + length + entry["data_offsets"][0], tuple(entry["shape"]))
     array[row, 0, 1, 1] = value
     array.flush()
     del array
 
 
-def test_a_nan_is_named_with_file_and_row_before_training(tmp_path):
-    folder(tmp_path)
-    corrupt(tmp_path / "latents-00001.npy", 2)
-    with pytest.raises(DataError, match=r"latents-00001\.npy: row 2 holds a NaN"):
+@pytest.fixture(params=[1 << 26, 600], ids=["whole", "blocks"])
+def block(request, monkeypatch):
+    """Bytes read at once: shards of four rows whole, or in blocks of three and one."""
+    monkeypatch.setattr("data.latent_folder._BLOCK", request.param)
+
+
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize("row", [2, 3])
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_a_nan_is_named_with_file_and_row_before_training(tmp_path, kind, row):
+    folder(tmp_path, kind=kind)
+    corrupt(tmp_path / f"latents-00001.{kind}", row)
+    with pytest.raises(DataError, match=rf"latents-00001\.{kind}: row {row} holds a NaN"):
         built(tmp_path)
     # Once more: what failed must not count as checked.
-    with pytest.raises(DataError, match="row 2"):
+    with pytest.raises(DataError, match=f"row {row}"):
         built(tmp_path)
 
 
-def test_what_has_passed_is_not_read_again_unless_it_changed(tmp_path, monkeypatch):
-    folder(tmp_path)
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_a_copied_folder_is_read_through_and_taken(tmp_path, kind, monkeypatch):
+    """Its files are of another time than checked.json says."""
+    shutil.copytree(folder(tmp_path / "a", kind=kind), tmp_path / "b", copy_function=shutil.copyfile)
+    (tmp_path / "b" / "checked.json").write_text("{}")  # times of change may be too coarse to differ
+    train, _ = built(tmp_path / "b", split="100")
+    assert len(train) == 10
+    monkeypatch.setattr("data.latent_folder.Shard.check_finite", lambda shard: pytest.fail(f"{shard.path} again"))
+    built(tmp_path / "b")
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_what_has_passed_is_not_read_again_unless_it_changed(tmp_path, monkeypatch, kind):
+    folder(tmp_path, kind=kind)
     (tmp_path / "checked.json").unlink()
     built(tmp_path)
     read = []
     monkeypatch.setattr("data.latent_folder.Shard.check_finite", lambda shard: read.append(shard.path.name))
     built(tmp_path)
     assert read == []
-    corrupt(tmp_path / "latents-00002.npy", 0, value=0.5)
+    corrupt(tmp_path / f"latents-00002.{kind}", 0, value=0.5)
     built(tmp_path)
-    assert read == ["latents-00002.npy"]
+    assert read == [f"latents-00002.{kind}"]
 
 
-def test_a_nan_that_comes_later_is_found_when_its_sample_is_read(tmp_path):
-    train, _ = built(folder(tmp_path), split="100")
-    corrupt(tmp_path / "latents-00000.npy", 3, value=np.inf)
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_a_nan_that_comes_later_is_found_when_its_sample_is_read(tmp_path, kind):
+    train, _ = built(folder(tmp_path, kind=kind), split="100")
+    corrupt(tmp_path / f"latents-00000.{kind}", 3, value=np.inf)
     bad = next(i for i in range(10) if train.row(i) == 3)
-    with pytest.raises(DataError, match=r"latents-00000\.npy: row 3"):
+    with pytest.raises(DataError, match=rf"latents-00000\.{kind}: row 3"):
         train[bad]
 
 
@@ -172,6 +205,7 @@ def broken(path, how):
         "version": lambda: changed(path, version=2),
         "index shape": lambda: changed(path, shape=[4, 4]),
         "index dtype": lambda: changed(path, dtype="int8"),
+        "index dtypes": lambda: changed(path, dtype=["float32"]),
         "outside": lambda: changed(path, shards=[{**index["shards"][0], "latents": "../x.npy"}]),
         "missing": lambda: (path / "latents-00001.npy").unlink(),
         "truncated": lambda: (path / "latents-00001.npy").write_bytes((path / "latents-00001.npy").read_bytes()[:150]),
@@ -183,7 +217,8 @@ def broken(path, how):
         "label dtype": lambda: np.save(path / "labels-00001.npy", np.zeros(4)),
         "label rows": lambda: np.save(path / "labels-00001.npy", np.zeros(3, int)),
         "label": lambda: np.save(path / "labels-00001.npy", np.array([0, 1, 3, 0])),
-        "negative": lambda: np.save(path / "labels-00001.npy", np.array([0, -1, 0, 0])),
+        "negative": lambda: np.save(path / "labels-00001.npy", np.array([3, -1, 0, 0])),
+        "unsigned": lambda: np.save(path / "labels-00001.npy", np.array([0, 0, 2**63 + 5, 3], np.uint64)),
     }
     ways[how]()
 
@@ -198,6 +233,7 @@ def broken(path, how):
         ("version", "index.json is not an index of version 1"),
         ("index shape", r"index.json: shape is \[4, 4\]"),
         ("index dtype", "index.json: dtype is int8; it must be float32 or float16"),
+        ("index dtypes", r"index.json: dtype is \['float32'\]; it must be float32 or float16"),
         ("outside", "it must name files of the folder"),
         ("missing", r"latents-00001.npy is missing"),
         ("truncated", r"latents-00001.npy cannot be read"),
@@ -208,8 +244,12 @@ def broken(path, how):
         ("rows", r"latents-00001.npy holds float32 \[3"),
         ("label dtype", r"labels-00001.npy holds labels float64 \[4\]; they must be integers \[4\]"),
         ("label rows", r"labels-00001.npy holds labels int64 \[3\]"),
-        ("label", r"latents-00001.npy: row 2 has label 3, and num_classes 3 allows 0 to 2; set num_classes to 4"),
-        ("negative", r"latents-00001.npy: row 1 has label -1"),
+        ("label", r"labels-00001.npy: row 2 has label 3, and num_classes 3 allows 0 to 2; set num_classes to 4"),
+        (
+            "negative",
+            r"labels-00001.npy: row 1 has label -1, and num_classes 3 allows 0 to 2; number the classes from 0",
+        ),
+        ("unsigned", r"labels-00001.npy: row 2 has label 9223372036854775813, which is no int64"),
     ],
 )
 def test_broken_folders_are_named(tmp_path, how, message):
@@ -217,6 +257,15 @@ def test_broken_folders_are_named(tmp_path, how, message):
     broken(path, how)
     with pytest.raises(DataError, match=message):
         built(path)
+
+
+def test_unsigned_labels_that_fit_are_taken(tmp_path):
+    path, (_, labels) = folder(tmp_path), samples(10)
+    for number, begin in enumerate(range(0, 10, 4)):
+        np.save(path / f"labels-{number:05d}.npy", labels[begin : begin + 4].astype(np.uint64))
+    train, _ = built(path)
+    assert LatentFolder(path).labels.dtype == np.int64
+    assert train[3]["labels"] == labels[train.row(3)]
 
 
 def test_broken_safetensors_are_named(tmp_path):
@@ -229,6 +278,9 @@ def test_broken_safetensors_are_named(tmp_path):
         built(path)
     save_file({"latents": np.zeros((4, *SHAPE)), "labels": np.zeros(4, np.int64)}, shard)
     with pytest.raises(DataError, match=r"00001\.safetensors holds F64 \[4, 2, 4, 4\]"):
+        built(path)
+    save_file({"latents": np.zeros((4, *SHAPE), np.float32), "labels": np.array([0, 3, 0, 0])}, shard)
+    with pytest.raises(DataError, match=r"00001\.safetensors: row 1 has label 3"):
         built(path)
     shard.write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"00001\.safetensors cannot be read"):
@@ -261,12 +313,43 @@ def test_writing_refuses_what_could_not_be_trained_on(tmp_path):
     latents[3, 0, 0, 0] = 1e6
     with pytest.raises(DataError, match="sample 3 holds a NaN or an infinity in float16"):
         write_latents(tmp_path / "a", [(latents, labels)], dtype="float16")
-    assert not (tmp_path / "a" / "index.json").exists()
+    assert not (tmp_path / "a").exists()
     with pytest.raises(DataError, match="no samples"):
         write_latents(tmp_path / "b", [])
     folder(tmp_path / "c")
     with pytest.raises(DataError, match="holds latents already"):
         folder(tmp_path / "c")
+    assert len(LatentFolder(tmp_path / "c")) == 10
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, DataError])
+def test_a_writing_that_ends_early_leaves_what_was_there(tmp_path, kind, ending):
+    def batches():
+        yield samples(6)
+        raise ending
+
+    with pytest.raises(ending):
+        write_latents(tmp_path / "a" / "b", batches(), samples_per_shard=4, kind=kind)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ending):
+        write_latents(tmp_path, batches(), samples_per_shard=4, kind=kind)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_a_disk_that_fills_up_is_named(tmp_path, monkeypatch):
+    save = np.save
+
+    def full(path, array):
+        save(path, array)
+        if "labels-00001" in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(DataError, match=r"cannot write to .*/a \(No space left on device\); free space or name"):
+        folder(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
 
 
 def _orders_and_errors(rank, world_size, path):

@@ -3,8 +3,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
-from data.latent_folder import LatentFolder
+from data.latent_folder import CHECKED, LatentFolder, write_latents
 from tools.prepare_latents import main
 
 SHADES = {"cat": 0, "dog": 255}
@@ -74,19 +75,51 @@ def error(capsys, *arguments):
 
 
 def test_bad_input_gives_one_message(images, tmp_path, capsys):
-    assert "is no folder" in error(capsys, "--input", tmp_path / "none", "--output", tmp_path / "a")
+    assert "is no folder" in error(capsys, "--input", tmp_path / "none", "--output", tmp_path / "a" / "b")
     assert "holds no config.json" in error(capsys, "--input", images, "--vae", images, "--output", tmp_path / "a")
     assert "holds no index.json" in error(capsys, "--check", images)
+    assert not (tmp_path / "a").exists()
     with pytest.raises(SystemExit):
         main(["--input", str(images)])
 
 
-def test_check_reads_all_values(images, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert main(["--input", str(images), "--size", "8", "--output", str(out)]) == 0
-    assert main(["--check", str(out)]) == 0
-    latents = np.load(out / "latents-00000.npy")
+@pytest.mark.parametrize("spoil", ["text", "cut", "bytes", "empty"])
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_an_image_that_cannot_be_read_is_named_and_nothing_is_left(images, tmp_path, capsys, spoil, kind):
+    bad = images / "dog" / "0.png"
+    good = bad.read_bytes()
+    data = good.find(b"IDAT") - 4  # where the chunk of pixels begins
+    spoilt = {"text": b"nothing", "cut": good[: data + 12], "bytes": good.replace(b"IDAT", b"\0" * 4), "empty": b""}
+    bad.write_bytes(spoilt[spoil])
+    # In the second batch, when a shard has been written.
+    flags = ["--size", 8, "--batch-size", 2, "--samples-per-shard", 1, "--format", kind]
+    found = error(capsys, "--input", images, "--output", tmp_path / "a" / "out", *flags)
+    assert found.startswith(f"error: {bad} cannot be read as an image (")
+    assert found.endswith("); repair or remove it\n")
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_output_that_cannot_be_written_is_named(images, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    for output, why in {"file": "File exists", "file/under": "Not a directory", "/proc/x/y": "No such file"}.items():
+        found = error(capsys, "--input", images, "--size", 8, "--output", tmp_path / output)
+        assert f"cannot write to {tmp_path / output} ({why}" in found
+        assert "name a folder to write to" in found
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_check_reads_all_values(tmp_path, capsys, kind):
+    latents, labels = np.zeros((5, 3, 8, 8), np.float32), np.arange(5)
+    write_latents(tmp_path, [(latents, labels)], kind=kind)
+    (tmp_path / CHECKED).unlink()  # as in a copy, whose files are of another time
+    assert main(["--check", str(tmp_path)]) == 0
+    assert "5 samples of 3 8 8 in 1 shards, 5 classes" in capsys.readouterr().out
     latents[2, 0, 0, 0] = np.nan
-    np.save(out / "latents-00000.npy", latents)
-    capsys.readouterr()
-    assert "latents-00000.npy: row 2 holds a NaN" in error(capsys, "--check", out)
+    if kind == "npy":
+        np.save(tmp_path / "latents-00000.npy", latents)
+    else:
+        save_file({"latents": latents, "labels": labels}, tmp_path / "latents-00000.safetensors")
+    (tmp_path / CHECKED).unlink()
+    assert f"latents-00000.{kind}: row 2 holds a NaN" in error(capsys, "--check", tmp_path)
+    assert not (tmp_path / CHECKED).exists()

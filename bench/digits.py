@@ -73,6 +73,7 @@ def main(argv: list[str]) -> None:
     if config.model.latent_shape != Digits.shape or config.model.num_classes != 10:
         raise ConfigError(f"{args.load} is no run on digits: latent_shape is {config.model.latent_shape}")
     sampling = SamplingConfig(guidance=args.guidance, sample_steps=args.steps)
+    sampling.check_guidance(config.model.class_dropout_prob)
     labels = by_class(range(10), args.num_samples)
     with joined(config.mesh) as mesh:
         sampler, _ = load_sampler(config, mesh, args.load, sampling, args.seed)

@@ -46,6 +46,7 @@ def main(argv: list[str]) -> None:
     asked = {"sample_steps": args.steps, "sample_method": args.method, "guidance": args.guidance}
     sampling = replace(config.sampling, **{name: value for name, value in asked.items() if value is not None})
     sampling.check(diffusion_of(config))
+    sampling.check_guidance(config.model.class_dropout_prob)
     with joined(config.mesh) as mesh:
         _draw(config, mesh, args, sampling, classes)
 

@@ -4,6 +4,7 @@ from shutil import copytree
 import numpy as np
 import pytest
 
+from bench.digits import main as digits
 from parallel.checkpoint import CheckpointError
 from pretrain_dit import main as pretrain
 from tests.parallel.tiny import rewrite_manifest
@@ -105,6 +106,20 @@ def test_a_checkpoint_without_averages_says_what_to_give(run, tmp_path):
     rewrite_manifest(copy / "iter_0000002", extra={})
     with pytest.raises(CheckpointError, match="keeps no averages of the weights; give --no-ema"):
         main(["--load", str(copy), *DRAWN])
+
+
+def test_guidance_of_a_run_that_dropped_no_labels_is_refused_before_any_work(run, tmp_path):
+    """The folder has no checkpoint to draw with."""
+    config = (run / "config.toml").read_text()
+    dropout = "class_dropout_prob = 0.1"
+    assert dropout in config
+    (tmp_path / "config.toml").write_text(config.replace(dropout, "class_dropout_prob = 0.0"))
+    for program in (main, digits):
+        with pytest.raises(ConfigError, match=r"guidance is .* and class_dropout_prob is 0\.0") as error:
+            program(["--load", str(tmp_path)])
+        assert "\n" not in str(error.value)
+        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+            program(["--load", str(tmp_path), "--guidance", "1"])
 
 
 def test_copies_of_shards_do_not_bind_the_number_of_processes(run):

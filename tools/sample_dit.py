@@ -21,6 +21,7 @@ from model.dit import full_sdpa
 from model.dit_config import architecture_of
 from parallel.agree import agreed, is_first
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_model, read_manifest
+from parallel.manifest import checkpoint_folder
 from parallel.mesh import Mesh, joined, launched_world_size
 from parallel.stages import PipelineConfig
 from pretrain_dit import model_parts
@@ -60,6 +61,7 @@ def _draw(
         vae = Vae(args.vae, mesh.device) if args.vae and is_first() else None
     latents = sampler.draw(by_class(classes, args.num_samples), args.batch_size)
     with agreed():
+        check_finite(latents, checkpoint_folder(args.load, iteration), sampling.guidance)
         if is_first():
             folder = args.output or args.load / "samples" / f"drawn_{iteration:07d}"
             _write(folder, latents if vae is None else vae.decode(latents), classes, args.num_samples)
@@ -97,6 +99,16 @@ def load_sampler(
     section = "ema" if averaged else "model"
     iteration = load_model(folder, parts[0], architecture_of(config.model), section=section).iteration
     return Sampler(parts, mesh, cp, config.model, diffusion_of(config), sampling, seed), iteration
+
+
+def check_finite(latents: Tensor, checkpoint: Path, guidance: float) -> None:
+    """Raises CheckpointError for samples that hold a NaN or an infinity, which a picture would show as a shade."""
+    broken = int((~latents.isfinite()).flatten(1).any(1).sum())
+    if broken:
+        raise CheckpointError(
+            f"{checkpoint} draws values that are not finite in {broken} of {len(latents)} samples: its training "
+            f"diverged, or guidance {guidance} is too large; take an earlier checkpoint or a smaller --guidance"
+        )
 
 
 def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:

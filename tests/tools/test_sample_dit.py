@@ -1,4 +1,7 @@
+import re
+from contextlib import redirect_stderr
 from dataclasses import replace
+from io import StringIO
 from shutil import copytree
 
 import numpy as np
@@ -12,6 +15,7 @@ from tests.ranks import run_ranks
 from tools.sample_dit import config_of, fitted, main
 from train import loop
 from train.config import ConfigError
+from train.run import exit_status
 
 RUN = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 2 --latent-shape 1 8 8 --num-classes 10 --device cpu
@@ -64,6 +68,12 @@ def test_averages_are_drawn_with_unless_told_otherwise(run, tmp_path):
 
 def _on_rank(rank, world_size, arguments):
     main(arguments)
+
+
+def _status_on_rank(rank, world_size, arguments):
+    """The rank's status and what it says of it."""
+    with redirect_stderr(StringIO()) as said:
+        return exit_status(main, arguments), said.getvalue()
 
 
 def test_two_processes_draw_the_same(run, tmp_path):
@@ -120,6 +130,23 @@ def test_guidance_of_a_run_that_dropped_no_labels_is_refused_before_any_work(run
         assert "\n" not in str(error.value)
         with pytest.raises(CheckpointError, match="holds no checkpoint"):
             program(["--load", str(tmp_path), "--guidance", "1"])
+
+
+NOT_FINITE = r"iter_0000002 draws values that are not finite in \d+ of \d+ samples: its training diverged, or guidance"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_samples_that_are_not_finite_are_an_error_on_every_rank(run, tmp_path, ranks):
+    arguments = ["--load", str(run), *DRAWN, "--output", str(tmp_path / "out"), "--guidance", "1e300"]
+    statuses, said = zip(*run_ranks(_status_on_rank, ranks, arguments), strict=True)
+    assert statuses == (1,) * ranks
+    assert re.fullmatch(f"error: .*{NOT_FINITE} 1e[+]300 is too large.*\n", "".join(said))  # one rank speaks
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_bench_refuses_samples_that_are_not_finite(run, tmp_path):
+    with pytest.raises(CheckpointError, match=NOT_FINITE):
+        digits(["--load", str(run), "--steps", "2", "--num-samples", "1", "--guidance", "1e300"])
 
 
 def test_copies_of_shards_do_not_bind_the_number_of_processes(run):

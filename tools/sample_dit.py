@@ -59,6 +59,8 @@ def _draw(
     sampler, iteration = load_sampler(config, mesh, args.load, sampling, args.seed, args.ckpt_step, args.no_ema)
     with agreed():
         vae = Vae(args.vae, mesh.device) if args.vae and is_first() else None
+        if vae is not None:
+            vae.check(config.model.latent_shape)
     latents = sampler.draw(by_class(classes, args.num_samples), args.batch_size)
     with agreed():
         check_finite(latents, checkpoint_folder(args.load, iteration), sampling.guidance)

@@ -1,4 +1,5 @@
 import re
+import warnings
 from contextlib import redirect_stderr
 from dataclasses import replace
 from io import StringIO
@@ -6,8 +7,11 @@ from shutil import copytree
 
 import numpy as np
 import pytest
+import torch
 
 from bench.digits import main as digits
+from data.indexed import DataError
+from data.vae import Vae
 from parallel.checkpoint import CheckpointError
 from pretrain_dit import main as pretrain
 from tests.parallel.tiny import rewrite_manifest
@@ -16,6 +20,7 @@ from tools.sample_dit import config_of, fitted, main
 from train import loop
 from train.config import ConfigError
 from train.run import exit_status
+from train.sampling import Sampler
 
 RUN = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 2 --latent-shape 1 8 8 --num-classes 10 --device cpu
@@ -147,6 +152,34 @@ def test_samples_that_are_not_finite_are_an_error_on_every_rank(run, tmp_path, r
 def test_the_bench_refuses_samples_that_are_not_finite(run, tmp_path):
     with pytest.raises(CheckpointError, match=NOT_FINITE):
         digits(["--load", str(run), "--steps", "2", "--num-samples", "1", "--guidance", "1e300"])
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory):
+    """An autoencoder's folder: latents of 4 channels."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        diffusers = pytest.importorskip("diffusers")
+    folder = tmp_path_factory.mktemp("vae")
+    diffusers.AutoencoderKL(block_out_channels=[8], norm_num_groups=4, latent_channels=4).save_pretrained(folder)
+    return folder
+
+
+def test_latents_that_the_vae_cannot_decode_are_refused_before_drawing(run, vae, tmp_path, monkeypatch):
+    monkeypatch.setattr(Sampler, "draw", lambda *_: pytest.fail("has drawn"))
+    with pytest.raises(
+        DataError, match="which decodes 4 channels, and latent_shape 1 8 8 has 1; name the one"
+    ) as error:
+        main(["--load", str(run), *DRAWN, "--vae", str(vae), "--output", str(tmp_path / "out")])
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_vae_takes_images_of_its_channels_alone(vae):
+    loaded = Vae(vae, torch.device("cpu"))
+    loaded.check((4, 8, 8))
+    with pytest.raises(DataError, match="which decodes images, and latent_shape 4 3 8 8 has frames; leave out --vae"):
+        loaded.check((4, 3, 8, 8))
 
 
 def test_copies_of_shards_do_not_bind_the_number_of_processes(run):

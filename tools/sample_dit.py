@@ -21,6 +21,7 @@ from model.dit import full_sdpa
 from model.dit_config import architecture_of
 from parallel.agree import agreed, is_first
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_model, read_manifest
+from parallel.files import replacing
 from parallel.manifest import checkpoint_folder
 from parallel.mesh import Mesh, joined, launched_world_size
 from parallel.stages import PipelineConfig
@@ -31,7 +32,7 @@ from train.common import LoopConfig
 from train.dit_config import DiTRunConfig, diffusion_of, load_config
 from train.flags import ConfigError
 from train.loop import AVERAGED
-from train.run import run_entry
+from train.run import check_writable, run_entry
 from train.sampling import Sampler, SamplingConfig, by_class, write_grid
 from train.sizes import validate_mesh
 
@@ -57,7 +58,10 @@ def _draw(
 ) -> None:
     """Load, draw and write; nothing of the model outlives the call. Collective."""
     sampler, iteration = load_sampler(config, mesh, args.load, sampling, args.seed, args.ckpt_step, args.no_ema)
+    folder = args.output or args.load / "samples" / f"drawn_{iteration:07d}"
     with agreed():
+        if is_first():
+            check_writable(folder, "output")
         vae = Vae(args.vae, mesh.device) if args.vae and is_first() else None
         if vae is not None:
             vae.check(config.model.latent_shape)
@@ -65,7 +69,6 @@ def _draw(
     with agreed():
         check_finite(latents, checkpoint_folder(args.load, iteration), sampling.guidance)
         if is_first():
-            folder = args.output or args.load / "samples" / f"drawn_{iteration:07d}"
             _write(folder, latents if vae is None else vae.decode(latents), classes, args.num_samples)
 
 
@@ -135,23 +138,26 @@ def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
 
 def _classes(asked: Sequence[int] | None, num_classes: int) -> list[int]:
     classes = list(range(min(num_classes, MOST_CLASSES))) if asked is None else list(asked)
-    for label in classes:
+    for number, label in enumerate(classes):
+        if label in classes[:number]:
+            raise ConfigError(f"classes names {label} twice, whose pictures are one file; name each class once")
         if not 0 <= label < num_classes:
             raise ConfigError(f"classes names {label}, and the model has classes 0 to {num_classes - 1}")
     return classes
 
 
 def _write(folder: Path, pictures: Tensor, classes: Sequence[int], each: int) -> None:
-    """A grid of every class, near to square, and one with a row for each class."""
-    replaced = [path for path in (*folder.glob("class_*.png"), folder / "all.png") if path.exists()]
-    for path in replaced:
+    """A grid of every class, near to square, and one with a row for each class; older ones go once these are there."""
+    paths = [*(folder / f"class_{label:04d}.png" for label in classes), folder / "all.png"]
+    older = [path for path in (*folder.glob("class_*.png"), folder / "all.png") if path.exists()]
+    with replacing(*paths) as (*own, whole):
+        for draft, grid in zip(own, pictures.split(each), strict=True):
+            write_grid(draft, grid, math.ceil(math.sqrt(each)))
+        write_grid(whole, pictures, each)
+    for path in set(older) - set(paths):
         path.unlink()
-    if replaced:
-        print(f"replaced {len(replaced)} pictures of an earlier drawing in {folder}")
-    for number, label in enumerate(classes):
-        own = pictures[number * each : (number + 1) * each]
-        write_grid(folder / f"class_{label:04d}.png", own, math.ceil(math.sqrt(each)))
-    write_grid(folder / "all.png", pictures, each)
+    if older:
+        print(f"replaced {len(older)} pictures of an earlier drawing in {folder}")
     print(f"{len(pictures)} samples of {len(classes)} classes in {folder}")
 
 

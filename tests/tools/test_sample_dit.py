@@ -20,7 +20,7 @@ from tools.sample_dit import config_of, fitted, main
 from train import loop
 from train.config import ConfigError
 from train.run import exit_status
-from train.sampling import Sampler
+from train.sampling import Sampler, write_grid
 
 RUN = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 2 --latent-shape 1 8 8 --num-classes 10 --device cpu
@@ -90,6 +90,7 @@ def test_two_processes_draw_the_same(run, tmp_path):
     ("flags", "message"),
     [
         (["--classes", "10"], "classes names 10, and the model has classes 0 to 9"),
+        (["--classes", "3", "1", "3"], "classes names 3 twice, whose pictures are one file"),
         (["--method", "ddim"], "sample_method is ddim, and objective rectified_flow has euler"),
         (["--ckpt-step", "7"], "ckpt_step is 7"),
     ],
@@ -105,6 +106,31 @@ def test_a_later_drawing_leaves_no_old_pictures(run, tmp_path, capsys):
     drawn(run, tmp_path, "--classes", "3")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.png", "class_0003.png"]
     assert "replaced 3 pictures" in capsys.readouterr().out
+
+
+def test_older_pictures_stay_where_the_new_ones_cannot_be_written(run, tmp_path, monkeypatch):
+    drawn(run, tmp_path, "--classes", "1", "2")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full_before_the_last(path, latents, columns):
+        if len(latents) > 2:
+            raise OSError(28, "No space left on device", str(path))
+        write_grid(path, latents, columns)
+
+    monkeypatch.setattr("tools.sample_dit.write_grid", full_before_the_last)
+    with pytest.raises(OSError, match="No space left"):
+        drawn(run, tmp_path, "--classes", "2", "3", "--seed", "5")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_an_output_that_can_be_no_folder_is_refused_before_drawing(run, tmp_path, monkeypatch, below):
+    monkeypatch.setattr(Sampler, "draw", lambda *_: pytest.fail("has drawn"))
+    (tmp_path / "file").write_text("kept")
+    folder = tmp_path / "file" / below
+    with pytest.raises(ConfigError, match=re.escape(f"output is {folder}, and {tmp_path / 'file'} is a file; give a")):
+        main(["--load", str(run), *DRAWN, "--output", str(folder)])
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_a_folder_that_is_no_run_and_words_that_are_no_numbers(run, tmp_path, capsys):

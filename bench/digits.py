@@ -17,9 +17,10 @@ from torch import Tensor
 
 from data.latents import Digits
 from parallel.agree import agreed, is_first
+from parallel.manifest import checkpoint_folder
 from parallel.mesh import joined, launched_world_size
 from tools.arguments import parser_for, positive
-from tools.sample_dit import config_of, fitted, load_sampler
+from tools.sample_dit import check_finite, config_of, fitted, load_sampler
 from train.flags import ConfigError
 from train.run import run_entry
 from train.sampling import SamplingConfig, by_class, write_grid
@@ -73,11 +74,13 @@ def main(argv: list[str]) -> None:
     if config.model.latent_shape != Digits.shape or config.model.num_classes != 10:
         raise ConfigError(f"{args.load} is no run on digits: latent_shape is {config.model.latent_shape}")
     sampling = SamplingConfig(guidance=args.guidance, sample_steps=args.steps)
+    sampling.check_guidance(config.model.class_dropout_prob)
     labels = by_class(range(10), args.num_samples)
     with joined(config.mesh) as mesh:
-        sampler, _ = load_sampler(config, mesh, args.load, sampling, args.seed)
+        sampler, iteration = load_sampler(config, mesh, args.load, sampling, args.seed)
         latents = sampler.draw(labels)
         with agreed():
+            check_finite(latents, checkpoint_folder(args.load, iteration), args.guidance)
             if is_first() and not report(latents, labels, args.picture or args.load / "samples" / "digits.png"):
                 raise ConfigError(f"agreement is below {LEAST_AGREEMENT:.0%}: {args.load} has not learnt digits")
 

@@ -1,5 +1,6 @@
 """Pictures to latents and back by a variational autoencoder of diffusers, from a local folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ class Vae:
         except (OSError, ValueError) as error:
             raise DataError(f"vae {folder} cannot be loaded ({str(error).splitlines()[0]})") from error
         self._model: Any = model.to(device).eval().requires_grad_(False)
-        self._device = device
+        self._folder, self._device = folder, device
         self._scale = float(model.config.scaling_factor)
         self._shift = float(getattr(model.config, "shift_factor", None) or 0.0)
 
@@ -37,6 +38,19 @@ class Vae:
         """Latents, float32 [N, C, h, w], of images from -1 to 1, float32 [N, 3, H, W]: the means, without noise."""
         found = self._model.encode(torch.from_numpy(images).to(self._device)).latent_dist.mode()
         return ((found - self._shift) * self._scale).float().cpu().numpy()
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raises DataError where latents of this shape, [C, (F,) h, w], are not of its kind."""
+        shown, channels = " ".join(map(str, shape)), self._model.config.latent_channels
+        if len(shape) != 3:
+            raise DataError(
+                f"vae is {self._folder}, which decodes images, and latent_shape {shown} has frames; leave out --vae"
+            )
+        if shape[0] != channels:
+            raise DataError(
+                f"vae is {self._folder}, which decodes {channels} channels, and latent_shape {shown} has {shape[0]}; "
+                "name the one that made the run's latents, or leave out --vae"
+            )
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:

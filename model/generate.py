@@ -9,6 +9,10 @@ from model.attention import States
 from model.base import RecurrentModel
 
 
+class DivergedError(ValueError):
+    """A model's weights make no distribution of the next token."""
+
+
 class LanguageModel(Protocol):
     """What generate needs of a model, as every LanguageModel has it."""
 
@@ -32,7 +36,7 @@ def generate(
     `generator` (of the tokens' device); temperature 0 takes the likeliest. A RecurrentModel reads each token once and
     keeps its states, with the keys and values of a hybrid's layers of softmax attention. For the others there is no KV
     cache: every new token costs a forward over all tokens so far, which is meant for looking at a few lines. ValueError
-    for an empty prompt, a negative temperature or a top_k below 1.
+    for an empty prompt, a negative temperature or a top_k below 1; DivergedError where the model overflows.
     """
     if tokens.shape[1] == 0:
         raise ValueError("the prompt has no tokens; give at least one")
@@ -50,8 +54,18 @@ def generate(
         else:
             hidden = model.hidden(tokens)
         logits = model.project(hidden[:, -1]).float()  # [B, V]
+        _check(hidden[:, -1], logits)
         tokens = torch.cat([tokens, _draw(logits, temperature, top_k, generator)], dim=1)
     return tokens
+
+
+def _check(hidden: Tensor, logits: Tensor) -> None:
+    """Raises DivergedError for hidden states [B, C] or logits [B, V] that overflowed."""
+    if not logits.isfinite().all():
+        raise DivergedError("the logits of the next token are not finite")
+    # A norm whose squares overflow divides by infinity: without this, every token would be as likely as any other.
+    if not hidden.any(-1).all():
+        raise DivergedError("the last hidden states are all 0, since a norm overflowed")
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

@@ -11,9 +11,10 @@ from data.indexed import DataError
 from data.tokenizer import load_tokenizer
 from model.base import LanguageModel
 from model.config import architecture_of
-from model.generate import generate
+from model.generate import DivergedError, generate
 from model.registry import build_model
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_model
+from parallel.manifest import checkpoint_folder
 from train.config import Config, ConfigError, load_config
 from train.language import with_vocabulary
 
@@ -55,7 +56,14 @@ def sample(args: argparse.Namespace) -> None:
         )
     tokens = torch.tensor([prompt] * args.num_samples, device=device)
     generator = torch.Generator(device).manual_seed(args.seed)
-    for ids in generate(model, tokens, args.num_tokens, args.temperature, args.top_k, generator).tolist():
+    try:
+        drawn = generate(model, tokens, args.num_tokens, args.temperature, args.top_k, generator)
+    except DivergedError as error:
+        raise CheckpointError(
+            f"{checkpoint_folder(args.load, iteration)} cannot be drawn from: {error}; its training diverged, so take "
+            "an earlier one with --ckpt-step, or train with a lower lr"
+        ) from error
+    for ids in drawn.tolist():
         written = ids[len(prompt) :]
         if tokenizer.eod in written:
             written = written[: written.index(tokenizer.eod)]

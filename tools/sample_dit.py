@@ -21,6 +21,8 @@ from model.dit import full_sdpa
 from model.dit_config import architecture_of
 from parallel.agree import agreed, is_first
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_model, read_manifest
+from parallel.files import replacing
+from parallel.manifest import checkpoint_folder
 from parallel.mesh import Mesh, joined, launched_world_size
 from parallel.stages import PipelineConfig
 from pretrain_dit import model_parts
@@ -30,7 +32,7 @@ from train.common import LoopConfig
 from train.dit_config import DiTRunConfig, diffusion_of, load_config
 from train.flags import ConfigError
 from train.loop import AVERAGED
-from train.run import run_entry
+from train.run import check_writable, run_entry
 from train.sampling import Sampler, SamplingConfig, by_class, write_grid
 from train.sizes import validate_mesh
 
@@ -46,6 +48,7 @@ def main(argv: list[str]) -> None:
     asked = {"sample_steps": args.steps, "sample_method": args.method, "guidance": args.guidance}
     sampling = replace(config.sampling, **{name: value for name, value in asked.items() if value is not None})
     sampling.check(diffusion_of(config))
+    sampling.check_guidance(config.model.class_dropout_prob)
     with joined(config.mesh) as mesh:
         _draw(config, mesh, args, sampling, classes)
 
@@ -55,12 +58,17 @@ def _draw(
 ) -> None:
     """Load, draw and write; nothing of the model outlives the call. Collective."""
     sampler, iteration = load_sampler(config, mesh, args.load, sampling, args.seed, args.ckpt_step, args.no_ema)
-    with agreed():
-        vae = Vae(args.vae, mesh.device) if args.vae and is_first() else None
-    latents = sampler.draw(by_class(classes, args.num_samples), args.batch_size)
+    folder = args.output or args.load / "samples" / f"drawn_{iteration:07d}"
     with agreed():
         if is_first():
-            folder = args.output or args.load / "samples" / f"drawn_{iteration:07d}"
+            check_writable(folder, "output")
+        vae = Vae(args.vae, mesh.device) if args.vae and is_first() else None
+        if vae is not None:
+            vae.check(config.model.latent_shape)
+    latents = sampler.draw(by_class(classes, args.num_samples), args.batch_size)
+    with agreed():
+        check_finite(latents, checkpoint_folder(args.load, iteration), sampling.guidance)
+        if is_first():
             _write(folder, latents if vae is None else vae.decode(latents), classes, args.num_samples)
 
 
@@ -98,6 +106,16 @@ def load_sampler(
     return Sampler(parts, mesh, cp, config.model, diffusion_of(config), sampling, seed), iteration
 
 
+def check_finite(latents: Tensor, checkpoint: Path, guidance: float) -> None:
+    """Raises CheckpointError for samples that hold a NaN or an infinity, which a picture would show as a shade."""
+    broken = int((~latents.isfinite()).flatten(1).any(1).sum())
+    if broken:
+        raise CheckpointError(
+            f"{checkpoint} draws values that are not finite in {broken} of {len(latents)} samples: its training "
+            f"diverged, or guidance {guidance} is too large; take an earlier checkpoint or a smaller --guidance"
+        )
+
+
 def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
     """The run's configuration on so many processes, without pipeline stages, which would wait for each other."""
     mesh = replace(config.mesh, pipeline_model_parallel_size=1)
@@ -120,23 +138,26 @@ def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
 
 def _classes(asked: Sequence[int] | None, num_classes: int) -> list[int]:
     classes = list(range(min(num_classes, MOST_CLASSES))) if asked is None else list(asked)
-    for label in classes:
+    for number, label in enumerate(classes):
+        if label in classes[:number]:
+            raise ConfigError(f"classes names {label} twice, whose pictures are one file; name each class once")
         if not 0 <= label < num_classes:
             raise ConfigError(f"classes names {label}, and the model has classes 0 to {num_classes - 1}")
     return classes
 
 
 def _write(folder: Path, pictures: Tensor, classes: Sequence[int], each: int) -> None:
-    """A grid of every class, near to square, and one with a row for each class."""
-    replaced = [path for path in (*folder.glob("class_*.png"), folder / "all.png") if path.exists()]
-    for path in replaced:
+    """A grid of every class, near to square, and one with a row for each class; older ones go once these are there."""
+    paths = [*(folder / f"class_{label:04d}.png" for label in classes), folder / "all.png"]
+    older = [path for path in (*folder.glob("class_*.png"), folder / "all.png") if path.exists()]
+    with replacing(*paths) as (*own, whole):
+        for draft, grid in zip(own, pictures.split(each), strict=True):
+            write_grid(draft, grid, math.ceil(math.sqrt(each)))
+        write_grid(whole, pictures, each)
+    for path in set(older) - set(paths):
         path.unlink()
-    if replaced:
-        print(f"replaced {len(replaced)} pictures of an earlier drawing in {folder}")
-    for number, label in enumerate(classes):
-        own = pictures[number * each : (number + 1) * each]
-        write_grid(folder / f"class_{label:04d}.png", own, math.ceil(math.sqrt(each)))
-    write_grid(folder / "all.png", pictures, each)
+    if older:
+        print(f"replaced {len(older)} pictures of an earlier drawing in {folder}")
     print(f"{len(pictures)} samples of {len(classes)} classes in {folder}")
 
 

@@ -94,6 +94,8 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
         config.sampling.check(diffusion_of(config))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if config.sampling.samples_per_class:
+        config.sampling.check_guidance(config.model.class_dropout_prob)
     schedule = config.pipeline.pipeline_schedule
     if schedule == "InterleavedZeroBubble":  # before validate_mesh, which would name a strategy that goes with it
         raise ConfigError(

@@ -116,7 +116,7 @@ def _claim_folder(config: CommonConfig) -> None:
     if config.checkpoint.save is None:
         return
     folder = Path(config.checkpoint.save)
-    _check_writable(folder)
+    check_writable(folder, "save")
     iterations = sorted(int(path.name[5:]) for path in folder.glob("iter_*") if path.name[5:].isdigit())
     goes_on = config.checkpoint.load is not None and Path(config.checkpoint.load).resolve() == folder.resolve()
     if not goes_on and (iterations or (folder / METRICS).exists()):
@@ -130,17 +130,20 @@ def _claim_folder(config: CommonConfig) -> None:
         )
 
 
-def _check_writable(folder: Path) -> None:
-    """Make a nameless file in the folder, or where it would be made: a run that fails here leaves no trace."""
+def check_writable(folder: Path, name: str) -> None:
+    """Make a nameless file in the folder, or where it would be made: a run that fails here leaves no trace.
+
+    Raises ConfigError that names the folder as the argument ``name``.
+    """
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not existing.is_dir():
-            raise ConfigError(f"save is {folder}, and {existing} is a file; give a folder")
+            raise ConfigError(f"{name} is {folder}, and {existing} is a file; give a folder")
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise ConfigError(
-            f"save is {folder}, which cannot be written to ({error.strerror}); choose another --save"
+            f"{name} is {folder}, which cannot be written to ({error.strerror}); choose another --{name}"
         ) from error
 
 

@@ -66,6 +66,15 @@ class SamplingConfig:
                 "visit; set it to at most that"
             )
 
+    def check_guidance(self, class_dropout_prob: float) -> None:
+        """Raises ConfigError for guidance away from an embedding of no class that training never sees."""
+        if self.guidance != 1 and class_dropout_prob == 0:
+            raise ConfigError(
+                f"guidance is {self.guidance} and class_dropout_prob is {class_dropout_prob}, so that training never "
+                "sees the embedding of no class that guidance extrapolates from; give --guidance 1, or train with a "
+                "class_dropout_prob above 0, such as 0.1"
+            )
+
 
 class Sampler:
     """Draws samples with the parts of a model that the ranks of a mesh hold."""

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from model.config import ModelConfig
-from model.generate import generate
+from model.generate import DivergedError, generate
 from model.llama import Llama
 from model.registry import build_model
 
@@ -78,6 +78,16 @@ def test_bad_arguments(llama, prompt, options, message):
         generate(llama, prompt, 1, **options)
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_not_finite_are_named(temperature, value):
+    logits = torch.ones(5, 5)
+    logits[2, 1] = value
+    with pytest.raises(DivergedError, match="logits of the next token are not finite"):
+        generate(Table(logits), torch.tensor([[0], [2]]), 1, temperature)
+    assert generate(Table(logits), torch.tensor([[0], [1]]), 1, temperature).shape == (2, 2)
+
+
 KINDS = {
     "transnormer": {"model_type": "transnormer"},
     "linear_transformer": {"model_type": "linear_transformer"},
@@ -110,6 +120,15 @@ def test_a_state_goes_on_where_the_parallel_form_is(recurrent):
     assert len(sizes) == (3 if recurrent.config.softmax_every is None else 2)
     wrong = recurrent.hidden(tokens[:, 1:2], torch.arange(1, 2), [None] * 3)
     assert (wrong - want[:, 1:2]).norm() > 1e-3 * want[:, 1:2].norm()  # negative control: without what came before
+
+
+@pytest.mark.parametrize("scale", [1e200, float("nan")])
+def test_weights_that_overflow_are_named(recurrent, scale):
+    """With the first, the norms of a TransNormer divide by infinity, and leave noughts behind."""
+    with torch.no_grad():
+        recurrent.embedding.weight.mul_(scale)
+    with pytest.raises(DivergedError, match=r"not finite|all 0, since a norm overflowed"):
+        generate(recurrent, PROMPT, 1)
 
 
 def test_recurrent_generation_reads_each_token_once_and_takes_what_the_parallel_form_would(recurrent, monkeypatch):

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 import subprocess
 import sys
 
@@ -122,6 +123,29 @@ def test_a_transnormer_writes_from_its_state(tmp_path, capsys):
     written = ids[0].tolist()[1:]
     written = written[: written.index(tokenizer.eod)] if tokenizer.eod in written else written
     assert out.split("-" * 80 + "\n")[1] == tokenizer.detokenize(written) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scale"), [("linear_transformer", float("nan")), ("transnormer", 1e30), ("llama", float("inf"))]
+)
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_a_diverged_model_is_named_in_one_line(tmp_path, capsys, model_type, scale, temperature):
+    tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], tmp_path / "tokenizer", 300)
+    (tmp_path / "config.toml").write_text(
+        CONFIG.format(tokenizer=tokenizer).replace("[train]", f'model_type = "{model_type}"\n[train]')
+    )
+    model = build_model(dataclasses.replace(SHAPE, model_type=model_type))
+    model.init_weights(1)
+    with torch.no_grad():
+        model.embedding.weight.mul_(scale)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_checkpoint(tmp_path, 3, model, optimizer, architecture=architecture_of(model.config), extra={})
+    assert main(["--load", str(tmp_path), "--num-tokens", "9", "--temperature", temperature]) == 1
+    captured = capsys.readouterr()
+    assert "-" * 80 not in captured.out
+    assert re.fullmatch(
+        r"error: .*/iter_0000003 cannot be drawn from: the .*; its training diverged, .*\n", captured.err
+    )
 
 
 def test_seed_decides_the_samples(run, capsys):

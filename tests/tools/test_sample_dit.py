@@ -1,9 +1,17 @@
+import re
+import warnings
+from contextlib import redirect_stderr
 from dataclasses import replace
+from io import StringIO
 from shutil import copytree
 
 import numpy as np
 import pytest
+import torch
 
+from bench.digits import main as digits
+from data.indexed import DataError
+from data.vae import Vae
 from parallel.checkpoint import CheckpointError
 from pretrain_dit import main as pretrain
 from tests.parallel.tiny import rewrite_manifest
@@ -11,6 +19,8 @@ from tests.ranks import run_ranks
 from tools.sample_dit import config_of, fitted, main
 from train import loop
 from train.config import ConfigError
+from train.run import exit_status
+from train.sampling import Sampler, write_grid
 
 RUN = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 2 --latent-shape 1 8 8 --num-classes 10 --device cpu
@@ -65,6 +75,12 @@ def _on_rank(rank, world_size, arguments):
     main(arguments)
 
 
+def _status_on_rank(rank, world_size, arguments):
+    """The rank's status and what it says of it."""
+    with redirect_stderr(StringIO()) as said:
+        return exit_status(main, arguments), said.getvalue()
+
+
 def test_two_processes_draw_the_same(run, tmp_path):
     run_ranks(_on_rank, 2, ["--load", str(run), *DRAWN, "--output", str(tmp_path / "two")])
     assert abs(page(tmp_path / "two" / "all.png") - drawn(run, tmp_path / "one")).max() <= 1
@@ -74,6 +90,7 @@ def test_two_processes_draw_the_same(run, tmp_path):
     ("flags", "message"),
     [
         (["--classes", "10"], "classes names 10, and the model has classes 0 to 9"),
+        (["--classes", "3", "1", "3"], "classes names 3 twice, whose pictures are one file"),
         (["--method", "ddim"], "sample_method is ddim, and objective rectified_flow has euler"),
         (["--ckpt-step", "7"], "ckpt_step is 7"),
     ],
@@ -91,6 +108,31 @@ def test_a_later_drawing_leaves_no_old_pictures(run, tmp_path, capsys):
     assert "replaced 3 pictures" in capsys.readouterr().out
 
 
+def test_older_pictures_stay_where_the_new_ones_cannot_be_written(run, tmp_path, monkeypatch):
+    drawn(run, tmp_path, "--classes", "1", "2")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full_before_the_last(path, latents, columns):
+        if len(latents) > 2:
+            raise OSError(28, "No space left on device", str(path))
+        write_grid(path, latents, columns)
+
+    monkeypatch.setattr("tools.sample_dit.write_grid", full_before_the_last)
+    with pytest.raises(OSError, match="No space left"):
+        drawn(run, tmp_path, "--classes", "2", "3", "--seed", "5")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_an_output_that_can_be_no_folder_is_refused_before_drawing(run, tmp_path, monkeypatch, below):
+    monkeypatch.setattr(Sampler, "draw", lambda *_: pytest.fail("has drawn"))
+    (tmp_path / "file").write_text("kept")
+    folder = tmp_path / "file" / below
+    with pytest.raises(ConfigError, match=re.escape(f"output is {folder}, and {tmp_path / 'file'} is a file; give a")):
+        main(["--load", str(run), *DRAWN, "--output", str(folder)])
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 def test_a_folder_that_is_no_run_and_words_that_are_no_numbers(run, tmp_path, capsys):
     with pytest.raises(ConfigError, match="name the run's folder"):
         main(["--load", str(run / "iter_0000002")])
@@ -105,6 +147,65 @@ def test_a_checkpoint_without_averages_says_what_to_give(run, tmp_path):
     rewrite_manifest(copy / "iter_0000002", extra={})
     with pytest.raises(CheckpointError, match="keeps no averages of the weights; give --no-ema"):
         main(["--load", str(copy), *DRAWN])
+
+
+def test_guidance_of_a_run_that_dropped_no_labels_is_refused_before_any_work(run, tmp_path):
+    """The folder has no checkpoint to draw with."""
+    config = (run / "config.toml").read_text()
+    dropout = "class_dropout_prob = 0.1"
+    assert dropout in config
+    (tmp_path / "config.toml").write_text(config.replace(dropout, "class_dropout_prob = 0.0"))
+    for program in (main, digits):
+        with pytest.raises(ConfigError, match=r"guidance is .* and class_dropout_prob is 0\.0") as error:
+            program(["--load", str(tmp_path)])
+        assert "\n" not in str(error.value)
+        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+            program(["--load", str(tmp_path), "--guidance", "1"])
+
+
+NOT_FINITE = r"iter_0000002 draws values that are not finite in \d+ of \d+ samples: its training diverged, or guidance"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_samples_that_are_not_finite_are_an_error_on_every_rank(run, tmp_path, ranks):
+    arguments = ["--load", str(run), *DRAWN, "--output", str(tmp_path / "out"), "--guidance", "1e300"]
+    statuses, said = zip(*run_ranks(_status_on_rank, ranks, arguments), strict=True)
+    assert statuses == (1,) * ranks
+    assert re.fullmatch(f"error: .*{NOT_FINITE} 1e[+]300 is too large.*\n", "".join(said))  # one rank speaks
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_bench_refuses_samples_that_are_not_finite(run, tmp_path):
+    with pytest.raises(CheckpointError, match=NOT_FINITE):
+        digits(["--load", str(run), "--steps", "2", "--num-samples", "1", "--guidance", "1e300"])
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory):
+    """An autoencoder's folder: latents of 4 channels."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        diffusers = pytest.importorskip("diffusers")
+    folder = tmp_path_factory.mktemp("vae")
+    diffusers.AutoencoderKL(block_out_channels=[8], norm_num_groups=4, latent_channels=4).save_pretrained(folder)
+    return folder
+
+
+def test_latents_that_the_vae_cannot_decode_are_refused_before_drawing(run, vae, tmp_path, monkeypatch):
+    monkeypatch.setattr(Sampler, "draw", lambda *_: pytest.fail("has drawn"))
+    with pytest.raises(
+        DataError, match="which decodes 4 channels, and latent_shape 1 8 8 has 1; name the one"
+    ) as error:
+        main(["--load", str(run), *DRAWN, "--vae", str(vae), "--output", str(tmp_path / "out")])
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_vae_takes_images_of_its_channels_alone(vae):
+    loaded = Vae(vae, torch.device("cpu"))
+    loaded.check((4, 8, 8))
+    with pytest.raises(DataError, match="which decodes images, and latent_shape 4 3 8 8 has frames; leave out --vae"):
+        loaded.check((4, 3, 8, 8))
 
 
 def test_copies_of_shards_do_not_bind_the_number_of_processes(run):

@@ -38,6 +38,14 @@ def test_more_processes_than_patches_are_refused() -> None:
         validate(replace(config, mesh=mesh), 4)
 
 
+def test_guidance_from_an_embedding_that_nothing_trains_is_refused_where_pictures_are_drawn() -> None:
+    never = ["--class-dropout-prob", "0", "--context-parallel-method", "none"]
+    with pytest.raises(ConfigError, match=r"guidance is 4\.0 and class_dropout_prob is 0\.0, .* give --guidance 1, or"):
+        validate(parse_args(never), 1)
+    for harmless in (["--guidance", "1"], ["--samples-per-class", "0"], ["--class-dropout-prob", "0.1"]):
+        validate(parse_args([*never, *harmless]), 1)
+
+
 def test_a_flag_of_the_other_entry_is_sent_there() -> None:
     with pytest.raises(ConfigError, match=r"unknown argument --num-query-groups; that is for pretrain_gpt\.py"):
         parse_args(["--num-query-groups", "2"])

@@ -29,7 +29,7 @@ from bench.memory import CLEAR, ENVIRONMENT, status
 from bench.ranks import run_ranks
 from bench.training import Records, prepared_by
 from data.indexed import DataError
-from data.latent_folder import write_latents
+from data.latent_writer import write_latents
 from tools.arguments import parser_for
 from train.flags import ConfigError
 

@@ -6,19 +6,18 @@ integers [N], lie in a .npy of their own; a .safetensors shard holds both, by th
 """
 
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from data.indexed import DataError
-from parallel.files import replacing, write_text
+from parallel.files import write_text
 
 INDEX, CHECKED = "index.json", "checked.json"
 DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
@@ -235,121 +234,3 @@ def _readable(path: Path) -> Iterator[None]:
         raise DataError(f"{path} is missing, and {INDEX} names it; {_WRITE}") from error
     except (OSError, EOFError, ValueError, TypeError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read ({error}); {_WRITE}") from error
-
-
-def write_latents(
-    folder: str | Path,
-    batches: Iterable[tuple[np.ndarray, np.ndarray]],
-    *,
-    dtype: str = "float32",
-    samples_per_shard: int = 4096,
-    kind: Literal["npy", "safetensors"] = "npy",
-) -> int:
-    """Write batches of latents [n, *shape] and labels [n] as a folder; the number of samples.
-
-    Shards are filled one after the other; the index comes last, so that a writing that was cut short is no folder.
-    Whatever raises, in `batches` too, nothing stays.
-
-    Raises:
-        DataError: the folder holds an index already or cannot be written, nothing to write, latents that differ in
-            shape or are no numbers (in `dtype` too, whose range is smaller for float16).
-    """
-    folder = Path(folder)
-    if os.path.exists(folder / INDEX):  # Path.exists raises where a folder may not be looked into
-        raise DataError(f"{folder} holds latents already; name another folder, or remove it")
-    shards: list[dict[str, Any]] = []
-    with _whole_or_gone(folder, shards):
-        _write_shards(folder, shards, batches, dtype, samples_per_shard, kind)
-    LatentFolder(folder).record_checked()
-    return sum(shard["samples"] for shard in shards)
-
-
-@contextmanager
-def _whole_or_gone(folder: Path, shards: list[dict[str, Any]]) -> Iterator[None]:
-    """Make a folder; when the block raises, KeyboardInterrupt included, it and the shards listed by then are gone."""
-    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
-    try:
-        with _writable(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException:
-        for path in (folder / shard[what] for shard in shards for what in ("latents", "labels") if what in shard):
-            with suppress(OSError):
-                path.unlink()
-        for path in made:
-            with suppress(OSError):  # never made, or another's file lies there by now
-                path.rmdir()
-        raise
-
-
-@contextmanager
-def _writable(folder: Path) -> Iterator[None]:
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot write to {folder} ({reason}); free space or name a folder to write to") from error
-
-
-def _write_shards(
-    folder: Path,
-    shards: list[dict[str, Any]],
-    batches: Iterable[tuple[np.ndarray, np.ndarray]],
-    dtype: str,
-    samples_per_shard: int,
-    kind: str,
-) -> None:
-    """Write the shards, list each in `shards` as the index does, and write the index."""
-    shape: tuple[int, ...] | None = None
-    for latents, labels in _regrouped(batches, samples_per_shard):
-        shape = shape or latents.shape[1:]
-        if latents.shape[1:] != shape:
-            raise DataError(f"sample {len(shards) * samples_per_shard} on is {latents.shape[1:]}, those before {shape}")
-        with np.errstate(over="ignore"):  # an overflow is an infinity, found below
-            # In order: safetensors writes an array's memory as it lies, whatever its strides.
-            latents = np.ascontiguousarray(latents, dtype=DTYPES[dtype])
-        if not np.isfinite(latents).all():
-            row = len(shards) * samples_per_shard + int(
-                np.argmin(np.isfinite(latents.reshape(len(latents), -1)).all(1))
-            )
-            raise DataError(f"sample {row} holds a NaN or an infinity in {dtype}; leave it out, or use float32")
-        with _writable(folder):
-            shards.append(_write_shard(folder, len(shards), latents, labels.astype(np.int64), kind))
-    if shape is None:
-        raise DataError(f"there are no samples to write to {folder}")
-    index = {"version": 1, "shape": list(shape), "dtype": dtype, "shards": shards}
-    with _writable(folder):
-        write_text(folder / INDEX, json.dumps(index, indent=1))
-
-
-def _write_shard(folder: Path, number: int, latents: np.ndarray, labels: np.ndarray, kind: str) -> dict[str, Any]:
-    if kind == "safetensors":
-        from safetensors.numpy import save_file
-
-        names = {"latents": f"latents-{number:05d}.safetensors"}
-        with replacing(folder / names["latents"]) as (draft,):
-            save_file({"latents": latents, "labels": labels}, draft)
-    else:
-        names = {what: f"{what}-{number:05d}.npy" for what in ("latents", "labels")}
-        with replacing(*(folder / name for name in names.values())) as drafts:
-            for draft, array in zip(drafts, (latents, labels), strict=True):
-                np.save(draft, array)
-    return {**names, "samples": len(latents)}
-
-
-def _regrouped(batches: Iterable[tuple[np.ndarray, np.ndarray]], size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The same samples in groups of `size`."""
-    held: list[tuple[np.ndarray, np.ndarray]] = []
-    count = 0
-    for batch in batches:
-        held.append(batch)
-        count += len(batch[1])
-        while count >= size:
-            latents, labels = (np.concatenate(part) for part in zip(*held, strict=True))
-            yield latents[:size], labels[:size]
-            held, count = [(latents[size:], labels[size:])], count - size
-    if count:
-        latents, labels = (np.concatenate(part) for part in zip(*held, strict=True))
-        yield latents, labels

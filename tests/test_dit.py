@@ -17,7 +17,8 @@ import torch.distributed as dist
 import pretrain_dit
 from bench.parity import GRADIENTS, Run, compare, equal, trained
 from bench.parity_cases import REFERENCE, Case, diffusion_cases
-from data.latent_folder import CHECKED, write_latents
+from data.latent_folder import CHECKED
+from data.latent_writer import write_latents
 from model.dit import DiT
 from model.dit_config import architecture_of
 from parallel import agree

@@ -24,7 +24,8 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.indexed import DataError
-from data.latent_folder import LatentFolder, write_latents
+from data.latent_folder import LatentFolder
+from data.latent_writer import write_latents
 from tools.arguments import parser_for, positive, run_command
 
 

@@ -1,7 +1,5 @@
 import dataclasses
-import errno
 import json
-import os
 import shutil
 
 import numpy as np
@@ -9,7 +7,8 @@ import pytest
 import torch
 
 from data.indexed import DataError
-from data.latent_folder import LatentFolder, write_latents
+from data.latent_folder import LatentFolder
+from data.latent_writer import write_latents
 from data.latents import Digits, LatentDataConfig, build_latent_datasets
 from tests.ranks import run_ranks
 
@@ -306,50 +305,6 @@ def test_no_folder_at_all(tmp_path):
         built(tmp_path / "none")
     with pytest.raises(DataError, match="data_path is empty"):
         LatentDataConfig(data_path=())
-
-
-def test_writing_refuses_what_could_not_be_trained_on(tmp_path):
-    latents, labels = samples(5)
-    latents[3, 0, 0, 0] = 1e6
-    with pytest.raises(DataError, match="sample 3 holds a NaN or an infinity in float16"):
-        write_latents(tmp_path / "a", [(latents, labels)], dtype="float16")
-    assert not (tmp_path / "a").exists()
-    with pytest.raises(DataError, match="no samples"):
-        write_latents(tmp_path / "b", [])
-    folder(tmp_path / "c")
-    with pytest.raises(DataError, match="holds latents already"):
-        folder(tmp_path / "c")
-    assert len(LatentFolder(tmp_path / "c")) == 10
-
-
-@pytest.mark.parametrize("kind", ["npy", "safetensors"])
-@pytest.mark.parametrize("ending", [KeyboardInterrupt, DataError])
-def test_a_writing_that_ends_early_leaves_what_was_there(tmp_path, kind, ending):
-    def batches():
-        yield samples(6)
-        raise ending
-
-    with pytest.raises(ending):
-        write_latents(tmp_path / "a" / "b", batches(), samples_per_shard=4, kind=kind)
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "notes").write_text("mine")
-    with pytest.raises(ending):
-        write_latents(tmp_path, batches(), samples_per_shard=4, kind=kind)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
-
-
-def test_a_disk_that_fills_up_is_named(tmp_path, monkeypatch):
-    save = np.save
-
-    def full(path, array):
-        save(path, array)
-        if "labels-00001" in path.name:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(np, "save", full)
-    with pytest.raises(DataError, match=r"cannot write to .*/a \(No space left on device\); free space or name"):
-        folder(tmp_path / "a")
-    assert list(tmp_path.iterdir()) == []
 
 
 def _orders_and_errors(rank, world_size, path):

@@ -5,7 +5,8 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from data.latent_folder import CHECKED, LatentFolder, write_latents
+from data.latent_folder import CHECKED, LatentFolder
+from data.latent_writer import write_latents
 from tools.prepare_latents import main
 
 SHADES = {"cat": 0, "dog": 255}

@@ -1,5 +1,6 @@
 """Run a function on real gloo ranks, forked from a server that has imported torch and megatron-core already."""
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -8,11 +9,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver as _forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                     process.start()
             for _, writer in pipes:
                 writer.close()
-            return _collect([reader for reader, _ in pipes], time.monotonic() + timeout)
+            return _collect([reader for reader, _ in pipes], ranks, time.monotonic() + timeout)
         finally:
             held.close()
             for process in ranks:
@@ -65,7 +67,7 @@ def uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _collect(readers: list[Connection], deadline: float) -> list[Any]:
+def _collect(readers: list[Connection], ranks: Sequence[BaseProcess], deadline: float) -> list[Any]:
     """Results by rank; the first failure ends the wait, since the other ranks may hang without that one."""
     results: dict[int, Any] = {}
     while len(results) < len(readers):
@@ -78,7 +80,9 @@ def _collect(readers: list[Connection], deadline: float) -> list[Any]:
             try:
                 ok, value = pickle.loads(reader.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                raise RuntimeError(f"rank {rank} died without a word") from None
+                ranks[rank].join(5)  # its pipe closes a moment before it has ended
+                code = ranks[rank].exitcode
+                raise RuntimeError(f"rank {rank} died without a word, exit code {code}") from None
             if not ok:
                 raise RuntimeError(f"rank {rank} failed:\n{value}")
             results[rank] = value
@@ -95,6 +99,7 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starter too, which ends this process
+    faulthandler.enable()  # a crash in native code then tells what each thread was at
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     import torch

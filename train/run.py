@@ -75,7 +75,8 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
 
     A thread of gloo's drops its collective's tensors some time after the collective has ended. If the interpreter is
     being taken down by then, the thread finds no GIL to take, and aborts a process whose work was done: so ended a
-    third of the drawings of tools.sample_dit on a busy machine. Output is flushed and exit handlers are called as ever.
+    third of the drawings of tools.sample_dit on a busy machine (github.com/pytorch/pytorch/issues/190489). Output is
+    flushed and exit handlers are called as ever.
     """
     try:
         status = exit_status(main, sys.argv[1:])

@@ -229,6 +229,15 @@ def test_a_defect_keeps_its_traceback(error: Exception, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == ""
 
 
+def test_a_rank_that_lost_its_peer_is_brief(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its peer has said why; the same error with another text keeps its traceback, above."""
+    lost = RuntimeError("[/pytorch/third_party/gloo/pair.cc:538] Connection closed by peer [127.0.0.1]:24831")
+    assert exit_status(fail_with(lost), []) == 1
+    assert capsys.readouterr().err == (
+        "rank 0 ends because a peer of it did (Connection closed by peer [127.0.0.1]:24831)\n"
+    )
+
+
 def test_success_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[str] = []
     assert exit_status(seen.extend, ["--lr", "1"]) == 0

@@ -6,6 +6,7 @@
 #   PYTHON  interpreter that the environment is made with, 3.11 or newer
 #   TORCH   torch to install: a requirement and pip's options, remembered in the environment. PyPI's build for Linux carries
 #           CUDA; TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu" is small and for the CPU only
+#   EXTRAS  more to install with `make venv`: digits, images, logging, dev (the targets that need one install it)
 #   PY      an interpreter that has everything already; then no environment is made
 
 VENV   ?= .venv
@@ -13,6 +14,7 @@ RUN    ?= runs/llama_tiny
 CONFIG ?= configs/llama_tiny.toml
 NPROC  ?= 4
 ARGS   ?=
+EXTRAS ?=
 
 # The stamp holds the TORCH that is installed. Asking for another one replaces it, and pip must be told to: to it, 2.13.0 is
 # satisfied by 2.13.0+cpu.
@@ -26,10 +28,14 @@ PYTHON    ?= $(shell for p in python3 python3.12 python3.11 python3.13; do $$p -
 PIP       := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 ifdef PY
-READY :=
+READY  :=
+DIGITS :=
+DEV    :=
 else
-PY    := $(VENV)/bin/python
-READY := $(STAMP)
+PY     := $(VENV)/bin/python
+READY  := $(STAMP)
+DIGITS := $(VENV)/.longmesh-digits
+DEV    := $(VENV)/.longmesh-dev
 endif
 
 # Single-threaded ranks: several per machine would otherwise fight over its cores.
@@ -42,7 +48,7 @@ help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo; sed -n '2,/^$$/s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
-venv: $(STAMP) ## Make .venv with pinned dependencies (the other targets do so by themselves)
+venv: $(STAMP) $(EXTRAS:%=$(VENV)/.longmesh-%) ## Make .venv with what training needs, pinned (the other targets do so by themselves)
 
 $(STAMP): requirements.txt requirements-lock.txt $(if $(REPLACE),FORCE)
 	@test -n "$(PYTHON)" && $(PYTHON) -c "$(SUITABLE)" || { \
@@ -56,6 +62,11 @@ $(STAMP): requirements.txt requirements-lock.txt $(if $(REPLACE),FORCE)
 	@$(PIP) install --quiet -c requirements-lock.txt -r requirements.txt
 	@echo "$(TORCH)" > $(STAMP)
 
+$(VENV)/.longmesh-%: requirements-%.txt $(wildcard requirements-*.txt) $(STAMP)
+	@echo "installing $< into $(VENV)"
+	@$(PIP) install --quiet -c requirements-lock.txt -r $<
+	@touch $@
+
 pretrain: $(READY) ## The main job: text, tokenizer, training on 4 processes, sampling. Goes on where RUN holds a checkpoint
 	@if [ -e "$(RUN)"/latest_checkpointed_iteration.txt ]; then \
 	  echo "$(RUN) holds iteration $$(cat "$(RUN)"/latest_checkpointed_iteration.txt): going on from there" \
@@ -66,21 +77,21 @@ pretrain: $(READY) ## The main job: text, tokenizer, training on 4 processes, sa
 
 dit: RUN = runs/dit_tiny
 dit: CONFIG = configs/dit_tiny.toml
-dit: $(READY) ## A diffusion transformer on handwritten digits on 4 processes, then pictures. Goes on where RUN holds a checkpoint
+dit: $(READY) $(DIGITS) ## A diffusion transformer on handwritten digits on 4 processes, then pictures. Goes on where RUN holds a checkpoint
 	$(RANKS) pretrain_dit.py --config "$(CONFIG)" --save "$(RUN)" --load "$(RUN)" $(ARGS)
 	$(RANKS) -m tools.sample_dit --load "$(RUN)" --guidance 2
 
-test: $(READY) ## The tests, but for the slow ones; ARGS="tests/train -k config" chooses
+test: $(DEV) ## The tests, but for the slow ones; ARGS="tests/train -k config" chooses
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
 
-test-slow: $(READY) ## The slow tests: training for 20 and 40 iterations where make test has 6 and 12
+test-slow: $(DEV) ## The slow tests: training for 20 and 40 iterations where make test has 6 and 12
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(ARGS)
 
-check: $(READY) ## Check format, lint and types
+check: $(DEV) ## Check format, lint and types
 	@status=0; for step in "ruff format --check ." "ruff check ." mypy; do \
 	  echo "$$step"; $(PY) -m $$step || status=1; done; exit $$status
 
-format: $(READY) ## Rewrite the sources in the format that check wants, with ruff's safe fixes
+format: $(DEV) ## Rewrite the sources in the format that check wants, with ruff's safe fixes
 	$(PY) -m ruff check --fix-only --quiet .
 	$(PY) -m ruff format .
 
@@ -102,13 +113,13 @@ linear-bench: $(READY) ## Linear attention against quadratic over length on one 
 lasp-table: $(READY) ## LASP's table of convergence at small scale: 24 runs of 300 updates, into papers/results/ (20 minutes)
 	@OMP_NUM_THREADS=1 exec $(PY) -m papers.lasp $(ARGS)
 
-gpu-check: $(READY) ## On one CUDA device: its tests and the attention bench, into bench/results/
+gpu-check: $(DEV) ## On one CUDA device: its tests and the attention bench, into bench/results/
 	$(PY) -m bench.gpu_check $(ARGS)
 
-hooks: $(READY) ## Let git run the checks before each commit
+hooks: $(DEV) ## Let git run the checks before each commit
 	$(PY) -m pre_commit install
 
-lock: $(READY) ## Write requirements-lock.txt from the environment
+lock: $(DEV) ## Write requirements-lock.txt from the environment
 	@{ sed -n '/^#/p' requirements-lock.txt; \
 	   $(PY) -m pip freeze --all | grep -viE '^(torch|triton|nvidia-.*|cuda-.*|pip)=='; } > requirements-lock.tmp
 	@mv requirements-lock.tmp requirements-lock.txt

@@ -71,7 +71,9 @@ class Digits:
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise DataError("data_path is digits, which takes scikit-learn: pip install scikit-learn") from error
+            raise DataError(
+                "data_path is digits, which takes scikit-learn: pip install scikit-learn (make venv EXTRAS=digits)"
+            ) from error
         found = load_digits()
         self.images = (found.images[:, None] / 8 - 1).astype(np.float32)  # [1797, 1, 8, 8]
         self.labels = found.target.astype(np.int64)

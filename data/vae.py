@@ -18,7 +18,9 @@ class Vae:
         try:
             from diffusers import AutoencoderKL
         except ImportError as error:
-            raise DataError("vae is given, which takes diffusers: pip install diffusers") from error
+            raise DataError(
+                "vae is given, which takes diffusers: pip install diffusers (make venv EXTRAS=images)"
+            ) from error
         if not (Path(folder) / "config.json").is_file():
             raise DataError(f"vae is {folder}, which holds no config.json; name the folder of an AutoencoderKL")
         try:

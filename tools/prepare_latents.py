@@ -73,7 +73,9 @@ def _image_folder(folder: Path) -> tuple[Any, Callable[[Any], Any]]:
         from datasets import Image, disable_progress_bars, load_dataset
         from datasets.exceptions import DatasetGenerationError
     except ImportError as error:
-        raise DataError("input is a folder of images, which takes datasets: pip install datasets") from error
+        raise DataError(
+            "input is a folder of images, which takes datasets: pip install datasets (make venv EXTRAS=images)"
+        ) from error
     if not folder.is_dir() or not any(folder.iterdir()):
         raise DataError(f"input is {folder}, which is no folder with anything in it; name one with a folder per class")
     disable_progress_bars()  # they write into the line of an error

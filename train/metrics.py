@@ -219,7 +219,8 @@ def check_services(config: LoggingConfig) -> None:
         except ImportError as error:
             package = module.rpartition(".")[2]
             raise ConfigError(
-                f"{field} is set and {package} cannot be imported ({error}); pip install it, or leave {field} out"
+                f"{field} is set and {package} cannot be imported ({error}): pip install {package} "
+                f"(make venv EXTRAS=logging), or leave {field} out"
             ) from error
 
 

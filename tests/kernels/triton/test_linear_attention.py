@@ -13,7 +13,7 @@ import torch
 
 from tests.kernels.linear_cases import CASES, FAR, NAMES, Case, errors, naive_errors
 
-triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; requirements.txt has it")
+triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; requirements-dev.txt has it")
 
 ROOT = Path(__file__).parents[3]
 BOUND = 1e-5

@@ -1,10 +1,21 @@
-"""Files that appear whole and for good, or not at all."""
+"""Files that appear whole and for good, or not at all, and folders that one process at a time writes into."""
 
+import errno
+import fcntl
 import os
+import re
+import socket
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_DRAFT = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{32}(\.[^.]*)?")
+
+
+class InUseError(ValueError):
+    """Another process writes here; the message says which one, and where."""
 
 
 @contextmanager
@@ -46,6 +57,74 @@ def write_text(path: Path, text: str) -> None:
     """Put a text file in place, in UTF-8: a reader sees the old content or the new, never a part."""
     with replacing(path) as (draft,):
         draft.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def owned(folder: Path, stem: str | None = None) -> Iterator[None]:
+    """Keep other processes from writing into a folder, or the files of one stem in it, until the block ends.
+
+    The lock (fcntl) is on a file ``.lock`` or ``.STEM.lock``, gone at the end, as are folders made for it that are
+    still empty. The lock of a process that was killed dies with it, and what that left of ``replacing`` is removed
+    here. Other nodes see the lock where their shared file system has locks (NFS; Lustre mounted with ``flock``); where
+    there are none at all, a note says so.
+
+    Raises:
+        InUseError: another process has it.
+        OSError: the lock's file cannot be made.
+    """
+    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    lock = folder / (".lock" if stem is None else f".{stem}.lock")
+    handle: int | None = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = _locked(lock)
+        for path in _drafts(folder, stem):
+            path.unlink(missing_ok=True)
+        yield
+    finally:
+        if handle is not None:
+            lock.unlink(missing_ok=True)  # before another process can have it
+            os.close(handle)
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _drafts(folder: Path, stem: str | None = None) -> list[Path]:
+    """What ``replacing`` left of one stem; of all where None, but for stems that have an owner of their own."""
+    found = [(path, match["stem"]) for path in folder.iterdir() if (match := _DRAFT.fullmatch(path.name))]
+    if stem is None:
+        return [path for path, of in found if not (folder / f".{of}.lock").exists()]
+    return [path for path, of in found if of == stem]
+
+
+def _locked(path: Path) -> int:
+    """An open file that this process alone has locked, with who that is in it."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(handle, path)
+            if os.path.exists(path) and os.path.samestat(os.fstat(handle), os.stat(path)):
+                os.truncate(handle, 0)
+                os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # its owner ended, and removed it, after it was opened here
+
+
+def _lock(handle: int, path: Path) -> None:
+    try:
+        # Not flock, whose locks outlive their process in the children that it forked.
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            holder = os.read(handle, 200).decode(errors="replace") or "another process"
+            raise InUseError(f"{path.parent} is in use by {holder} (lock {path.name}); wait until it ends") from None
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        print(f"note: {path.parent} has no locks ({error.strerror}); let one process write there", file=sys.stderr)
 
 
 def fsync_folder(path: Path) -> None:

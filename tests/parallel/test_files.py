@@ -1,11 +1,15 @@
-"""Files appear whole and for good, or not at all."""
+"""Files appear whole and for good, or not at all; a folder has one writer."""
 
 import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from parallel.files import replacing, write_text
+from parallel.files import InUseError, owned, replacing, write_text
 
 
 def _write_half(error: type[BaseException], *paths: Path) -> None:
@@ -51,3 +55,107 @@ def test_it_is_on_disk_before_it_bears_its_name_and_the_name_after(
     monkeypatch.setattr(Path, "replace", lambda a, b: (events.append(f"rename {Path(b).name}"), replace(a, b))[1])
     write_text(tmp_path / "a.txt", "whole")
     assert events == ["fsync whole", "rename a.txt", "fsync folder"]
+
+
+@contextmanager
+def another_process(folder: Path, stem: str | None = None, draft: str = "d.bin") -> Iterator[int]:
+    """A process that owns a folder and is at writing a file, until it is killed; its id."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with owned(folder, stem), replacing(folder / draft) as (name,):
+                name.write_bytes(b"half")
+                os.write(writing, b".")
+                signal.pause()
+        finally:
+            os._exit(1)
+    assert os.read(reading, 1) == b"."
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("stem", [None, "d"])
+def test_a_folder_has_one_owner_and_a_killed_one_leaves_nothing(stem: str | None, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "run"
+    with another_process(folder, stem) as child:
+        before = sorted(folder.iterdir())
+        assert len(before) == 2, "a lock and a draft"
+        with pytest.raises(InUseError, match=rf"{folder} is in use by process {child} on .*wait"), owned(folder, stem):
+            pytest.fail("two owners")
+        assert sorted(folder.iterdir()) == before
+    with owned(folder, stem):
+        (lock,) = folder.iterdir()
+        assert lock.name == (".lock" if stem is None else ".d.lock")
+        assert lock.read_text().startswith(f"process {os.getpid()} on ")
+    assert not list(folder.iterdir())
+
+
+def test_folders_that_were_made_for_nothing_are_gone(tmp_path: Path) -> None:
+    with owned(tmp_path / "new" / "run"):
+        pass
+    assert not list(tmp_path.iterdir())
+    with owned(tmp_path / "new" / "run"):
+        (tmp_path / "new" / "run" / "kept").touch()
+    assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == ["kept"]
+
+
+def test_an_owner_leaves_what_others_write(tmp_path: Path) -> None:
+    (tmp_path / ".hidden.bin").write_text("a user's")
+    with another_process(tmp_path, "d"):
+        kept = {path.name for path in tmp_path.iterdir()}
+        with owned(tmp_path):
+            assert {path.name for path in tmp_path.iterdir()} == kept | {".lock"}
+        with owned(tmp_path, "e"):
+            assert {path.name for path in tmp_path.iterdir()} == kept | {".e.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_children_of_an_owner_do_not_keep_its_lock(tmp_path: Path) -> None:
+    """Workers that read data outlive a killed trainer for some seconds, in which it is started again."""
+    reading, writing = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        with owned(tmp_path):
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            os.write(writing, str(child).encode())
+            signal.pause()
+    child = int(os.read(reading, 20))
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
+    try:
+        with owned(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_lock_that_its_owner_removed_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, opening = [], os.open
+
+    def removing(path: Path, *how: int) -> int:
+        opened.append(opening(path, *how))
+        if len(opened) == 1:
+            os.unlink(path)
+        return opened[-1]
+
+    monkeypatch.setattr(os, "open", removing)
+    with owned(tmp_path):
+        assert len(opened) == 2
+        assert re.match(r"process \d+", (tmp_path / ".lock").read_text())
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    with owned(tmp_path):
+        assert "has no locks (Function not implemented); let one process write there" in capsys.readouterr().err

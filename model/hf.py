@@ -4,7 +4,6 @@ What differs from family to family stands in hf_llama.py (LlamaForCausalLM), hf_
 hf_transnormer.py (the released TransNormerLLM checkpoints).
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,18 +14,35 @@ from torch import Tensor
 
 from model import hf_gpt2, hf_llama, hf_transnormer
 from model.config import ModelConfig
+from model.hf_folder import (
+    CONFIG,
+    WEIGHTS,
+    check_sizes,
+    check_state,
+    entry,
+    read_json,
+    read_weights,
+    shown,
+    write_folder,
+)
 from model.registry import shapes_of
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+INDEX = f"{WEIGHTS}.index.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NOT_KEPT = {"auto_map", "dtype", "quantization_config", "torch_dtype", "transformers_version", "_name_or_path"}
+"""Entries that tell of the files they were read with, not of the model."""
 
 
 class Family(Protocol):
     """What a module about one family has."""
 
-    SUPPORTED: dict[str, Any]
-    """Keys of config.json that could ask for what our model does not compute, and the one value that does not."""
+    SUPPORTED: dict[str, tuple[Any, ...]]
+    """Keys of config.json that could ask for what our model does not compute, and the values that do not; a missing key
+    means the first."""
+    UNSAID: dict[str, Any]
+    """What an export says of what our model does not decide, where nothing was read."""
+    REPLACED: set[str]
+    """Other ways to say what an export says already."""
     EMBEDDING: str
     """Their name of the embedding's weight, to which lm_head.weight can be tied."""
     DERIVED: re.Pattern[str]
@@ -38,7 +54,7 @@ class Family(Protocol):
 
     def config_from_hf(self, hf: Mapping[str, Any]) -> ModelConfig: ...
 
-    def config_to_hf(self, config: ModelConfig, max_position_embeddings: int | None) -> dict[str, Any]: ...
+    def config_to_hf(self, config: ModelConfig) -> dict[str, Any]: ...
 
     def to_ours(self, theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]: ...
 
@@ -64,38 +80,81 @@ def _listed(names: Iterable[str]) -> str:
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a config.json's contents; keys that change nothing we compute are passed over.
 
-    Without a model_type it is taken for a LLaMA's. ValueError names the key that is missing or asks for what we do not
-    support (rope_scaling, another activation, ...).
+    Without a model_type it is taken for a LLaMA's. ValueError names the key that is missing, of another type, or asks
+    for what we do not support (rope_scaling, another activation, ...).
     """
-    by_type = {family.SUPPORTED["model_type"]: family for family in FAMILIES.values()}
+    by_type = {family.SUPPORTED["model_type"][0]: family for family in FAMILIES.values()}
     kind = hf.get("model_type", "llama")
-    if kind not in by_type:
-        raise ValueError(f"{CONFIG}: model_type = {kind!r} is not supported; only {_listed(by_type)} are")
-    for key, supported in by_type[kind].SUPPORTED.items():
-        if hf.get(key, supported) != supported:
-            raise ValueError(f"{CONFIG}: {key} = {hf[key]!r} is not supported; only {supported!r} is")
+    if kind not in list(by_type):  # not in the dict: JSON's lists have no hash
+        raise ValueError(f"{CONFIG}: model_type = {shown(kind)} is not supported; only {_listed(by_type)} are")
     try:
-        return by_type[kind].config_from_hf(hf)
+        _check_read(hf, by_type[kind])
+        found = by_type[kind].config_from_hf(hf)
     except KeyError as missing:
         raise ValueError(f"{CONFIG}: {missing.args[0]} is missing; this is no {kind}'s configuration") from None
+    except ValueError as error:
+        reason = str(error).removeprefix(f"{CONFIG}: ")
+        raise ValueError(f"{CONFIG}: {reason}") from None
+    return found
 
 
-def config_to_hf(config: ModelConfig, max_position_embeddings: int | None = None) -> dict[str, Any]:
+def _check_read(contents: Mapping[str, Any], family: Family) -> None:
+    """ValueError for entries that ask for another model, or that transformers could not read."""
+    for key, supported in family.SUPPORTED.items():
+        if (value := contents.get(key, supported[0])) not in supported:
+            only = " or ".join(map(shown, supported))
+            raise ValueError(f"{CONFIG}: {key} = {shown(value)} is not supported; only {only} is")
+    for key in TOKEN_IDS:
+        several = key == "eos_token_id" and isinstance(contents.get(key), list)
+        entry(contents, key, list if several else int, None)
+    if entry(contents, "max_position_embeddings", int, 1) < 1:
+        raise ValueError(f"{CONFIG}: max_position_embeddings is below 1; it must be the longest sequence")
+
+
+def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The contents of a config.json that transformers reads as the same model.
 
-    max_position_embeddings is the longest sequence that readers should feed a LLaMA, 2048 where it is left out. A GPT's
-    table decides it. ValueError for a GPT that theirs cannot be (rope, fewer key heads, heads of another width), for a
-    TransNormer of another decay or epsilon, and for a Linear Transformer.
+    contents are entries that our configuration has none of, and they are kept: those of the config.json that the model
+    was read from (`load_hf`), or single ones, such as max_position_embeddings (of a LLaMA: 2048 where nothing says
+    so), bos_token_id and eos_token_id (else null). What the configuration decides is written as it says.
+
+    ValueError for a model that theirs cannot be: a LLaMA whose hidden_size is no multiple of its heads, a GPT with
+    rope, fewer key heads or heads of another width, a TransNormer of another decay or epsilon, and a Linear
+    Transformer; and for contents of another kind of model.
     """
-    family = _family(config)
+    family, contents = _family(config), contents or {}
     family.check(config)
-    fixed = {key: value for key, value in family.SUPPORTED.items() if value is not None}
-    return family.config_to_hf(config, max_position_embeddings) | fixed
+    _check_read(contents, family)
+    longest, table = contents.get("max_position_embeddings"), config.max_position_embeddings
+    if table is not None and longest not in (None, table):
+        raise ValueError(
+            f"max_position_embeddings is {longest} and the model's table of positions has {table} entries; leave it out"
+        )
+    pad = contents.get("pad_token_id")
+    if pad is not None and not -config.vocabulary <= pad < config.vocabulary:
+        raise ValueError(
+            f"{CONFIG}: pad_token_id is {pad} and vocab_size {config.vocabulary}, which transformers does not load; "
+            "leave it out of the contents"
+        )
+    kept = {key: value for key, value in contents.items() if key not in NOT_KEPT | family.REPLACED}
+    fixed = {key: values[0] for key, values in family.SUPPORTED.items() if values[0] is not None}
+    # Their defaults are the ids of their own vocabularies, which another one may not have.
+    unsaid = {"bos_token_id": None, "eos_token_id": None} | family.UNSAID
+    return unsaid | fixed | kept | family.config_to_hf(config)
 
 
 def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our state dict. ValueError for missing, unknown, misshapen or wrongly tied weights."""
-    family, shapes = _family(config), shapes_of(config)
+    """Our state dict. ValueError for missing, unknown, misshapen or wrongly tied weights, or no numbers."""
+    family = _family(config)
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocabulary,
+        "ffn_hidden_size": config.ffn_size,
+        "num_attention_heads x kv_channels": config.num_attention_heads * config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings or 1,
+    }
+    check_sizes(state, config.num_layers, sizes)
+    shapes = shapes_of(config)
     state = {_whole_name(name, family.PREFIX): weight for name, weight in state.items()}
     state = {name: weight for name, weight in state.items() if not family.DERIVED.fullmatch(name)}
     if not config.untie_embeddings_and_output_weights and "lm_head.weight" in state:
@@ -125,28 +184,19 @@ def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
     return theirs
 
 
-def check_state(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """ValueError for missing, unknown or misshapen weights."""
-    missing, unknown = sorted(shapes.keys() - state.keys()), sorted(state.keys() - shapes.keys())
-    for problem, names in (("lacks", missing), ("has the unknown", unknown)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"The state dict {problem} {names[0]}{more}; it is not of this configuration")
-    for name, shape in shapes.items():
-        if state[name].shape != shape:
-            raise ValueError(f"{name} has shape {tuple(state[name].shape)}; the configuration makes it {tuple(shape)}")
+def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Any]]:
+    """Configuration, our state dict (CPU, dtypes as stored) and config.json of a Hugging Face folder, sharded or not.
 
-
-def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Configuration and our state dict (CPU, dtypes as stored) of a Hugging Face folder, sharded or not.
+    The contents of config.json are what `save_hf` takes to keep what our configuration has no field for.
 
     Only safetensors are read, never pickles, and only files directly in the folder, whatever an index names.
     ValueError names the file and what is wrong with it.
     """
     folder = Path(folder)
-    config = config_from_hf(read_json(folder / CONFIG))
+    contents = read_json(folder / CONFIG)
+    config = config_from_hf(contents)
     if not (folder / INDEX).exists():
-        return config, from_hf(read_weights(folder / WEIGHTS), config)
+        return config, from_hf(read_weights(folder / WEIGHTS), config), contents
     index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise ValueError(f"{folder / INDEX}: weight_map is missing or not a table of file names; download it again")
@@ -159,54 +209,19 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         if lacking:
             raise ValueError(f"{folder / file}: lacks {lacking[0]}, which {INDEX} places there; download it again")
         state |= {name: shard[name] for name in shard if index.get(name) == file}
-    return config, from_hf(state, config)
+    return config, from_hf(state, config), contents
 
 
 def save_hf(
-    folder: str | Path, config: ModelConfig, state: Mapping[str, Tensor], max_position_embeddings: int | None = None
+    folder: str | Path, config: ModelConfig, state: Mapping[str, Tensor], contents: Mapping[str, Any] | None = None
 ) -> None:
     """Write config.json and model.safetensors of our state dict; transformers' from_pretrained reads the folder.
 
-    max_position_embeddings as for `config_to_hf`. The folder is made; ValueError where it holds a model already, and
-    as `config_to_hf` and `to_hf` raise it.
+    contents as for `config_to_hf`. The folder is made; ValueError where it holds a model already or cannot be written,
+    and as `config_to_hf` and `to_hf` raise it; then nothing is written.
     """
-    from safetensors.torch import save_file
-
-    folder = Path(folder)
-    for file in (CONFIG, WEIGHTS, INDEX):
-        if (folder / file).exists():
-            raise ValueError(f"{folder / file} exists; choose a new folder, nothing is written over")
-    contents = config_to_hf(config, max_position_embeddings)
-    theirs = {name: weight.detach().contiguous() for name, weight in to_hf(state, config).items()}
+    described, theirs = config_to_hf(config, contents), to_hf(state, config)
     if not config.untie_embeddings_and_output_weights:
         del theirs["lm_head.weight"]  # transformers ties it again
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(theirs, folder / WEIGHTS, metadata={"format": "pt"})
     dtype = str(theirs[_family(config).EMBEDDING].dtype).removeprefix("torch.")
-    (folder / CONFIG).write_text(json.dumps(contents | {"torch_dtype": dtype}, indent=2) + "\n")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object. ValueError names the file and what is wrong with it."""
-    try:
-        contents = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; give the folder of a Hugging Face model") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); download it again") from None
-    if not isinstance(contents, dict):
-        raise ValueError(f"{path} holds no JSON object; download it again")
-    return contents
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """A safetensors file's tensors, on the CPU. ValueError names the file and what is wrong with it."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; only safetensors are read, and all shards are needed") from None
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}); download it again") from None
+    write_folder(Path(folder), theirs, described | {"torch_dtype": dtype})

@@ -5,7 +5,6 @@ positions. Of video, which the original has none of, the convolution has a dimen
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,17 @@ from torch import Tensor
 
 from model.dit import dit_shapes, position_embedding
 from model.dit_config import DiTConfig
-from model.hf import CONFIG, WEIGHTS, check_state, read_json, read_weights
+from model.hf_folder import (
+    CONFIG,
+    WEIGHTS,
+    check_sizes,
+    check_state,
+    entry,
+    read_json,
+    read_weights,
+    shown,
+    write_folder,
+)
 
 NAMES = {"x_embedder": "x_embedder.proj", "y_embedder": "y_embedder.embedding_table"}
 LAYER_NAMES = {"attention.wo": "attn.proj", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
@@ -25,6 +34,13 @@ POSITIONS = "pos_embed"
 
 def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
     """Our state dict. ValueError for missing, unknown or misshapen weights, and for positions that ours are not."""
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_size,
+        "num_classes": config.num_classes,
+        "the width of a patch": config.patch_width,
+    }
+    check_sizes(state, config.num_layers, sizes)
     shapes = dit_shapes(config)
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     known = {name: weight.shape for name, weight in _to_original(empty, config).items()}
@@ -63,13 +79,21 @@ def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
     contents = read_json(folder / CONFIG)
     kind = contents.pop("model_type", "dit")
     if kind != "dit":
-        raise ValueError(f"{folder / CONFIG}: model_type = {kind!r} is not supported; only 'dit' is")
+        raise ValueError(f'{folder / CONFIG}: model_type = {shown(kind)} is not supported; only "dit" is')
     if unknown := sorted(contents.keys() - {field.name for field in dataclasses.fields(DiTConfig)}):
         raise ValueError(f"{folder / CONFIG}: {unknown[0]} is no field of a DiT's configuration; leave it out")
+    kinds = {tuple: list, type(None): int}
     try:
-        config = DiTConfig(**contents)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder / CONFIG}: {error}") from None
+        config = DiTConfig(
+            **{
+                field.name: entry(
+                    contents, field.name, kinds.get(type(field.default), type(field.default)), field.default
+                )
+                for field in dataclasses.fields(DiTConfig)
+            }
+        )
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {str(error).removeprefix(f'{CONFIG}: ')}") from None
     return config, dit_from_original(read_weights(folder / WEIGHTS), config)
 
 
@@ -78,17 +102,8 @@ def save_dit(folder: str | Path, config: DiTConfig, state: Mapping[str, Tensor])
 
     The folder is made; ValueError where it holds a model already, and as `dit_to_original` raises it.
     """
-    from safetensors.torch import save_file
-
-    folder = Path(folder)
-    for file in (CONFIG, WEIGHTS):
-        if (folder / file).exists():
-            raise ValueError(f"{folder / file} exists; choose a new folder, nothing is written over")
-    theirs = {name: weight.detach().contiguous() for name, weight in dit_to_original(state, config).items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(theirs, folder / WEIGHTS, metadata={"format": "pt"})
     contents: dict[str, Any] = {"model_type": "dit"} | dataclasses.asdict(config)
-    (folder / CONFIG).write_text(json.dumps(contents, indent=2) + "\n")
+    write_folder(Path(folder), dit_to_original(state, config), contents)
 
 
 def _their_name(name: str) -> tuple[str, int | None]:
@@ -126,12 +141,15 @@ def _to_linear(weight: Tensor) -> Tensor:
 
 
 def _check_positions(found: Tensor, config: DiTConfig) -> None:
-    want = position_embedding(torch.arange(config.num_patches), config)[None]
-    if found.shape != want.shape or not torch.allclose(found.double(), want, rtol=0, atol=_tolerance(found)):
-        raise ValueError(
-            f"{POSITIONS} {tuple(found.shape)} is not the sines and cosines {tuple(want.shape)} that the configuration "
-            "makes it; positions are computed here, never learned or resized: check latent_shape and patch_size"
-        )
+    shape = (1, config.num_patches, config.hidden_size)
+    if found.shape == shape:
+        want = position_embedding(torch.arange(config.num_patches), config)[None]
+        if torch.allclose(found.double(), want, rtol=0, atol=_tolerance(found)):
+            return
+    raise ValueError(
+        f"{POSITIONS} {tuple(found.shape)} is not the sines and cosines {shape} that the configuration makes it; "
+        "positions are computed here, never learned or resized: check latent_shape and patch_size"
+    )
 
 
 def _tolerance(x: Tensor) -> float:

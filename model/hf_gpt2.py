@@ -11,17 +11,21 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.hf_folder import entry
 
-# What our model computes, for the keys of config.json that could ask for something else; a missing key means this.
+# What our model computes, for the keys of config.json that could ask for something else; a missing key means the first.
 # Dropout is not among them: every published GPT-2 names some, and it is no part of what the trained model computes.
-SUPPORTED = {
-    "model_type": "gpt2",
-    "activation_function": "gelu_new",
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-    "quantization_config": None,
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),  # one function under three names
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "quantization_config": (None,),
 }
+UNSAID = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+# Theirs takes these names too, for n_positions and the like.
+REPLACED = {"n_ctx", "max_position_embeddings", "hidden_size", "num_attention_heads", "num_hidden_layers"}
 EMBEDDING = "transformer.wte.weight"
 TOP_NAMES = {
     "embedding": "transformer.wte",
@@ -68,44 +72,32 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a config.json's contents; KeyError for what is missing, ValueError for what is not supported."""
     return ModelConfig(
         model_type="gpt",
-        num_layers=hf["n_layer"],
-        hidden_size=hf["n_embd"],
-        ffn_hidden_size=hf.get("n_inner"),
-        num_attention_heads=hf["n_head"],
-        vocab_size=hf["vocab_size"],
+        num_layers=entry(hf, "n_layer", int),
+        hidden_size=entry(hf, "n_embd", int),
+        ffn_hidden_size=entry(hf, "n_inner", int, None),
+        num_attention_heads=entry(hf, "n_head", int),
+        vocab_size=entry(hf, "vocab_size", int),
         position_embedding_type="learned_absolute",
-        max_position_embeddings=hf["n_positions"],
-        norm_epsilon=hf.get("layer_norm_epsilon", 1e-5),
-        init_method_std=hf.get("initializer_range", 0.02),
-        untie_embeddings_and_output_weights=not hf.get("tie_word_embeddings", True),
+        max_position_embeddings=entry(hf, "n_positions", int),
+        norm_epsilon=entry(hf, "layer_norm_epsilon", float, 1e-5),
+        init_method_std=entry(hf, "initializer_range", float, 0.02),
+        untie_embeddings_and_output_weights=not entry(hf, "tie_word_embeddings", bool, True),
     )
 
 
-def config_to_hf(config: ModelConfig, max_position_embeddings: int | None) -> dict[str, Any]:
-    """The contents of a config.json that transformers reads as the same model.
-
-    ValueError for a length that is not that of the table of positions.
-    """
-    table = config.max_position_embeddings
-    if max_position_embeddings not in (None, table):
-        raise ValueError(
-            f"max_position_embeddings is {max_position_embeddings} and the model's table of positions has {table} "
-            "entries; leave it out"
-        )
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """What a config.json that transformers reads as the same model says of our fields."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "n_layer": config.num_layers,
         "n_embd": config.hidden_size,
         "n_inner": config.ffn_size,
         "n_head": config.num_attention_heads,
-        "n_positions": table,
+        "n_positions": config.max_position_embeddings,
         "vocab_size": config.vocabulary,
-        "layer_norm_epsilon": config.norm_epsilon,
-        "initializer_range": config.init_method_std,
+        "layer_norm_epsilon": float(config.norm_epsilon),
+        "initializer_range": float(config.init_method_std),
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        # Theirs defaults to GPT-2's own end of text, which another vocabulary may not have.
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),
     }
 
 

@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.hf_folder import entry, shown
 
-# What our model computes, for the keys of config.json that could ask for something else; a missing key means this.
-SUPPORTED = {
-    "model_type": "transnormer",
-    "norm_type": "simplermsnorm",
-    "linear_act_fun": "silu",
-    "bias": False,
-    "quantization_config": None,
+# What our model computes, for the keys of config.json that could ask for something else; a missing key means the first.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("transnormer",),
+    "norm_type": ("simplermsnorm",),
+    "linear_act_fun": ("silu",),
+    "bias": (False,),
+    "quantization_config": (None,),
 }
+UNSAID: dict[str, Any] = {}
+REPLACED: set[str] = set()
 EPSILON = 1e-6
 EMBEDDING = "model.embed_tokens.weight"
 TOP_NAMES = {"embedding": "model.embed_tokens", "output": "lm_head"}
@@ -56,27 +59,34 @@ def check(config: ModelConfig) -> None:
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a config.json's contents; KeyError for what is missing, ValueError for what is not supported."""
-    layers, lrpe = hf["decoder_layers"], hf["linear_use_lrpe_list"]
-    if [bool(one) for one in lrpe] != [layer == 0 for layer in range(layers)]:
-        raise ValueError(f"config.json: linear_use_lrpe_list = {lrpe} is not supported; only the first layer has LRPE")
-    ffn = hf["glu_dim"]
+    layers, lrpe = entry(hf, "decoder_layers", int), entry(hf, "linear_use_lrpe_list", list)
+    if len(lrpe) != layers or [bool(one) for one in lrpe] != [number == 0 for number in range(len(lrpe))]:
+        raise ValueError(
+            f"config.json: linear_use_lrpe_list = {shown(lrpe)} is not supported; only the first layer has LRPE"
+        )
+    ffn, width = entry(hf, "glu_dim", int), entry(hf, "decoder_embed_dim", int)
+    heads, inside = entry(hf, "decoder_attention_heads", int), entry(hf, "hidden_dim", int)
+    if heads < 1 or inside % heads:
+        raise ValueError(
+            f"config.json: hidden_dim is {inside}; it must be a multiple of decoder_attention_heads {heads}"
+        )
     return ModelConfig(
         model_type="transnormer",
         num_layers=layers,
-        hidden_size=hf["decoder_embed_dim"],
-        ffn_hidden_size=hf["decoder_embed_dim"] if ffn == -1 else ffn,
-        num_attention_heads=hf["decoder_attention_heads"],
-        kv_channels=hf["hidden_dim"] // hf["decoder_attention_heads"],
-        vocab_size=hf["vocab_size"],
+        hidden_size=width,
+        ffn_hidden_size=width if ffn == -1 else ffn,
+        num_attention_heads=heads,
+        kv_channels=inside // heads,
+        vocab_size=entry(hf, "vocab_size", int),
         norm_epsilon=EPSILON,
-        init_method_std=hf.get("init_std", 0.02),
-        no_scale_embedding=hf.get("no_scale_embedding", False),
-        untie_embeddings_and_output_weights=not hf.get("tie_word_embeddings", True),
+        init_method_std=entry(hf, "init_std", float, 0.02),
+        no_scale_embedding=entry(hf, "no_scale_embedding", bool, False),
+        untie_embeddings_and_output_weights=not entry(hf, "tie_word_embeddings", bool, True),
     )
 
 
-def config_to_hf(config: ModelConfig, max_position_embeddings: int | None) -> dict[str, Any]:
-    """The contents of a config.json that the released code reads as the same model; no length is among them."""
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """What a config.json that the released code reads as the same model says of our fields; no length is among them."""
     return {
         "architectures": ["TransnormerForCausalLM"],
         "decoder_layers": config.num_layers,

@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_named(tmp_path) -> None:
         with pytest.raises(ValueError, match=words):
             load_dit(tmp_path)
     config.write_text(text.replace('"dit"', '"gpt2"'))
-    with pytest.raises(ValueError, match="model_type = 'gpt2' is not supported"):
+    with pytest.raises(ValueError, match='model_type = "gpt2" is not supported'):
         load_dit(tmp_path)
     config.write_text(text)
     save_file({name: w for name, w in load_file(weights).items() if name != "pos_embed"}, weights)

@@ -20,7 +20,7 @@ def test_reads_the_bare_model_with_its_mask(tmp_path):
     bare = {name.removeprefix("transformer."): weight for name, weight in load_file(weights).items()}
     bare |= {"h.0.attn.bias": torch.ones(1, 1, 50, 50).tril(), "h.1.attn.masked_bias": torch.tensor(-1e4)}
     save_file(bare, weights)
-    config, state = load_hf(tmp_path)
+    config, state, _ = load_hf(tmp_path)
     assert config.max_position_embeddings == 50
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
@@ -68,9 +68,9 @@ def test_a_gpt_that_theirs_cannot_be_is_not_written(tmp_path, change, words):
 
 
 def test_the_table_of_positions_has_one_length(tmp_path):
-    assert config_to_hf(GPT2, 50)["n_positions"] == 50
+    assert config_to_hf(GPT2, {"max_position_embeddings": 50})["n_positions"] == 50
     with pytest.raises(ValueError, match="max_position_embeddings is 60 and the model's table of positions has 50"):
-        save_hf(tmp_path / "out", GPT2, GPT(GPT2).state_dict(), max_position_embeddings=60)
+        save_hf(tmp_path / "out", GPT2, GPT(GPT2).state_dict(), {"max_position_embeddings": 60})
     assert not (tmp_path / "out").exists()
 
 

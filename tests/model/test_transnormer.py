@@ -181,7 +181,7 @@ def test_round_trip_in_the_released_naming(config, tmp_path):
     assert all(torch.equal(back[name], weight) for name, weight in model.state_dict().items())
 
     save_hf(tmp_path / "out", config, model.state_dict())
-    loaded, state = load_hf(tmp_path / "out")
+    loaded, state, _ = load_hf(tmp_path / "out")
     assert config_from_hf(config_to_hf(loaded)) == loaded
     assert (loaded.head_dim, loaded.no_scale_embedding) == (config.head_dim, config.no_scale_embedding)
     again = TransNormer(loaded)

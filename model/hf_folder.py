@@ -1,0 +1,149 @@
+"""The files of a model's folder, config.json and model.safetensors: reading them without trust, writing them whole."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MOST = 2**31 - 1
+_KINDS = {
+    int: f"a whole number of at most {_MOST}",
+    float: "a finite number",
+    bool: "true or false",
+    list: "a list of whole numbers",
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON object. ValueError names the file and what is wrong with it."""
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; give the folder of a Hugging Face model") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); download it again") from None
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path} holds no JSON object; download it again")
+    return contents
+
+
+def entry(contents: Mapping[str, Any], key: str, kind: type, *default: Any) -> Any:
+    """An entry of config.json that must be an int, a float, a bool or a list (of int); `default` where it is missing.
+
+    null stands for a default of None. Raises KeyError where it is missing and has no default, ValueError for another
+    type, a number that is not finite, and an integer beyond 32 bits, which no shape has.
+    """
+    if key not in contents and default:
+        return default[0]
+    value = contents[key]
+    if value is None and default == (None,):
+        return None
+    if not _is(value, kind):
+        raise ValueError(f"{CONFIG}: {key} is {shown(value)}; it must be {_KINDS[kind]}")
+    return float(value) if kind is float else value
+
+
+def _is(value: Any, kind: type) -> bool:
+    if kind is list:
+        return isinstance(value, list) and all(_is(one, int) for one in value)
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, (int, float)) and abs(value) < 1e300 and math.isfinite(value)
+    return isinstance(value, int) and abs(value) <= _MOST
+
+
+def shown(value: Any) -> str:
+    """A value as config.json has it, in a length that fits a message."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """A safetensors file's tensors, on the CPU. ValueError names the file and what is wrong with it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; only safetensors are read, and all shards are needed") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}); download it again") from None
+
+
+def check_sizes(state: Mapping[str, Tensor], layers: int, sizes: Mapping[str, int]) -> None:
+    """ValueError for more layers or larger sizes than the weights can have, before a model is made of them on paper."""
+    largest = max((weight.numel() for weight in state.values()), default=0)
+    for name, value in sizes.items():
+        if value > largest:
+            raise ValueError(f"{name} is {value}, and the largest weight has {largest} values; they are of two models")
+    if layers > len(state):
+        raise ValueError(f"num_layers is {layers}, and there are {len(state)} weights; they are of two models")
+
+
+def check_state(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """ValueError for missing, unknown or misshapen weights, and for those that are no finite floating-point numbers."""
+    missing, unknown = sorted(shapes.keys() - state.keys()), sorted(state.keys() - shapes.keys())
+    for problem, names in (("lacks", missing), ("has the unknown", unknown)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"The state dict {problem} {names[0]}{more}; it is not of this configuration")
+    for name, shape in shapes.items():
+        if state[name].shape != shape:
+            raise ValueError(f"{name} has shape {tuple(state[name].shape)}; the configuration makes it {tuple(shape)}")
+    for name, weight in state.items():
+        if weight.dtype not in DTYPES:
+            raise ValueError(
+                f"{name} is {_name(weight.dtype)}; weights must be {', '.join(map(_name, DTYPES[:-1]))} or float64: "
+                "take a checkpoint that is not quantized"
+            )
+        if not (finite := weight.isfinite()).all():
+            broken = finite.numel() - int(finite.sum())
+            raise ValueError(
+                f"{name} holds {broken} of {finite.numel()} values that are not finite; take another checkpoint"
+            )
+
+
+def write_folder(folder: Path, weights: Mapping[str, Tensor], contents: Mapping[str, Any]) -> None:
+    """Write config.json and model.safetensors, or neither; the folder is made.
+
+    ValueError where it holds a model already or cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    config_path, weights_path = folder / CONFIG, folder / WEIGHTS
+    for path in (config_path, weights_path, folder / f"{WEIGHTS}.index.json"):
+        if path.exists():
+            raise ValueError(f"{path} exists; choose a new folder, nothing is written over")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        weights_path.touch()
+        mode = weights_path.stat().st_mode
+        save_file(
+            {name: weight.detach().contiguous() for name, weight in weights.items()}, weights_path, {"format": "pt"}
+        )
+        weights_path.chmod(mode)  # safetensors makes its files private, against the umask
+        config_path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    except BaseException as error:
+        if folder.is_dir():
+            for path in (config_path, weights_path):
+                path.unlink(missing_ok=True)
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot write to {folder} ({reason}); free space or choose another folder") from error
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

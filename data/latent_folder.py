@@ -55,6 +55,28 @@ def not_finite(path: Path, row: int) -> DataError:
     return DataError(f"{path}: row {row} holds a NaN or an infinity; repair or leave out the sample and {_WRITE}")
 
 
+def check_labels(labels: np.ndarray, where: Callable[[int], tuple[Path, int]], num_classes: int | None = None) -> None:
+    """Raises DataError for the first label that is negative or, where their number is given, beyond the classes.
+
+    Args:
+        labels: int64 [samples].
+        where: file and row of a sample's label.
+    """
+    negative = labels < 0
+    below = bool(negative.any())  # told first, since no num_classes makes up for it
+    bad = negative if below or num_classes is None else labels >= num_classes
+    if bad.any():
+        row = int(np.argmax(bad))
+        file, within = where(row)
+        allowed = "classes begin at 0"
+        if num_classes is not None:
+            allowed = f"num_classes {num_classes} allows 0 to {num_classes - 1}"
+        remedy = f"set num_classes to {int(labels.max()) + 1} or more, or repair the labels"
+        if below:
+            remedy = "number the classes from 0, and leave out samples without one"
+        raise DataError(f"{file}: row {within} has label {labels[row]}, and {allowed}; {remedy}")
+
+
 def locate(ends: np.ndarray, row: int) -> tuple[int, int]:
     """Which of several parts has a row, and its row there; ``ends``, int64 [parts], are the parts' sizes summed up."""
     number = int(np.searchsorted(ends, row, side="right"))

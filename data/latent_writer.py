@@ -103,11 +103,12 @@ def _write_shards(
 
 def _write_shard(folder: Path, number: int, latents: np.ndarray, labels: np.ndarray, kind: str) -> dict[str, Any]:
     if kind == "safetensors":
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
         names = {"latents": f"latents-{number:05d}.safetensors"}
         with replacing(folder / names["latents"]) as (draft,):
-            save_file({"latents": latents, "labels": labels}, draft)
+            # Not save_file, which makes its files private, against the umask.
+            draft.write_bytes(save({"latents": latents, "labels": labels}))
     else:
         names = {what: f"{what}-{number:05d}.npy" for what in ("latents", "labels")}
         with replacing(*(folder / name for name in names.values())) as drafts:

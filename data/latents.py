@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from data.indexed import DataError
-from data.latent_folder import LatentFolder, locate
+from data.latent_folder import LatentFolder, check_labels, locate
 from data.megatron import split_shares
 
 __all__ = ["DataError", "Digits", "LatentDataConfig", "LatentSamples", "build_latent_datasets", "load_source"]
@@ -191,18 +191,7 @@ def _check(path: str, source: Source, latent_shape: tuple[int, ...], num_classes
                 f"give --data-path FOLDER, as tools/prepare_latents.py writes it, or set latent_shape to {has}"
             )
         raise DataError(f"{path} holds latents of {has}, and latent_shape is {wanted}; set latent_shape to {has}")
-    negative = source.labels < 0
-    below = bool(negative.any())  # told first, since no num_classes makes up for it
-    bad = negative if below else source.labels >= num_classes
-    if bad.any():
-        row = int(np.argmax(bad))
-        file, within = source.where_label(row)
-        more = f"set num_classes to {int(source.labels.max()) + 1} or more, or repair the labels"
-        remedy = "number the classes from 0, and leave out samples without one" if below else more
-        raise DataError(
-            f"{file}: row {within} has label {source.labels[row]}, and num_classes {num_classes} allows 0 to "
-            f"{num_classes - 1}; {remedy}"
-        )
+    check_labels(source.labels, source.where_label, num_classes)
 
 
 def _split(split: str, samples: int) -> tuple[np.ndarray, np.ndarray]:

@@ -56,6 +56,15 @@ class Vae:
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Images from about -1 to 1, float32 [N, 3, H, W] on the CPU, of latents [N, C, h, w]."""
-        images = [self._model.decode(row.to(self._device)[None] / self._scale + self._shift).sample for row in latents]
-        return torch.cat(images).float().cpu()
+        """Images from about -1 to 1, float32 [N, 3, H, W] on the CPU, of latents [N, C, h, w].
+
+        Raises DataError for images that hold a NaN or an infinity.
+        """
+        found = [self._model.decode(row.to(self._device)[None] / self._scale + self._shift).sample for row in latents]
+        images = torch.cat(found).float().cpu()
+        if broken := int((~images.isfinite()).flatten(1).any(1).sum()):
+            raise DataError(
+                f"vae {self._folder} decodes {broken} of {len(images)} samples to values that are not finite; it is "
+                "damaged, or made for latents of another kind: name the one that made the run's latents"
+            )
+        return images

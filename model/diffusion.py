@@ -93,15 +93,15 @@ class Diffusion:
     def loss(self, output: Tensor, x0: Tensor, noise: Tensor, x_t: Tensor, times: Tensor) -> Tensor:
         """Loss of every element, as x0, in its dtype (float32 or float64); a sample's loss is their mean.
 
-        The squared error, and with learn_sigma the variational bound in bits besides, which trains the variance alone
-        (Nichol and Dhariwal 2021, "hybrid" loss, as the original DiT weighs it: by num_timesteps / 1000).
+        The squared error, and with learn_sigma the variational bound's term in bits besides, which trains the variance
+        alone (Nichol and Dhariwal 2021, "hybrid" loss). Its weight is 1, as the original DiT trains; with
+        rescale_learned_sigmas, which it leaves off, its code weighs by num_timesteps / 1000, the same at 1000 steps.
         """
         prediction, variance = self.split(output.to(x0.dtype))
         error = (prediction - self.target(x0, noise, times)).square()
         if variance is None:
             return error
-        bound = self._bound(prediction.detach(), variance, x0, x_t, times)
-        return error + bound * (self.config.num_timesteps / 1000)
+        return error + self._bound(prediction.detach(), variance, x0, x_t, times)
 
     def split(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """The prediction ``[..., W]`` of an output and, with learn_sigma, its variances ``[..., W]``."""

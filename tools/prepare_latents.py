@@ -6,7 +6,7 @@ its latents are written, the means without noise; without one, the colours thems
 
     python -m tools.prepare_latents --input imagenet/train --vae sd-vae-ft-mse --size 256 --output latents
     python -m tools.prepare_latents --input photographs --size 32 --output pixels
-    python -m tools.prepare_latents --check latents      # reads all values, before a long run would
+    python -m tools.prepare_latents --check latents      # reads all values and labels, before a long run would
 
 Then: pretrain_dit.py --data-path FOLDER --latent-shape C H W --num-classes N
 """
@@ -24,7 +24,7 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.indexed import DataError
-from data.latent_folder import LatentFolder
+from data.latent_folder import LatentFolder, check_labels
 from data.latent_writer import write_latents
 from tools.arguments import parser_for, positive, run_command
 
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.check is not None:
             folder = LatentFolder(args.check)
+            check_labels(folder.labels, folder.where_label, args.num_classes)
             folder.check_finite()
             folder.record_checked()
         else:
@@ -49,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    shape, classes = " ".join(map(str, folder.shape)), int(folder.labels.max()) + 1
+    shape, classes = " ".join(map(str, folder.shape)), args.num_classes or int(folder.labels.max()) + 1
+    if absent := classes - len(np.unique(folder.labels)):
+        print(f"note: {absent:,} of {classes:,} classes have no sample", file=sys.stderr)
     print(f"{folder.folder}: {len(folder):,} samples of {shape} in {len(folder.shards)} shards, {classes} classes")
     print(f"train on it with --data-path {folder.folder} --latent-shape {shape} --num-classes {classes}")
     return 0
@@ -126,6 +129,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--input", type=Path, metavar="DIR", help="images, in a folder per class")
     what.add_argument("--check", type=Path, metavar="DIR", help="read all values of a folder of latents, and note it")
+    parser.add_argument(
+        "--num-classes", type=positive, metavar="N", help="with --check: that labels are below it, as training wants"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write")
     parser.add_argument("--vae", type=Path, metavar="DIR", help="local folder of diffusers' AutoencoderKL, safetensors")
     parser.add_argument("--size", type=positive, default=256, metavar="N", help="side of the squares, in pixels")
@@ -138,6 +144,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.input is not None and args.output is None:
         parser.error("--input needs --output: where to write")
+    if args.input is not None and args.num_classes is not None:
+        parser.error("--num-classes goes with --check; classes of --input are its folders")
     return args
 
 

@@ -33,7 +33,7 @@ from train.dit_config import DiTRunConfig, diffusion_of, load_config
 from train.flags import ConfigError
 from train.loop import AVERAGED
 from train.run import check_writable, run_entry
-from train.sampling import Sampler, SamplingConfig, by_class, write_grid
+from train.sampling import Sampler, SamplingConfig, by_class, not_finite, write_grid
 from train.sizes import validate_mesh
 
 MOST_CLASSES = 10
@@ -46,6 +46,7 @@ def main(argv: list[str]) -> None:
     config = fitted(config_of(args.load), launched_world_size())
     classes = _classes(args.classes, config.model.num_classes)
     asked = {"sample_steps": args.steps, "sample_method": args.method, "guidance": args.guidance}
+    asked["guidance_channels"] = args.guidance_channels
     sampling = replace(config.sampling, **{name: value for name, value in asked.items() if value is not None})
     sampling.check(diffusion_of(config))
     sampling.check_guidance(config.model.class_dropout_prob)
@@ -107,9 +108,8 @@ def load_sampler(
 
 
 def check_finite(latents: Tensor, checkpoint: Path, guidance: float) -> None:
-    """Raises CheckpointError for samples that hold a NaN or an infinity, which a picture would show as a shade."""
-    broken = int((~latents.isfinite()).flatten(1).any(1).sum())
-    if broken:
+    """Raises CheckpointError for samples that hold a NaN or an infinity."""
+    if broken := not_finite(latents):
         raise CheckpointError(
             f"{checkpoint} draws values that are not finite in {broken} of {len(latents)} samples: its training "
             f"diverged, or guidance {guidance} is too large; take an earlier checkpoint or a smaller --guidance"
@@ -175,6 +175,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         type=float,
         metavar="X",
         help="weight of the class over none in classifier-free guidance; 1 is without (default: the run's own)",
+    )
+    parser.add_argument(
+        "--guidance-channels",
+        type=positive,
+        metavar="N",
+        help="channels that guidance moves, the first ones; 3 in the original DiT's script (default: the run's own)",
     )
     parser.add_argument(
         "--steps",

@@ -5,6 +5,7 @@ samples from the seed and the sample's number, so that every mesh draws the same
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -44,16 +45,23 @@ class SamplingConfig:
     """ddim, without noise on the way, or ddpm, with; euler, for rectified_flow alone. By default ddim or euler."""
     guidance: float = 4.0
     """Weight of the class over none in classifier-free guidance; 1 is without."""
+    guidance_channels: int | None = None
+    """Channels of the latents that guidance moves, the first ones; by default all; the original DiT has 3."""
 
     def __post_init__(self) -> None:
-        for name, least in (("samples_per_class", 0), ("sample_classes", 1), ("sample_steps", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        for name, least in (
+            ("samples_per_class", 0),
+            ("sample_classes", 1),
+            ("sample_steps", 1),
+            ("guidance_channels", 1),
+        ):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be {least} or more")
         if not math.isfinite(self.guidance) or self.guidance < 0:
             raise ConfigError(f"guidance is {self.guidance}; it must be a number of 0 or more, such as 4")
 
     def check(self, diffusion: Diffusion) -> None:
-        """Raises ConfigError for a method or steps that the objective does not have."""
+        """Raises ConfigError for a method or steps that the objective does not have, or channels that there are not."""
         method, objective = self.sample_method or diffusion.methods[0], diffusion.config.objective
         if method not in diffusion.methods:
             raise ConfigError(
@@ -64,6 +72,11 @@ class SamplingConfig:
             raise ConfigError(
                 f"sample_steps is {self.sample_steps}, and there are num_timesteps {diffusion.config.num_timesteps} to "
                 "visit; set it to at most that"
+            )
+        if self.guidance_channels is not None and self.guidance_channels > diffusion.channels:
+            raise ConfigError(
+                f"guidance_channels is {self.guidance_channels}, and latent_shape has {diffusion.channels}; set it to "
+                "at most that, or leave it out to guide all"
             )
 
     def check_guidance(self, class_dropout_prob: float) -> None:
@@ -116,7 +129,8 @@ class Sampler:
         """This rank's patches ``[B, T, W]`` of the samples with these numbers."""
         sampling = self._sampling
         asked = torch.tensor([labels[number] for number in numbers], device=self._mesh.device)
-        denoise = guided(self._through_stages, asked, self._model.num_classes, sampling.guidance, self._diffusion)
+        none, channels = self._model.num_classes, sampling.guidance_channels
+        denoise = guided(self._through_stages, asked, none, sampling.guidance, self._diffusion, channels)
         return draw(
             self._diffusion,
             denoise,
@@ -183,6 +197,11 @@ def write_grid(path: Path, latents: Tensor, columns: int) -> None:
     Image.fromarray(page.squeeze(-1).numpy()).save(path)
 
 
+def not_finite(samples: Tensor) -> int:
+    """How many of the samples ``[N, ...]`` hold a NaN or an infinity, which a picture would show as a shade."""
+    return int((~samples.isfinite()).flatten(1).any(1).sum())
+
+
 def by_class(classes: Sequence[int], per_class: int) -> list[int]:
     """The label of every sample of a grid, a row of ``per_class`` for each class."""
     return [label for label in classes for _ in range(per_class)]
@@ -208,8 +227,15 @@ def picture_writer(
 
     def write(iteration: int) -> None:
         latents = sampler.draw(labels, at_once)
+        path = pictures / f"iter_{iteration:07d}.png"
         with agreed():
-            if is_first():
-                write_grid(pictures / f"iter_{iteration:07d}.png", latents, sampling.samples_per_class)
+            if is_first() and (broken := not_finite(latents)):
+                print(
+                    f"note: {path.name} is not written: {broken} of {len(latents)} samples hold values that are not "
+                    f"finite; guidance {sampling.guidance} is too large, or training diverges",
+                    file=sys.stderr,
+                )
+            elif is_first():
+                write_grid(path, latents, sampling.samples_per_class)
 
     return write

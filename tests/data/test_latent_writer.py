@@ -54,3 +54,13 @@ def test_a_disk_that_fills_up_is_named(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"cannot write to .*/a \(No space left on device\); free space or name"):
         folder(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_files_have_the_modes_that_the_umask_asks_for(tmp_path, kind):
+    umask = os.umask(0o027)
+    try:
+        write_latents(tmp_path / "out", [(np.zeros((2, 1, 4, 4), np.float32), np.arange(2))], kind=kind)
+    finally:
+        os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}

@@ -180,6 +180,33 @@ def test_guidance_moves_away_from_no_class():
     assert plain[0].eq(3).all()
 
 
+def test_guidance_of_the_first_channels_is_the_original_s():
+    """forward_with_cfg of the original's models.py, on pictures, for 3 of 4 channels."""
+    diffusion = Diffusion(DiffusionConfig(), learn_sigma=True, channels=4)
+    x, labels, weight = drawn(2, 4, 16), torch.tensor([3, 5]), drawn(11, 8, seed=1)  # 4 patches of 2 x 2 places
+
+    def picture(output, channels):
+        """[B, 4, 4 * channels] -> [B, channels, 4, 4]; where a place lies does not matter here."""
+        return output.unflatten(2, (4, channels)).permute(0, 3, 1, 2)
+
+    def model(x, times, labels):
+        places = x.unflatten(2, (4, 4))
+        return (torch.cat([places, places.square()], dim=-1) * weight[labels][:, None, None]).flatten(2)
+
+    def forward_with_cfg(x, scale):
+        half = x[: len(x) // 2]
+        out = picture(model(torch.cat([half, half]), None, torch.cat([labels, torch.full_like(labels, 10)])), 8)
+        eps, rest = out[:, :3], out[:, 3:]
+        cond_eps, uncond_eps = torch.split(eps, len(eps) // 2, dim=0)
+        half_eps = uncond_eps + scale * (cond_eps - uncond_eps)
+        return torch.cat([torch.cat([half_eps, half_eps]), rest], dim=1)[: len(labels)]
+
+    found = picture(guided(model, labels, 10, 4.0, diffusion, channels=3)(x, torch.zeros(2)), 8)
+    torch.testing.assert_close(found, forward_with_cfg(torch.cat([x, x]), 4.0))
+    whole = picture(guided(model, labels, 10, 4.0, diffusion)(x, torch.zeros(2)), 8)
+    assert (whole - found).abs().amax(dim=(0, 2, 3)).gt(0.01).tolist() == [False] * 3 + [True] + [False] * 4
+
+
 @pytest.mark.parametrize(
     ("objective", "settings", "message"),
     [

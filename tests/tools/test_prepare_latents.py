@@ -116,6 +116,11 @@ def test_check_reads_all_values(tmp_path, capsys, kind):
     (tmp_path / CHECKED).unlink()  # as in a copy, whose files are of another time
     assert main(["--check", str(tmp_path)]) == 0
     assert "5 samples of 3 8 8 in 1 shards, 5 classes" in capsys.readouterr().out
+    assert main(["--check", str(tmp_path), "--num-classes", "7"]) == 0
+    assert "note: 2 of 7 classes have no sample" in capsys.readouterr().err
+    assert "row 4 has label 4, and num_classes 4 allows 0 to 3" in error(
+        capsys, "--check", tmp_path, "--num-classes", 4
+    )
     latents[2, 0, 0, 0] = np.nan
     if kind == "npy":
         np.save(tmp_path / "latents-00000.npy", latents)
@@ -124,3 +129,10 @@ def test_check_reads_all_values(tmp_path, capsys, kind):
     (tmp_path / CHECKED).unlink()
     assert f"latents-00000.{kind}: row 2 holds a NaN" in error(capsys, "--check", tmp_path)
     assert not (tmp_path / CHECKED).exists()
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_check_refuses_labels_below_0(tmp_path, capsys, kind):
+    write_latents(tmp_path, [(np.zeros((5, 3, 8, 8), np.float32), np.array([0, 1, -1, 3, 4]))], kind=kind)
+    found = error(capsys, "--check", tmp_path)
+    assert "row 2 has label -1, and classes begin at 0; number the classes from 0" in found

@@ -213,3 +213,12 @@ def test_copies_of_shards_do_not_bind_the_number_of_processes(run):
     copies = replace(config.data_parallel, num_distributed_optimizer_instances=2)
     found = fitted(replace(config, data_parallel=copies), 3)
     assert found.data_parallel.num_distributed_optimizer_instances == 1
+
+
+def test_a_vae_whose_pictures_are_not_finite_is_named(vae):
+    loaded = Vae(vae, torch.device("cpu"))
+    latents = torch.zeros(3, 4, 8, 8)
+    assert loaded.decode(latents).isfinite().all()
+    latents[1] = 3e38
+    with pytest.raises(DataError, match=r"vae .* decodes 1 of 3 samples to values that are not finite"):
+        loaded.decode(latents)

@@ -115,6 +115,11 @@ def test_nothing_is_drawn_without_a_folder_or_samples():
         ({"sample_method": "ddim"}, "rectified_flow", "sample_method is ddim, and objective rectified_flow has euler"),
         ({"sample_method": "euler"}, "ddpm", "sample_method is euler"),
         ({"sample_steps": 1001}, "v_prediction", "sample_steps is 1001"),
+        (
+            {"guidance_channels": 3},
+            "ddpm",
+            "guidance_channels is 3, and latent_shape has 1|guidance_channels is 3, .* has 2",
+        ),
     ],
 )
 def test_what_the_objective_cannot_draw_is_refused_at_the_start(settings, objective, message):
@@ -131,7 +136,25 @@ def test_what_the_objective_cannot_draw_is_refused_at_the_start(settings, object
         validate(config, 1)
 
 
-@pytest.mark.parametrize("settings", [{"samples_per_class": -1}, {"sample_classes": 0}, {"guidance": float("nan")}])
+@pytest.mark.parametrize(
+    "settings", [{"samples_per_class": -1}, {"sample_classes": 0}, {"guidance": float("nan")}, {"guidance_channels": 0}]
+)
 def test_numbers_out_of_range_are_named(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         SamplingConfig(**settings)
+
+
+def test_a_picture_of_a_run_that_is_not_finite_is_a_note(tmp_path, capsys):
+    class Broken:
+        def draw(self, labels, at_once):
+            latents = torch.zeros(len(labels), 1, 8, 8)
+            latents[1, 0, 3, 3] = torch.nan
+            return latents
+
+    write = picture_writer(Broken(), SamplingConfig(samples_per_class=2), 3, str(tmp_path), 4)
+    write(7)
+    assert (
+        "note: iter_0000007.png is not written: 1 of 6 samples hold values that are not finite"
+        in capsys.readouterr().err
+    )
+    assert list((tmp_path / "samples").iterdir()) == []

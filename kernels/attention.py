@@ -8,12 +8,11 @@ on how to align a rectangular one). No backend may be handed a fully masked row.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import flash_attn, reference
 
 FULL = "full"
 CAUSAL = "causal"
@@ -75,10 +74,10 @@ def block_backward(
 
 @cache
 def select_backend(name: str, device_type: str, dtype: torch.dtype) -> AttentionBackend:
-    """The backend of that name for tensors of that device and dtype; ``auto`` takes the fastest that is there.
+    """The backend of that name for tensors of that device and dtype; ``auto`` takes the fastest that is usable.
 
     Raises:
-        ValueError: the backend is unknown, not installed, or cannot take this device or dtype.
+        ValueError: the backend is unknown, not installed, broken, or cannot take this device or dtype.
     """
     if name == "reference":
         return AttentionBackend("reference", reference.block_forward, reference.block_backward)
@@ -95,11 +94,25 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
             f"attention_backend {name} on {device_type} takes bfloat16 or float16 and got {dtype}; "
             "use --bf16, or --attention-backend reference for a small exact run"
         )
-    if name == "flash_attn" or (name == "auto" and find_spec("flash_attn") is not None):
-        return _flash_attn_backend()
+    if name == "flash_attn" or (name == "auto" and flash_attn.is_installed()):
+        try:
+            return AttentionBackend("flash_attn", *flash_attn.load())
+        except flash_attn.FlashAttnError as error:
+            if name == "flash_attn":
+                raise ValueError(
+                    f"attention_backend is flash_attn, {error}; install flash-attn 2.7 or 2.8, or use auto"
+                ) from error
     if name == "cudnn":
         return AttentionBackend("cudnn", _cudnn_forward, _cudnn_backward)
     return AttentionBackend("aten", _aten_cuda_forward, _aten_cuda_backward)
+
+
+def passed_over(name: str, device_type: str, dtype: torch.dtype) -> str | None:
+    """What a person should know of the backend that ``select_backend`` takes: an installed flash-attn is no use here."""
+    if name != "auto" or not flash_attn.is_installed() or select_backend(name, device_type, dtype).name != "aten":
+        return None
+    problem = flash_attn.problem() if device_type == "cuda" else None
+    return problem and f"attention_backend auto takes aten, not the flash-attn that is installed, {problem}"
 
 
 def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
@@ -187,29 +200,3 @@ def _cudnn_backward(
     )
     dq, dk, dv = _heads_first(dq, dk, dv)
     return dq, dk, dv
-
-
-def _flash_attn_backend() -> AttentionBackend:
-    try:
-        from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
-    except ImportError as error:
-        raise ValueError(
-            f"attention_backend is flash_attn and importing it failed ({error}); install flash-attn or use auto"
-        ) from error
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, scale, causal, -1, -1, 0.0, None, False)
-        return out, lse.transpose(1, 2)
-
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out = (x.contiguous() for x in (dout, q, k, v, out.to(q.dtype)))
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        lse = lse.float().transpose(1, 2).contiguous()
-        _flash_attn_backward(
-            dout, q, k, v, out, lse, dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None, False, rng_state=None
-        )
-        return dq, dk, dv
-
-    return AttentionBackend("flash_attn", forward, backward)

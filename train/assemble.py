@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kernels.attention import select_backend
+from kernels.attention import passed_over, select_backend
 from model.attention import Attend
+from parallel.agree import is_first
 from parallel.context import ContextParallel, context_parallel
 from parallel.data import fill, shard_model, sharding_mesh
 from parallel.mesh import Mesh
@@ -48,10 +49,13 @@ def softmax_context(
         cp = context_parallel("ring", seq_len=length, multiple=tp, causal=config.causal)
         # Without a causal mask, the padding that tp asks for would be attended to.
         return cp, alone if config.causal or cp.plan.padded_len == length else cp.attend
+    dtype = torch.bfloat16 if config.train.bf16 else torch.float32
     try:
-        select_backend(backend, config.mesh.device_type, torch.bfloat16 if config.train.bf16 else torch.float32)
+        select_backend(backend, config.mesh.device_type, dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if is_first() and (note := passed_over(backend, config.mesh.device_type, dtype)):
+        print(f"note: {note}", flush=True)
     width = config.shape.head_dim
     if config.mesh.device_type == "cuda" and backend != "reference" and (width % 8 or width > 256):
         raise ConfigError(

@@ -42,8 +42,8 @@ class ContextConfig:
     cluster: str | None = None
     """TOML file of the cluster that auto chooses for, as in configs/clusters; by default by the kind of device."""
     attention_backend: Literal["auto", "aten", "cudnn", "flash_attn", "chunked", "triton", "reference"] = "auto"
-    """Kernel of one attention block; auto takes flash-attn where it is installed, else aten. Of linear attention:
-    chunked or triton; auto takes triton on a GPU in bfloat16, else chunked."""
+    """Kernel of one attention block; auto takes flash-attn 2.7 or 2.8 where that is installed and works, else aten. Of
+    linear attention: chunked or triton; auto takes triton on a GPU in bfloat16, else chunked."""
 
     @property
     def title(self) -> str:
@@ -108,4 +108,4 @@ class FullContextConfig(ContextConfig):
     """Communication of the attention; none is plain SDPA in one process, to compare with. striped and zigzag, which
     balance a causal mask, bring nothing here."""
     attention_backend: Literal["auto", "aten", "cudnn", "flash_attn", "reference"] = "auto"
-    """Kernel of one attention block; auto takes flash-attn where it is installed, else aten."""
+    """Kernel of one attention block; auto takes flash-attn 2.7 or 2.8 where that is installed and works, else aten."""

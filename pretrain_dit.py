@@ -12,7 +12,6 @@ from model.dit_config import architecture_of
 from parallel.agree import agreed, is_first
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh, joined, launched_world_size
-from parallel.tensor import split_dit
 from train.assemble import build_parts, softmax_context, summary
 from train.diffusion import Denoising, build_runner
 from train.dit_config import DiTRunConfig, diffusion_of, parse_args, validate
@@ -66,6 +65,8 @@ def prepared(config: DiTRunConfig, mesh: Mesh) -> Trainer:
 
 def model_parts(config: DiTRunConfig, mesh: Mesh, attend: Attend) -> list[DiT]:
     """This rank's part of the model for each of its pipeline stages, with its weights; the whole one is one stage."""
+    from parallel.tensor import split_dit  # DTensor, which a refused command line need not wait for
+
     model = config.model
     return build_parts(
         config,

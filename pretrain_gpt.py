@@ -13,7 +13,6 @@ from model.config import architecture_of
 from model.registry import TITLES, build_model, flops_per_token, num_parameters
 from parallel.agree import agreed, is_first
 from parallel.mesh import Mesh, joined, launched_world_size
-from parallel.tensor import split_model
 from train.assemble import build_parts, summary
 from train.config import Config, parse_args, validate
 from train.language import NextToken, build_runner, context_of, corpus_entropy, softmax_layout, with_vocabulary
@@ -67,6 +66,8 @@ def prepared(config: Config, mesh: Mesh) -> Trainer:
 
 def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend | Attends) -> list[LanguageModel]:
     """This rank's part of the model for each of its pipeline stages, with its weights; the whole one is one stage."""
+    from parallel.tensor import split_model  # DTensor, which a refused command line need not wait for
+
     model = config.model
     return build_parts(
         config,

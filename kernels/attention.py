@@ -108,7 +108,7 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
 
 
 def passed_over(name: str, device_type: str, dtype: torch.dtype) -> str | None:
-    """What a person should know of the backend that ``select_backend`` takes: an installed flash-attn is no use here."""
+    """Why ``select_backend`` takes no flash-attn where one is installed, a sentence for a person; None if it does."""
     if name != "auto" or not flash_attn.is_installed() or select_backend(name, device_type, dtype).name != "aten":
         return None
     problem = flash_attn.problem() if device_type == "cuda" else None

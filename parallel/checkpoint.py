@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,9 @@ from parallel.manifest import (
     what_is_broken,
     write_manifest,
 )
-from parallel.shards import (
-    METADATA,
-    Model,
-    compare_tensors,
-    read_metadata,
-    read_shards,
-    spread_copies,
-    tensors_of,
-    write_shards,
-)
+
+if TYPE_CHECKING:
+    from parallel.shards import Model
 
 __all__ = [
     "CheckpointConfig",
@@ -76,7 +69,7 @@ class CheckpointConfig:
 def save_checkpoint(
     directory: str | Path,
     iteration: int,
-    model: Model,
+    model: "Model",
     optimizer: torch.optim.Optimizer,
     *,
     architecture: dict[str, Any],
@@ -101,6 +94,8 @@ def save_checkpoint(
         CheckpointError: the iteration's checkpoint exists (a broken one is moved aside instead), or the disk refused;
             on every rank, and nothing half-written stays.
     """
+    from parallel.shards import tensors_of, write_shards  # torch.distributed.checkpoint: half a second
+
     folder = checkpoint_folder(directory, iteration)
     draft = folder.with_name(folder.name + ".tmp")
     with cpu_group(group) as group:
@@ -122,7 +117,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: str | Path,
-    model: Model,
+    model: "Model",
     optimizer: torch.optim.Optimizer,
     architecture: dict[str, Any],
     *,
@@ -144,6 +139,8 @@ def load_checkpoint(
         CheckpointError: the architecture, a tensor's name, shape or dtype differs, or a file does not hold what it
             should. A difference is found before any weight is changed.
     """
+    from parallel.shards import compare_tensors, read_metadata, read_shards, spread_copies, tensors_of
+
     folder = Path(path)
     with cpu_group(group) as group:
         with agreed(group):
@@ -177,6 +174,8 @@ def load_model(
     Raises:
         CheckpointError: as ``load_checkpoint`` does.
     """
+    from parallel.shards import compare_tensors, read_metadata, read_shards, tensors_of
+
     folder = Path(path)
     with cpu_group(group) as group:
         with agreed(group):
@@ -225,6 +224,8 @@ def _start_draft(draft: Path) -> None:
 
 def _own_files(draft: Path, group: dist.ProcessGroup | None) -> list[tuple[str, tuple[int, str]]]:
     """Name, size and SHA-256 of what this rank wrote: DCP names a rank's files ``__RANK_*``."""
+    from parallel.shards import METADATA
+
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     with _disk_errors(draft):
         paths = sorted(draft.glob(f"__{rank}_*")) + ([draft / METADATA] if rank == 0 else [])

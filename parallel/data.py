@@ -1,17 +1,20 @@
-"""Share a model's weights, gradients and optimizer state among the ranks of dp x cp (FSDP2)."""
+"""Share a model's weights, gradients and optimizer state among the ranks of dp x cp (FSDP2).
+
+FSDP and DTensor take a second to import, so functions do it: a command line that is refused waits for neither.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Strategy = Literal["ddp", "legacy_ddp", "zero1", "zero2", "zero3"]
 
@@ -87,6 +90,8 @@ def shard_model(
         mesh: what ``sharding_mesh`` made of all ranks that share the model.
         bf16: gather and compute in bfloat16, but for modules inside of layers that say ``full_precision``.
     """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
     if strategy in ("ddp", "legacy_ddp"):
         # With legacy_ddp each rank is alone for the library, which casts and adds up micro-batches, and sends nothing.
@@ -123,6 +128,8 @@ def fill(model: nn.Module, device: torch.device, weight_of: Callable[[str, torch
     Args:
         weight_of: (parameter's name, whole shape) -> whole tensor, the same on every rank.
     """
+    from torch.distributed.tensor import DTensor
+
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
         whole = weight_of(name, parameter.shape).to(device)
@@ -132,11 +139,14 @@ def fill(model: nn.Module, device: torch.device, weight_of: Callable[[str, torch
             parameter.copy_(whole)
 
 
-def own_shard(whole: Tensor, like: DTensor) -> Tensor:
+def own_shard(whole: Tensor, like: "DTensor") -> Tensor:
     """The part of a whole tensor that this rank holds of ``like``; nothing is sent.
 
     Where tensor parallelism and FSDP split one dimension, the former, which is the mesh's last dimension, did so first.
     """
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     for mesh_dim in reversed(range(like.device_mesh.ndim)):
         placement = like.placements[mesh_dim]
         if isinstance(placement, Shard | _StridedShard):
@@ -154,6 +164,8 @@ def reduce_gradients(model: nn.Module, last: bool, strategy: Strategy = "zero3")
     Before the last one only ``zero2`` and ``zero3`` send gradients, among the ranks of one copy, and all but ``zero3``
     keep whole weights.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or strategy in ("zero2", "zero3"))
         model.set_requires_all_reduce(last)
@@ -162,6 +174,8 @@ def reduce_gradients(model: nn.Module, last: bool, strategy: Strategy = "zero3")
 
 def reshard(model: nn.Module) -> None:
     """Let go of the whole weights that forwards have left, so that the next one gathers them from the shards."""
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -176,6 +190,8 @@ def finish_gradients(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> 
     """
     if strategy != "legacy_ddp":
         return
+    from torch.distributed.tensor import DTensor
+
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     flat = torch.cat([g.flatten() for g in locals_])

@@ -11,12 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial
 
 from kernels.chunks import over_chunks
 from kernels.loss import cross_entropy_sum as whole_cross_entropy_sum
 from kernels.loss import row_chunks
-from parallel.tensor_styles import first_entry
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
@@ -24,10 +22,14 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) 
 
     All ranks of the logits' mesh hold the same labels and get the same loss.
     """
+    from torch.distributed.tensor import DTensor
+
     if not isinstance(logits, DTensor):
         return whole_cross_entropy_sum(logits, labels, ignore_index)
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"labels {tuple(labels.shape)} and logits {tuple(logits.shape)} must agree in all but V")
+    from parallel.tensor_styles import first_entry
+
     first = first_entry(logits, -1)
     group = logits.device_mesh.get_group()
     loss = _SplitCrossEntropySum.apply(logits.to_local().flatten(0, -2), labels.flatten(), ignore_index, first, group)
@@ -42,10 +44,14 @@ def chunked_cross_entropy_sum(
     hidden [..., C], output weights [V, C], labels [...]. Where the weights are a DTensor sharded over V, the hidden
     states are one that every rank holds whole; collective then, and each rank has logits of its own W entries only.
     """
+    from torch.distributed.tensor import DTensor, Partial
+
     labels = labels.flatten()
     of_logits: Callable[[Tensor, Tensor], Tensor]
     if isinstance(weight, DTensor):
         assert isinstance(hidden, DTensor)
+        from parallel.tensor_styles import first_entry
+
         split = first_entry(weight), weight.device_mesh.get_group()
         of_logits = lambda logits, labels: _SplitCrossEntropySum.apply(logits, labels, ignore_index, *split)  # noqa: E731
         # A rank's own entries give it a part of the gradient of the hidden states.

@@ -23,7 +23,7 @@ NUMBERED_TOKENS = 40  # longer sequences have no room for a rank's number on eac
 
 CAPTIONS = {
     "ring": "Ring Attention: contiguous blocks, KV passed around a ring",
-    "striped": "Striped Attention: every {size}th token, KV passed around a ring",
+    "striped": "Striped Attention: every {ordinal} token, KV passed around a ring",
     "zigzag": "Zigzag: chunk r and its mirror image of {chunks}, KV passed around a ring",
     "allgather": "All-gather: {layout} layout, all KV gathered at once",
 }
@@ -50,6 +50,12 @@ class Drawing:
     def even(self) -> float:
         """Pairs of each rank, were the work divided evenly."""
         return float(self.work.sum() / self.work.shape[1])
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 4th, ..., 11th, ..., 21st."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def drawing(method: str, seq_length: int, size: int, causal: bool = True) -> Drawing:
@@ -121,7 +127,7 @@ def _band(figure: "Figure", shown: Drawing, top: float, columns: int, longest: i
 
     plan = shown.plan
     caption = CAPTIONS.get(plan.method.name, plan.method.name).format(
-        size=plan.size, chunks=2 * plan.size, layout=plan.layout.name
+        ordinal=ordinal(plan.size), chunks=2 * plan.size, layout=plan.layout.name
     )
     figure.text(0.35 / width, (top - 0.12) / height, caption, size=12, weight="bold", color=INK, va="center")
     strip = axes(0.75, top - 0.72, 2.45 * columns - 0.35, 0.34)

@@ -14,8 +14,8 @@ from parallel.agree import is_first
 from parallel.context import ContextParallel, context_parallel
 from parallel.data import fill, shard_model, sharding_mesh
 from parallel.mesh import Mesh
-from parallel.pipeline import Batch, PipelineRunner, Runner
 from parallel.recompute import recompute_layers
+from parallel.runner import Batch, Runner
 from parallel.stages import stage_layers
 from train.common import CommonConfig
 from train.flags import ConfigError
@@ -30,7 +30,7 @@ class Summed(Protocol):
         """Tokens of a sample that this rank takes, padding included."""
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """See ``parallel.pipeline.LossSum``."""
+        """See ``parallel.runner.LossSum``."""
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -124,6 +124,15 @@ def runner_of(
     strategy, train, ranks = config.data_parallel.strategy, config.train, mesh.pp.size()
     if ranks == 1:
         return Runner(parts, objective.loss_sum, strategy)
+    schedule = config.pipeline.pipeline_schedule
+    if is_first() and schedule == "Interleaved1F1B" and config.pipeline.num_virtual_stages_per_pipeline_rank == 1:
+        print(
+            f"note: pipeline_schedule {schedule} with 1 virtual stage per process interleaves nothing: it is 1F1B; "
+            "--num-virtual-stages-per-pipeline-rank 2 shortens the bubbles",
+            flush=True,
+        )
+    from parallel.pipeline import PipelineRunner  # which takes a second, for torch.compile
+
     hidden = (train.micro_batch_size, objective.local_length // mesh.tp.size(), config.shape.hidden_size)  # [B, T, C]
     return PipelineRunner(
         parts,

@@ -15,7 +15,7 @@ from model.dit import patchify
 from model.dit_config import DiTConfig
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh
-from parallel.pipeline import Runner
+from parallel.runner import Runner
 from train.assemble import runner_of
 from train.dit_config import DiTRunConfig
 

@@ -13,7 +13,7 @@ from train.common import CommonConfig, validate_backend, validate_run
 from train.ema import EmaConfig
 from train.flags import ConfigError
 from train.sampling import SamplingConfig
-from train.sizes import validate_mesh
+from train.sizes import validate_magnitude, validate_mesh
 
 INTRODUCTION = """\
 Pretrain a diffusion transformer on latents of images or of long videos, shared over processes by context parallelism.
@@ -90,6 +90,7 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
 
     Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
     """
+    validate_magnitude(config, world_size)
     try:
         config.sampling.check(diffusion_of(config))
     except ValueError as error:

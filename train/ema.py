@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from parallel.data import reshard
 
@@ -70,4 +69,6 @@ class Ema:
 
 
 def _own(x: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
     return x.to_local() if isinstance(x, DTensor) else x

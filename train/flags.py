@@ -20,8 +20,11 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args,
 
 import tomli_w
 
+from train.megatron_flags import Entry, without_what_is_so
+
 Root = TypeVar("Root")
 EXPECTED = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
+LONGEST_TOML = 1_000_000
 METAVAR = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -123,11 +126,21 @@ def _hint(root: type, name: str, known: Sequence[str]) -> str:
 def read_toml(root: type, path: str | Path) -> dict[str, Any]:
     """The values that a TOML file sets, by field name. Raises ConfigError naming the file, the key and the fix."""
     try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open(encoding="utf-8-sig") as file:
+            text = file.read(LONGEST_TOML + 1)
+        if len(text) > LONGEST_TOML:
+            raise ConfigError(
+                f"{path}: longer than {LONGEST_TOML:,} characters, which no configuration is; name a TOML file"
+            )
+        tree = tomllib.loads(text)
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); name an existing TOML file") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply; a configuration has sections and their keys alone") from error
     table, sections, values = config_fields(root), list(get_type_hints(root)), {}
     for section, content in tree.items():
         if section in table:
@@ -210,14 +223,32 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     `argv` is without the program's name. Raises ConfigError; prints the help, headed by `introduction`, and exits with
     status 0 where it is asked for.
     """
+    flags = ["--config", "--help", *(field.flag for field in config_fields(root).values())]
+    try:
+        argv, taken = without_what_is_so(argv, flags)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     parser = _parser(root, introduction if {"-h", "--help"} & set(argv) else None)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = ["--config", *(field.flag for field in config_fields(root).values())]
         flag = unknown[0].startswith("-")
         hint = _hint(root, unknown[0], flags) if flag else "a value follows the flag it belongs to"
         raise ConfigError(f"unknown argument {unknown[0]}; {hint}")
     values: dict[str, Any] = vars(given)
     path = values.pop("config", None)
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return build(root, {**(read_toml(root, path) if path is not None else {}), **values})
+    config = build(root, {**(read_toml(root, path) if path is not None else {}), **values})
+    for entry in taken:
+        _check_so(config, entry)
+    return config
+
+
+def _check_so(config: object, entry: Entry) -> None:
+    """Refuse a flag of Megatron's that says what is so with some values of a field alone, where that has another."""
+    if not entry.fits:
+        return
+    field = config_fields(type(config)).get(entry.field)
+    value = getattr(getattr(config, field.section), field.name) if field else None
+    if value not in entry.fits:
+        found = f"{entry.field} is {value}" if field else f"this program has no {entry.field}"
+        raise ConfigError(f"{entry.flag} is given and {found}; it goes with {', '.join(entry.fits)}: {entry.text}")

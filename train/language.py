@@ -20,7 +20,7 @@ from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.context.relayout import attend_inside
 from parallel.hybrid import HybridLayout, faster_layout, layout_costs
 from parallel.mesh import Mesh
-from parallel.pipeline import Runner
+from parallel.runner import Runner
 from parallel.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
 from train.assemble import runner_of, softmax_context
 from train.config import Config, ConfigError

@@ -18,12 +18,13 @@ from parallel.agree import agreed
 from parallel.checkpoint import save_checkpoint
 from parallel.data import copies_unseen, finish_gradients
 from parallel.mesh import Mesh
-from parallel.pipeline import Runner
+from parallel.runner import Runner
 from train.common import CommonConfig
 from train.ema import Ema
-from train.metrics import RunLog, memory_gb, progress_line
+from train.metrics import RunLog, memory_gb
 from train.optim import clip_gradients, gradient_norm, learning_rate
 from train.peak import peak_flops
+from train.progress import ProgressLines, validation_line
 
 MOST_SKIPPED_IN_A_ROW = 10
 AVERAGED = "ema_decay"
@@ -92,7 +93,8 @@ class Trainer:
         self._peak = peak_flops(self.mesh.device, torch.bfloat16 if config.train.bf16 else torch.float32)
         self._skipped_in_a_row = 0
         steps = batches(self.train_data, self._batching, progress.consumed_samples)
-        unprinted: list[dict[str, Any]] = []
+        processor = "GPU" if self.mesh.device.type == "cuda" else "process"
+        lines = ProgressLines(config.train.train_iters, config.logging.log_interval, processor)
         if self.log is not None and progress.iteration >= config.train.train_iters:
             print(
                 f"iteration {progress.iteration} of {config.train.train_iters}: nothing left to train; "
@@ -111,8 +113,7 @@ class Trainer:
             last = stop or progress.iteration == config.train.train_iters
             if self.valid_data is not None and (last or progress.iteration % config.train.eval_interval == 0):
                 record |= {"validation_loss": self._validate(self.valid_data), **self.validation_constants}
-            unprinted.append(record)
-            self._report(record, unprinted, last)
+            self._report(record, lines.add(record, time.monotonic(), last))
             interval = config.checkpoint.save_interval
             if config.checkpoint.save and (last or (interval and progress.iteration % interval == 0)):
                 self._save()
@@ -253,16 +254,15 @@ class Trainer:
         dist.broadcast(over, src=0)
         return bool(over)
 
-    def _report(self, record: dict[str, Any], unprinted: list[dict[str, Any]], last: bool) -> None:
-        if self.log is not None:
-            self.log.write(record)
-            if last or record["iteration"] % self.config.logging.log_interval == 0:
-                print(progress_line(unprinted, self.config.train.train_iters, self.global_batch_size), flush=True)
-            if "validation_loss" in record:
-                print(validation_line(record), flush=True)
-                self.log.sync()
-        if last or record["iteration"] % self.config.logging.log_interval == 0:
-            unprinted.clear()
+    def _report(self, record: dict[str, Any], lines: list[str]) -> None:
+        if self.log is None:
+            return
+        self.log.write(record)
+        for line in lines:
+            print(line, flush=True)
+        if "validation_loss" in record:
+            print(validation_line(record), flush=True)
+            self.log.sync()
 
     def _save(self) -> None:
         folder = self.config.checkpoint.save
@@ -282,14 +282,3 @@ class Trainer:
         )
         if self.log is not None:
             print(f"saved {path}", flush=True)
-
-
-def validation_line(record: dict[str, Any]) -> str:
-    """One line on a validation, beside the loss that knowing the tokens' frequencies alone would give."""
-    loss = record["validation_loss"]
-    line = f"validation loss at iteration {record['iteration']}: {loss:.4f}"
-    if "diffusion_loss" not in record:
-        line += f" | perplexity: {math.exp(min(loss, 99)):.2f}"
-    if "unigram_entropy" in record:
-        line += f" | unigram entropy of the corpus: {record['unigram_entropy']:.4f}"
-    return line

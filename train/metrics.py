@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, progress lines, the loss curve, wandb and TensorBoard."""
+"""What a run keeps of its numbers: metrics.jsonl, the loss curve, wandb and TensorBoard."""
 
 import json
 import math
@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ class LoggingConfig:
     """Where the numbers of a run go, besides metrics.jsonl."""
 
     log_interval: int = 10
-    """Iterations between progress lines."""
+    """Iterations between lines on the screen; the first iteration has one of its own."""
     tensorboard_dir: str | None = None
     """Folder of TensorBoard events."""
     wandb_project: str | None = None
@@ -134,35 +133,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def loss_name(record: dict[str, Any]) -> str:
     """The one of ``LOSSES`` that a record has."""
     return next(name for name in LOSSES if name in record)
-
-
-def progress_line(records: Sequence[dict[str, Any]], train_iters: int, global_batch_size: int) -> str:
-    """Megatron's line for the iterations since the last one, and tokens/s, MFU and memory; losses are averaged."""
-    last, loss = records[-1], loss_name(records[-1])
-
-    def mean(name: str, weight: str | None = None) -> float:
-        """Mean over the iterations: rates by their time, losses over those that were not skipped."""
-        pairs = [(record[name], record[weight] if weight else 1.0) for record in records if math.isfinite(record[name])]
-        return sum(value * share for value, share in pairs) / sum(share for _, share in pairs) if pairs else math.nan
-
-    time = "iteration_time_ms"
-
-    fields = [
-        f"[{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last['iteration']:8d}/{train_iters:8d}",
-        f"consumed samples: {last['consumed_samples']:12d}",
-        f"elapsed time per iteration (ms): {mean(time):.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {mean('tflops_per_gpu', time):.3f}",
-        f"tokens/s: {mean('tokens_per_second', time):.0f}",
-        *([f"samples/s: {mean('samples_per_second', time):.1f}"] if loss != "lm_loss" else []),
-        f"MFU: {100 * mean('mfu', time):.1f}%",
-        f"memory (GB): {last['memory_gb']:.2f}",
-        f"learning rate: {last['learning_rate']:.6E}",
-        f"global batch size: {global_batch_size:5d}",
-        f"{loss.replace('_', ' ')}: {mean(loss):.6E}",
-        f"grad norm: {last['grad_norm']:.3f}",
-        f"number of skipped iterations: {last['skipped_iterations']:3d}",
-    ]
-    return " | ".join(fields) + " |"
 
 
 def memory_gb(device: torch.device) -> float:

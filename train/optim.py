@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +99,8 @@ def gradient_norm(
 
 def _own_square(gradient: torch.Tensor) -> torch.Tensor:
     """This rank's part of the squared norm, float64."""
+    from torch.distributed.tensor import DTensor
+
     copies = 1
     if isinstance(gradient, DTensor):
         sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)

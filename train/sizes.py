@@ -1,21 +1,67 @@
 """Whether a configuration's sizes fit each other and the number of processes."""
 
 import math
+import os
 from typing import TYPE_CHECKING
 
 from parallel.context.errors import ContextError
 from parallel.context.registry import LINEAR_METHODS, METHODS, STATE_METHODS
 from parallel.hybrid import HybridConfig
 from parallel.recompute import RecomputeConfig
-from train.flags import ConfigError
+from train.flags import ConfigError, config_fields
 
 if TYPE_CHECKING:
     from train.common import CommonConfig, ModelShape
     from train.config import Config
 
 
+LARGEST = dict.fromkeys(("num_layers", "num_virtual_stages_per_pipeline_rank"), 10**5)
+LARGEST |= dict.fromkeys(("num_attention_heads", "num_query_groups"), 10**6)
+LARGEST |= dict.fromkeys(("hidden_size", "ffn_hidden_size", "kv_channels"), 10**7)
+"""Beyond these no model could be held; it would be built for hours, module by module."""
+LARGEST_ELSEWHERE = 10**9 - 1
+MOST_BYTES = 10**13
+"""Of one process: the largest machines have some 10^12."""
+
+
+def validate_magnitude(config: "CommonConfig", world_size: int) -> None:
+    """Raise ConfigError for sizes that no machine can hold, before anything is planned or allocated by them.
+
+    Iterations, intervals and seeds count nothing that is held, and have no bound here.
+    """
+    for name, field in config_fields(type(config)).items():
+        value = getattr(getattr(config, field.section), name)
+        if field.base is not int or name == "seed" or name.endswith(("_iters", "_interval", "_step")):
+            continue
+        largest = LARGEST.get(name, LARGEST_ELSEWHERE)
+        if max((value or (0,)) if field.many else (value or 0,)) > largest:
+            raise ConfigError(f"{name} is {value}, which no machine can hold; it can be {largest:,} at most")
+    readers, most = config.reading.num_workers, max(64, 8 * (os.cpu_count() or 1))
+    if readers > most:
+        raise ConfigError(
+            f"num_workers is {readers}, processes that read ahead for each rank, on {os.cpu_count()} cores; it can "
+            f"be {most} at most"
+        )
+    shape, mesh = config.shape, config.mesh
+    width, shared = shape.hidden_size, mesh.context_parallel_size * mesh.tensor_model_parallel_size
+    matrices = shape.num_layers * width * 2 * (shape.num_attention_heads * shape.head_dim + shape.ffn_size)
+    entries = (getattr(config.model, "vocab_size", None) or 0) * width
+    state = 16 * (matrices + entries) // world_size  # float32 weights and gradients, AdamW's two moments
+    hidden = 4 * config.train.micro_batch_size * config.sequence_length * width // shared
+    for names, what, size in (
+        ("num_layers, hidden_size and vocab_size", "the state of the model", state),
+        ("micro_batch_size, the length and hidden_size", "the hidden states of one layer", hidden),
+    ):
+        if size > MOST_BYTES:
+            raise ConfigError(
+                f"{names} make {what} {size / 1e12:,.0f} TB in each process, which no machine has; lower them, or "
+                "start more processes"
+            )
+
+
 def validate_sizes(config: "Config", world_size: int) -> None:
     """Raise ConfigError for sizes of a language model's run that do not fit, naming them and the nearest that do."""
+    validate_magnitude(config, world_size)
     length, table = config.train.seq_length, config.model.max_position_embeddings
     if table is not None and length > table:
         raise ConfigError(

@@ -133,7 +133,7 @@ def test_none_is_no_matter(place: Path) -> None:
     assert not flash_attn.is_installed(), "these tests expect an environment without one"
     assert select_backend("auto", *CUDA).name == "aten"
     assert passed_over("auto", *CUDA) is None
-    with pytest.raises(ValueError, match="which is not installed; install flash-attn 2.7"):
+    with pytest.raises(ValueError, match=r"which is not installed; install flash-attn 2\.7"):
         select_backend("flash_attn", *CUDA)
 
 

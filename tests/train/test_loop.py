@@ -29,7 +29,7 @@ from tests.ranks import run_ranks
 from train import loop
 from train.config import Config, TrainConfig
 from train.language import NextToken, build_runner
-from train.loop import Progress, Trainer, TrainingError, validation_line
+from train.loop import Progress, Trainer, TrainingError
 from train.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 from train.optim import OptimizerConfig, build_optimizer
 
@@ -289,13 +289,3 @@ def test_a_bad_sample_of_one_rank_ends_all(where: str, tmp_path: Path) -> None:
     assert [error for _, error in ends] == ["DataError: x.bin: sample 6 is bad"] * 2
     assert len({progress.iteration for progress, _ in ends}) == 1
     assert checkpoints(tmp_path / "run") == []
-
-
-def test_validation_line_tells_what_frequencies_alone_would_give() -> None:
-    line = validation_line({"iteration": 50, "validation_loss": 2.0, "unigram_entropy": 5.5})
-    assert line == (
-        "validation loss at iteration 50: 2.0000 | perplexity: 7.39 | unigram entropy of the corpus: 5.5000"
-    )
-    assert "unigram" not in validation_line({"iteration": 50, "validation_loss": 2.0})
-    assert "perplexity" in validation_line({"iteration": 1, "validation_loss": 1e6}), "no overflow"
-    assert "perplexity" not in validation_line({"iteration": 1, "validation_loss": 2.0, "diffusion_loss": 2.0})

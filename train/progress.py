@@ -1,0 +1,118 @@
+"""What a run prints as it goes on: a line of its training now and then, and one for each validation."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from train.metrics import loss_name
+
+COLUMNS = 110
+"""Width that no line of training exceeds."""
+
+
+class ProgressLines:
+    """The lines of a run's training: after its first iteration, every log_interval iterations, and at its end.
+
+    The first one is for a person who waits: that alone says whether the run is alive, and how long it will take.
+    """
+
+    def __init__(self, train_iters: int, log_interval: int, processor: str) -> None:
+        """``processor`` is what a process computes on, ``GPU`` or ``process``, to name rates by."""
+        self.train_iters, self.log_interval, self.processor = train_iters, log_interval, processor
+        self._unprinted: list[dict[str, Any]] = []
+        self._started: tuple[int, float] | None = None
+        self._machine_told = False
+
+    def add(self, record: dict[str, Any], now: float, last: bool = False) -> list[str]:
+        """The lines, if any, that an iteration's record calls for. ``now`` is a clock's time in seconds."""
+        first = self._started is None
+        if self._started is None:
+            self._started = record["iteration"], now
+        self._unprinted.append(record)
+        if not (first or last or record["iteration"] % self.log_interval == 0):
+            return []
+        lines = [progress_line(self._unprinted, self.train_iters, self._seconds_left(record, now))]
+        if last or (not first and not self._machine_told):
+            lines.append(machine_line(self._unprinted, self.processor))
+            self._machine_told = True
+        self._unprinted = []
+        return lines
+
+    def _seconds_left(self, record: dict[str, Any], now: float) -> float:
+        """Of the whole run, by what the iterations after its first one took, validations and checkpoints included."""
+        assert self._started is not None
+        iteration, started = self._started
+        done = record["iteration"] - iteration
+        each = (now - started) / done if done else record["iteration_time_ms"] / 1e3
+        return each * (self.train_iters - record["iteration"])
+
+
+def progress_line(records: Sequence[dict[str, Any]], train_iters: int, seconds_left: float) -> str:
+    """One line on the iterations since the last one: means of losses and rates, the latest of the rest.
+
+    What would make it wider than ``COLUMNS`` is left out: the learning rate, then the rate; metrics.jsonl has all.
+    """
+    last, loss = records[-1], loss_name(records[-1])
+    value = _mean(records, loss)
+    unit = "tokens" if loss == "lm_loss" else "samples"
+    skipped = sum(not math.isfinite(record["grad_norm"]) for record in records)
+    fields = {
+        "iteration": f"iteration {last['iteration']}/{train_iters}",
+        "loss": f"loss {value:.4f}" if value < 100 else f"loss {value:.4g}",
+        "norm": f"grad norm {last['grad_norm']:.3g}",
+        "lr": f"lr {last['learning_rate']:.2e}",
+        "time": f"{_mean(records, 'iteration_time_ms'):.0f} ms",
+        "rate": f"{_short(_mean(records, f'{unit}_per_second', 'iteration_time_ms'))} {unit}/s",
+        "skipped": f"{skipped} skipped" if skipped else "",
+        "left": f"{_duration(seconds_left)} left" if last["iteration"] < train_iters else "",
+    }
+    for name in ("", "lr", "rate"):
+        fields.pop(name, None)
+        line = " | ".join(filter(None, fields.values()))
+        if len(line) <= COLUMNS:
+            break
+    return line
+
+
+def machine_line(records: Sequence[dict[str, Any]], processor: str) -> str:
+    """One line on what the iterations since the last one took of the machine."""
+    tflops, mfu = (_mean(records, name, "iteration_time_ms") for name in ("tflops_per_gpu", "mfu"))
+    memory = records[-1]["memory_gb"]
+    return f"per {processor}: {tflops:.3g} TFLOP/s, MFU {100 * mfu:.1f}%, {memory:.2f} GB of memory at most"
+
+
+def validation_line(record: dict[str, Any]) -> str:
+    """One line on a validation, beside the loss that knowing the tokens' frequencies alone would give."""
+    loss = record["validation_loss"]
+    line = f"validation loss at iteration {record['iteration']}: {loss:.4f}"
+    if "diffusion_loss" not in record:
+        line += f" | perplexity: {math.exp(min(loss, 99)):.2f}"
+    if "unigram_entropy" in record:
+        line += f" | unigram entropy of the corpus: {record['unigram_entropy']:.4f}"
+    return line
+
+
+def _mean(records: Sequence[dict[str, Any]], name: str, weight: str | None = None) -> float:
+    """Mean over the iterations: rates by their time, losses over those that were not skipped."""
+    pairs = [(record[name], record[weight] if weight else 1.0) for record in records if math.isfinite(record[name])]
+    return sum(value * share for value, share in pairs) / sum(share for _, share in pairs) if pairs else math.nan
+
+
+def _short(value: float) -> str:
+    """Four digits, and three with k, M or G beyond 9,999."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= max(size, 1e4):
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    """1:05, 2:01:05 or 3d 2:01, by what matters of it."""
+    if not seconds < 1e9:
+        return "over 30 years"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour}:{minute:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

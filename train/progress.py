@@ -78,7 +78,8 @@ def machine_line(records: Sequence[dict[str, Any]], processor: str) -> str:
     """One line on what the iterations since the last one took of the machine."""
     tflops, mfu = (_mean(records, name, "iteration_time_ms") for name in ("tflops_per_gpu", "mfu"))
     memory = records[-1]["memory_gb"]
-    return f"per {processor}: {tflops:.3g} TFLOP/s, MFU {100 * mfu:.1f}%, {memory:.2f} GB of memory at most"
+    rate = f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
+    return f"per {processor}: {rate}, MFU {100 * mfu:.1f}%, {memory:.2f} GB of memory at most"
 
 
 def validation_line(record: dict[str, Any]) -> str:

@@ -24,8 +24,9 @@ def test_a_line_has_the_means_since_the_last_one() -> None:
         "1:05 left",
     ]
     assert machine_line([record(2), record(4)], "process") == (
-        "per process: 0.25 TFLOP/s, MFU 12.5%, 1.50 GB of memory at most"
+        "per process: 250 GFLOP/s, MFU 12.5%, 1.50 GB of memory at most"
     )
+    assert machine_line([record(2, tflops_per_gpu=431.2)], "GPU").startswith("per GPU: 431 TFLOP/s, MFU 12.5%")
 
 
 def test_skipped_iterations_are_counted_and_left_out_of_the_loss() -> None:

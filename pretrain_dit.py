@@ -11,7 +11,8 @@ from model.dit import DiT, dit_flops_per_patch, full_sdpa, initial_dit_weight, n
 from model.dit_config import architecture_of
 from parallel.agree import agreed, is_first
 from parallel.context import ContextParallel
-from parallel.mesh import Mesh, joined, launched_world_size
+from parallel.mesh import Mesh, joined
+from parallel.processes import launched_world_size
 from train.assemble import build_parts, softmax_context, summary
 from train.diffusion import Denoising, build_runner
 from train.dit_config import DiTRunConfig, diffusion_of, parse_args, validate

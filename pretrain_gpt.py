@@ -12,7 +12,8 @@ from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
 from model.registry import TITLES, build_model, flops_per_token, num_parameters
 from parallel.agree import agreed, is_first
-from parallel.mesh import Mesh, joined, launched_world_size
+from parallel.mesh import Mesh, joined
+from parallel.processes import launched_world_size
 from train.assemble import build_parts, summary
 from train.config import Config, parse_args, validate
 from train.language import NextToken, build_runner, context_of, corpus_entropy, softmax_layout, with_vocabulary

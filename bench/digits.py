@@ -18,7 +18,8 @@ from torch import Tensor
 from data.latents import Digits
 from parallel.agree import agreed, is_first
 from parallel.manifest import checkpoint_folder
-from parallel.mesh import joined, launched_world_size
+from parallel.mesh import joined
+from parallel.processes import launched_world_size
 from tools.arguments import parser_for, positive
 from tools.sample_dit import check_finite, config_of, fitted, load_sampler
 from train.flags import ConfigError

@@ -25,6 +25,7 @@ from bench.ceilings import matmul_rate
 from bench.workload import DTYPES, Workload, fingerprint
 from model.attention import sdpa
 from parallel.context import context_parallel
+from parallel.processes import join
 
 ONE_PROCESS = "one_process"
 ANSWER_WITHIN = 600.0
@@ -187,7 +188,7 @@ def _join(rank: int, size: int, folder: str) -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(Path(folder) / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=ANSWER_WITHIN))
+    join(timeout=timedelta(seconds=ANSWER_WITHIN), store=store, rank=rank, world_size=size)
 
 
 def _timed(step: _Step, together: bool) -> Times:

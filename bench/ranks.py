@@ -105,10 +105,12 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    from parallel.processes import join
+
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(str(Path(folder) / "store"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+        join(timeout=timedelta(seconds=60), store=store, rank=rank, world_size=world_size)
         answer = (True, fn(rank, world_size, *args))
         dist.barrier()
         dist.destroy_process_group()

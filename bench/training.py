@@ -8,7 +8,8 @@ from io import StringIO
 from types import ModuleType
 from typing import Any
 
-from parallel.mesh import joined, launched_world_size
+from parallel.mesh import joined
+from parallel.processes import launched_world_size
 from train import loop
 from train.loop import Trainer
 from train.metrics import RunLog

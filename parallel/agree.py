@@ -1,6 +1,5 @@
 """Errors that every rank raises together: a failure on one rank must not leave the others waiting for it."""
 
-import os
 import pickle
 import time
 import traceback
@@ -11,6 +10,8 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from parallel.processes import launched_world_size, meet
 
 T = TypeVar("T")
 
@@ -109,11 +110,11 @@ def one_voice(seconds: float) -> Iterator[bool]:
     speaks: better twice than not at all. On the way out the ranks wait for each other for at most ``seconds``, because
     a launcher ends the others once one has gone, and the store may live in any of them.
     """
-    size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     store: dist.Store | None = None
-    first = True
-    if size > 1:
-        with suppress(RuntimeError, ValueError):
+    size, first = 1, True
+    with suppress(RuntimeError, ValueError):
+        size = dist.get_world_size() if dist.is_initialized() else launched_world_size()
+        if size > 1:
             store = _store(seconds)
             first = store.add("failed ranks", 1) == 1
     yield first
@@ -130,8 +131,7 @@ def _store(seconds: float) -> dist.Store:
     """The store of the process group or, before there is one, of the launcher."""
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
-    store: dist.Store = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0]
-    return store
+    return meet(timedelta(seconds=seconds))[0]
 
 
 @contextmanager

@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parallel.processes import join, leave
+
 
 class MeshError(ValueError):
     """Processes that cannot form the mesh."""
 
 
+SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 0.02, 10080  # minutes
 SIZES = ("pipeline_model_parallel_size", "context_parallel_size", "tensor_model_parallel_size")
 
 
@@ -40,8 +43,11 @@ class MeshConfig:
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        if self.distributed_timeout_minutes <= 0:
-            raise ValueError(f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; it must be above 0")
+        if not SHORTEST_TIMEOUT <= self.distributed_timeout_minutes <= LONGEST_TIMEOUT:
+            raise ValueError(
+                f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; it must be from "
+                f"{SHORTEST_TIMEOUT} (a second or so) to {LONGEST_TIMEOUT:,} (a week)"
+            )
         if self.device == "cpu" and self.distributed_backend == "nccl":
             raise ValueError("distributed_backend is nccl and device is cpu; use gloo or auto")
 
@@ -79,11 +85,6 @@ class Mesh:
     both: DeviceMesh
 
 
-def launched_world_size() -> int:
-    """Number of processes as their launcher says; 1 where this one was started alone."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
 @contextmanager
 def joined(config: MeshConfig) -> Iterator[Mesh]:
     """Join the processes that the launcher started and arrange them; part where the body ends cleanly.
@@ -93,6 +94,7 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
     outer one.
 
     Raises:
+        LaunchError: the processes cannot join (see ``parallel.processes.meet``).
         MeshError: there is no GPU, or there are more processes than GPUs on a machine.
     """
     device = torch.device(config.device_type)
@@ -110,10 +112,7 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
     found = dist.is_initialized()
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if not found:
-        if "RANK" in os.environ:
-            dist.init_process_group(config.backend, timeout=timeout)
-        else:
-            dist.init_process_group(config.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        join(config.backend, timeout)
     pp, cp, tp = (getattr(config, name) for name in SIZES)
     sizes = {"pp": pp, "dp": dist.get_world_size() // (pp * cp * tp), "cp": cp, "tp": tp}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -122,6 +121,9 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
     for part in (arranged.pp, arranged.dp, arranged.cp, arranged.tp, arranged.both):
         # the groups of a mesh do not inherit the timeout of the processes, and wait for 30 minutes
         dist.distributed_c10d._set_pg_timeout(timeout, part.get_group())
+        for_messages = part.get_group()._get_backend(torch.device("cpu"))
+        if hasattr(for_messages, "set_timeout"):  # what is above is for collectives alone
+            for_messages.set_timeout(timeout)
     ended_well = False
     try:
         yield arranged
@@ -129,4 +131,4 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
     finally:
         # After an error the peers may be stuck in a collective, and waiting for them would turn a message into a hang.
         if not found and (ended_well or dist.get_world_size() == 1):
-            dist.destroy_process_group()
+            leave()

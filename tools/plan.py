@@ -23,7 +23,8 @@ if not __package__:  # started as a file: the packages lie one folder up
 from data.tokenizer import load_tokenizer
 from parallel.cluster import Cluster, default_cluster, load_cluster
 from parallel.files import write_text
-from parallel.mesh import SIZES, launched_world_size
+from parallel.mesh import SIZES
+from parallel.processes import launched_world_size
 from tools.arguments import parser_for
 from train.config import Config, ConfigError, parse_args, to_toml, validate
 from train.language import with_vocabulary

@@ -23,7 +23,8 @@ from parallel.agree import agreed, is_first
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_model, read_manifest
 from parallel.files import replacing
 from parallel.manifest import checkpoint_folder
-from parallel.mesh import Mesh, joined, launched_world_size
+from parallel.mesh import Mesh, joined
+from parallel.processes import launched_world_size
 from parallel.stages import PipelineConfig
 from pretrain_dit import model_parts
 from tools.arguments import parser_for, positive

@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -19,7 +18,9 @@ from parallel.agree import agreed, from_first, is_first, one_voice
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_checkpoint, read_manifest
 from parallel.cluster import ClusterError
 from parallel.context import ContextError
+from parallel.lost import tell_lost
 from parallel.mesh import MeshError
+from parallel.processes import LaunchError
 from parallel.recompute import RecomputeError
 from train.common import CommonConfig
 from train.ema import Ema
@@ -30,7 +31,6 @@ from train.metrics import METRICS, RunLog, check_services
 # How long ranks that fail wait for the others, so that a launcher does not end the one that is to speak.
 SECONDS_TO_SPEAK = 5.0
 UNFLUSHED = 120  # Python's own status where output is lost at the end
-PEER_LOST = re.compile(r"(Connection (closed|reset) by peer|Broken pipe|remote process exited).*")
 USER_ERRORS = (
     ConfigError,
     MeshError,
@@ -50,6 +50,9 @@ def exit_status(main: Callable[[list[str]], None], arguments: list[str]) -> int:
     """
     try:
         main(arguments)
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)  # by itself: what the ranks would agree by is at fault
+        return 1
     except (*USER_ERRORS, OSError) as error:
         if isinstance(error, OSError) and error.filename is None:
             raise
@@ -58,10 +61,8 @@ def exit_status(main: Callable[[list[str]], None], arguments: list[str]) -> int:
                 print(f"error: {_message(error)}", file=sys.stderr, flush=True)
         return 1
     except RuntimeError as error:
-        lost = PEER_LOST.search(str(error))
-        if lost is None:
+        if not tell_lost(error, SECONDS_TO_SPEAK):
             raise
-        print(f"rank {os.environ.get('RANK', '0')} ends because a peer of it did ({lost[0]})", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":

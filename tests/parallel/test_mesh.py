@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.mesh import MeshConfig, MeshError, joined, launched_world_size
+from parallel.mesh import MeshConfig, MeshError, joined
+from parallel.processes import join, launched_world_size
 from tests.ranks import run_ranks
 
 
@@ -97,7 +98,7 @@ def alone(rank: int, world_size: int, fails: bool) -> bool:
         pass
     remains = dist.is_initialized()
     if not remains:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for run_ranks to leave
+        join(store=dist.HashStore())  # for run_ranks to leave
     return remains
 
 

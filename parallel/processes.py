@@ -1,0 +1,218 @@
+"""How processes join and part: what their launcher must say, gloo's one worker, and an end that aborts nothing."""
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NODE = "longmesh/node of rank {}"
+"""Where in the store a rank says on which machine it is."""
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+SECONDS_TO_ANSWER = 10.0
+
+
+class LaunchError(ValueError):
+    """Processes that cannot join, by what their launcher says or where it lets them meet."""
+
+
+def launched_world_size() -> int:
+    """Number of processes as their launcher says; 1 where this one was started alone.
+
+    Raises:
+        LaunchError: RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is no number, out of range or missing.
+    """
+    if "RANK" not in os.environ:
+        if (size := _number("WORLD_SIZE", 1, least=1)) > 1:
+            raise LaunchError(f"WORLD_SIZE is {size} and RANK is not set; torchrun sets both, or unset WORLD_SIZE")
+        return 1
+    size = _number("WORLD_SIZE", None, least=1)
+    _number("RANK", None, below=size, bound="WORLD_SIZE")
+    local_size = _number("LOCAL_WORLD_SIZE", size, least=1)
+    _number("LOCAL_RANK", 0, below=local_size, bound="LOCAL_WORLD_SIZE" if local_size < size else "WORLD_SIZE")
+    return size
+
+
+def _number(name: str, default: int | None, *, least: int = 0, below: int | None = None, bound: str = "") -> int:
+    """A whole number of the environment."""
+    text = os.environ.get(name)
+    if text is None:
+        if default is None:
+            raise LaunchError(f"RANK is set and {name} is not; torchrun sets both, or unset RANK to start alone")
+        return default
+    top = "" if below is None else f" to {below - 1}" + (f", below {bound}" if bound else "")
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least or (below is not None and value >= below):
+        raise LaunchError(
+            f"{name} is {text!r} in the environment; it must be a whole number from {least}{top}; start with "
+            "torchrun, which sets it, or unset RANK to start alone"
+        )
+    return value
+
+
+def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The store by which the launcher's processes meet, this one's rank, and their number.
+
+    Raises:
+        LaunchError: the launcher's variables contradict each other or lack a meeting place, rank 0's port is in use, or
+            what answers there is no store; after ``timeout``, nothing answers or a process is missing.
+    """
+    launched_world_size()
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise LaunchError(
+                f"RANK is set and {name} is not, so that the processes cannot meet; start with torchrun, which sets "
+                f"both, set {name}, or unset RANK to start alone"
+            )
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", None, least=1, below=65536)
+    if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _look_for_store(address, port, timeout)
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise LaunchError(
+                f"MASTER_PORT is {port}, which another program on this machine uses; give another one, or start with "
+                "torchrun --standalone, which finds a free one"
+            ) from error
+        raise LaunchError(
+            f"rank {os.environ['RANK']} waited at MASTER_ADDR {address}, MASTER_PORT {port} and not all processes came "
+            f"({str(error).splitlines()[0]}); check that WORLD_SIZE of them were started"
+        ) from error
+    store.set_timeout(timeout)
+    return store, rank, size
+
+
+def _look_for_store(address: str, port: int, timeout: timedelta) -> None:
+    """Wait until the store at that address answers; torch's client would print a stack, or wait for ever."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    where = f"MASTER_ADDR {address}, MASTER_PORT {port}"
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=SECONDS_TO_ANSWER).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"rank {os.environ['RANK']} finds nobody at {where} ({error}); check both, and that rank 0 runs"
+                ) from error
+        time.sleep(0.1)
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            patience = timedelta(seconds=SECONDS_TO_ANSWER)
+            dist.TCPStore(address, port, is_master=False, timeout=patience, wait_for_workers=False)
+            answered.set()
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(SECONDS_TO_ANSWER)
+    if not answered.is_set():
+        raise LaunchError(
+            f"what answers rank {os.environ['RANK']} at {where} is no store of torch.distributed; another program "
+            "uses that port: give another MASTER_PORT"
+        )
+
+
+def join(
+    backend: str = "gloo",
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    store: dist.Store | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> None:
+    """Join the processes that the launcher started, or those that share ``store``; without both, this one alone.
+
+    Raises:
+        LaunchError: see ``meet``.
+    """
+    use_one_worker()
+    if store is None and "RANK" in os.environ:
+        met, rank, world_size = meet(timeout)
+        store = dist.PrefixStore("default_pg", met)
+    elif store is None:
+        launched_world_size()
+        store = dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.distributed_c10d._get_default_store().set(NODE.format(rank), socket.gethostname())
+
+
+def leave() -> None:
+    """Part, with gloo's workers idle. Collective: every process calls it, after its last collective.
+
+    A worker drops the tensors of a collective some time after the collective has ended. If the interpreter is being
+    taken down by then, it finds no GIL to take and aborts the process (github.com/pytorch/pytorch/issues/190489). A
+    group's only worker works in order: once it has dropped the last tensor, it holds no other.
+    """
+    groups = [g for g in dist.distributed_c10d._world.pg_map if "gloo" in str(dist.get_backend_config(g))]
+    dropped = [_sent_round(group) for group in groups]
+    deadline = time.monotonic() + SECONDS_TO_ANSWER
+    while any(tensor() is not None for tensor in dropped) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    dist.destroy_process_group()
+
+
+def _sent_round(group: dist.ProcessGroup) -> weakref.ref[torch.Tensor]:
+    tensor = torch.zeros(1)  # a barrier would do, but it keeps what came before it alive
+    dist.all_reduce(tensor, group=group)
+    return weakref.ref(tensor)
+
+
+@contextmanager
+def process_group(backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -> Iterator[dist.ProcessGroup]:
+    """Join the processes that torchrun started, and part at the end of the body so that none aborts when it exits.
+
+    For scripts of your own; a process that was started alone is a group of one. ``backend`` may be
+    "cpu:gloo,cuda:nccl". After an error the peers may be stuck in a collective, so that nobody waits for them.
+
+    Yields:
+        The group of all processes.
+
+    Raises:
+        LaunchError: see ``meet``.
+    """
+    join(backend, timeout)
+    yield dist.group.WORLD
+    leave()
+
+
+def use_one_worker() -> None:
+    """Let every gloo group that is made from now on run its collectives in one thread. Once is enough.
+
+    Every torch that is known, 2.11 to 2.15, gives a group two, and each notes the name of the collective that it has
+    completed in one string of the group, without a lock (``ProcessGroupGloo::runLoop``). Names of 16 characters and
+    more lie on the heap, and two threads that free one of them damage it: ALLGATHER_COALESCED is such a name, and what
+    DTensor gathers by. ``init_process_group`` takes no options for gloo, so the class makes its own. It is changed in
+    place because a subclass would be lost: torch hands a group's backend back as the class that C++ knows.
+    """
+    gloo: Any = dist.distributed_c10d.ProcessGroupGloo
+    made_by_torch = gloo.__init__
+    if getattr(made_by_torch, "one_worker", False):
+        return
+
+    def init(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        options = gloo._Options()
+        options._threads, options._timeout, options._devices = 1, timeout, _devices(gloo)
+        made_by_torch(self, store, rank, size, options)
+
+    init.one_worker = True  # type: ignore[attr-defined]
+    gloo.__init__ = init
+
+
+def _devices(gloo: Any) -> list[Any]:
+    """The network interfaces that torch itself would choose."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not names:
+        return [gloo.create_default_device()]
+    return [gloo.create_device(interface=name) for name in names.split(",")]

@@ -2,7 +2,7 @@
 #
 # Variables, as in `make pretrain RUN=runs/second ARGS="--lr 1e-3"`:
 #   RUN     folder of the run                       ARGS  more flags for the program
-#   CONFIG  TOML file of `make pretrain`            NPROC its processes
+#   CONFIG  TOML file of `make pretrain`            NPROC its processes: 4 on a CPU, or one for each of up to 8 GPUs
 #   PYTHON  interpreter that the environment is made with, 3.11 or newer
 #   TORCH   torch to install: a requirement and pip's options, remembered in the environment. PyPI's build for Linux carries
 #           CUDA; TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu" is small and for the CPU only
@@ -12,7 +12,7 @@
 VENV   ?= .venv
 RUN    ?= runs/llama_tiny
 CONFIG ?= configs/llama_tiny.toml
-NPROC  ?= 4
+NPROC  ?=
 ARGS   ?=
 EXTRAS ?=
 
@@ -39,7 +39,11 @@ DEV    := $(VENV)/.longmesh-dev
 endif
 
 # Single-threaded ranks: several per machine would otherwise fight over its cores.
-RANKS = OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
+RANKS = OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node
+
+# $(call start,ENTRY): what tools/fit.py finds for this machine, its number of processes first, and then the entry so.
+start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(ARGS)) && \
+	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$(echo "$$fit" | cut -s -d " " -f 2-) --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv pretrain dit test test-slow check format bench link-bench linear-bench parity video lasp-table gpu-check hooks lock clean FORCE
@@ -67,19 +71,20 @@ $(VENV)/.longmesh-%: requirements-%.txt $(wildcard requirements-*.txt) $(STAMP)
 	@$(PIP) install --quiet -c requirements-lock.txt -r $<
 	@touch $@
 
-pretrain: $(READY) ## The main job: text, tokenizer, training on 4 processes, sampling. Goes on where RUN holds a checkpoint
+pretrain: $(READY) ## The main job: text, tokenizer, training, sampling. Goes on where RUN holds a checkpoint
 	@if [ -e "$(RUN)"/latest_checkpointed_iteration.txt ]; then \
 	  echo "$(RUN) holds iteration $$(cat "$(RUN)"/latest_checkpointed_iteration.txt): going on from there" \
 	       "(make pretrain RUN=runs/another starts afresh)"; fi
 	$(PY) -m tools.prepare_data
-	$(RANKS) pretrain_gpt.py --config "$(CONFIG)" --save "$(RUN)" --load "$(RUN)" $(ARGS)
+	@$(call start,pretrain_gpt.py)
 	$(PY) -m tools.sample --load "$(RUN)"
 
 dit: RUN = runs/dit_tiny
 dit: CONFIG = configs/dit_tiny.toml
-dit: $(READY) $(DIGITS) ## A diffusion transformer on handwritten digits on 4 processes, then pictures. Goes on where RUN holds a checkpoint
-	$(RANKS) pretrain_dit.py --config "$(CONFIG)" --save "$(RUN)" --load "$(RUN)" $(ARGS)
-	$(RANKS) -m tools.sample_dit --load "$(RUN)" --guidance 2
+dit: $(READY) $(DIGITS) ## A diffusion transformer on handwritten digits, then pictures. Goes on where RUN holds a checkpoint
+	@$(call start,pretrain_dit.py)
+	@fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit pretrain_dit.py --config "$(CONFIG)" $(ARGS)) && \
+	  $(RANKS) $${fit%% *} -m tools.sample_dit --load "$(RUN)" --guidance 2
 
 test: $(DEV) ## The tests, but for the slow ones; ARGS="tests/train -k config" chooses
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)

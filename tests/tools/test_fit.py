@@ -1,0 +1,92 @@
+"""One command for any number of GPUs. Devices are stubbed as far as configurations look at them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.attention import select_backend
+from tools.fit import ENTRIES, fit, main
+from train.flags import ConfigError
+
+ROOT = Path(__file__).parents[2]
+QUICK = {"pretrain_gpt.py": "llama_tiny", "pretrain_dit.py": "dit_tiny"}
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+
+@pytest.mark.parametrize("entry", QUICK)
+@pytest.mark.parametrize(
+    ("gpus", "processes", "added"),
+    [
+        (0, 4, []),
+        (1, 1, ["--bf16", "--context-parallel-size", "1"]),
+        (2, 2, ["--bf16"]),
+        (4, 4, ["--bf16"]),
+        (8, 8, ["--bf16", "--context-parallel-size", "4"]),
+        (16, 8, ["--bf16", "--context-parallel-size", "4"]),
+    ],
+)
+def test_the_quick_start_fits_any_machine(
+    entry: str, gpus: int, processes: int, added: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(monkeypatch, gpus)
+    flags = ["--config", str(ROOT / f"configs/{QUICK[entry]}.toml")]
+    assert fit(entry, flags, None) == (processes, added)
+    parse, validate = ENTRIES[entry]
+    config = parse([*flags, *added])
+    validate(config, processes)
+    dtype = torch.bfloat16 if config.train.bf16 else torch.float32
+    select_backend("aten", config.mesh.device_type, dtype)
+
+
+def test_every_tiny_configuration_fits_any_number_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in sorted((ROOT / "configs").glob("*_tiny.toml")):
+        entry = "pretrain_dit.py" if path.stem == "dit_tiny" else "pretrain_gpt.py"
+        parse, validate = ENTRIES[entry]
+        for gpus in (1, 2, 3, 4, 8):
+            stub(monkeypatch, gpus)
+            processes, added = fit(entry, ["--config", str(path)], None)
+            validate(parse(["--config", str(path), *added]), processes)
+
+
+def test_what_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch, 1)
+    flags = ["--config", str(ROOT / "configs/llama_tiny.toml")]
+    assert fit("pretrain_gpt.py", [*flags, "--device", "cpu"], 1) == (1, ["--context-parallel-size", "1"])
+    assert fit("pretrain_gpt.py", [*flags, "--context-parallel-size", "2"], 1) == (1, ["--bf16"])
+    assert fit("pretrain_gpt.py", [*flags, "--attention-backend", "reference"], 2) == (2, [])
+
+
+@pytest.mark.parametrize("asked", ["0", "two", "-1"])
+def test_a_number_of_processes_that_is_none(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC", asked)
+    with pytest.raises(ConfigError, match=f"NPROC is '{asked}'"):
+        main(["pretrain_gpt.py"])
+
+
+@pytest.mark.parametrize(("fails", "status"), [("", 0), ("tools.fit", 2)])
+def test_make_starts_what_fits(fails: str, status: int, tmp_path: Path) -> None:
+    """With an interpreter that says what it is given instead of running it."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ -n "{fails}" ] && [ "$2" = "{fails}" ] && exit 3\n'
+        'if [ "$2" = tools.fit ]; then echo "8 --bf16"; else echo "$@"; fi\n'
+    )
+    python.chmod(0o755)
+    command = ["make", "pretrain", f"PY={python}", f"RUN={tmp_path / 'run'}", "ARGS=--lr 1e-3"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert made.returncode == status, made.stderr
+    started = "--nproc-per-node 8 pretrain_gpt.py --config configs/llama_tiny.toml --bf16 --save"
+    assert (started in made.stdout) == (status == 0)
+
+
+def test_the_command_itself() -> None:
+    command = [sys.executable, "-m", "tools.fit", "pretrain_gpt.py", "--config", "configs/llama_tiny.toml"]
+    said = subprocess.run([*command, "--device", "cpu"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (said.stdout, said.stderr) == ("4\n", "")

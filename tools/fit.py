@@ -1,0 +1,78 @@
+"""What suits a run to this machine: how many processes, and the flags that its configuration lacks for them.
+
+    python -m tools.fit pretrain_gpt.py --config configs/llama_tiny.toml
+
+Prints one line for a shell, such as `4`, or on one GPU `1 --bf16 --context-parallel-size 1`, and says on stderr what
+it changed. On GPUs there is one process for each, up to MOST, and softmax attention, whose kernels there take no
+float32, computes in bfloat16. A context-parallel size that does not fit the processes gives way to the nearest that
+does; what the command line says itself stays.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from train import config as language
+from train import dit_config as diffusion
+from train.flags import ConfigError
+from train.run import run_entry
+
+ON_CPU = 4
+MOST = 8
+ENTRIES: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
+    "pretrain_gpt.py": (language.parse_args, language.validate),
+    "pretrain_dit.py": (diffusion.parse_args, diffusion.validate),
+}
+
+
+def main(argv: list[str]) -> None:
+    """Print the number of processes and the flags. NPROC in the environment, where it is not empty, is that number."""
+    entry, *flags = argv
+    if {"-h", "--help"} & set(flags):
+        print(1)  # which the entry answers
+        return
+    asked = os.environ.get("NPROC", "")
+    if asked and not (asked.isdigit() and int(asked)):
+        raise ConfigError(f"NPROC is {asked!r}; it must be a whole number from 1")
+    size, more = fit(entry, flags, int(asked) if asked else None)
+    print(size, *more)
+    if more:
+        print(f"to suit {size} processes on this machine: {' '.join(more)}", file=sys.stderr)
+
+
+def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[str]]:
+    """The number of processes and the flags to add. Where nothing fits there are none, and the entry says why."""
+    parse, validate = ENTRIES[entry]
+    config = parse(flags)
+    on_gpu = config.mesh.device_type == "cuda"
+    size = processes or (min(MOST, torch.cuda.device_count()) if on_gpu else ON_CPU)
+    more = ["--bf16"] if on_gpu and _wants_bf16(config) else []
+    if more:
+        config = replace(config, train=replace(config.train, bf16=True))
+    own = config.mesh.context_parallel_size
+    sizes = [own]
+    if not any(flag.split("=")[0] == "--context-parallel-size" for flag in flags):
+        sizes = sorted((n for n in range(1, size + 1) if size % n == 0), key=lambda n: (n != own, abs(n - own)))
+    for context in sizes:
+        try:
+            validate(replace(config, mesh=replace(config.mesh, context_parallel_size=context)), size)
+        except ConfigError:
+            continue
+        return size, more + ([] if context == own else ["--context-parallel-size", str(context)])
+    return size, more
+
+
+def _wants_bf16(config: Any) -> bool:
+    """Whether attention would refuse float32, which on a GPU each kernel of softmax attention does."""
+    context, linear = config.context, getattr(config.model, "linear_attention", False)
+    softmax = not linear or getattr(config.model, "softmax_every", None) is not None
+    plain = context.context_parallel_method == "none" or context.attention_backend == "reference"
+    return softmax and not plain and not config.train.bf16
+
+
+if __name__ == "__main__":
+    run_entry(main)

@@ -17,7 +17,9 @@ from parallel.processes import NODE
 CLOSED = re.compile(
     r"(Connection (closed|reset) by peer|Broken pipe|remote process exited|Application timeout)[^\n.]*(\.\d+[^\n.]*)*"
 )
-TIMED_OUT = re.compile(r"(Timed out waiting \d+ ?ms for|wait timeout after|Timed out after \d+ seconds)[^\n.]*", re.I)
+TIMED_OUT = re.compile(
+    r"(Timed out waiting \d+ ?ms for|wait timeout after|Timed out after \d+ seconds waiting for clients)[^\n.]*", re.I
+)
 GRACE = 1.5  # seconds in which a rank whose connection closed may hear that another one has timed out
 ANSWER = "longmesh/answer of rank {}"
 
@@ -83,7 +85,8 @@ def _called(rank: int, waited: bool, seconds: float) -> _Roll | None:
 
 
 def _call(rank: int, waited: bool, seconds: float) -> _Roll:
-    store = dist.distributed_c10d._get_default_store().clone()  # another thread may be waiting on this one's connection
+    shared: Any = dist.distributed_c10d._get_default_store()
+    store = shared.clone()  # a connection of its own: another thread may be waiting on the shared one
     size, began = dist.get_world_size(), time.monotonic()
     if waited:
         store.set("longmesh/timed out", "")

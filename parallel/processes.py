@@ -183,7 +183,9 @@ def process_group(backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -
         LaunchError: see ``meet``.
     """
     join(backend, timeout)
-    yield dist.group.WORLD
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
     leave()
 
 

@@ -20,6 +20,7 @@ IN_FLIGHT = 64
 
 def gather(rank: int, world_size: int, seconds: float) -> int:
     """Functional all-gathers of 16 KB, 64 at a time; returns how many were made."""
+    assert dist.group.WORLD is not None
     tensor, name = torch.ones(4096), dist.group.WORLD.group_name
     made, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:

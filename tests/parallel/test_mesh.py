@@ -14,7 +14,12 @@ from tests.ranks import run_ranks
     [
         ({"tensor_model_parallel_size": -1}, "tensor_model_parallel_size is -1; it must be 1 or more"),
         ({"context_parallel_size": 0}, "context_parallel_size is 0; it must be 1 or more"),
-        ({"distributed_timeout_minutes": 0.0}, "distributed_timeout_minutes is 0.0; it must be above 0"),
+        ({"distributed_timeout_minutes": 1e-12}, "distributed_timeout_minutes is 1e-12; it must be from 0.02"),
+        (
+            {"distributed_timeout_minutes": 1e300},
+            "distributed_timeout_minutes is 1e.300; it must be from 0.02 .* 10,080",
+        ),
+        ({"distributed_timeout_minutes": float("nan")}, "distributed_timeout_minutes is nan; it must be from 0.02"),
         ({"device": "cpu", "distributed_backend": "nccl"}, "distributed_backend is nccl and device is cpu"),
     ],
 )

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,12 +127,13 @@ def all_at_once(rank: int, world_size: int) -> list[float]:
     """Collectives, functional ones and messages of one group, all in flight; waited for from the last to the first."""
     sums = [torch.full((1000,), float(i)) for i in range(8)]
     got = [torch.empty(1000) for _ in range(8)]
-    waits = []
+    waits: list[Any] = []
+    everyone: Any = dist.group.WORLD
     for i, total in enumerate(sums):
         waits.append(dist.irecv(got[i], (rank - 1) % world_size, tag=i))
         waits.append(dist.all_reduce(total, async_op=True))
         waits.append(dist.isend(torch.full((1000,), float(rank)), (rank + 1) % world_size, tag=i))
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(total, world_size, dist.group.WORLD.group_name)
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(total, world_size, everyone.group_name)
         waits.append(dist.barrier(async_op=True))
     for wait in reversed(waits):
         wait.wait()

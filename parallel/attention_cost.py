@@ -5,13 +5,14 @@ is busy. Collectives, and what is sent after the last round, hide behind nothing
 fill nodes in order.
 """
 
-from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from parallel.cluster import Cluster
-from parallel.context.lasp import passages
 from parallel.context.plan import Plan
-from parallel.context.traffic import Collective, Moves, Sizes, cheaper_backward, collectives, messages
+from parallel.context.traffic import Collective, Moves, Sizes, bytes_of_all, cheaper_backward, collectives, messages
 
 FORWARD, BACKWARD = 4, 10
 """Operations per (query, key) pair and channel: 2 matrix products forward, 5 backward (Dao 2023)."""
@@ -28,17 +29,13 @@ class Links:
     between: int
 
 
-@dataclass
-class _Slot:
-    """A round of all ranks, or a collective: computing, and bytes and messages (or parts of one) to peers."""
+class _Sent(NamedTuple):
+    """Bytes, and messages (or a part of one), from each of ``ranks`` to its peer: int64 ``[n]`` both."""
 
-    computing: float = 0.0
-    sent: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
-    messages: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
-
-    def send(self, rank: int, peer: int, count: float, messages: float) -> None:
-        self.sent[rank, peer] += count
-        self.messages[rank, peer] += messages
+    ranks: np.ndarray
+    peers: np.ndarray
+    size: float
+    messages: float
 
 
 @dataclass(frozen=True)
@@ -65,17 +62,9 @@ class AttentionCost:
 
     def links(self) -> Links:
         """What crosses which links, forward and backward, as the plan counts it."""
-        of = self.of
-        degree = self.plan.ulysses_degree
-        shape = {"heads": of.heads * degree, "kv_heads": of.kv_heads * degree, "head_dim": of.head_dim}
-        inside = between = 0
-        for rank in range(self.plan.size):
-            cost = self.plan.cost(rank, batch=of.batch, element_size=of.element_size, **shape)
-            for traffic in (cost.forward, cost.backward):
-                crossing = traffic.between_nodes(rank, self._per_node)
-                between += crossing
-                inside += traffic.total - crossing
-        return Links(inside, between)
+        moves = cheaper_backward(self.plan, self.of)
+        ways = (bytes_of_all(self.plan, self.of, way, self._per_node) for way in (None, moves))
+        return Links(*map(sum, zip(*ways, strict=True)))
 
     @property
     def _per_node(self) -> int:
@@ -83,67 +72,71 @@ class AttentionCost:
 
     def _seconds(self, moves: Moves, backward: Moves | None, operations: int) -> float:
         plan, of = self.plan, self.of
+        work = plan.work(moves)
         per_pair = operations * of.batch * of.heads * of.head_dim
-        slots = [_Slot() for _ in range(len(plan.steps(0)) + 1)]
-        joint: dict[int, _Slot] = defaultdict(_Slot)
-        for rank in range(plan.size):
-            for index, step in enumerate(plan.rounds(rank, moves)):
-                busy = step.pairs * per_pair / self._rate + len(step.tiles) * self.cluster.launch_us * MICRO
-                slots[index].computing = max(slots[index].computing, busy)
-            for message in messages(plan, rank, of, moves, gradients=backward is not None):
-                under_way = range(message.first, message.last + 1)
-                for index in under_way:
-                    slots[index].send(rank, message.peer, message.size / len(under_way), 1 / len(under_way))
-            for index, collective in enumerate(collectives(plan, rank, of, backward)):
-                _join(joint[index], rank, collective)
-        rounds = sum(max(slot.computing, self._transfer(slot)) for slot in slots)
-        return rounds + sum(map(self._transfer, joint.values()))
+        busy = work.pairs.astype(np.float64) * per_pair / self._rate + work.tiles * self.cluster.launch_us * MICRO
+        slots: list[list[tuple[int, float, float]]] = [[] for _ in range(len(plan.hops) + 1)]
+        targets = {}
+        for message in messages(plan, of, moves, gradients=backward is not None):
+            targets[id(message.to)] = message.to
+            under_way = range(message.first, message.last + 1)
+            for index in under_way:
+                slots[index].append((id(message.to), message.size / len(under_way), 1 / len(under_way)))
+        ranks = np.arange(plan.size)
+        seconds = {
+            slot: self._transfer(*(_Sent(ranks, targets[to], *rest) for to, *rest in slot))
+            for slot in set(map(tuple, slots))  # a ring's rounds are all the same
+        }
+        computing = [*busy.max(axis=1).tolist(), 0.0]
+        rounds = sum(max(longest, seconds[tuple(slot)]) for longest, slot in zip(computing, slots, strict=True))
+        return rounds + sum(self._transfer(_joint(collective)) for collective in collectives(plan, of, backward))
 
     def _state_seconds(self, operations: int, *, reverse: bool) -> float:
         """Linear attention: from neighbour to neighbour states wait in a row; gathered, they hide behind the scan."""
         plan, of = self.plan, self.of
         elements = of.batch * of.tokens * of.heads * of.head_dim**2
-        scan, slots = operations * elements / self._rate, [_Slot()]
+        scan = operations * elements / self._rate
         if plan.method.capabilities().states == "gather":
-            for rank in range(plan.size):
-                _join(slots[0], rank, Collective("gather", tuple(range(plan.size)), of.state))
-            return STATE * elements / self._rate + max(scan, self._transfer(slots[0]))
-        for rank, way in enumerate(passages(plan, reverse)):
-            if way.target is not None:
-                slots.append(_Slot())
-                slots[-1].send(rank, way.target, of.state, 1)
-        return scan + sum(map(self._transfer, slots))
+            gathers = sum(self._transfer(_joint(collective)) for collective in collectives(plan, of, None))
+            return STATE * elements / self._rate + max(scan, gathers)
+        *_, onward = messages(plan, of, "kv", gradients=reverse)
+        return scan + sum(
+            self._transfer(_Sent(np.array([rank]), onward.to[[rank]], of.state, 1)) for rank in range(plan.size)
+        )
 
     @property
     def _rate(self) -> float:
         return 1e12 * self.cluster.peak_tflops * self.cluster.attention_fraction
 
-    def _transfer(self, slot: _Slot) -> float:
+    def _transfer(self, *together: _Sent) -> float:
         """Seconds until the busiest rank, or the busiest node's shared link, has sent what is to be sent."""
         cluster, shared = self.cluster, self.cluster.between_link == "node"
-        busy: dict[tuple[str, int], float] = defaultdict(float)
-        waiting: dict[tuple[int, int], float] = defaultdict(float)  # messages to several peers set out together
-        for (rank, peer), count in slot.sent.items():
-            node = rank // self._per_node
-            if peer // self._per_node == node:
-                busy["rank", rank] += count / (cluster.inside_gb_per_s * GB)
-                latency = cluster.inside_latency_us
-            else:
-                link = ("link", node if shared else rank)
-                busy[link] += count * (self.tp if shared else 1) / (cluster.between_gb_per_s * GB)
-                latency = cluster.between_latency_us
-            waiting[rank, peer] += slot.messages[rank, peer] * latency * MICRO
-        return max(busy.values(), default=0.0) + max(waiting.values(), default=0.0)
+        if not together:
+            return 0.0
+        rank, peer = (np.concatenate([getattr(sent, side) for sent in together]) for side in ("ranks", "peers"))
+        counts = [len(sent.ranks) for sent in together]
+        pair, which = np.unique(rank * self.plan.size + peer, return_inverse=True)
+        size, count = (
+            np.bincount(which, np.repeat([getattr(sent, what) for sent in together], counts))
+            for what in ("size", "messages")
+        )
+        rank, peer = np.divmod(pair, self.plan.size)
+        node, beyond = rank // self._per_node, peer // self._per_node
+        inside, outside = (rank != peer) & (node == beyond), node != beyond
+        link, groups = (node, self.tp) if shared else (rank, 1)
+        latency = np.where(inside, cluster.inside_latency_us, cluster.between_latency_us) * MICRO
+        return max(
+            np.bincount(rank[inside], size[inside] / (cluster.inside_gb_per_s * GB)).max(initial=0.0),
+            np.bincount(link[outside], size[outside] * groups / (cluster.between_gb_per_s * GB)).max(initial=0.0),
+        ) + (count * latency)[rank != peer].max(initial=0.0)
 
 
-def _join(slot: _Slot, rank: int, collective: Collective) -> None:
+def _joint(collective: Collective) -> _Sent:
     """An all-gather goes round a ring, as libraries do it; an all-to-all straight to each peer."""
-    ranks, size = collective.ranks, collective.size
-    others = len(ranks) - 1
+    size, members = collective.ranks.shape
+    rank = np.arange(size)
     if collective.kind == "gather":
-        following = ranks[(ranks.index(rank) + 1) % len(ranks)]
-        slot.send(rank, following, others * size, others)
-        return
-    for peer in ranks:
-        if peer != rank:
-            slot.send(rank, peer, size, 1)
+        own = np.argmax(collective.ranks == rank[:, None], axis=1)
+        following = collective.ranks[rank, (own + 1) % members]
+        return _Sent(rank, following, (members - 1) * collective.size, members - 1)
+    return _Sent(np.repeat(rank, members), collective.ranks.ravel(), collective.size, 1)

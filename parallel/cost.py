@@ -4,6 +4,7 @@ What a model is made of comes as numbers: this package knows no model.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from parallel.attention_cost import GB, MICRO, AttentionCost, Links
 from parallel.cluster import Cluster
@@ -71,14 +72,13 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     tp = arranged.tp
     heads, kv_heads = work.heads // tp, max(1, work.kv_heads // tp)
     of = sizes(plan, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)
-    attention = AttentionCost(plan, of, cluster, tp)
     layers = -(-work.layers // arranged.pp)
     rows = work.micro_batch * plan.local_len
     rate = 1e12 * cluster.peak_tflops * cluster.matmul_fraction
     output = work.vocab * work.hidden
     layer = 2 * rows * (work.matrix_weights - output) / work.layers / tp / rate  # seconds forward
     head = 2 * rows * output / tp / rate
-    forward, backward = attention.forward(), attention.backward()
+    forward, backward, links = _attention(plan, of, cluster, tp)
     linear = layers * layer * 3 + head * (4 if arranged.loss_chunk else 3)
     again = layers * (layer if arranged.recompute in ("full", "attention_boundary") else 0.0)
     again += layers * (forward if arranged.recompute in ("full", "selective") else 0.0)
@@ -94,7 +94,14 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
     seconds["data parallel"] = max(0.0, exchanged - hidden)
     moves = cheaper_backward(plan, of)
-    return Prediction(seconds, memory(work, plan, arranged, of, moves), attention.links())
+    return Prediction(seconds, memory(work, plan, arranged, of, moves), links)
+
+
+@lru_cache(maxsize=4096)
+def _attention(plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
+    """Seconds forward and backward, and bytes; pipelines and recompute policies have it in common."""
+    cost = AttentionCost(plan, of, cluster, tp)
+    return cost.forward(), cost.backward(), cost.links()
 
 
 def _tensor(work: Workload, plan: Plan, tp: int, cluster: Cluster) -> float:

@@ -100,7 +100,7 @@ def layout_costs(
         moved = moved_tokens(outside, plan) if layout != "contiguous" else 0
         exchanged = 2 * (2 * heads + 2 * kv_heads) * head_dim * element_size * batch * moved
         cost = AttentionCost(plan, sizes(plan, batch, heads, kv_heads, head_dim, element_size), cluster, tp)
-        pairs = max(sum(step.pairs for step in plan.rounds(rank)) for rank in range(size))
+        pairs = int(plan.work().pairs.sum(axis=0).max())
         seconds = cost.forward() + cost.backward() + exchanged / (link * GB)
         found.append(LayoutCost(layout, pairs, exchanged, seconds))
     return tuple(found)

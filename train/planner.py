@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def workload_of(config: Config, dp: int) -> Workload:
         raise ConfigError(
             f"softmax_every is {model.softmax_every}, and the planner knows models of one kind of attention alone"
         )
+    parameters, matrix_weights = _weights(model)
     return Workload(
         layers=model.num_layers,
         hidden=model.hidden_size,
@@ -57,16 +59,18 @@ def workload_of(config: Config, dp: int) -> Workload:
         kv_heads=model.query_groups,
         head_dim=model.head_dim,
         vocab=model.vocabulary,
-        parameters=num_parameters(model),
-        matrix_weights=_matrix_weights(model),
+        parameters=parameters,
+        matrix_weights=matrix_weights,
         element_size=2 if config.train.bf16 else 4,
         micro_batch=config.train.micro_batch_size,
         micro_batches=micro_batches(config, dp),
     )
 
 
-def _matrix_weights(model: ModelConfig) -> int:
-    return int(flops_per_token(model, 0) / 6)  # a sequence of no length has no attention
+@lru_cache
+def _weights(model: ModelConfig) -> tuple[int, int]:
+    """All parameters, and the weights of all matrix products. Both build the model on the meta device."""
+    return num_parameters(model), int(flops_per_token(model, 0) / 6)  # a sequence of no length has no attention
 
 
 def predicted(config: Config, world_size: int, cluster: Cluster) -> Prediction:

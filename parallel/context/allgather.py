@@ -1,6 +1,6 @@
 """All-gather attention (Llama 3, section 3.3.2): every rank gathers all KV once, then works alone."""
 
-from parallel.context.method import BalancedMethod, Hop, Send, Shape
+from parallel.context.method import BalancedMethod, Hop, Ranks, Send, Shape
 
 
 class AllGather(BalancedMethod):
@@ -8,5 +8,5 @@ class AllGather(BalancedMethod):
 
     name = "allgather"
 
-    def hops(self, rank: int, shape: Shape) -> list[Hop]:
+    def hops(self, rank: Ranks, shape: Shape) -> list[Hop]:
         return [Hop(tuple(range(shape.size)), (), Send(rank, 1))]

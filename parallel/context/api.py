@@ -66,9 +66,9 @@ class ContextParallel:
             return x.narrow(dim, 0, self.plan.seq_len)
         parts = [torch.empty_like(x) for _ in range(self.plan.size)]
         dist.all_gather(parts, x.detach().contiguous(), group=self.group)
-        order = self.plan.gather_order(tuple(range(self.plan.size)), x.device)
+        positions = torch.cat([self.plan.positions(rank) for rank in range(self.plan.size)]).to(x.device)
         whole = torch.cat(parts, dim)
-        return (whole if order is None else whole.index_select(dim, order)).narrow(dim, 0, self.plan.seq_len)
+        return torch.empty_like(whole).index_copy_(dim, positions, whole).narrow(dim, 0, self.plan.seq_len)
 
     def attend_linear(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
         """Causal linear attention over the whole sequence, without a scale; differentiable, collective.

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from parallel.context.errors import ContextError
-from parallel.context.method import BalancedMethod, Capabilities, Hop, Send, Shape
+from parallel.context.method import BalancedMethod, Capabilities, Hop, Ranks, Send, Shape
 
 
 class DoubleRing(BalancedMethod):
@@ -15,7 +15,7 @@ class DoubleRing(BalancedMethod):
 
     name = "double_ring"
 
-    def hops(self, rank: int, shape: Shape) -> list[Hop]:
+    def hops(self, rank: Ranks, shape: Shape) -> list[Hop]:
         inner, nodes = shape.per_node, shape.size // shape.per_node
         node, place = divmod(rank, inner)
         beside = node * inner + (place + 1) % inner

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from parallel.context.method import Capabilities, Hop, Method, Send, Shape
+from parallel.context.method import Capabilities, Hop, Method, Ranks, Send, Shape
 
 if TYPE_CHECKING:
     from parallel.context.plan import Plan
@@ -20,7 +20,7 @@ class StateMethod(Method):
     def layout(self, causal: bool) -> str:
         return "contiguous"
 
-    def hops(self, rank: int, shape: Shape) -> Sequence[Hop]:
+    def hops(self, rank: Ranks, shape: Shape) -> Sequence[Hop]:
         return [Hop((rank,), (), Send(rank, 1))]
 
 

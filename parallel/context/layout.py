@@ -3,17 +3,26 @@
 A layout is a bijection between (rank, local index) and global position, and each rank's positions ascend. It alone
 decides which tokens, labels and position ids a rank gets. With teams of C ranks it is laid over the P / C teams, and
 a member holds its 1 / C slice of the team's positions, so that an all-gather inside a team yields ascending positions.
+
+A rank's positions are one arithmetic progression or two, its runs, and these are all that a plan works with.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from math import lcm
+from typing import NamedTuple
 
 import numpy as np
 
 from parallel.context.errors import ContextError
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
+
+
+class Run(NamedTuple):
+    """Positions start, start + stride, ...: ``length`` of them, the stride being the layout's."""
+
+    start: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -42,14 +51,26 @@ class Layout:
         """Distance of neighbouring positions inside a rank's arithmetic progressions."""
         return self.size // self.team_size if self.name == "striped" else 1
 
-    def positions(self, rank: int) -> np.ndarray:
-        """Ascending global positions of ``rank``: int64 ``[seq_len / size]``."""
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        """The runs of ``rank``, ascending: a block, every teams-th token, or parts of a chunk and its mirror image."""
         if not 0 <= rank < self.size:
             raise ContextError(f"rank {rank} is not among {self.size} ranks")
         team, member = divmod(rank, self.team_size)
-        return np.split(_team_positions(self.name, self.seq_len, self.size // self.team_size, team), self.team_size)[
-            member
-        ]
+        own = self.seq_len // self.size
+        if self.name == "striped":
+            return (Run(team + member * own * self.stride, own),)
+        if self.name == "contiguous":
+            return (Run(rank * own, own),)
+        chunk, mirror = self.team_size * own // 2, 2 * (self.size // self.team_size) - 1 - team
+        first, last = member * own, (member + 1) * own  # of the team's two chunks, joined
+        low = Run(team * chunk + first, min(last, chunk) - first)
+        high = Run(mirror * chunk + max(first, chunk) - chunk, last - max(first, chunk))
+        return tuple(run for run in (low, high) if run.length > 0)
+
+    def positions(self, rank: int) -> np.ndarray:
+        """Ascending global positions of ``rank``: int64 ``[seq_len / size]``."""
+        step = self.stride
+        return np.concatenate([np.arange(start, start + n * step, step) for start, n in self.runs(rank)])
 
 
 def granularity(name: str, size: int, team_size: int = 1) -> int:
@@ -61,19 +82,3 @@ def padded_length(name: str, seq_len: int, size: int, team_size: int = 1, multip
     """The shortest length that holds ``seq_len`` tokens and gives each rank a ``multiple`` of that many."""
     step = lcm(granularity(name, size, team_size), size * multiple)
     return -(-max(seq_len, 1) // step) * step
-
-
-@cache
-def _team_positions(name: str, seq_len: int, teams: int, team: int) -> np.ndarray:
-    """Ascending positions of a team: one block, every teams-th token, or chunks ``team`` and its mirror image."""
-    if name == "contiguous":
-        block = seq_len // teams
-        found = np.arange(team * block, (team + 1) * block)
-    elif name == "striped":
-        found = np.arange(team, seq_len, teams)
-    else:
-        chunk, mirror = seq_len // (2 * teams), 2 * teams - 1 - team
-        halves = (np.arange(start * chunk, (start + 1) * chunk) for start in (team, mirror))
-        found = np.concatenate(list(halves))
-    found.setflags(write=False)  # every plan of this layout shares it
-    return found

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from parallel.context.errors import ContextError
 from parallel.context.layout import LAYOUTS
+
+Ranks = Any
+"""A rank, or an array of ranks: a method does arithmetic with it alone, and a plan asks for all ranks at once."""
 
 
 class Shape(NamedTuple):
@@ -17,9 +20,12 @@ class Shape(NamedTuple):
 
 
 class Send(NamedTuple):
-    """What is sent at a round to a rank, which needs it in round ``due``; if that is not the next, it has time."""
+    """What is sent at a round to a rank, which needs it in round ``due``; if that is not the next, it has time.
 
-    to: int
+    No two ranks send the same to one.
+    """
+
+    to: Ranks
     due: int
 
 
@@ -34,7 +40,7 @@ class Hop(NamedTuple):
     In a backward that moves queries, they and their gradient take the same way.
     """
 
-    holds: tuple[int, ...]
+    holds: tuple[Ranks, ...]
     sends: tuple[Send, ...]
     gradient: Send | None
 
@@ -62,11 +68,11 @@ class Method:
         """The layout that balances this method's work under that mask, or that the method is defined by."""
         raise TypeError(f"{type(self).__name__} states no layout")
 
-    def hops(self, rank: int, shape: Shape) -> Sequence[Hop]:
-        """The rounds of ``rank``; the first holds its own KV."""
+    def hops(self, rank: Ranks, shape: Shape) -> Sequence[Hop]:
+        """The rounds of ``rank``, as many for each; the first holds its own KV, and what is held jointly stays so."""
         raise TypeError(f"{type(self).__name__} states no rounds")
 
-    def team(self, rank: int, shape: Shape) -> tuple[int, ...]:
+    def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
         """Ranks whose queries ``rank`` attends for: gathered before, and their partial results combined after."""
         return (rank,)
 
@@ -104,12 +110,12 @@ class RingMethod(Method):
     def capabilities(self) -> Capabilities:
         return Capabilities(layouts=(self.layout_name,))
 
-    def hops(self, rank: int, shape: Shape) -> list[Hop]:
-        last = shape.size - 1
+    def hops(self, rank: Ranks, shape: Shape) -> list[Hop]:
+        last, following = shape.size - 1, (rank + 1) % shape.size
         found = []
         for i in range(shape.size):
             held = (rank - i) % shape.size
-            on = Send((rank + 1) % shape.size, i + 1)
+            on = Send(following, i + 1)
             found.append(Hop((held,), (on,) if i < last else (), on if i < last else Send(held, i + 1)))
         return found
 

@@ -26,8 +26,9 @@ class Step(NamedTuple):
 class Round:
     """One round of one rank: a ``Step``, and tiles that are slices of (this rank's queries, held keys).
 
-    This rank's queries are those of its team, joined in ascending order of position, as the keys are of ``holds``. In
-    a backward that moves queries it is they that are held, and the keys are the team's.
+    This rank's queries are those of its team, joined in ascending order of position, as the keys are of ``holds``
+    (where several ranks hold every n-th position each, in the order of their first ones). In a backward that moves
+    queries it is they that are held, and the keys are the team's.
     """
 
     holds: tuple[int, ...]

@@ -6,12 +6,12 @@ with its diagonal follows, and the rows below that square are FULL. Packed docum
 serves every layout, teams and documents, and no tile has a fully masked row.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import numpy as np
-
 from kernels.attention import CAUSAL, FULL
+from parallel.context.layout import Run
 
 
 class Tile(NamedTuple):
@@ -28,8 +28,8 @@ class Tile(NamedTuple):
         return rows * (rows + 1) // 2 if self.kind == CAUSAL else rows * columns
 
 
-class Run(NamedTuple):
-    """Positions start, start + stride, ...: ``length`` of them from local index ``offset`` on, in one document."""
+class Piece(NamedTuple):
+    """The part of a run that lies in one document, and the local index of its first position."""
 
     start: int
     offset: int
@@ -37,35 +37,45 @@ class Run(NamedTuple):
     document: int
 
 
-def runs(positions: np.ndarray, stride: int, boundaries: tuple[int, ...]) -> list[Run]:
-    """Cut ascending positions into runs of one stride and one document.
+def pieces(runs: Iterable[Run], stride: int, boundaries: tuple[int, ...]) -> list[Piece]:
+    """Join runs in the order of their first positions, and cut them at documents.
+
+    Runs that follow on each other become one. What is joined ascends, unless runs of several ranks run through each
+    other, as those of a striped layout do: then one comes after the other.
 
     Args:
-        positions: int64 ``[T]``, ascending.
+        runs: of one rank or several.
         stride: distance inside a run.
         boundaries: first positions of the documents after the first one, ascending.
     """
-    documents = np.searchsorted(boundaries, positions, side="right")
-    breaks = np.flatnonzero((np.diff(positions) != stride) | (np.diff(documents) != 0)) + 1
-    starts = [0, *breaks.tolist()]
-    stops = [*breaks.tolist(), len(positions)]
-    return [
-        Run(int(positions[start]), start, stop - start, int(documents[start]))
-        for start, stop in zip(starts, stops, strict=True)
-    ]
+    found: list[Piece] = []
+    for run in sorted(runs):
+        start, length = run
+        while length:
+            document = bisect_right(boundaries, start)
+            ends = boundaries[document] if document < len(boundaries) else start + length * stride
+            inside = min(length, -(-(ends - start) // stride))
+            last = found[-1] if found else None
+            offset = last.offset + last.length if last else 0
+            if last and last.document == document and last.start + last.length * stride == start:
+                found[-1] = last._replace(length=last.length + inside)
+            else:
+                found.append(Piece(start, offset, inside, document))
+            start, length = start + inside * stride, length - inside
+    return found
 
 
-def tiles(q_runs: list[Run], k_runs: list[Run], stride: int, causal: bool) -> tuple[Tile, ...]:
+def tiles(queries: list[Piece], keys: list[Piece], stride: int, causal: bool) -> tuple[Tile, ...]:
     """Tiles that cover every unmasked pair of these queries and keys exactly once."""
-    k_runs_of: dict[int, list[Run]] = {}
-    for run in k_runs:
-        k_runs_of.setdefault(run.document, []).append(run)
+    keys_of: dict[int, list[Piece]] = {}
+    for k in keys:
+        keys_of.setdefault(k.document, []).append(k)
     found: set[tuple[int, int, int, int, str]] = set()
-    for q_run in q_runs:
-        for k_run in k_runs_of.get(q_run.document, ()):
-            shift = (q_run.start - k_run.start) // stride if causal else k_run.length
-            for q0, q1, k0, k1, kind in _compare(q_run.length, k_run.length, shift):
-                found.add((q0 + q_run.offset, q1 + q_run.offset, k0 + k_run.offset, k1 + k_run.offset, kind))
+    for q in queries:
+        for k in keys_of.get(q.document, ()):
+            shift = (q.start - k.start) // stride if causal else k.length
+            for q0, q1, k0, k1, kind in _compare(q.length, k.length, shift):
+                found.add((q0 + q.offset, q1 + q.offset, k0 + k.offset, k1 + k.offset, kind))
     return tuple(Tile(slice(q0, q1), slice(k0, k1), kind) for q0, q1, k0, k1, kind in sorted(_coalesce(found)))
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import numpy as np
+
 from parallel.context.lasp import passages
 
 if TYPE_CHECKING:
@@ -16,19 +18,22 @@ Moves = Literal["kv", "queries"]
 
 
 class Message(NamedTuple):
-    """Bytes to one peer, under way from round ``first`` to ``last``; the number of rounds is after them all."""
+    """Bytes from every rank to another, under way from round ``first`` to ``last``; the number of rounds is after all.
 
-    peer: int
+    ``to`` is int64 ``[ranks]``; what a rank would send to itself is not sent.
+    """
+
+    to: np.ndarray
     size: int
     first: int
     last: int
 
 
 class Collective(NamedTuple):
-    """An all-gather or an all-to-all among ``ranks``, and the bytes of a rank for each of its peers."""
+    """An all-gather or an all-to-all of every rank among ``ranks[rank]``, and its bytes for each of its peers."""
 
     kind: Literal["gather", "exchange"]
-    ranks: tuple[int, ...]
+    ranks: np.ndarray
     size: int
 
 
@@ -117,24 +122,26 @@ def sizes(
     return Sizes(batch, tokens, heads // degree, max(1, kv_heads // degree), head_dim, element_size, value_dim)
 
 
-def messages(plan: "Plan", rank: int, of: Sizes, moves: Moves, *, gradients: bool) -> Iterator[Message]:
-    """What ``rank`` sends point to point in a forward (without gradients) or a backward."""
-    for index, step in enumerate(plan.steps(rank)):
-        held = len(step.holds) // plan.ulysses_degree
-        for transfer in step.transfers:
-            if transfer.send_to != rank:
-                yield Message(transfer.send_to, held * of.payload(moves), index, transfer.due - 1)
-        home = step.gradient
-        if gradients and home is not None and home.send_to != rank:
-            yield Message(home.send_to, held * of.gradient(moves), index + 1, home.due)
+def messages(plan: "Plan", of: Sizes, moves: Moves, *, gradients: bool) -> Iterator[Message]:
+    """What ranks send point to point in a forward (without gradients) or a backward."""
+    for index, hop in enumerate(plan.hops):
+        for send in hop.sends:
+            yield Message(plan.at_ranks(send.to), len(hop.holds) * of.payload(moves), index, send.due - 1)
+        if gradients and hop.gradient is not None:
+            home = hop.gradient
+            yield Message(plan.at_ranks(home.to), len(hop.holds) * of.gradient(moves), index + 1, home.due)
+    if plan.method.capabilities().states == "neighbour":
+        targets = (way.target for way in passages(plan, reverse=gradients))
+        onward = np.array([rank if target is None else target for rank, target in enumerate(targets)])
+        yield Message(onward, of.state, 0, 0)
 
 
-def collectives(plan: "Plan", rank: int, of: Sizes, moves: Moves | None) -> Iterator[Collective]:
-    """Those of ``rank`` in a backward that moves KV or queries, or (None) in a forward, groups of one left out.
+def collectives(plan: "Plan", of: Sizes, moves: Moves | None) -> Iterator[Collective]:
+    """Those of a backward that moves KV or queries, or (None) of a forward, groups of one left out.
 
     Of the heads: q, k, v there and out back, or dout there and dq, dk, dv back.
     """
-    heads, holders, team = plan.head_group(rank), plan.holders(rank), plan.teammates(rank)
+    heads, holders, team = plan.head_groups, plan.holder_groups, plan.team_groups
     rows = of.batch * of.tokens
     channel = of.batch * plan.local_len * of.element_size
     found = [
@@ -154,32 +161,48 @@ def collectives(plan: "Plan", rank: int, of: Sizes, moves: Moves | None) -> Iter
                 Collective("gather", ranks, of.payload(what)),
                 Collective("exchange", ranks, of.gradient(what)),
             ]
-    return (collective for collective in found if len(collective.ranks) > 1)
+    if plan.method.capabilities().states == "gather":
+        everyone = np.broadcast_to(np.arange(plan.size), (plan.size, plan.size))
+        found.append(Collective("gather", everyone, of.state))
+    return (collective for collective in found if collective.ranks.shape[1] > 1)
 
 
 def forward_traffic(plan: "Plan", rank: int, of: Sizes) -> Traffic:
     """What ``rank`` sends in a forward."""
-    total = _sum(rank, messages(plan, rank, of, "kv", gradients=False), collectives(plan, rank, of, None))
-    _pass_states(total, plan, rank, of, reverse=False)
-    return total
+    return _sum(rank, messages(plan, of, "kv", gradients=False), collectives(plan, of, None))
 
 
 def backward_traffic(plan: "Plan", rank: int, of: Sizes, moves: Moves) -> Traffic:
     """What ``rank`` sends in a backward that moves KV or queries."""
-    total = _sum(rank, messages(plan, rank, of, moves, gradients=True), collectives(plan, rank, of, moves))
-    _pass_states(total, plan, rank, of, reverse=True)
-    return total
+    return _sum(rank, messages(plan, of, moves, gradients=True), collectives(plan, of, moves))
 
 
 def _sum(rank: int, sent: Iterable[Message], joint: Iterable[Collective]) -> Traffic:
     total = Traffic()
     for message in sent:
-        total.p2p[message.peer] += message.size
+        if (peer := int(message.to[rank])) != rank:
+            total.p2p[peer] += message.size
     for collective in joint:
-        for peer in collective.ranks:
+        for peer in collective.ranks[rank].tolist():
             if peer != rank:
                 total.collective[peer] += collective.size
     return total
+
+
+def bytes_of_all(plan: "Plan", of: Sizes, moves: Moves | None, ranks_per_node: int) -> tuple[int, int]:
+    """Bytes that all ranks send inside nodes and between them, in a backward, or (None) in a forward."""
+    sent = messages(plan, of, moves or "kv", gradients=moves is not None)
+    by_peers: dict[int, tuple[np.ndarray, int]] = {}  # a ring sends to the same ranks in every round
+    for to, size in [*((m.to, m.size) for m in sent), *((c.ranks, c.size) for c in collectives(plan, of, moves))]:
+        by_peers[id(to)] = to, by_peers.get(id(to), (to, 0))[1] + size
+    inside = between = 0
+    for to, size in by_peers.values():
+        peers = to.reshape(plan.size, -1)
+        rank = np.arange(plan.size)[:, None]
+        beyond = int(np.count_nonzero(peers // ranks_per_node != rank // ranks_per_node))
+        inside += size * (int(np.count_nonzero(peers != rank)) - beyond)
+        between += size * beyond
+    return inside, between
 
 
 @lru_cache(maxsize=256)
@@ -187,18 +210,5 @@ def cheaper_backward(plan: "Plan", of: Sizes) -> Moves:
     """What the backward moves: as the plan says, or what sends fewer bytes over all ranks."""
     if plan.backward != "auto":
         return plan.backward
-    kv, queries = (
-        sum(backward_traffic(plan, rank, of, moves).total for rank in range(plan.size)) for moves in ("kv", "queries")
-    )
+    kv, queries = (sum(bytes_of_all(plan, of, moves, plan.size)) for moves in ("kv", "queries"))
     return "kv" if kv <= queries else "queries"
-
-
-def _pass_states(sent: Traffic, plan: "Plan", rank: int, of: Sizes, *, reverse: bool) -> None:
-    """The state, or backwards its gradient, B d^2 / h elements."""
-    way, count = plan.method.capabilities().states, of.state
-    if way == "gather":
-        for peer in range(plan.size):
-            if peer != rank:
-                sent.collective[peer] += count
-    elif way == "neighbour" and (target := passages(plan, reverse)[rank].target) is not None:
-        sent.p2p[target] += count

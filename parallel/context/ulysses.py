@@ -7,7 +7,7 @@ groups. Alone, the group is everyone, and one round is left.
 from dataclasses import replace
 
 from parallel.context.errors import ContextError
-from parallel.context.method import BalancedMethod, Capabilities, Hop, Send, Shape
+from parallel.context.method import BalancedMethod, Capabilities, Hop, Ranks, Send, Shape
 
 
 class Ulysses(BalancedMethod):
@@ -18,7 +18,7 @@ class Ulysses(BalancedMethod):
     def layout(self, causal: bool) -> str:
         return "contiguous"
 
-    def hops(self, rank: int, shape: Shape) -> list[Hop]:
+    def hops(self, rank: Ranks, shape: Shape) -> list[Hop]:
         return [Hop((rank,), (), Send(rank, 1))]
 
     def capabilities(self) -> Capabilities:

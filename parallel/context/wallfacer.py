@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import isqrt
 
 from parallel.context.errors import ContextError
-from parallel.context.method import BalancedMethod, Capabilities, Hop, Send, Shape
+from parallel.context.method import BalancedMethod, Capabilities, Hop, Ranks, Send, Shape
 
 
 class WallFacer(BalancedMethod):
@@ -19,7 +19,7 @@ class WallFacer(BalancedMethod):
 
     name = "wallfacer"
 
-    def hops(self, rank: int, shape: Shape) -> list[Hop]:
+    def hops(self, rank: Ranks, shape: Shape) -> list[Hop]:
         size, c = shape.size, shape.team_size
         g = size // c**2
         team, member = divmod(rank, c)
@@ -36,7 +36,7 @@ class WallFacer(BalancedMethod):
             found.append(Hop(self._members(held, c), (on,) if i < g - 1 else (), on if i < g - 1 else home))
         return found
 
-    def team(self, rank: int, shape: Shape) -> tuple[int, ...]:
+    def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
         return self._members(rank // shape.team_size, shape.team_size)
 
     def capabilities(self) -> Capabilities:
@@ -53,5 +53,5 @@ class WallFacer(BalancedMethod):
             )
 
     @staticmethod
-    def _members(team: int, team_size: int) -> tuple[int, ...]:
-        return tuple(range(team * team_size, (team + 1) * team_size))
+    def _members(team: Ranks, team_size: int) -> tuple[Ranks, ...]:
+        return tuple(team * team_size + member for member in range(team_size))

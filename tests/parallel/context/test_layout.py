@@ -56,6 +56,17 @@ def test_what_cannot_work_is_refused(arguments: tuple, message: str) -> None:
         Layout(*arguments)
 
 
+def test_runs_are_the_positions() -> None:
+    for name in LAYOUTS:
+        for size in range(1, 13):
+            for team_size in divisors(size):
+                layout = Layout(name, 3 * granularity(name, size, team_size), size, team_size)
+                for rank in range(size):
+                    runs = layout.runs(rank)
+                    assert sum(run.length for run in runs) == layout.seq_len // size
+                    assert list(runs) == sorted(runs)
+
+
 def test_a_rank_outside_is_refused() -> None:
     with pytest.raises(ContextError, match="rank 2 is not among 2"):
         Layout("striped", 8, 2).positions(2)

@@ -29,6 +29,7 @@ VARIANTS: list[tuple[str, int, dict]] = [
     ("striped", 8, {"ulysses_degree": 4}),
     ("zigzag", 6, {"ulysses_degree": 3}),
     ("allgather", 8, {"ulysses_degree": 2}),
+    ("allgather", 6, {"layout": "striped"}),
     ("double_ring", 4, {"ranks_per_node": 2}),
     ("double_ring", 8, {"ranks_per_node": 4, "layout": "striped"}),
     ("double_ring", 12, {"ranks_per_node": 3}),
@@ -41,7 +42,9 @@ def coverage(plan: Plan, moves: str = "kv") -> np.ndarray:
     """How often each (query, key) pair of the padded sequence is computed for a head, over all ranks and rounds."""
 
     def joined(ranks: tuple[int, ...]) -> np.ndarray:
-        return np.sort(np.concatenate([plan.positions(rank).numpy() for rank in ranks]))
+        found = torch.cat([plan.positions(rank) for rank in ranks])
+        order = plan.gather_order(ranks, torch.device("cpu"))
+        return (found if order is None else found[order]).numpy()
 
     counts = np.zeros((plan.padded_len, plan.padded_len), dtype=np.int64)
     for rank in range(0, plan.size, plan.ulysses_degree):

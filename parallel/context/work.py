@@ -1,0 +1,68 @@
+"""What all ranks compute in all rounds, in pairs and tiles. Positions that lie alike are tiled once."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from parallel.context.tiles import Piece, tiles
+
+NOWHERE = Piece(0, 0, 0, -1)
+
+
+class Work(NamedTuple):
+    """Unmasked (query, key) pairs and tiles: int64 ``[rounds, places]``, a place being ranks that share the heads."""
+
+    pairs: np.ndarray
+    tiles: np.ndarray
+
+
+class Sets:
+    """Positions of several ranks or groups of ranks, as pieces."""
+
+    def __init__(self, members: Sequence[list[Piece]]) -> None:
+        self.members = members
+        most = max(map(len, members))
+        padded = np.array([(*pieces, *[NOWHERE] * (most - len(pieces))) for pieces in members])  # [sets, most, 4]
+        self.start, self.length, self.document = padded[..., 0], padded[..., 2], padded[..., 3]
+        _, self.shape = np.unique(self.length, axis=0, return_inverse=True)
+
+
+def work(
+    queries: Sets, keys: Sets, pairings: Sequence[tuple[np.ndarray, np.ndarray] | None], causal: bool, stride: int
+) -> Work:
+    """The work of every round.
+
+    Args:
+        queries, keys: sets to pair.
+        pairings: of each round, indices of the queries and of the keys of every place; None where nothing is computed.
+        causal, stride: as of ``tiles``.
+    """
+    places = next(len(q) for q, _ in filter(None, pairings))
+    found = Work(*np.zeros((2, len(pairings), places), dtype=np.int64))
+    known: dict[bytes, tuple[int, int]] = {}
+    for index, pairing in enumerate(pairings):
+        if pairing is None:
+            continue
+        kinds = np.ascontiguousarray(_kinds(queries, keys, *pairing, causal, stride))
+        rows = kinds.view(np.dtype((np.void, kinds.itemsize * kinds.shape[1]))).ravel()
+        kind, first, which = np.unique(rows, return_index=True, return_inverse=True)
+        for key, place in zip(kind, first, strict=True):
+            if (name := key.tobytes()) not in known:
+                q, k = (int(side[place]) for side in pairing)
+                made = tiles(queries.members[q], keys.members[k], stride, causal)
+                known[name] = sum(tile.pairs for tile in made), len(made)
+        found.pairs[index], found.tiles[index] = np.array([known[key.tobytes()] for key in kind]).T[:, which]
+    return found
+
+
+def _kinds(queries: Sets, keys: Sets, q: np.ndarray, k: np.ndarray, causal: bool, stride: int) -> np.ndarray:
+    """Numbers that are the same where tiles are: lengths, and how many keys each piece of queries is ahead of a piece.
+
+    int64 ``[places, numbers]``.
+    """
+    rows, columns = queries.length[q][:, :, None], keys.length[k][:, None, :]  # [places, pieces, pieces]
+    shift = (queries.start[q][:, :, None] - keys.start[k][:, None, :]) // stride if causal else columns
+    together = queries.document[q][:, :, None] == keys.document[k][:, None, :]
+    shift = np.where(together, np.clip(shift, -rows, columns), -rows)
+    return np.concatenate([queries.shape[q][:, None], keys.shape[k][:, None], shift.reshape(len(q), -1)], axis=1)

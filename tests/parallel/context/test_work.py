@@ -1,0 +1,113 @@
+"""Plans are made of runs alone: a twin that writes every position out agrees, and a million tokens take no longer."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parallel.context import METHODS, ContextError, Plan, layout, make_plan
+from parallel.context.tiles import Piece, tiles
+from parallel.context.traffic import Moves, backward_traffic, bytes_of_all, forward_traffic, sizes
+from parallel.context.work import Work
+
+MILLION = 1 << 20
+
+
+def written_out(positions: np.ndarray, stride: int, boundaries: tuple[int, ...]) -> list[Piece]:
+    """The pieces of ascending positions, found by looking at each of them."""
+    documents = np.searchsorted(boundaries, positions, side="right")
+    breaks = np.flatnonzero((np.diff(positions) != stride) | (np.diff(documents) != 0)) + 1
+    starts, stops = [0, *breaks.tolist()], [*breaks.tolist(), len(positions)]
+    return [
+        Piece(int(positions[start]), start, stop - start, int(documents[start]))
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+
+
+def any_plan(seed: int) -> Plan:
+    """Any method, size, team, degree, layout, mask and documents that go together."""
+    draw = random.Random(seed)
+    method, size = draw.choice(sorted(METHODS)), draw.randint(1, 18)
+    able, divisors = METHODS[method].capabilities(), [n for n in range(1, size + 1) if size % n == 0]
+    options: dict[str, Any] = {"causal": draw.random() < 0.7}
+    if not able.splits_heads:
+        options["ulysses_degree"] = draw.choice([1, draw.choice(divisors)])
+    places = size // options.get("ulysses_degree", 1)
+    if able.teams:
+        options["team_size"] = draw.choice([n for n in range(1, 5) if places % n**2 == 0])
+        options["placement"] = draw.choice(["collect_intra", "p2p_intra"])
+    if able.nodes:
+        inner = draw.choice([n for n in divisors if places % n == 0])
+        options["ranks_per_node"] = inner * options["ulysses_degree"]
+    options["layout"] = draw.choice(["auto", *able.layouts])
+    length = draw.randint(1, 12 * size)
+    cuts = sorted(draw.sample(range(1, length), draw.randint(0, min(4, length - 1))))
+    documents = (0, *cuts, length) if cuts else None
+    return make_plan(method, seq_len=length, size=size, documents=documents, **options)
+
+
+@pytest.mark.parametrize("first", range(0, 120, 40))
+@pytest.mark.parametrize("moves", ["kv", "queries"])
+def test_tiles_are_those_of_positions_written_out_and_all_ranks_at_once_those_of_each(first: int, moves: Moves) -> None:
+    for plan in map(any_plan, range(first, first + 40)):
+        check_tiles(plan, moves)
+
+
+def check_tiles(plan: Plan, moves: Moves) -> None:
+    def positions(ranks: tuple[int, ...]) -> np.ndarray:
+        return np.sort(np.concatenate([plan.positions(rank).numpy() for rank in ranks]))
+
+    stride, everyone = plan.layout.stride, plan.work(moves)
+    apart = plan.method.name == "allgather" and stride > 1  # whose keys are joined rank by rank
+    for rank in range(plan.size):
+        place = plan._place(rank)
+        for index, step in enumerate(plan.rounds(rank, moves)):
+            found = everyone.pairs[index, place], everyone.tiles[index, place]
+            assert found == (step.pairs, len(step.tiles))
+            if step.gradient is None or apart:
+                continue
+            sides = [written_out(positions(r), stride, plan.boundaries) for r in (plan.team(rank), step.holds)]
+            assert step.tiles == tiles(*(sides if moves == "kv" else sides[::-1]), stride, plan.causal)
+
+
+@pytest.mark.parametrize("moves", [None, "kv", "queries"])
+def test_bytes_of_all_ranks_are_the_sum_of_each(moves: Moves | None) -> None:
+    for seed in range(40):
+        plan, per_node = any_plan(seed), 1 + seed % 8
+        of = sizes(plan, 1, 8 * plan.ulysses_degree, 8 * plan.ulysses_degree, 16, 2)
+        inside = between = 0
+        for rank in range(plan.size):
+            sent = forward_traffic(plan, rank, of) if moves is None else backward_traffic(plan, rank, of, moves)
+            crossing = sent.between_nodes(rank, per_node)
+            inside, between = inside + sent.total - crossing, between + crossing
+        assert bytes_of_all(plan, of, moves, per_node) == (inside, between)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("zigzag", {}),
+        ("striped", {}),
+        ("wallfacer", {"team_size": 4}),
+        ("double_ring", {"ranks_per_node": 8}),
+        ("ulysses", {}),
+    ],
+)
+def test_a_million_tokens_on_512_ranks_take_no_positions(
+    method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every unmasked pair is counted once over all ranks, and nobody asks where each token lies."""
+    monkeypatch.delattr(layout.Layout, "positions")
+    plan = make_plan(method, seq_len=MILLION, size=512, **options)
+    work: Work = plan.work()
+    assert int(work.pairs.sum()) == MILLION * (MILLION + 1) // 2
+    assert [step.pairs for step in plan.rounds(77)] == work.pairs[:, plan._place(77)].tolist()
+    assert plan.cost(77, batch=1, heads=512, kv_heads=512, head_dim=128, element_size=2).forward.total > 0
+    with pytest.raises(AttributeError):
+        plan.positions(77)
+
+
+def test_a_rank_outside_is_refused() -> None:
+    with pytest.raises(ContextError, match="rank 4 is not among 4"):
+        make_plan("zigzag", seq_len=64, size=4).rounds(4)

@@ -199,25 +199,53 @@ def outside(result: dict[str, Any]) -> list[str]:
     return [row for row, pair in pairs.items() if len(pair) == len(WAYS) and not difference(*pair) <= BOUND]
 
 
+def apart(without: Sequence[float], lasp: Sequence[float]) -> list[float]:
+    """Of each update: how far the loss with LASP is from that without it, relative; the mean of the last updates."""
+    each = [abs(b / a - 1) for a, b in zip(without, lasp, strict=True)]
+    return [fmean(each[max(0, update + 1 - LAST) : update + 1]) for update in range(len(each))]
+
+
 def picture(result: dict[str, Any], path: Path) -> None:
-    """Both losses of every finished row over the updates, a model in each half."""
+    """A column for each model: the losses of all runs, which lie on each other, and how far each pair is apart."""
     from matplotlib.figure import Figure
 
-    from tools.layout_picture import PALETTE
+    from tools.layout_picture import FAINT, PALETTE
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, model in zip(figure.subplots(1, len(MODELS)), MODELS, strict=True):
-        for colour, backend in zip((PALETTE * 2)[: len(BACKENDS)], BACKENDS, strict=True):
-            for way in WAYS:
-                run = result["runs"].get(f"{model}/{backend}/{way}")
-                if run:
-                    label = BACKENDS[backend] + (" + LASP" if way == "lasp" else "")
-                    style = {"without": "-", "lasp": ":"}[way]
-                    axes.plot(run["losses"], style, color=colour, linewidth=1 if way == "without" else 2, label=label)
-        axes.set(title=MODELS[model], xlabel="update", ylabel="loss (nats per token)")
-        axes.spines[["top", "right"]].set_visible(False)
-        if axes.lines:
-            axes.legend(frameon=False, fontsize=7, ncols=2)
+    figure = Figure(figsize=(10, 6.6), layout="constrained")
+    panels = figure.subplots(2, len(MODELS), sharex=True, sharey="row", height_ratios=(2, 3), squeeze=False)
+    for column, model in enumerate(MODELS):
+        losses, differences = panels[:, column]
+        runs = {name: run["losses"] for name, run in result["runs"].items() if name.startswith(f"{model}/")}
+        for name, run in runs.items():
+            losses.plot(run, ":" if name.endswith("/lasp") else "-", color=PALETTE[0], linewidth=1.2, alpha=0.5)
+        losses.set_title(f"{MODELS[model]}: loss of {len(runs)} runs", loc="left", fontsize=11)
+        curves: dict[tuple[float, ...], list[str]] = {}
+        for backend in BACKENDS:
+            pair = [runs[name] for way in WAYS if (name := f"{model}/{backend}/{way}") in runs]
+            if len(pair) == len(WAYS):
+                curves.setdefault(tuple(apart(*pair)), []).append(BACKENDS[backend])
+        for colour, (curve, alike) in zip(PALETTE[:4] + PALETTE[5:6] + PALETTE[7:], curves.items(), strict=False):
+            differences.plot(curve, color=colour, linewidth=1.4, label=", ".join(alike))
+        differences.axhline(BOUND, color=FAINT, linestyle="--", linewidth=1)
+        differences.annotate(
+            f"bound {BOUND:.1%}",
+            (1, BOUND),
+            (-4, 4),
+            ("axes fraction", "data"),
+            "offset points",
+            ha="right",
+            color=FAINT,
+            fontsize=9,
+        )
+        differences.set(yscale="log", xlabel="update")
+        if curves:
+            differences.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(0, 0.66))
+        differences.set_title("difference with LASP from without, by backend", loc="left", fontsize=11)
+        for axes in (losses, differences):
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].set_ylabel("loss (nats per token)")
+    panels[1, 0].set_ylabel(f"relative difference, mean of {LAST} updates")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 

@@ -60,3 +60,22 @@ def test_a_row_is_trained_once_and_kept(tmp_path: Path, capsys: pytest.CaptureFi
     assert lasp.main([*flags, "--data", str(tmp_path / "nothing")]) == 0  # nothing is trained again, nor prepared
     assert lasp.main([*flags, "--iterations", "4"]) == 1
     assert "holds runs of" in capsys.readouterr().err
+
+
+def test_the_picture_shows_how_far_the_losses_are_apart(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    without, with_lasp = [4.0] * 12, [4.0] * 11 + [4.04]
+    assert lasp.apart(without, with_lasp)[-2:] == pytest.approx([0.0, 0.01 / lasp.LAST])
+    drawn: list[Figure] = []
+    found = result(4.0, 4.04)
+    found["runs"] |= {
+        f"transnormer/{name}/{way}": {"losses": [5.0, 4.1]} for name in ("zero1", "zero2") for way in lasp.WAYS
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+        lasp.picture(found, tmp_path / "picture.png")
+    difference = drawn[0].axes[2]
+    assert difference.get_yscale() == "log"
+    assert [line.get_label() for line in difference.lines[:2]] == ["DDP", "ZeRO-1, ZeRO-2"]
+    assert difference.lines[0].get_ydata()[-1] == pytest.approx(0.01 / 2)

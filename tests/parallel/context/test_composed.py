@@ -19,6 +19,7 @@ COMPOSED: dict[int, list[tuple[str, dict]]] = {
         ("ring", {"ulysses_degree": 2}),
         ("zigzag", {"ulysses_degree": 4}),
         ("allgather", {"ulysses_degree": 2}),
+        ("allgather", {"layout": "striped"}),
     ],
     8: [
         ("wallfacer", {"team_size": 2, "layout": "striped"}),

@@ -8,9 +8,16 @@ from types import FrameType
 from typing import NoReturn
 
 
-def parser_for(prog: str, description: str | None) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser whose refusals are one line, as all others are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; --help lists the arguments\n")
+
+
+def parser_for(prog: str, description: str | None) -> Parser:
     """A parser that takes flags in full alone, and whose help keeps the lines of the description."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=prog,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -15,6 +15,7 @@ from model.generate import DivergedError, generate
 from model.registry import build_model
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_model
 from parallel.manifest import checkpoint_folder
+from tools.arguments import Parser
 from train.config import Config, ConfigError, load_config
 from train.language import with_vocabulary
 
@@ -89,10 +90,11 @@ def _load(config: Config, run: Path, step: int | None, device: torch.device) -> 
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m tools.sample",
         description="Print text that a trained model writes, from the newest whole checkpoint of a run.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; by default the newest whole one")

@@ -15,6 +15,7 @@ import tomllib
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -74,6 +75,7 @@ class Field(NamedTuple):
             raise argparse.ArgumentTypeError(f"{text!r} is not {one.expects}") from error
 
 
+@cache
 def config_fields(root: type) -> dict[str, Field]:
     """Every field of every section of `root`, by name.
 

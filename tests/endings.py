@@ -1,0 +1,46 @@
+"""How a command ends, for tests that give it what it cannot use."""
+
+import io
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+from train.run import exit_status
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one process's command ended."""
+
+    status: int
+    stderr: str
+
+    @property
+    def wrong(self) -> str | None:
+        """What is wrong with it, if anything: a refusal is one line and a status, an acceptance no line of errors."""
+        lines = self.stderr.splitlines()
+        if self.status == 0:
+            return f"status 0, and said {lines[-1]}" if any(line.startswith("error:") for line in lines) else None
+        if len(lines) != 1 or not lines[0].startswith("error: "):
+            return f"status {self.status} and {len(lines)} lines: {self.stderr[-300:]!r}"
+        return None
+
+
+def end(command: Callable[..., Any], arguments: list[str]) -> Ending:
+    """Call an entry's or a tool's main as its last line does; a traceback that it would print is in ``stderr``."""
+    errors, statuses = io.StringIO(), [0]
+
+    def noted(arguments: list[str]) -> None:
+        status = command(arguments)
+        statuses[0] = status if isinstance(status, int) else 0
+
+    with redirect_stderr(errors), redirect_stdout(io.StringIO()):
+        try:
+            status = exit_status(noted, arguments) or statuses[0]
+        except SystemExit as error:
+            status = error.code if isinstance(error.code, int) else 1
+        except Exception as error:
+            status = 1
+            print(f"Traceback: {type(error).__name__}: {error}"[:300], file=errors)
+    return Ending(status, errors.getvalue())

@@ -1,0 +1,249 @@
+"""Settings that make no sense, a table of them: each is accepted, noted or refused in one line that names it.
+
+Every flag of both entries gets what is at the ends of its type and beyond; then come pairs that contradict each other,
+TOML of every wrong shape, paths to what is not there, and the flags of the tools.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.tokenizer import load_tokenizer
+from parallel.checkpoint import find_checkpoint
+from tests.endings import Ending, end
+from tools import plan, plot, prepare_data, prepare_latents, sample, sample_dit
+from train import config, dit_config, flags
+from train.config import Config
+from train.dit_config import DiTRunConfig
+from train.flags import Field
+from train.optim import learning_rate
+from train.run import claim_folder
+
+ENTRIES = {
+    "gpt": (Config, config, ["--data-path", "x", "--tokenizer-model", "x.model"]),
+    "dit": (DiTRunConfig, dit_config, ["--data-path", "digits"]),
+}
+EXTREMES: dict[type, tuple[str, ...]] = {
+    int: ("0", "-1", "1000000000", "1" + "0" * 30, "9" * 5000, "1e30", "nan", "", "x", "0.5"),
+    float: ("0", "-1", "1e-300", "1e300", "1e999", "nan", "-inf", "", "x", "1,5"),
+    str: ("", " ", "x" * 5000, "\udcff", "none"),
+}
+
+
+def values_of(field: Field) -> tuple[str, ...]:
+    return ("", "x", "none", "AUTO") if field.choices else EXTREMES[field.base]
+
+
+def rows_of(entry: str) -> Iterator[tuple[str, ...]]:
+    """Every flag of an entry with every extreme of its type; once without a value, too."""
+    for field in flags.config_fields(ENTRIES[entry][0]).values():
+        if field.base is bool:
+            yield from ((f"{field.flag}=x",), (field.flag, "x"), (f"{field.flag}=",))
+            continue
+        yield from ((f"{field.flag}={value}",) for value in values_of(field))
+        yield (field.flag,)
+
+
+def checked(entry: str) -> Callable[[list[str]], None]:
+    """What an entry does before any work: read, validate, and look at the folder; of one process."""
+    _, module, base = ENTRIES[entry]
+
+    def main(arguments: list[str]) -> None:
+        found = module.parse_args([*base, *arguments])
+        module.validate(found, 1)
+        claim_folder(found)
+        timedelta(minutes=found.mesh.distributed_timeout_minutes)
+        steps = found.train.train_iters
+        assert all(learning_rate(found.optimizer, step, steps) >= 0 for step in (1, steps // 2 + 1, steps))
+        assert flags.write_toml(found)
+
+    return main
+
+
+def wrong_ones(endings: dict[Any, Ending]) -> dict[Any, str]:
+    return {row: ending.wrong for row, ending in endings.items() if ending.wrong}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to be in, so that what is accepted is written nowhere else."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_flag_at_the_ends_of_its_type(entry: str, here: Path) -> None:
+    rows = list(rows_of(entry))
+    assert len(rows) > 300
+    endings = {row: end(checked(entry), list(row)) for row in rows}
+    assert wrong_ones(endings) == {}
+    for row, ending in endings.items():
+        name = row[0].partition("=")[0].lstrip("-")
+        assert ending.status == 0 or len(ending.stderr) < 9000, row
+        assert ending.status == 0 or name in ending.stderr.replace("_", "-") or row[-1] == "x", (row, ending.stderr)
+    assert any(ending.status == 0 for ending in endings.values())
+    assert not list(here.iterdir())
+
+
+CONTRADICTIONS = """
+    --micro-batch-size 3 --global-batch-size 4 | --device cpu --distributed-backend nccl
+    --context-parallel-method none --attention-backend aten | --attention-backend flash_attn
+    --attention-backend chunked | --model-type transnormer --attention-backend aten
+    --model-type transnormer --num-query-groups 2 | --model-type transnormer --rotary-base 5
+    --model-type gpt | --model-type gpt --max-position-embeddings 8 | --max-position-embeddings 9999
+    --model-type gpt --position-embedding-type rope --max-position-embeddings 5 | --softmax-every 2
+    --model-type transnormer --softmax-every 1 | --model-type transnormer --softmax-every 1000000000
+    --num-attention-heads 7 | --num-attention-heads 8 --num-query-groups 3 | --num-query-groups 1000000000
+    --num-attention-heads 1000000000 --hidden-size 1000000000 --tensor-model-parallel-size 3
+    --kv-channels 3 | --kv-channels 1000000000 | --vocab-size 1 --tensor-model-parallel-size 2
+    --tensor-model-parallel-size 2 | --context-parallel-size 1000000000 | --pipeline-model-parallel-size 2
+    --min-lr 1 --lr 0.5 | --lr-warmup-iters 10 --train-iters 5 | --lr-warmup-iters 1000
+    --lr-decay-iters 5 --lr-warmup-iters 5 | --lr-decay-style WSD --lr-wsd-decay-iters 2000
+    --lr-wsd-decay-iters 5 | --adam-beta1 1 | --adam-beta2 1.5 | --save-interval 5 | --wandb-exp-name x
+    --split 1,0,0 | --split 0,0,0 | --split 1,2,3,4 | --split nan | --split inf,1 | --split -1,2 | --split ,,,
+    --recompute-granularity selective --recompute-offload --device cpu | --loss-chunk-size 0
+    --ulysses-degree 2 | --ulysses-degree 0 | --context-parallel-team-size 2 | --context-parallel-team-size 0
+    --context-parallel-method lasp | --context-parallel-method lasp --model-type transnormer
+    --context-parallel-layout zigzag --context-parallel-method ring | --hybrid-softmax-method ring
+    --pipeline-schedule InterleavedZeroBubble | --pipeline-schedule GPipe | --pipeline-schedule Interleaved1F1B
+    --num-distributed-optimizer-instances 2 | --num-distributed-optimizer-instances 1000000000
+    --data-parallel-sharding-strategy ddp --num-distributed-optimizer-instances 2
+    --distributed-timeout-minutes 1e-12 | --distributed-timeout-minutes 1e300 | --distributed-timeout-minutes 1e-320
+    --exit-interval 0 | --exit-duration-in-mins 0 | --exit-duration-in-mins 1e300 | --ckpt-step -1
+    --num-workers 1000000000 | --num-workers -1 | --seed -1 | --seed 100000000000000000000 | --log-interval 0
+    --data-path 1 x 2 | --data-path x 1 y 2 | --data-path 0 x 1 y | --data-path nan x | --data-path
+    --nonsense | --nonsense 5 | stray | --lr | --lr 1 2 | --lr=1 --lr=2 | -5 | -- | --config | --no-lr 1 | ---lr 1
+"""
+
+
+def test_what_contradicts_itself(here: Path) -> None:
+    rows = [row.strip() for line in CONTRADICTIONS.strip().splitlines() for row in line.split("|")]
+    assert len(rows) > 80
+    endings = {row: end(checked("gpt"), row.split()) for row in rows}
+    assert wrong_ones(endings) == {}
+    assert not list(here.iterdir())
+
+
+NESTED = "x = " + "[" * 5000 + "]" * 5000
+TOMLS = {
+    "": "", "BOM": "\ufeff[train]\n", "nested": NESTED, "nested in a field": f"[train]\ntrain_iters = {NESTED[4:]}",
+    "tables 5,000 deep": f"[{'.'.join(['a'] * 5000)}]", "half a table": "[train", "twice": "[train]\n[train]\n",
+    "key twice": "[train]\nseed = 1\nseed = 2", "tables": "[[train]]\nseed = 1", "no section": "seed = 1",
+    "section as a number": "train = 1", "section as a list": "train = [1]", "table in a field": "[train.seed]\na = 1",
+    "list": "[train]\nseed = [1]", "empty list": "[data]\ndata_path = []",
+    "list of lists": "[data]\ndata_path = [['x']]",
+    "list of numbers": "[data]\ndata_path = [1]", "one for many": "[data]\ndata_path = 'x'",
+    "boolean": "[train]\nseed = true", "number for a boolean": "[train]\nbf16 = 1", "text": "[train]\nseed = '1'",
+    "fraction": "[train]\nseed = 1.0", "nan": "[optimizer]\nlr = nan", "inf": "[optimizer]\nlr = -inf",
+    "large": f"[train]\nseed = {10**30}", "huge": f"[train]\nseed = {'9' * 5000}", "float": "[optimizer]\nlr = 1e400",
+    "date": "[train]\nseed = 1979-05-27", "null": "[train]\nseed = null", "NUL": "[checkpoint]\nsave = '\\u0000'",
+    "NUL in a text": '[checkpoint]\nsave = "a\\u0000b"', "empty save": "[checkpoint]\nsave = ''",
+    "another section's": "[train]\nlr = 1", "unknown section": "[training]\nseed = 1",
+    "unknown key": "[train]\nsead = 1",
+    "the other entry's": "[sampling]\nguidance = 1", "key of dots": "[train]\na.b.c = 1",
+    "empty key": "[train]\n'' = 1",
+    "10,000 keys": "[train]\n" + "".join(f"k{i} = 1\n" for i in range(10_000)),
+    "long key": "[train]\n" + "k" * 100_000 + " = 1", "long value": f"[train]\nseed = '{'v' * 100_000}'",
+}  # fmt: skip
+
+
+def test_toml_of_every_shape(here: Path) -> None:
+    endings = {}
+    for name, text in TOMLS.items():
+        (here / "x.toml").write_text(text)
+        endings[name] = end(checked("gpt"), ["--config", "x.toml"])
+    (here / "x.toml").write_bytes(bytes(range(256)))
+    endings["bytes"] = end(checked("dit"), ["--config", "x.toml"])
+    assert wrong_ones(endings) == {}
+    refused = {name for name, ending in endings.items() if ending.status}
+    assert set(endings) - refused <= {"", "twice", "empty list"}
+
+
+@pytest.fixture
+def places(here: Path) -> list[str]:
+    """Paths to whatever a path can lead to, but what is asked for."""
+    (here / "file").write_bytes(bytes(range(256)) * 20)
+    (here / "empty").touch()
+    (here / "folder").mkdir()
+    os.symlink("gone/away", here / "dangling")
+    os.symlink("loop", here / "loop")
+    inside = ["file", "empty", "folder", "dangling", "loop", "none", "file/x", "folder/x/y", "dangling/x", "n" * 300]
+    return [*inside, "n/" * 3000, "/proc/x", "/dev/null", "", " ", ".", "/", "\udcff"]
+
+
+USES: dict[str, Callable[[str], object]] = {
+    "--config": lambda path: checked("gpt")(["--config", path]),
+    "--config of a dit": lambda path: checked("dit")(["--config", path]),
+    "--save": lambda path: checked("gpt")(["--save", path]),
+    "--load": lambda path: find_checkpoint(path),
+    "--load and --save": lambda path: checked("gpt")(["--save", path, "--load", path]),
+    "--tokenizer-model": lambda path: load_tokenizer(path),
+    "sample --load": lambda path: sample.main(["--load", path]),
+    "sample_dit --load": lambda path: sample_dit.main(["--load", path]),
+    "plot loss": lambda path: plot.main(["loss", path, "--output", "x.png"]),
+    "prepare_data --tokenizer-model": lambda path: prepare_data.main(
+        ["--input", "empty", "--output-prefix", "out", "--tokenizer-model", path]
+    ),
+    "prepare_data --input": lambda path: prepare_data.main(["--input", path, "--output-prefix", "out"]),
+    "prepare_latents --check": lambda path: prepare_latents.main(["--check", path]),
+}
+"""What is given a path to read from or to write to."""
+
+
+@pytest.mark.parametrize("use", USES)
+def test_paths_to_what_is_not_meant(use: str, places: list[str], here: Path) -> None:
+    before = sorted(here.rglob("*"))
+    endings = {path: end(lambda arguments: USES[use](*arguments), [path]) for path in places}
+    assert wrong_ones(endings) == {}
+    assert sorted(here.rglob("*")) == before
+
+
+TOOLS = {
+    plot.main: """
+        layout --size 0 | layout --size -1 | layout --size 1000000000 | layout --size x | layout --seq-length 0
+        layout --seq-length -1 | layout --seq-length 1000000000 | layout --seq-length 1e30 | layout --methods nope
+        layout --methods | layout --methods ring ring --size 3 --seq-length 1
+        layout --methods ring --size 2 --seq-length 4 --output /proc/x.png
+        layout --methods ring --size 2 --seq-length 4 --output x.nope
+        teams --size 0 | teams --size -1 | teams --size 1000000000 | teams --team-size 0
+        teams --team-size -1 | teams --team-size 1000000000 | teams --placement nope | teams --ranks-per-node 0
+        teams --ranks-per-node -1 | teams --heads 0 | teams --heads -1 | teams --kv-heads 0
+        nope | loss | loss none | layout --nope | teams 5""",
+    plan.main: """
+        --world-size 0 | --world-size -1 | --world-size x | --world-size 1e30 | --top x | --nope
+        --profile --world-size 7
+        --config none.toml --world-size 2 | --seq-length 0 --world-size 2 | --world-size 2 --num-layers 0""",
+    sample.main: """
+        --load none | --load none --num-tokens 0 | --load none --num-tokens 1e30 | --load none --num-tokens nan
+        --load none --temperature nan | --load none --temperature inf | --load none --temperature -1
+        --load none --top-k 0 | --load none --top-k x | --load none --seed -1 | --load none --ckpt-step x
+        --load none --ckpt-step -1 | --load none --num-samples 0 | --num-tokens 5 | --load | --nope | --load a b""",
+    sample_dit.main: """
+        --load none | --load none --num-samples 0 | --load none --steps 0 | --load none --steps x
+        --load none --guidance nan | --load none --guidance inf | --load none --guidance x | --load none --method nope
+        --load none --batch-size 0 | --load none --batch-size -1 | --load none --seed x | --load none --classes
+        --load none --classes x | --load none --vae none | --num-samples 5 | --nope | --load none --seed -1""",
+    prepare_data.main: """
+        --input none --output-prefix x | --input none | --stdlib --input none | --vocab-size 0 | --vocab-size -1
+        --vocab-size x | --vocab-size 1e30 | --max-bytes 0 | --max-bytes x | --max-bytes -5 | --input --output-prefix x
+        --tokenizer-model none.model --vocab-size 5 | --nope | stray | --output-prefix""",
+    prepare_latents.main: """
+        --input none --output x | --input none | --check none | --check none --input none | --output x
+        --input none --output x --size 0 | --input none --output x --size -1 | --input none --output x --size x
+        --input none --output x --dtype float8 | --input none --output x --format nope | --nope | --vae none
+        --input none --output x --samples-per-shard 0 | --input none --output x --batch-size 0
+        --input none --output x --batch-size 1e30 | --input none --output x --vae none""",
+}
+
+
+@pytest.mark.parametrize("main", TOOLS, ids=lambda main: main.__module__)
+def test_tools_refuse_in_one_line(main: Callable[[list[str]], Any], here: Path) -> None:
+    rows = [row.strip() for line in TOOLS[main].strip().splitlines() for row in line.split("|")]
+    endings = {row: end(main, row.split()) for row in rows}
+    assert wrong_ones(endings) == {}
+    assert [row for row, ending in endings.items() if ending.status == 0] == []
+    assert not list(here.iterdir())

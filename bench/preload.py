@@ -1,5 +1,7 @@
 """What the server imports, once, that all ranks here are forked from; a process has one, whoever asks first."""
 
+import gc
+
 import matplotlib.pyplot
 import torch.distributed.checkpoint
 import torch.distributed.fsdp  # noqa: F401
@@ -10,3 +12,6 @@ from data.megatron import megatron_core
 
 matplotlib.use("Agg")
 megatron_core()
+# A rank's collector would otherwise touch, and so copy, every page of what is shared here.
+gc.collect()
+gc.freeze()

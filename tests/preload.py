@@ -1,0 +1,15 @@
+"""What a test's ranks would each import by themselves, in the server that they are forked from."""
+
+import gc
+from contextlib import suppress
+
+import pytest  # noqa: F401
+
+import tests.parallel.split
+import tests.pretraining  # noqa: F401
+
+with suppress(ImportError):
+    import sklearn.datasets  # noqa: F401  # the digits, for most tests of diffusion transformers
+
+gc.collect()
+gc.freeze()

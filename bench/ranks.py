@@ -22,7 +22,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["bench.preload"])
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` processes joined by gloo; return their results by rank.
 
     ``fn`` is a module-level function; its result must pickle. No process outlives the call, nor

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.starts import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # A package may import what stands here, and itself; None is everything of ours but the tests.
@@ -107,7 +109,7 @@ def loaded_by(statements: str) -> set[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.pretraining import TINY
+from tests.starts import PATIENCE
 from train.metrics import METRICS, read_metrics
 
 ENTRY = Path(__file__).parent.parent / "pretrain_gpt.py"
@@ -43,7 +44,7 @@ def test_a_run_learns_saves_and_resumes_on_a_gpu(attention: str, default_data: P
         subprocess.run(
             [*command, "--load", str(save), "--exit-interval", stop],
             check=True,
-            timeout=200,
+            timeout=PATIENCE,
             cwd=ENTRY.parent,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )

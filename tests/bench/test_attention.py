@@ -13,6 +13,7 @@ from bench.attention import Target, compare, slowest_pairs, summary
 from bench.machine import usable_cores
 from bench.processes import ONE_PROCESS, Contestants, Times
 from bench.workload import Workload, check_same
+from tests.starts import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--seq-length", "130", "--num-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--repeats", "3"]
@@ -21,7 +22,7 @@ needs_two_cores = pytest.mark.skipif(len(usable_cores()) < 2, reason="two ranks 
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "-m", "bench.attention", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 @needs_two_cores

@@ -8,6 +8,7 @@ import torch
 
 from bench import attention, ceilings, gpu, gpu_check, machine
 from bench.workload import Workload
+from tests.starts import PATIENCE
 
 METHODS = ("ring", "striped", "zigzag", "allgather")
 WORK = Workload(seq_length=64, num_heads=4, kv_heads=2, head_dim=16)
@@ -92,7 +93,7 @@ def test_pytest_is_run_and_its_outcome_counted(tmp_path: Path) -> None:
         "@pytest.mark.gpu\ndef test_not_here(): pytest.skip('why')\n"
         "def test_unmarked(): assert False\n"
     )
-    found = gpu_check.run_tests("gpu and not slow", 100, (str(tmp_path), "-p", "no:cacheprovider"))
+    found = gpu_check.run_tests("gpu and not slow", int(PATIENCE), (str(tmp_path), "-p", "no:cacheprovider"))
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 1)
     assert found["failures"][0].endswith("test_bad")
 

@@ -1,7 +1,6 @@
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -192,27 +191,25 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path: Path, stage: str) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def _out_of_space(rank: int, size: int, folder: Path, failing: int) -> tuple[str, float]:
+def _out_of_space(rank: int, size: int, folder: Path, failing: int) -> str:
     model, optimizer = build(0, sharded=True)
     train(model, optimizer, range(1))
     save(folder, 1, model, optimizer)
     if rank == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
-    start = time.monotonic()
     with pytest.raises(CheckpointError) as caught:
         save(folder, 2, model, optimizer)
-    return str(caught.value), time.monotonic() - start
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_disk_that_refuses_one_rank_fails_all_and_leaves_nothing(tmp_path: Path, failing: int) -> None:
     answers = run_ranks(_out_of_space, 3, tmp_path, failing)
-    message = answers[0][0]
+    message = answers[0]
     assert "iter_0000002.tmp" in message
     assert f"rank {failing}" in message
     assert "File too large" in message
-    assert {answer[0] for answer in answers} == {message}
-    assert max(answer[1] for answer in answers) < 10
+    assert set(answers) == {message}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
 
 

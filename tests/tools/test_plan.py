@@ -114,6 +114,6 @@ def test_groups_of_a_candidate_leave_nothing_to_the_next(default_data: Path, fla
     """Both make groups of the same ranks, those that split heads or hold a copy of the shards."""
     data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
     arguments = [*TINY, *data, "--context-parallel-size", "4", *flags]
-    times = run_ranks(measured_twice, 4, arguments, timeout=60)
+    times = run_ranks(measured_twice, 4, arguments)
     assert times[0] == times[3]
     assert len(times[0]) == 2

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from parallel.context import METHODS
+from tests.starts import PATIENCE
 from tools import layout_picture, plot, team_picture
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -126,7 +127,7 @@ def test_help_needs_no_matplotlib() -> None:
         "assert not {'matplotlib', 'torch'} & set(sys.modules)"
     )
     root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
 
 
 def test_captions_count_as_one_says_it() -> None:

@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.starts import PATIENCE, interruptible, wait_until
 from tools.prepare_data import main
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def test_writes_then_keeps_then_refuses(tmp_path: Path, capsys: pytest.CaptureFi
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "tools/prepare_data.py", "--input", tmp_path / "none", "--output-prefix", tmp_path / "d"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert run.returncode == 1
     assert run.stderr == f"error: input {tmp_path / 'none'} does not exist; check the path\n"
@@ -67,20 +67,18 @@ def test_contradicting_flags(flags: list[str]) -> None:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int) -> None:
     out = tmp_path / "out"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tools.prepare_data", "--output-prefix", out / "d"],
-        cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+    with interruptible():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tools.prepare_data", "--output-prefix", out / "d"],
+            cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
     try:
-        deadline = time.monotonic() + 60
         # The .bin is under its temporary name while documents are tokenised.
-        while not list(out.glob(".d.*.bin")):
-            assert process.poll() is None, process.stderr.read() if process.stderr else ""
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: list(out.glob(".d.*.bin")) or process.poll() is not None)
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         process.wait()
@@ -89,11 +87,15 @@ def test_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals, 
     assert not list(out.iterdir())
 
 
-def test_help_is_quick(tmp_path: Path) -> None:
-    began = time.monotonic()
-    run = subprocess.run(
-        [sys.executable, "-m", "tools.prepare_data", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+def test_help_waits_for_nothing_large() -> None:
+    """What makes the help slow are these imports, on any machine."""
+    code = (
+        "import runpy, sys; sys.argv = ['prepare_data', '--help']\n"
+        "try:\n    runpy.run_module('tools.prepare_data', run_name='__main__')\n"
+        "finally:\n    print('LOADED', {'torch', 'numpy', 'sentencepiece'} & set(sys.modules))"
     )
-    assert run.returncode == 0
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
     assert "--output-prefix" in run.stdout
-    assert time.monotonic() - began < 4
+    assert run.stdout.endswith("LOADED set()\n")

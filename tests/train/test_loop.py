@@ -285,7 +285,7 @@ def test_a_bad_sample_of_one_rank_ends_all(where: str, tmp_path: Path) -> None:
     bad = Samples(bad=6)  # in the second global batch, on the first rank
     data = {"training": (Samples(), bad), "validation": (bad, Samples())}[where]
     config = settings(train_iters=3, eval_iters=2)
-    ends = run_ranks(run_with, 2, config, tmp_path / "run", None, *data, timeout=40.0)
+    ends = run_ranks(run_with, 2, config, tmp_path / "run", None, *data)
     assert [error for _, error in ends] == ["DataError: x.bin: sample 6 is bad"] * 2
     assert len({progress.iteration for progress, _ in ends}) == 1
     assert checkpoints(tmp_path / "run") == []

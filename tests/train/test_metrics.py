@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.starts import PATIENCE
 from train.config import ConfigError
 from train.metrics import (
     METRICS,
@@ -172,7 +173,7 @@ def in_a_process_of_its_own(code: str, folder: Path, **environment: str) -> subp
     homes = {name: str(folder / "home") for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
     return subprocess.run(
         [sys.executable, "-c", code, str(folder / "run")],
-        cwd=ROOT, env=clean | homes | environment, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env=clean | homes | environment, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
 
 

@@ -2,10 +2,8 @@
 
 import io
 import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import replace
@@ -20,6 +18,7 @@ from parallel.checkpoint import CheckpointConfig, CheckpointError
 from parallel.mesh import MeshError
 from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
 from tests.ranks import run_ranks
+from tests.starts import PATIENCE, free_port
 from train import run
 from train.config import Config, ConfigError, load_config
 from train.dit_config import DiTRunConfig
@@ -214,11 +213,9 @@ def fail_with(error: Exception) -> Callable[[list[str]], None]:
     ],
 )
 def test_what_a_user_can_cause_is_one_line(error: Exception, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.monotonic()
     assert exit_status(fail_with(error), []) == 1
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", line)
-    assert time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), ValueError("x"), RuntimeError("x"), OSError("a socket's")])
@@ -245,45 +242,42 @@ def test_success_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def voices(rank: int, world_size: int, failing: tuple[int, ...], seconds: float) -> tuple[str, float] | None:
+def voices(rank: int, world_size: int, failing: tuple[int, ...], seconds: float) -> str | None:
     run.SECONDS_TO_SPEAK = seconds
     if rank not in failing:
         return None
-    errors, began = io.StringIO(), time.monotonic()
+    errors = io.StringIO()
     with redirect_stderr(errors):
         assert exit_status(fail_with(ConfigError(f"rank {rank}")), []) == 1
-    return errors.getvalue(), time.monotonic() - began
+    return errors.getvalue()
 
 
 @pytest.mark.parametrize("failing", [(0, 1, 2), (2,), (1, 2)])
 def test_one_of_the_ranks_that_fail_speaks(failing: tuple[int, ...]) -> None:
-    everyone = len(failing) == 3
-    ends = [end for end in run_ranks(voices, 3, failing, 30.0 if everyone else 0.5) if end is not None]
+    """Where all are there none waits: it would for longer than ``run_ranks`` does."""
+    seconds = 2 * PATIENCE if len(failing) == 3 else 0.5
+    ends = [end for end in run_ranks(voices, 3, failing, seconds) if end is not None]
     assert len(ends) == len(failing)
-    assert sum(said.startswith("error: rank ") and said.count("\n") == 1 for said, _ in ends) == 1
-    assert sum(said == "" for said, _ in ends) == len(failing) - 1
-    if everyone:
-        assert max(seconds for _, seconds in ends) < 15, "none waits when all are there"
+    assert sum(said.startswith("error: rank ") and said.count("\n") == 1 for said in ends) == 1
+    assert sum(said == "" for said in ends) == len(failing) - 1
 
 
 BEFORE_JOINING = """
+from tests.starts import PATIENCE, free_port
 from train import run
 from train.config import ConfigError
 
 def main(arguments):
     raise ConfigError("lr is -1")
 
-run.SECONDS_TO_SPEAK = 20
+run.SECONDS_TO_SPEAK = 300
 raise SystemExit(run.exit_status(main, []))
 """
 
 
 def test_before_they_join_the_ranks_meet_at_the_launchers_address() -> None:
     """As srun starts them: no agent holds a store, so the first rank does."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", BEFORE_JOINING],
@@ -292,7 +286,7 @@ def test_before_they_join_the_ranks_meet_at_the_launchers_address() -> None:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=100)[1] for process in started]
+        said = [process.communicate(timeout=PATIENCE)[1] for process in started]
     finally:
         for process in started:
             process.kill()

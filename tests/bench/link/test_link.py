@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from bench.link.network import Network, NetworkError, check_permission, enter
 from bench.link.planned import CLUSTERS, verdict
 from model.registry import num_parameters
 from parallel.cluster import load_cluster
+from tests.starts import PATIENCE, interruptible, wait_until
 from train.config import Config, parse_args, validate
 from train.language import with_vocabulary
 from train.planner import rank
@@ -43,10 +43,11 @@ REASON = not_permitted()
 permitted = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
-def namespaces() -> set[str]:
-    """The network namespaces of all processes, and of all files they hold open."""
+def namespaces(*processes: int) -> set[str]:
+    """The network namespaces of processes, by default of all, and of all files they hold open."""
     found = set()
-    for process in Path("/proc").glob("[0-9]*"):
+    numbers = processes or [path.name for path in Path("/proc").glob("[0-9]*")]
+    for process in (Path("/proc", str(number)) for number in numbers):
         try:
             links = [process / "ns/net", *(process / "fd").iterdir()]
         except OSError:
@@ -76,15 +77,6 @@ def descendants(parent: int) -> set[int]:
     return found - {parent}
 
 
-def comes_true(condition: Callable[[], object], within: float) -> bool:
-    deadline = time.monotonic() + within
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def seconds_to_send(network: Network, senders: list[int], count: int) -> float:
     """Each sender sends ``count`` bytes to its like on the other node, all at once; threads can be in namespaces."""
     listeners = {rank: threading.Event() for rank in senders}
@@ -99,25 +91,26 @@ def seconds_to_send(network: Network, senders: list[int], count: int) -> float:
 
     def send(rank: int) -> None:
         enter(network.path(rank))
-        assert listeners[rank].wait(10)
+        assert listeners[rank].wait(PATIENCE)
         with socket.create_connection((network.address(rank + 4), 5000 + rank)) as connection:
             connection.sendall(bytes(count))
 
     start = time.monotonic()
     with ThreadPoolExecutor(2 * len(senders)) as pool:
         for done in [pool.submit(work, rank) for rank in senders for work in (receive, send)]:
-            done.result(timeout=60)
+            done.result(timeout=PATIENCE)
     return time.monotonic() - start
 
 
 @permitted
 @pytest.mark.parametrize("rails", [False, True])
 def test_namespaces_come_and_go_and_the_link_is_as_slow_as_asked(rails: bool) -> None:
-    before, count, senders = namespaces(), 1 << 20, [0, 1, 2, 3]
+    own, count, senders = os.getpid(), 1 << 20, [0, 1, 2, 3]
+    before = namespaces(own)
     with Network(rails=rails) as network:
-        assert len(namespaces() - before) == (10 if rails else 2)
+        assert len(namespaces(own) - before) == (10 if rails else 2)
         start = network.crossed()
-        at_once = seconds_to_send(network, senders, count)
+        seconds_to_send(network, senders, count)
         there, back = (now - then for now, then in zip(network.crossed(), start, strict=True))
         assert 4 * count <= there <= WITHIN_PROTOCOL * 4 * count
         assert back < 0.1 * there
@@ -126,13 +119,13 @@ def test_namespaces_come_and_go_and_the_link_is_as_slow_as_asked(rails: bool) ->
         link = count * 8 / 40e6  # 0.21 s for one sender
         # one bucket's burst is 128 KiB, and what a whole bucket lets pass at once costs no time
         assert slow > (0.8 if rails else 3.5) * link
-        if rails and at_once < 0.5 * link:  # the machine has time for us: four rails are four times as fast as one link
-            assert slow < 3 * link
+        if rails:  # four are four times as fast as one link, as soon as the machine has time for it
+            wait_until(lambda: slow < 3 * link or seconds_to_send(network, senders, count) < 3 * link)
         network.limit(None)
         assert "noqueue" in network._nodes[0].run("tc", "qdisc", "show", "dev", "trunk")
         with pytest.raises(NetworkError, match=r"tc qdisc add .*40parsecs|tc class add .*40parsecs"):
             network.limit("40parsecs")
-    assert namespaces() == before
+    assert namespaces(own) == before
 
 
 @permitted
@@ -217,23 +210,26 @@ def test_crossing_of_linear_attention_by_hand() -> None:
     ],
 )
 def test_an_interrupted_bench_leaves_nothing(number: int, tmp_path: Path) -> None:
-    before, named = namespaces(), subprocess.run(["ip", "netns", "list"], capture_output=True, check=True).stdout
-    bench = subprocess.Popen(
-        [sys.executable, "-m", "bench.link", "--tokens", "1024", "--results", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    named = subprocess.run(["ip", "netns", "list"], capture_output=True, check=True).stdout
+    before = namespaces(os.getpid())
+    with interruptible():
+        bench = subprocess.Popen(
+            [sys.executable, "-m", "bench.link", "--tokens", "1024", "--results", str(tmp_path)],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     try:
         # itself, the server that forks, its tracker of resources, and the ranks, inside of their nodes
-        assert comes_true(lambda: len(descendants(bench.pid)) >= 8, 60) or bench.poll() is not None
-        ranks, made = descendants(bench.pid), namespaces() - before
+        wait_until(lambda: len(descendants(bench.pid)) >= 8 or bench.poll() is not None)
+        ranks = descendants(bench.pid)
+        made = namespaces(bench.pid, *ranks) - before
         assert bench.poll() is None
         assert len(made) == 2
         bench.send_signal(number)
-        _, err = bench.communicate(timeout=30)
+        _, err = bench.communicate(timeout=PATIENCE)
     finally:
         bench.kill()
         bench.wait()
@@ -244,8 +240,8 @@ def test_an_interrupted_bench_leaves_nothing(number: int, tmp_path: Path) -> Non
         assert err.splitlines()[-1] == "interrupted; namespaces and ranks are gone"  # torch may warn before
         assert "Traceback" not in err
         assert list(tmp_path.iterdir()) == []
-    assert comes_true(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 10)
-    assert comes_true(lambda: not made & namespaces(), 10)
+    wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    wait_until(lambda: not made & namespaces())
     assert subprocess.run(["ip", "netns", "list"], capture_output=True, check=True).stdout == named
 
 
@@ -254,7 +250,12 @@ def test_an_interrupted_bench_leaves_nothing(number: int, tmp_path: Path) -> Non
 def test_without_permission_it_says_what_it_needs() -> None:
     drop = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"]
     done = subprocess.run(
-        [*drop, sys.executable, "-m", "bench.link"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+        [*drop, sys.executable, "-m", "bench.link"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
     )
     assert done.returncode == 1
     assert done.stdout == ""

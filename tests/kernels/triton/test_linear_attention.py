@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.kernels.linear_cases import CASES, FAR, NAMES, Case, errors, naive_errors
+from tests.starts import PATIENCE
 
 triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; requirements-dev.txt has it")
 
@@ -20,7 +21,7 @@ BOUND = 1e-5
 POINTERS = {"q": 0, "k": 0, "v": 0, "out": 0, "state": 1, "final": 1, "rates": 1, "bounds": 2}
 
 
-def interpret(*arguments: str, timeout: float = 240) -> dict[str, Any]:
+def interpret(*arguments: str, timeout: float = PATIENCE) -> dict[str, Any]:
     """What the cases print in a process whose Triton interprets."""
     if triton.__version__ < "3.7":
         pytest.skip("the interpreter of Triton before 3.7 cannot loop as often as a tensor says under NumPy 2.4")

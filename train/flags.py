@@ -62,6 +62,8 @@ class Field(NamedTuple):
         fits = not self.many and type(value) is self.base and (self.choices is None or value in self.choices)
         if not fits or (self.base is float and not math.isfinite(value)):
             raise ConfigError(f"{self.name} is {value!r}; it must be {self.expects}")
+        if self.base is str and (not value or "\0" in value):  # as from a shell's variable that is not set
+            raise ConfigError(f"{self.name} is {value!r}; it must be a text without zero bytes, or left out")
         return value
 
     def parse(self, text: str) -> Any:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.starts import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = ("digits", "images", "logging", "dev")
 
@@ -29,7 +31,9 @@ def planned(target: str, folder: Path, *variables: str) -> str:
     """The commands that make would run for a target, with a fresh environment in ``folder``."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     command = ["make", "--dry-run", target, f"VENV={folder}", *variables]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
     return done.stdout
 
 

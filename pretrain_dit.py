@@ -19,7 +19,7 @@ from train.dit_config import DiTRunConfig, diffusion_of, parse_args, validate
 from train.ema import Ema
 from train.loop import Trainer
 from train.optim import build_optimizer
-from train.run import claim_folder, open_log, resume, run_entry
+from train.run import claim_folder, open_log, owning, resume, run_entry
 from train.sampling import Sampler, picture_writer
 
 
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
     """Configuration, processes, data, model, training: the run from its command line to its last checkpoint."""
     config = parse_args(arguments)
     validate(config, launched_world_size())
-    with joined(config.mesh) as mesh:
+    with joined(config.mesh) as mesh, owning(config):
         prepared(config, mesh).run()
 
 

@@ -20,14 +20,14 @@ from train.language import NextToken, build_runner, context_of, corpus_entropy, 
 from train.loop import Trainer
 from train.optim import build_optimizer
 from train.planner import resolved
-from train.run import claim_folder, open_log, resume, run_entry
+from train.run import claim_folder, open_log, owning, resume, run_entry
 
 
 def main(arguments: list[str]) -> None:
     """Configuration, processes, data, model, training: the run from its command line to its last checkpoint."""
     config = parse_args(arguments)
     validate(config, launched_world_size())
-    with joined(config.mesh) as mesh:
+    with joined(config.mesh) as mesh, owning(config):
         prepared(config, mesh).run()
 
 

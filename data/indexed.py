@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parallel.files import replacing
+from parallel.files import reason, replacing
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -138,8 +138,9 @@ def writing(*paths: Path) -> Iterator[tuple[Path, ...]]:
         with replacing(*paths) as temporary:
             yield temporary
     except OSError as error:
+        said = reason(error, paths[0].parent)
         raise DataError(
-            f"cannot write {paths[0]} ({error.strerror}); free space or choose a folder that you can write to"
+            f"cannot write {paths[0]} ({said}); free space or choose a folder that you can write to"
         ) from error
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from data.indexed import DataError
 from data.latent_folder import DTYPES, INDEX, LatentFolder
-from parallel.files import replacing, write_text
+from parallel.files import reason, replacing, write_text
 
 
 def write_latents(
@@ -66,8 +66,8 @@ def _writable(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot write to {folder} ({reason}); free space or name a folder to write to") from error
+        said = reason(error, folder) if isinstance(error, OSError) else error
+        raise DataError(f"cannot write to {folder} ({said}); free space or name a folder to write to") from error
 
 
 def _write_shards(

@@ -20,6 +20,8 @@ class Chunks:
 
     index: Tensor | None
     """Token at each place [N * C], any token where the chunk has fewer; None where all places are filled in order."""
+    places: Tensor | None
+    """Place of each token [T]; None as above. A mask instead would make a GPU tell how many it has."""
     lengths: Tensor
     """Tokens of each chunk [N]."""
     begins: tuple[bool, ...]
@@ -36,11 +38,12 @@ def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.devi
             starts.append(start)
             lengths.append(min(CHUNK, end - start))
             begins.append(start == first)
-    counts = torch.tensor(lengths, device=device)
+    counts = torch.tensor(lengths)
     if all(count == CHUNK for count in lengths):
-        return Chunks(None, counts, tuple(begins))
-    index = torch.tensor(starts, device=device)[:, None] + torch.arange(CHUNK, device=device)
-    return Chunks(index.clamp(max=length - 1).flatten(), counts, tuple(begins))
+        return Chunks(None, None, counts.to(device), tuple(begins))
+    index = (torch.tensor(starts)[:, None] + torch.arange(CHUNK)).clamp(max=length - 1).flatten()
+    places = (torch.arange(CHUNK) < counts[:, None]).flatten().nonzero().flatten()
+    return Chunks(index.to(device), places.to(device), counts.to(device), tuple(begins))
 
 
 @cache
@@ -86,7 +89,7 @@ def scan(
     out = (queries @ keys.transpose(-1, -2) * mask) @ values
     out += queries @ entering * _power(rates, reads)
     out = out.transpose(2, 3).flatten(1, 2)  # [B, N * C, H, E]
-    return out if chunks.index is None else out[:, filled.flatten()], final
+    return out if chunks.places is None else out.index_select(1, chunks.places), final
 
 
 def _chunked(x: Tensor, chunks: Chunks, dtype: torch.dtype) -> Tensor:

@@ -13,19 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel.agree import agree, agreed, cpu_group, from_first, is_first
-from parallel.files import fsync_folder, write_text
-from parallel.manifest import (
-    POINTER,
-    CheckpointError,
-    Manifest,
-    checkpoint_folder,
-    describe,
-    find_checkpoint,
-    read_manifest,
-    to_stderr,
-    what_is_broken,
-    write_manifest,
-)
+from parallel.files import fsync_folder, reason, room, write_text
+from parallel.manifest import CheckpointError, Manifest, checkpoint_folder, describe, read_manifest, write_manifest
+from parallel.search import POINTER, find_checkpoint, saved_iterations, to_stderr, what_is_broken
 
 if TYPE_CHECKING:
     from parallel.shards import Model
@@ -39,6 +29,7 @@ __all__ = [
     "load_model",
     "read_manifest",
     "save_checkpoint",
+    "saved_iterations",
 ]
 
 
@@ -94,7 +85,7 @@ def save_checkpoint(
         CheckpointError: the iteration's checkpoint exists (a broken one is moved aside instead), or the disk refused;
             on every rank, and nothing half-written stays.
     """
-    from parallel.shards import tensors_of, write_shards  # torch.distributed.checkpoint: half a second
+    from parallel.shards import bytes_of, tensors_of, write_shards  # torch.distributed.checkpoint: half a second
 
     folder = checkpoint_folder(directory, iteration)
     draft = folder.with_name(folder.name + ".tmp")
@@ -104,7 +95,9 @@ def save_checkpoint(
             with agreed(group):
                 json.dumps([architecture, extra])
                 state = tensors_of(model, optimizer) | dict(more or {})
-            write_shards(draft, state, group)
+            needed = bytes_of(state, group)
+            from_first(lambda: _check_room(draft, needed), group)
+            write_shards(draft, state, group, needed)
             files = dict(entry for of_rank in agree(lambda: _own_files(draft, group), group) for entry in of_rank)
             manifest = Manifest(iteration=iteration, architecture=architecture, extra=extra, files=files)
             from_first(lambda: _publish(draft, folder, manifest), group)
@@ -222,6 +215,16 @@ def _start_draft(draft: Path) -> None:
         draft.mkdir()
 
 
+def _check_room(draft: Path, needed: int) -> None:
+    """Refuse before anything is written; some file systems do not tell their size."""
+    with _disk_errors(draft):
+        size = shutil.disk_usage(draft)
+    if size.total and size.free < needed:
+        raise CheckpointError(
+            f"cannot write {draft}: {room(draft.parent, needed)}; remove older checkpoints or choose another --save"
+        )
+
+
 def _own_files(draft: Path, group: dist.ProcessGroup | None) -> list[tuple[str, tuple[int, str]]]:
     """Name, size and SHA-256 of what this rank wrote: DCP names a rank's files ``__RANK_*``."""
     from parallel.shards import METADATA
@@ -263,4 +266,5 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error}; make room for it or choose another --save") from error
+        said = reason(error, path.parent)
+        raise CheckpointError(f"cannot write {path}: {said}; make room for it or choose another --save") from error

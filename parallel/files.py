@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import socket
 import sys
 import uuid
@@ -12,6 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _DRAFT = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{32}(\.[^.]*)?")
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class InUseError(ValueError):
@@ -125,6 +129,19 @@ def _lock(handle: int, path: Path) -> None:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
             raise
         print(f"note: {path.parent} has no locks ({error.strerror}); let one process write there", file=sys.stderr)
+
+
+def room(folder: Path, needed: int | None = None) -> str:
+    """How many bytes are free where a folder is or would be made, beside how many are needed."""
+    where = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    wanted = "" if needed is None else f" and {needed:,} are needed"
+    return f"{shutil.disk_usage(where).free:,} bytes are free in {where}{wanted}"
+
+
+def reason(error: OSError, folder: Path, needed: int | None = None) -> str:
+    """Why a file could not be written; of a full disk, how full."""
+    said = error.strerror or str(error)
+    return f"{said}: {room(folder, needed)}" if error.errno in FULL else said
 
 
 def fsync_folder(path: Path) -> None:

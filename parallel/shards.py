@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from parallel.agree import agree
+from parallel.agree import agree, from_first
+from parallel.files import room
 from parallel.manifest import CheckpointError, Manifest
 
 METADATA = ".metadata"
@@ -101,10 +102,24 @@ def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def write_shards(folder: Path, state: State, group: dist.ProcessGroup | None) -> None:
+def bytes_of(state: State, group: dist.ProcessGroup | None) -> int:
+    """Bytes of a state's tensors over all ranks, those that several ranks hold counted once; collective."""
+
+    def sizes() -> dict[str, int]:
+        named = ((f"{part}.{name}", value) for part, values in state.items() for name, value in values.items())
+        return {name: value.numel() * value.element_size() for name, value in named}
+
+    return sum({name: size for of_rank in agree(sizes, group) for name, size in of_rank.items()}.values())
+
+
+def write_shards(folder: Path, state: State, group: dist.ProcessGroup | None, needed: int) -> None:
     """Write and fsync each rank's part of ``state``; collective. Raises CheckpointError on every rank."""
-    with _one_error(f"cannot write {folder}"):
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
+    try:
+        with _one_error(f"cannot write {folder}"):
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
+    except CheckpointError as error:
+        free = from_first(lambda: room(folder, needed), group)
+        raise CheckpointError(f"{error}; {free}: free some or choose another --save") from error
 
 
 def read_shards(folder: Path, state: State, metadata: Metadata, group: dist.ProcessGroup | None) -> None:
@@ -121,7 +136,8 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
     """DCP's table of which tensor lies where, read without running anything that a stranger wrote into it.
 
     Raises:
-        CheckpointError: it is unreadable, asks for a class that holds no data, or points outside of the manifest.
+        CheckpointError: it is unreadable, asks for a class that holds no data, points outside of the manifest, or at
+            no file for some tensor.
     """
     path = folder / METADATA
     if METADATA not in manifest.files:
@@ -133,6 +149,7 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
             raise CheckpointError(f"{path} holds no table of tensors; load another checkpoint")
         kinds = {type(entry) for entry in metadata.state_dict_metadata.values()}
         files = {str(place.relative_path) for place in metadata.storage_data.values()}
+        mapped = {place.fqn for place in metadata.storage_data} >= metadata.state_dict_metadata.keys()
     except CheckpointError:
         raise
     except Exception as error:
@@ -142,6 +159,8 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
         raise CheckpointError(f"{path} holds objects besides tensors, which could run code when read; do not trust it")
     if files - manifest.files.keys():
         raise CheckpointError(f"{path} points at {min(files - manifest.files.keys())!r}, not a file of the checkpoint")
+    if not mapped:
+        raise CheckpointError(f"{path} does not say where all of its tensors lie; load another checkpoint")
     return metadata
 
 

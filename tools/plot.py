@@ -7,7 +7,6 @@ python -m tools.plot loss runs/llama_tiny runs/second --output loss.png
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,20 +86,18 @@ def read_losses(run: Path) -> dict[str, list[tuple[int, float]]]:
     """(iteration, loss) of a run by field; a repeated iteration, as after a resume, counts as last written.
 
     Raises:
-        ValueError: no file, or a line that is no metrics object.
+        ValueError: no file, or a line that is no record of an iteration.
     """
+    from train.metrics import read_metrics
+
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.exists():
         raise ValueError(f"{path} does not exist; name the folder of a run, or its metrics.jsonl")
     found: dict[str, dict[int, float]] = {field: {} for field in LOSSES}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            entry = json.loads(line)
-            for field, values in found.items():
-                if entry.get(field) is not None:
-                    values[int(entry["iteration"])] = float(entry[field])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} line {number} is no metrics object with an iteration: {line[:80]!r}") from error
+    for record in read_metrics(path):
+        for field, values in found.items():
+            if record.get(field) is not None:
+                values[record["iteration"]] = record[field]
     if not any(found.values()):
         raise ValueError(f"{path} holds no lm_loss and no diffusion_loss")
     return {field: sorted(values.items()) for field, values in found.items()}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from data.loader import Batch, Batching, Samples, batches, evaluation_batches
 from data.megatron import DataError
 from parallel.agree import agreed
-from parallel.checkpoint import save_checkpoint
+from parallel.checkpoint import save_checkpoint, saved_iterations
 from parallel.data import copies_unseen, finish_gradients
 from parallel.mesh import Mesh
 from parallel.runner import Runner
@@ -55,6 +56,8 @@ class Progress:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     skipped_iterations: int = 0
+    skipped_in_a_row: int = 0
+    """Of these the last ones: a run that is started again and again ends too where all it does is skip."""
 
 
 @dataclass(kw_only=True)
@@ -91,7 +94,6 @@ class Trainer:
         started = time.monotonic()
         config, progress = self.config, self.progress
         self._peak = peak_flops(self.mesh.device, torch.bfloat16 if config.train.bf16 else torch.float32)
-        self._skipped_in_a_row = 0
         steps = batches(self.train_data, self._batching, progress.consumed_samples)
         processor = "GPU" if self.mesh.device.type == "cuda" else "process"
         lines = ProgressLines(config.train.train_iters, config.logging.log_interval, processor)
@@ -198,13 +200,22 @@ class Trainer:
 
     def _count_skipped(self, norm: float) -> None:
         """A step whose gradients are not finite is skipped; a run that only skips is beyond help."""
-        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
-        self.progress.skipped_iterations += self._skipped_in_a_row > 0
-        if self._skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+        progress = self.progress
+        progress.skipped_in_a_row = 0 if math.isfinite(norm) else progress.skipped_in_a_row + 1
+        progress.skipped_iterations += progress.skipped_in_a_row > 0
+        if progress.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+            good = progress.iteration - progress.skipped_in_a_row
             raise TrainingError(
-                f"the gradient norm was not finite in {MOST_SKIPPED_IN_A_ROW} iterations in a row, the last one "
-                f"{self.progress.iteration}; lower lr, lengthen lr_warmup_iters, or look at the data"
+                f"the gradient norm was not finite in {progress.skipped_in_a_row} iterations in a row, the last one "
+                f"{progress.iteration}, the last good one {good}; lower lr, lengthen lr_warmup_iters, or look at the "
+                f"data{self._way_back(good)}"
             )
+
+    def _way_back(self, good: int) -> str:
+        """How to go on from a checkpoint that is old enough, if there is one."""
+        folder = self.config.checkpoint.save
+        saved = [iteration for iteration in saved_iterations(Path(folder)) if iteration <= good] if folder else []
+        return f"; go on from before with --load {folder} --ckpt-step {saved[0]} and another --save" if saved else ""
 
     @torch.no_grad()
     def _validate(self, data: Samples) -> float:

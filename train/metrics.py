@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from parallel.files import replacing, write_text
+from parallel.files import reason, replacing, write_text
 from train.flags import ConfigError
 
 METRICS = "metrics.jsonl"
@@ -61,8 +62,9 @@ class RunLog:
         # The services first: where one refuses, the records stay as they are.
         self._writers = [*_tensorboard(config, iteration), *_wandb(config, folder, settings)]
         if folder is not None:
-            self._records = cut_back(folder / METRICS, iteration)
-            self._file = (folder / METRICS).open("a")
+            with disk_errors(folder):
+                self._records = cut_back(folder / METRICS, iteration)
+                self._file = (folder / METRICS).open("ab", buffering=0)
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -74,9 +76,8 @@ class RunLog:
         record = {name: value if math.isfinite(value) else None for name, value in record.items()}
         self._records.append(record)
         if self._folder is not None:
-            with _disk_errors(self._folder):
-                self._file.write(json.dumps(record) + "\n")
-                self._file.flush()
+            with disk_errors(self._folder):
+                _append(self._file, (json.dumps(record) + "\n").encode())
         for writer in self._writers:
             writer(record)
 
@@ -84,18 +85,30 @@ class RunLog:
         """Bring everything to disk, and the curve up to date."""
         if self._folder is None:
             return
-        with _disk_errors(self._folder):
-            self._file.flush()
+        with disk_errors(self._folder):
             os.fsync(self._file.fileno())
             plot_loss(self._records, self._folder / "loss.png")
 
 
+def _append(file: FileIO, line: bytes) -> None:
+    """Write a line whole or, where the disk is full, not at all."""
+    end, left = file.tell(), line
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(end)
+        raise
+
+
 @contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Say in one line that ``--save`` cannot be written, and of a full disk how full. Raises ConfigError."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"save is {folder}, which cannot be written to ({error}); make room there") from error
+        said = reason(error, folder)
+        raise ConfigError(f"save is {folder}, which cannot be written to ({said}); make room there") from error
 
 
 def cut_back(path: Path, iteration: int) -> list[dict[str, Any]]:
@@ -120,7 +133,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            int(record["iteration"])
+            _check_record(record)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
                 f"{path}, line {number} is no record of an iteration ({type(error).__name__}: {error}); "
@@ -128,6 +141,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             ) from error
         records.append(record)
     return records
+
+
+def _check_record(record: dict[str, Any]) -> None:
+    """Raises KeyError or TypeError for what no iteration has left."""
+    if type(record["iteration"]) is not int:
+        raise TypeError(f"iteration is {record['iteration']!r}")
+    if not any(name in record for name in LOSSES):
+        raise KeyError(" or ".join(LOSSES))
+    for name, value in record.items():
+        if type(value) not in (int, float, type(None)):
+            raise TypeError(f"{name} is {value!r:.40}")
 
 
 def loss_name(record: dict[str, Any]) -> str:

@@ -5,8 +5,9 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +19,9 @@ from parallel.agree import agreed, from_first, is_first, one_voice
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_checkpoint, read_manifest
 from parallel.cluster import ClusterError
 from parallel.context import ContextError
+from parallel.files import FULL, InUseError, owned, write_text
 from parallel.lost import tell_lost
+from parallel.manifest import MANIFEST
 from parallel.mesh import MeshError
 from parallel.processes import LaunchError
 from parallel.recompute import RecomputeError
@@ -26,7 +29,7 @@ from train.common import CommonConfig
 from train.ema import Ema
 from train.flags import ConfigError, write_toml
 from train.loop import AVERAGED, Progress, TrainingError
-from train.metrics import METRICS, RunLog, check_services
+from train.metrics import METRICS, RunLog, check_services, disk_errors
 
 # How long ranks that fail wait for the others, so that a launcher does not end the one that is to speak.
 SECONDS_TO_SPEAK = 5.0
@@ -54,7 +57,7 @@ def exit_status(main: Callable[[list[str]], None], arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)  # by itself: what the ranks would agree by is at fault
         return 1
     except (*USER_ERRORS, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.filename is None and error.errno not in FULL:
             raise
         with one_voice(SECONDS_TO_SPEAK) as speaks:
             if speaks:
@@ -98,9 +101,30 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
 
 
 def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in FULL:
+        return f"{error.filename or 'a file'}: {error.strerror}; free space there"
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}; check that it is there and that you may use it"
     return str(error)
+
+
+@contextmanager
+def owning(config: CommonConfig) -> Iterator[None]:
+    """Keep ``--save`` to this run until the block ends; collective.
+
+    Raises:
+        ConfigError: it cannot be written to, or another run writes there.
+    """
+    with ExitStack() as held:
+        with agreed():
+            if is_first() and config.checkpoint.save is not None:
+                folder = Path(config.checkpoint.save)
+                check_writable(folder, "save")
+                try:
+                    held.enter_context(owned(folder))
+                except InUseError as error:
+                    raise ConfigError(f"save is {folder}, and {error}, or choose another --save") from None
+        yield
 
 
 def claim_folder(config: CommonConfig) -> None:
@@ -120,7 +144,8 @@ def _claim_folder(config: CommonConfig) -> None:
     folder = Path(config.checkpoint.save)
     check_writable(folder, "save")
     iterations = sorted(int(path.name[5:]) for path in folder.glob("iter_*") if path.name[5:].isdigit())
-    goes_on = config.checkpoint.load is not None and Path(config.checkpoint.load).resolve() == folder.resolve()
+    load = config.checkpoint.load
+    goes_on = load is not None and os.path.realpath(load) == os.path.realpath(folder)  # Path.resolve fails on a loop
     if not goes_on and (iterations or (folder / METRICS).exists()):
         held = f"a run with a checkpoint of iteration {iterations[-1]}" if iterations else "a run without a checkpoint"
         raise ConfigError(f"save is {folder}, which holds {held}; go on with --load {folder}, or choose another --save")
@@ -138,7 +163,10 @@ def check_writable(folder: Path, name: str) -> None:
     Raises ConfigError that names the folder as the argument ``name``.
     """
     try:
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        whole = (folder, *folder.absolute().parents)
+        existing = next(path for path in whole if path.exists() or path.is_symlink())
+        if not existing.exists():
+            raise ConfigError(f"{name} is {folder}, and {existing} is a symlink that leads nowhere; give a folder")
         if not existing.is_dir():
             raise ConfigError(f"{name} is {folder}, and {existing} is a file; give a folder")
         with tempfile.TemporaryFile(dir=existing):
@@ -180,7 +208,7 @@ def resume(
     extra = load_checkpoint(path, model, optimizer, architecture, more=more)
     if ema is not None and not averaged:
         ema.restart()
-    progress = Progress(**extra["progress"])
+    progress = progress_of(path, extra)
     if is_first():
         print(f"resumed from {path}, {progress.consumed_samples} samples consumed", flush=True)
         _note_averages(decay, ema)
@@ -188,16 +216,40 @@ def resume(
             if (before := extra.get("drawn_by", {}).get(name, now)) != now:
                 print(f"note: {name} was {before} and is {now}", flush=True)
         for name, now in config.sample_order().items():
-            if (before := extra["sample_order"][name]) != now:
+            if (before := extra.get("sample_order", {}).get(name, now)) != now:
                 print(
                     f"note: {name} was {before} and is {now}: the samples to come may repeat consumed ones", flush=True
                 )
     return progress
 
 
+def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
+    """Where the run of a checkpoint stands. Raises CheckpointError where its manifest says what no run does."""
+    progress, known = extra.get("progress"), {field.name for field in fields(Progress)}
+    problem = "" if isinstance(progress, dict) and progress else f"progress is {progress!r:.40}"
+    for name, value in progress.items() if not problem else ():
+        if name not in known or type(value) is not int or value < 0:
+            problem = f"progress has {name!r:.40} {value!r:.40}"
+    for name in ("sample_order", "trained_for", "drawn_by"):
+        if not isinstance(extra.get(name, {}), dict):
+            problem = f"{name} is {extra[name]!r:.40}"
+    decay = extra.get(AVERAGED)
+    if decay is not None and (type(decay) is not float or not 0 < decay < 1):
+        problem = f"{AVERAGED} is {decay!r:.40}"
+    iteration = int(path.name.removeprefix("iter_"))
+    if not problem and progress.get("iteration") != iteration:
+        problem = f"progress has iteration {progress.get('iteration')}"
+    if problem:
+        raise CheckpointError(
+            f"{path / MANIFEST} does not say where its run stands ({problem}); load another checkpoint"
+        )
+    return Progress(**progress)
+
+
 def _saved_decay(path: Path, config: CommonConfig) -> float | None:
     """The decay of the averages that a checkpoint keeps. Raises CheckpointError where it is trained for another aim."""
     extra = read_manifest(path).extra
+    progress_of(path, extra)
     for name, now in config.trained_for().items():
         if (before := extra.get("trained_for", {}).get(name, now)) != now:
             raise CheckpointError(
@@ -228,5 +280,6 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
             folder = Path(config.checkpoint.save) if config.checkpoint.save else None
             log = RunLog(folder, config.logging, asdict(config), progress.iteration)
             if folder is not None and progress.iteration < config.train.train_iters:
-                (folder / "config.toml").write_text(write_toml(config))
+                with disk_errors(folder):
+                    write_text(folder / "config.toml", write_toml(config))
     return log

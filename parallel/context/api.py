@@ -86,7 +86,7 @@ class ContextParallel:
 
         Raises:
             ContextError: a method of softmax attention alone, shapes, heads or dtypes that do not fit, a decay outside
-                (0, 1], a state that is not finite.
+                (0, 1].
         """
         check_kind(self.plan.method, "attend_linear", "linear attention", LINEAR_METHODS)
         if q.shape[1] != self.plan.local_len:

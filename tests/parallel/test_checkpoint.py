@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 
 from parallel import checkpoint
 from parallel.checkpoint import CheckpointConfig, load_checkpoint, load_model
-from parallel.manifest import CheckpointError, describe, find_checkpoint
+from parallel.manifest import CheckpointError, describe
+from parallel.search import find_checkpoint
 from tests.parallel.tiny import (
     ARCHITECTURE,
     VOCABULARY,

@@ -7,15 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from parallel import manifest
+from parallel import manifest, search
 from parallel.checkpoint import load_checkpoint, save_checkpoint
-from parallel.manifest import (
-    CheckpointError,
-    describe,
-    find_checkpoint,
-    read_manifest,
-    what_is_broken,
-)
+from parallel.manifest import CheckpointError, describe, read_manifest
+from parallel.search import find_checkpoint, what_is_broken
 from tests.parallel.tiny import (
     ARCHITECTURE,
     build,
@@ -45,6 +40,12 @@ def _newer_format(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
+def _leave_out_the_shard(folder: Path) -> None:
+    """A manifest that is true of less than the checkpoint."""
+    (folder / "__0_0.distcp").unlink()
+    rewrite_manifest(folder, files={".metadata": describe(folder / ".metadata")})
+
+
 BREAKAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "flipped byte": (flip_a_byte, "__0_0.distcp has another SHA-256"),
     "truncated shard": (lambda folder: _truncate(folder / "__0_0.distcp"), "__0_0.distcp has .* bytes instead of"),
@@ -63,6 +64,11 @@ BREAKAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: rewrite_manifest(folder, files={"../secret": (1, "0" * 64)}),
         "names '../secret', which is not a file of its own folder",
     ),
+    "other iteration": (
+        lambda folder: rewrite_manifest(folder, iteration=3),
+        "iter_0000002 holds iteration 3, not the",
+    ),
+    "shard left out": (_leave_out_the_shard, "metadata points at '__0_0.distcp', not a file of the checkpoint"),
     "absolute path": (lambda folder: rewrite_manifest(folder, files={"/etc/passwd": (1, "0" * 64)}), "/etc/passwd"),
 }
 
@@ -92,7 +98,7 @@ def _find(rank: int, size: int, folder: Path) -> tuple[str, list[str], str]:
     with pytest.raises(CheckpointError) as caught:
         find_checkpoint(folder, 2)
     hashed: list[str] = []
-    manifest.describe = lambda path: hashed.append(path.name) or describe(path)
+    search.describe = lambda path: hashed.append(path.name) or describe(path)
     what_is_broken(found)
     return str(found), notes, str(caught.value), hashed
 

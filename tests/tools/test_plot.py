@@ -100,7 +100,7 @@ def test_an_iteration_done_again_counts_as_last_written(tmp_path: Path) -> None:
         (["teams", "--size", "6"], "square 4 does not divide the 6 ranks"),
         (["teams", "--size", "100"], "--size is 100"),
         (["loss", "missing"], "missing does not exist"),
-        (["loss", "broken.jsonl"], "broken.jsonl line 1 is no metrics object"),
+        (["loss", "broken.jsonl"], "broken.jsonl, line 1 is no record of an iteration"),
         (["loss", "empty.jsonl"], "holds no lm_loss and no diffusion_loss"),
     ],
 )
@@ -113,7 +113,7 @@ def test_what_cannot_be_drawn_is_said_once_and_nothing_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken.jsonl").write_text("[1, 2]\n")
-    Path("empty.jsonl").write_text('{"iteration": 1}\n')
+    Path("empty.jsonl").touch()
     assert plot.main([*arguments, "--output", "out.png"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")

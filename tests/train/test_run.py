@@ -16,6 +16,8 @@ from model.diffusion import DiffusionConfig
 from parallel.agree import one_voice
 from parallel.checkpoint import CheckpointConfig, CheckpointError
 from parallel.mesh import MeshError
+from parallel.search import find_checkpoint
+from tests.parallel.test_files import another_process
 from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
 from tests.ranks import run_ranks
 from tests.starts import PATIENCE, free_port
@@ -24,7 +26,7 @@ from train.config import Config, ConfigError, load_config
 from train.dit_config import DiTRunConfig
 from train.loop import Progress
 from train.metrics import METRICS, LoggingConfig
-from train.run import claim_folder, exit_status, open_log, resume
+from train.run import claim_folder, exit_status, open_log, owning, resume
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,18 +128,18 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path: Path, capsys: py
     trained, trained_optimizer = two_checkpoints(tmp_path)
     order = {**Config().sample_order(), "seed": 99}
     for i in (1, 2):
-        state = {"progress": {"consumed_samples": 4 * i}, "sample_order": order}
+        state = {"progress": {"iteration": i, "consumed_samples": 4 * i}, "sample_order": order}
         rewrite_manifest(tmp_path / f"iter_{i:07d}", extra=state)
     model, optimizer = build(1, sharded=False)
     progress = resume(with_checkpoint(load=str(tmp_path)), model, optimizer, ARCHITECTURE)
-    assert progress == Progress(consumed_samples=8)
+    assert progress == Progress(iteration=2, consumed_samples=8)
     said = capsys.readouterr().out
     assert f"resumed from {tmp_path}/iter_0000002, 8 samples consumed" in said
     assert "note: seed was 99 and is 1234" in said
     assert said.count("note:") == 1
     assert equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
     named = with_checkpoint(load=str(tmp_path), ckpt_step=1)
-    assert resume(named, model, optimizer, ARCHITECTURE) == Progress(consumed_samples=4)
+    assert resume(named, model, optimizer, ARCHITECTURE) == Progress(iteration=1, consumed_samples=4)
     assert not equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
 
 
@@ -146,7 +148,11 @@ def test_another_objective_is_refused_and_what_else_changed_is_noted(
 ) -> None:
     two_checkpoints(tmp_path)
     saved = DiTRunConfig()
-    state = {"progress": {"consumed_samples": 8}, "sample_order": saved.sample_order(), "ema_decay": 0.9}
+    state = {
+        "progress": {"iteration": 2, "consumed_samples": 8},
+        "sample_order": saved.sample_order(),
+        "ema_decay": 0.9,
+    }
     state |= {"trained_for": saved.trained_for(), "drawn_by": {**saved.drawn_by(), "class_dropout_prob": 0.5}}
     rewrite_manifest(tmp_path / "iter_0000002", extra=state)
     model, optimizer = build(1, sharded=False)
@@ -302,3 +308,23 @@ def test_a_rank_that_reaches_no_one_speaks(monkeypatch: pytest.MonkeyPatch) -> N
     with one_voice(1) as speaks:
         assert speaks
     assert not torch.distributed.is_initialized()
+
+
+def test_one_run_at_a_time_has_a_folder(tmp_path: Path) -> None:
+    config = with_checkpoint(save=str(tmp_path / "run"))
+    with another_process(tmp_path / "run") as child:
+        message = rf"save is .*run is in use by process {child} .* another --save"
+        with pytest.raises(ConfigError, match=message), owning(config):
+            pytest.fail("two runs")
+    with owning(config):
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("target", ["nowhere", "run"])
+def test_a_symlink_that_leads_nowhere_is_no_folder(target: str, tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(target)
+    save = str(tmp_path / "run")
+    with pytest.raises(ConfigError, match=f"save is {save}, and {save} is a symlink that leads nowhere; give a folder"):
+        claim_folder(with_checkpoint(save=save))
+    with pytest.raises(CheckpointError, match=rf"{save} is (a symlink that leads nowhere|not a folder)"):
+        find_checkpoint(save)

@@ -1,0 +1,259 @@
+"""Files of a run, each damaged in every way of a table: accepted, noted or refused, always in one line."""
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.checkpoint import find_checkpoint, load_model
+from parallel.manifest import read_manifest
+from tests.parallel.tiny import ARCHITECTURE, Tiny, build, rewrite_manifest, save, train
+from tools.plot import read_losses
+from train.config import Config, parse_args
+from train.flags import ConfigError
+from train.metrics import METRICS, cut_back
+from train.run import exit_status, progress_of
+
+Mutation = Callable[[Path], None]
+PROGRESS = {"iteration": 2, "consumed_samples": 8, "consumed_tokens": 64, "skipped_iterations": 0}
+
+
+def flip(place: float) -> Mutation:
+    """One bit, a share of the file from its beginning."""
+
+    def mutate(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[int(place * (len(content) - 1))] ^= 4
+        path.write_bytes(content)
+
+    return mutate
+
+
+def cut(share: float) -> Mutation:
+    return lambda path: os.truncate(path, int(share * path.stat().st_size))
+
+
+def put(content: bytes) -> Mutation:
+    def mutate(path: Path) -> None:
+        path.write_bytes(content)
+
+    return mutate
+
+
+def folder_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def add_a_byte(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def link(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def of_the_other_iteration(path: Path) -> None:
+    shutil.copy(path.parents[1] / "iter_0000001" / path.name, path)
+
+
+def in_every_line(change: Callable[[dict[str, Any]], Any]) -> Mutation:
+    """Change each record of a metrics.jsonl."""
+
+    def mutate(path: Path) -> None:
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(change(record)) + "\n" for record in records))
+
+    return mutate
+
+
+ANY_FILE: dict[str, Mutation] = {
+    "delete": Path.unlink,
+    "empty": cut(0),
+    "cut to a half": cut(0.5),
+    "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "one byte more": add_a_byte,
+    **{f"flip a bit at {place}": flip(place) for place in (0, 0.1, 0.3, 0.5, 0.7, 0.9, 1)},
+    "zeros": zeros,
+    "folder": folder_instead,
+    "dangling symlink": lambda path: link(path, "nowhere"),
+    "symlink to itself": lambda path: link(path, path.name),
+    "symlink to a folder": lambda path: link(path, "."),
+    "empty object": put(b"{}"),
+    "empty list": put(b"[]"),
+    "no text": put(b"\xff\xfe\x00\x00"),
+    "nested too deep": put(b"[" * 5000),
+    "number too long": put(b"1" * 5000),
+}
+CHECKPOINT = ("manifest.json", ".metadata", "__0_0.distcp")
+"""Files of the newest checkpoint, without any of which the one before is taken."""
+
+FORGED: dict[str, dict[str, Any]] = {
+    "iteration of another": {"iteration": 1},
+    "iteration no number": {"iteration": "x"},
+    "no files": {"files": {}},
+    "files no table": {"files": 3},
+    "a file with no digest": {"files": {".metadata": 3}},
+    "a file outside": {"files": {"../x": (1, "0")}},
+    "architecture of none": {"architecture": {}},
+    "architecture no table": {"architecture": 5},
+    "extra no table": {"extra": 5},
+    "extra a list": {"extra": []},
+}
+"""Manifests whose checksum is right and whose content is not."""
+
+EXTRAS: dict[str, dict[str, Any]] = {
+    "empty": {},
+    "progress none": {"progress": None},
+    "progress empty": {"progress": {}},
+    "progress a list": {"progress": [1, 2]},
+    "progress a word": {"progress": "x"},
+    "progress of another iteration": {"progress": {**PROGRESS, "iteration": 1}},
+    "progress without iteration": {"progress": {"consumed_samples": 8}},
+    **{f"{name} {value!r}": {"progress": {**PROGRESS, name: value}} for name in PROGRESS for value in (-5, "x", 1.5)},
+    **{f"{name} {value!r}": {"progress": {**PROGRESS, name: value}} for name in PROGRESS for value in (None, True, [])},
+    "unknown": {"progress": {**PROGRESS, "epochs": 3}},
+    "sample order a list": {"progress": PROGRESS, "sample_order": [1]},
+    "trained for a number": {"progress": PROGRESS, "trained_for": 1},
+    "drawn by a word": {"progress": PROGRESS, "drawn_by": "x"},
+    **{f"ema_decay {value!r}": {"progress": PROGRESS, "ema_decay": value} for value in ("x", 3.0, -1.0, [], True)},
+}
+
+RECORDS: dict[str, Mutation] = {
+    "no iteration": in_every_line(lambda r: {name: r[name] for name in r if name != "iteration"}),
+    "no loss": in_every_line(lambda r: {"iteration": r["iteration"]}),
+    "empty records": in_every_line(lambda _: {}),
+    "lists": in_every_line(lambda r: [r]),
+    "numbers": in_every_line(lambda _: 3),
+    "nulls": in_every_line(lambda _: None),
+    **{
+        f"{name} {value!r}": in_every_line(lambda r, name=name, value=value: {**r, name: value})
+        for name in ("iteration", "lm_loss", "grad_norm", "learning_rate")
+        for value in ("x", [], {}, True)
+    },
+    "iteration null": in_every_line(lambda r: {**r, "iteration": None}),
+    "iteration 1.5": in_every_line(lambda r: {**r, "iteration": 1.5}),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with checkpoints of iterations 1 and 2."""
+    folder = tmp_path_factory.mktemp("mutations") / "run"
+    model, optimizer = build(0, sharded=False)
+    for iteration in (1, 2):
+        train(model, optimizer, range(iteration, iteration + 1))
+        path = save(folder, iteration, model, optimizer)
+        rewrite_manifest(path, extra={"progress": {**PROGRESS, "iteration": iteration}})
+    records = [{"iteration": i, "lm_loss": 8.0 / i, "grad_norm": 1.0, "learning_rate": 1e-3} for i in (1, 2, 3)]
+    (folder / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "config.toml").write_text("[train]\ntrain_iters = 3\n")
+    return folder
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def resumed(folder: Path) -> int:
+    """What a resume reads of a checkpoint; its iteration."""
+    path = find_checkpoint(folder)
+    assert path is not None
+    progress = progress_of(path, read_manifest(path).extra)
+    load_model(path, Tiny(), ARCHITECTURE)
+    return progress.iteration
+
+
+def ended(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What a call returns, None where it is refused, and what a user reads of it: a line for each thing."""
+    out, found = io.StringIO(), []
+
+    def main(_: list[str]) -> None:
+        try:
+            found.append(call())
+        except ValueError as error:  # as the tools' own mains do
+            raise ConfigError(str(error)) from error
+
+    with redirect_stdout(out), redirect_stderr(out):
+        status = exit_status(main, [])
+    lines = out.getvalue().splitlines()
+    assert status == (0 if found else 1), lines
+    assert bool(found) or [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    assert not any("Traceback" in line for line in lines)
+    return (found or [None])[0], lines
+
+
+@pytest.mark.parametrize("name", CHECKPOINT)
+@pytest.mark.parametrize("mutation", [*ANY_FILE, "of the other iteration"])
+def test_a_file_of_a_checkpoint(name: str, mutation: str, run: Path) -> None:
+    """The one before is taken, and the line names the damaged file."""
+    ({**ANY_FILE, "of the other iteration": of_the_other_iteration}[mutation])(run / "iter_0000002" / name)
+    iteration, lines = ended(lambda: resumed(run))
+    if (name, mutation) == ("manifest.json", "cut by a byte"):  # the end of its last line
+        assert (iteration, lines) == (2, [])
+        return
+    assert iteration == 1
+    assert len(lines) <= 2
+    assert "passed over" in lines[0]
+    assert "iter_0000002" in lines[0]
+
+
+@pytest.mark.parametrize("mutation", ANY_FILE)
+def test_the_pointer_is_a_hint(mutation: str, run: Path) -> None:
+    ANY_FILE[mutation](run / "latest_checkpointed_iteration.txt")
+    iteration, lines = ended(lambda: resumed(run))
+    assert iteration == 2
+    assert len(lines) <= 1
+
+
+@pytest.mark.parametrize("forgery", FORGED)
+def test_a_manifest_that_is_intact_and_wrong(forgery: str, run: Path) -> None:
+    rewrite_manifest(run / "iter_0000002", **FORGED[forgery])
+    iteration, lines = ended(lambda: resumed(run))
+    assert iteration in (1, None)
+    assert "iter_0000002" in lines[0]
+    assert len(lines) <= 2
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_a_manifest_with_a_wrong_extra(extra: str, run: Path) -> None:
+    rewrite_manifest(run / "iter_0000002", extra=EXTRAS[extra])
+    iteration, (line,) = ended(lambda: resumed(run))
+    assert iteration is None
+    assert "iter_0000002/manifest.json does not say where its run stands" in line
+    assert "load another" in line
+
+
+@pytest.mark.parametrize("mutation", [*ANY_FILE, *RECORDS])
+@pytest.mark.parametrize("reader", ["resume", "plot"])
+def test_the_records_of_a_run(mutation: str, reader: str, run: Path) -> None:
+    path = run / METRICS
+    (ANY_FILE | RECORDS)[mutation](path)
+    found, lines = ended(lambda: cut_back(path, 2) if reader == "resume" else read_losses(path))
+    assert found is not None or METRICS in lines[0]
+    assert len(lines) <= 1
+    if found is None and mutation in RECORDS:
+        assert "line 1" in lines[0]
+    assert mutation not in RECORDS or found is None or reader == "plot", "a wrong record is no record"
+
+
+@pytest.mark.parametrize("mutation", ANY_FILE)
+def test_the_configuration(mutation: str, run: Path) -> None:
+    path = run / "config.toml"
+    ANY_FILE[mutation](path)
+    found, lines = ended(lambda: parse_args(["--config", str(path)]))
+    assert isinstance(found, Config) or "config.toml" in lines[0]
+    assert len(lines) <= 1

@@ -168,7 +168,8 @@ def places(here: Path) -> list[str]:
     (here / "empty").touch()
     (here / "folder").mkdir()
     os.symlink("gone/away", here / "dangling")
-    inside = ["file", "empty", "folder", "dangling", "none", "file/x", "folder/x/y", "dangling/x", "n" * 300]
+    os.symlink("loop", here / "loop")
+    inside = ["file", "empty", "folder", "dangling", "loop", "none", "file/x", "folder/x/y", "dangling/x", "n" * 300]
     return [*inside, "n/" * 3000, "/proc/x", "/dev/null", "", " ", ".", "/", "\udcff"]
 
 

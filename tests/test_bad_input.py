@@ -1,11 +1,9 @@
 """What a user gets for bad input: one message, a failing status on every rank, soon, and nothing written over."""
 
 import hashlib
-import io
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +15,13 @@ from data.prepare import Request, prepare
 from parallel import agree
 from pretrain_gpt import main
 from tests.bad_files import make_bad, write
+from tests.endings import Ending, end
 from tests.pretraining import TINY, on_rank
 from tests.ranks import run_ranks
 from tests.starts import PATIENCE
 from tools.prepare_data import main as prepare_data
 from train import run
 from train.metrics import METRICS
-from train.run import exit_status
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("--seq-length", "32", "--global-batch-size", "2", "--train-iters", "2")
@@ -190,22 +188,6 @@ CASES = {
 }  # fmt: skip
 
 
-@dataclass
-class Ending:
-    """How one rank's command ended."""
-
-    status: int
-    stderr: str
-
-
-def end(arguments: list[str]) -> Ending:
-    """Call the entry script as its last line does."""
-    errors = io.StringIO()
-    with redirect_stderr(errors):
-        status = exit_status(main, arguments)
-    return Ending(status, errors.getvalue())
-
-
 def end_cases(rank: int, world_size: int, root: Path) -> dict[str, Ending]:
     """All cases one after the other on ranks that have joined, which spares the imports of each.
 
@@ -219,7 +201,7 @@ def end_cases(rank: int, world_size: int, root: Path) -> dict[str, Ending]:
         agree._store = lambda _, name=name: dist.PrefixStore(name, store)  # as if every case were another run
         indexed.check_indexed.__defaults__ = defaults
         case.before()
-        endings[name] = end(flags_of(root, *case.flags, *(case.flags_of_rank_1 if rank == 1 else ())))
+        endings[name] = end(main, flags_of(root, *case.flags, *(case.flags_of_rank_1 if rank == 1 else ())))
         if wandb is not None:
             sys.modules["wandb"] = wandb
     return endings
@@ -248,7 +230,7 @@ def test_one_message_names_what_and_the_remedy(name: str, endings: list[dict[str
 def end_alone(rank: int, world_size: int, root: Path) -> Ending | None:
     """Rank 1 fails where no other rank waits for it; the others never hear of that."""
     run.SECONDS_TO_SPEAK = 1
-    return end(flags_of(root, "--config", "none.toml")) if rank == 1 else None
+    return end(main, flags_of(root, "--config", "none.toml")) if rank == 1 else None
 
 
 def test_a_rank_that_fails_alone_speaks_for_itself(place: Path) -> None:

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from multiprocessing import forkserver as _forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -110,7 +109,7 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(str(Path(folder) / "store"), world_size)
-        join(timeout=timedelta(seconds=60), store=store, rank=rank, world_size=world_size)
+        join(store=store, rank=rank, world_size=world_size)
         answer = (True, fn(rank, world_size, *args))
         dist.barrier()
         dist.destroy_process_group()

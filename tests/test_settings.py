@@ -6,6 +6,7 @@ TOML of every wrong shape, paths to what is not there, and the flags of the tool
 
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from data.tokenizer import load_tokenizer
 from parallel.checkpoint import find_checkpoint
+from parallel.processes import launched_world_size
 from tests.endings import Ending, end
 from tools import plan, plot, prepare_data, prepare_latents, sample, sample_dit
 from train import config, dit_config, flags
@@ -55,6 +57,7 @@ def checked(entry: str) -> Callable[[list[str]], None]:
         found = module.parse_args([*base, *arguments])
         module.validate(found, 1)
         claim_folder(found)
+        timedelta(minutes=found.mesh.distributed_timeout_minutes)
         steps = found.train.train_iters
         assert all(learning_rate(found.optimizer, step, steps) >= 0 for step in (1, steps // 2 + 1, steps))
         assert flags.write_toml(found)
@@ -124,6 +127,20 @@ def test_what_contradicts_itself(here: Path) -> None:
     endings = {row: end(checked("gpt"), row.split()) for row in rows}
     assert wrong_ones(endings) == {}
     assert not list(here.iterdir())
+
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_what_no_launcher_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in LAUNCHED.items():
+        monkeypatch.setenv(variable, value)
+    for value in ("x", "", "-1", "0.5", "nan", "1e9", "1" + "0" * 30, "9" * 5000):
+        monkeypatch.setenv(name, value)
+        ending = end(lambda _: str(launched_world_size()), [])
+        assert ending.wrong is None, value
+        assert ending.status == 0 or name in ending.stderr
 
 
 NESTED = "x = " + "[" * 5000 + "]" * 5000

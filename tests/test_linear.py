@@ -1,10 +1,16 @@
 """The models of linear attention train as one process does, over ranks too, and go on from their checkpoints."""
 
+import math
 from pathlib import Path
 
 import pytest
 
-from tests.pretraining import differences, pretrain
+from parallel.mesh import joined
+from pretrain_gpt import prepared
+from tests.pretraining import TINY, differences, pretrain
+from tests.ranks import run_ranks
+from train import loop
+from train.config import parse_args
 
 BOUND = 1e-5
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -57,3 +63,43 @@ def test_policies_chunked_losses_and_a_resume_change_nothing(
     pretrain(2, default_data, tmp_path / "run", *arguments)
     got = pretrain(2, default_data, tmp_path / "run", *arguments, "--load", str(tmp_path / "run"))
     assert differences(got, one_process) <= BOUND
+
+
+def train_with_an_overflow(rank: int, world_size: int, arguments: list[str]) -> tuple[int, list[float]]:
+    """Train, keys and values 1e25 times too large in iteration 3; the iterations skipped and all norms."""
+    loop.peak_flops = lambda *_: 1e9
+    config = parse_args(arguments)
+    with joined(config.mesh) as mesh:
+        trainer = prepared(config, mesh)
+        plain, norms = trainer._forward_backward, []
+        weights = [p for name, p in trainer.runner.parameters().items() if name.endswith(("wk.weight", "wv.weight"))]
+
+        def forward_backward(micro_batches: list, valid: int) -> tuple[float, float]:
+            before = [weight.detach().clone() for weight in weights]
+            if trainer.progress.iteration == 3:
+                for weight in weights:
+                    weight.detach().mul_(1e25)
+            loss, norm = plain(micro_batches, valid)
+            for weight, good in zip(weights, before, strict=True):
+                weight.detach().copy_(good)
+            norms.append(norm)
+            return loss, norm
+
+        trainer._forward_backward = forward_backward  # type: ignore[method-assign]
+        trainer.run()
+    return trainer.progress.skipped_iterations, norms
+
+
+@pytest.mark.parametrize("method", ["lasp", "lasp2"])
+def test_an_overflow_is_a_skipped_step_on_all_ranks(method: str, default_data: Path) -> None:
+    def train(world_size: int, *more: str) -> list[tuple[int, list[float]]]:
+        data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
+        arguments = [*TINY, *data, "--model-type", "transnormer", *FIVE, *more]
+        return run_ranks(train_with_an_overflow, world_size, arguments)
+
+    ((skipped, want),) = train(1)
+    assert skipped == 1
+    assert [math.isfinite(norm) for norm in want] == [True, True, False, True, True]
+    for skipped, norms in train(2, "--context-parallel-size", "2", "--context-parallel-method", method):
+        assert skipped == 1
+        assert norms == pytest.approx(want, rel=BOUND, nan_ok=True)

@@ -21,7 +21,7 @@ from model.base import initial_weight
 from model.config import ModelConfig, architecture_of
 from model.llama import Llama
 from model.registry import flops_per_token
-from parallel.checkpoint import CheckpointConfig
+from parallel.checkpoint import CheckpointConfig, read_manifest
 from parallel.context import context_parallel
 from parallel.data import fill, shard_model
 from parallel.mesh import MeshConfig, joined
@@ -193,6 +193,33 @@ def test_ten_skipped_in_a_row_end_the_run_and_nine_do_not() -> None:
         assert (progress.iteration, progress.skipped_iterations) == (21, 19)
         assert error.startswith("TrainingError: the gradient norm was not finite in 10 iterations in a row")
         assert "the last one 21, the last good one 11; lower lr, lengthen lr_warmup_iters, or look at the data" in error
+
+
+def infinite_from_3_on(trainer: Trainer) -> None:
+    infinite_in(trainer, range(3, 100))
+
+
+def infinite_after_a_resume(trainer: Trainer) -> None:
+    trainer.progress = Progress(iteration=6, skipped_iterations=4, skipped_in_a_row=4)
+    infinite_in(trainer, range(3, 100))
+
+
+def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path: Path) -> None:
+    config = settings(train_iters=50, exit_interval=6)
+    config = replace(config, checkpoint=CheckpointConfig(save="set below", save_interval=1))
+    ((progress, error),) = run_ranks(run_with, 1, config, tmp_path / "run", infinite_from_3_on)
+    assert (progress.skipped_in_a_row, error) == (4, "")
+    assert read_manifest(tmp_path / "run" / "iter_0000006").extra["progress"]["skipped_in_a_row"] == 4
+    ((progress, error),) = run_ranks(
+        run_with,
+        1,
+        replace(config, train=replace(config.train, exit_interval=None)),
+        tmp_path / "run",
+        infinite_after_a_resume,
+    )
+    assert progress.iteration == 12
+    assert "in 10 iterations in a row, the last one 12, the last good one 2; lower lr" in error
+    assert error.endswith(f"--load {tmp_path}/run --ckpt-step 2 and another --save")
 
 
 def idle_weight(trainer: Trainer) -> None:

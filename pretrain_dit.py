@@ -9,7 +9,7 @@ from data.latents import build_latent_datasets
 from model.attention import Attend
 from model.dit import DiT, dit_flops_per_patch, full_sdpa, initial_dit_weight, num_dit_parameters
 from model.dit_config import architecture_of
-from parallel.agree import agreed, is_first
+from parallel.agree import agreed, from_first, is_first
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh, joined
 from parallel.processes import launched_world_size
@@ -43,7 +43,8 @@ def prepared(config: DiTRunConfig, mesh: Mesh) -> Trainer:
     optimizer = build_optimizer(config.optimizer, *parts)
     ema = Ema(config.ema.ema_decay, parts) if config.ema.ema_decay else None
     architecture = architecture_of(model)
-    progress = resume(config, parts, optimizer, architecture, ema)
+    contents = from_first(config.contents)
+    config, progress = resume(config, parts, optimizer, architecture, contents, ema)
     objective = Denoising(cp, mesh.device, model, diffusion_of(config), seed)
     if is_first():
         print(described(config, mesh), flush=True)
@@ -61,6 +62,7 @@ def prepared(config: DiTRunConfig, mesh: Mesh) -> Trainer:
         ema=ema,
         after_validation=pictures(config, mesh, cp, parts),
         progress=progress,
+        contents=contents,
     )
 
 

@@ -11,7 +11,7 @@ from model.attention import Attend, Attends, LinearAttend
 from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
 from model.registry import TITLES, build_model, flops_per_token, num_parameters
-from parallel.agree import agreed, is_first
+from parallel.agree import agreed, from_first, is_first
 from parallel.mesh import Mesh, joined
 from parallel.processes import launched_world_size
 from train.assemble import build_parts, summary
@@ -45,7 +45,8 @@ def prepared(config: Config, mesh: Mesh) -> Trainer:
     parts = model_parts(config, mesh, attend)
     optimizer = build_optimizer(config.optimizer, *parts)
     architecture = architecture_of(config.model)
-    progress = resume(config, parts, optimizer, architecture)
+    contents = from_first(config.contents)
+    config, progress = resume(config, parts, optimizer, architecture, contents)
     objective = NextToken(cp, mesh.device, config.recompute.loss_chunk_size)
     if is_first():
         print(described(config, mesh), flush=True)
@@ -62,6 +63,7 @@ def prepared(config: Config, mesh: Mesh) -> Trainer:
         log=open_log(config, progress),
         validation_constants=corpus_entropy(config.data) if is_first() else {},
         progress=progress,
+        contents=contents,
     )
 
 

@@ -5,7 +5,6 @@ dtype code (u8), number of sequences N (u64), number of document bounds D (u64),
 pointers int64 [N] in bytes, document bounds int64 [D], and for multimodal data a mode int8 [N].
 """
 
-import hashlib
 import os
 import struct
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.fingerprint import digest
 from parallel.files import reason, replacing
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -54,8 +54,7 @@ class Indexed:
 
     def digest(self) -> str:
         """SHA-256 of the `.idx`: what sample indices are derived from, and so what a cache of them depends on."""
-        with open(f"{self.prefix}.idx", "rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return digest(Path(f"{self.prefix}.idx"))
 
 
 def open_indexed(prefix: str | os.PathLike[str]) -> Indexed:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from data.fingerprint import fingerprint
 from data.indexed import DataError
 from parallel.files import write_text
 
@@ -144,6 +145,13 @@ class LatentFolder:
             write_text(self.folder / CHECKED, json.dumps(stamps, indent=1))
         except OSError:
             print(f"note: {self.folder / CHECKED} cannot be written; each start reads all shards", file=sys.stderr)
+
+
+def latents_fingerprint(folder: str | Path) -> str:
+    """`fingerprint` of a folder's index and the files that it names. Raises DataError as `LatentFolder` does."""
+    entries = _index(Path(folder))["shards"]
+    names = [entry[part] for entry in entries for part in ("latents", "labels") if entry.get(part)]
+    return fingerprint(Path(folder) / INDEX, [Path(folder) / name for name in names])
 
 
 def _stamp(path: Path) -> list[int]:

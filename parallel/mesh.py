@@ -1,5 +1,6 @@
 """Processes and the device mesh they form: pipeline (pp) x data (dp) x context (cp) x tensor parallel (tp)."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,10 @@ class MeshConfig:
     def device_type(self) -> str:
         """``cpu`` or ``cuda``, with auto decided."""
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """What the other dimensions leave over of ``world_size`` processes."""
+        return world_size // math.prod(getattr(self, name) for name in SIZES)
 
     @property
     def context_ranks_per_node(self) -> int | None:

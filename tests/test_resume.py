@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.pretraining import differences, pretrain
+from train.config import load_config
 from train.metrics import METRICS, read_metrics
 
 STRIPED = ("--context-parallel-method", "striped", "--context-parallel-size", "2")
@@ -114,8 +115,18 @@ def test_metrics_hold_every_iteration_once_after_a_crash(
     assert read_metrics(save / METRICS)[half]["lm_loss"] > 0
 
 
-def test_a_finished_run_has_nothing_left_to_do(default_data: Path, tmp_path: Path) -> None:
-    flags = ("--train-iters", "3")
-    first = pretrain(1, default_data, tmp_path / "run", *flags)
-    again = pretrain(1, default_data, tmp_path / "run", *flags, "--load", str(tmp_path / "run"))
+def test_a_finished_run_has_nothing_left_to_do_and_a_longer_one_no_jump(
+    default_data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--min-lr", "1e-4", "--load", str(tmp_path / "run"))
+    first = pretrain(1, default_data, tmp_path / "run", *flags, "--train-iters", "3")
+    again = pretrain(1, default_data, tmp_path / "run", *flags, "--train-iters", "3")
     assert again == first
+    assert "note:" not in capfd.readouterr().out
+    longer = pretrain(1, default_data, tmp_path / "run", *flags, "--train-iters", "5", "--weight-decay", "0")
+    assert [record["learning_rate"] for record in longer[2:]] == [1e-4] * 3
+    assert load_config(tmp_path / "run" / "config.toml").optimizer.lr_decay_iters == 3
+    said = capfd.readouterr().out
+    assert "note: lr at iteration 4 is 1.000000E-04 by the checkpoint's schedule and 2.318019E-04 by this" in said
+    assert "note: weight_decay was 0.1 and is 0.0; --weight-decay 0.1 keeps it\n" in said
+    assert said.count("note:") == 2

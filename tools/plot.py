@@ -4,6 +4,7 @@ python -m tools.plot layout --size 4 --seq-length 32 --output layouts.png
 python -m tools.plot layout --methods ring striped --full --output full.png
 python -m tools.plot teams --size 16 --team-size 2 --ranks-per-node 8 --output teams.png
 python -m tools.plot loss runs/llama_tiny runs/second --output loss.png
+python -m tools.plot loss runs/llama_tiny --learning-rate --output longer.png
 """
 
 import argparse
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOSSES = {"lm_loss": "training", "diffusion_loss": "training", "validation_loss": "validation"}
+RATE = "learning_rate"
 LARGEST_PICTURE = 512
 LARGEST_TEAMS = 64
 
@@ -46,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     teams.add_argument("--output", type=Path, default=Path("teams.png"), help="default: %(default)s")
     loss = commands.add_parser("loss", help="training and validation loss of runs", allow_abbrev=False)
     loss.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
+    loss.add_argument("--learning-rate", action="store_true", help="draw the learning rate too, below")
     loss.add_argument("--output", type=Path, default=Path("loss.png"), help="default: %(default)s")
     return parser
 
@@ -83,7 +86,7 @@ def teams_figure(args: argparse.Namespace) -> "Figure":
 
 
 def read_losses(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """(iteration, loss) of a run by field; a repeated iteration, as after a resume, counts as last written.
+    """(iteration, value) of a run by field; a repeated iteration, as after a resume, counts as last written.
 
     Raises:
         ValueError: no file, or a line that is no record of an iteration.
@@ -93,38 +96,45 @@ def read_losses(run: Path) -> dict[str, list[tuple[int, float]]]:
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.exists():
         raise ValueError(f"{path} does not exist; name the folder of a run, or its metrics.jsonl")
-    found: dict[str, dict[int, float]] = {field: {} for field in LOSSES}
+    found: dict[str, dict[int, float]] = {field: {} for field in (*LOSSES, RATE)}
     for record in read_metrics(path):
         for field, values in found.items():
             if record.get(field) is not None:
                 values[record["iteration"]] = record[field]
-    if not any(found.values()):
+    if not any(found[field] for field in LOSSES):
         raise ValueError(f"{path} holds no lm_loss and no diffusion_loss")
     return {field: sorted(values.items()) for field, values in found.items()}
 
 
-def loss_figure(runs: list[Path]) -> "Figure":
-    """Training loss as a line and validation loss as marks, a colour for each run."""
+def loss_figure(runs: list[Path], learning_rate: bool = False) -> "Figure":
+    """Training loss as a line and validation loss as marks, a colour for each run; below it, if wanted, their rates."""
     from matplotlib.figure import Figure
 
     from tools.layout_picture import PALETTE
     from train.metrics import LOSSES as UNITS
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    ratios = (3, 1) if learning_rate else (1,)
+    axes, *below = figure.subplots(len(ratios), sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     units = set[str]()
     for index, run in enumerate(runs):
         losses, colour = read_losses(run), PALETTE[index % len(PALETTE)]
         name = (run if run.is_dir() else run.parent).resolve().name
+        for rates in below:
+            rates.plot(*zip(*losses[RATE], strict=True), color=colour, linewidth=1.2)
         for field, values in losses.items():
-            if values:
+            if values and field in LOSSES:
                 units |= {UNITS[field]} if field in UNITS else set()
                 label = LOSSES[field] if len(runs) == 1 else f"{name}, {LOSSES[field]}"
                 style = "o--" if field == "validation_loss" else "-"
                 axes.plot(*zip(*values, strict=True), style, color=colour, label=label, linewidth=1.2, markersize=4)
-    axes.set(xlabel="iteration", ylabel=f"loss ({' or '.join(sorted(units))})")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(ylabel=f"loss ({' or '.join(sorted(units))})")
+    for rates in below:
+        rates.set(ylabel="learning rate", ylim=(0, None))
+    for panel in (axes, *below):
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    [axes, *below][-1].set(xlabel="iteration")
     axes.legend(frameon=False)
     return figure
 
@@ -138,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "teams":
             figure = teams_figure(args)
         else:
-            figure = loss_figure(args.runs)
+            figure = loss_figure(args.runs, args.learning_rate)
         args.output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(args.output, dpi=120)
     except (ValueError, OSError) as error:

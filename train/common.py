@@ -14,6 +14,7 @@ from parallel.stages import PipelineConfig
 from train.flags import ConfigError
 from train.metrics import LoggingConfig
 from train.optim import OptimizerConfig
+from train.schedule import schedule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,10 @@ class LoopConfig:
         self._at_least(0, "eval_iters", "seed")
         if self.exit_duration_in_mins is not None and self.exit_duration_in_mins <= 0:
             raise ConfigError(f"exit_duration_in_mins is {self.exit_duration_in_mins}; it must be above 0")
+
+    def batch_size(self, dp: int) -> int:
+        """Sequences, or samples, per iteration on ``dp`` data-parallel ranks."""
+        return self.global_batch_size or self.micro_batch_size * dp
 
     def _at_least(self, least: int, *names: str) -> None:
         for name in names:
@@ -139,8 +144,15 @@ class CommonConfig(ABC):
         """What the weights learn to predict: a run cannot go on with another one. JSON-able, by field."""
         return {}
 
-    def drawn_by(self) -> dict[str, object]:
-        """How training draws noise and labels: going on with another one is allowed, and noted. JSON-able, by field."""
+    def noted(self) -> dict[str, object]:
+        """What else of the entry's settings changes training: going on with another is allowed, and noted.
+
+        JSON-able, by field.
+        """
+        return {}
+
+    def contents(self) -> dict[str, str]:
+        """A digest of what each file that is trained on holds, by name; fast. Raises OSError where one is gone."""
         return {}
 
     @abstractmethod
@@ -154,17 +166,17 @@ def validate_run(config: CommonConfig) -> None:
     Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
     """
     train, optimizer = config.train, config.optimizer
-    decay_iters = optimizer.lr_decay_iters or train.train_iters
-    if optimizer.lr_warmup_iters >= decay_iters:
+    end = optimizer.lr_decay_iters
+    if end is not None and optimizer.lr_warmup_iters >= end:
         raise ConfigError(
-            f"lr_warmup_iters is {optimizer.lr_warmup_iters}, but the schedule ends at iteration {decay_iters}; "
-            f"give --lr-warmup-iters {decay_iters // 10}, or raise train_iters"
+            f"lr_warmup_iters is {optimizer.lr_warmup_iters}, but the schedule ends at lr_decay_iters {end}; give "
+            f"--lr-warmup-iters {end // 10}, or raise lr_decay_iters"
         )
-    wsd = optimizer.lr_wsd_decay_iters
-    if wsd is not None and wsd > decay_iters - optimizer.lr_warmup_iters:
+    wsd, warmup = optimizer.lr_wsd_decay_iters, schedule_of(optimizer, train.train_iters).lr_warmup_iters
+    if end is not None and wsd is not None and wsd > end - warmup:
         raise ConfigError(
-            f"lr_wsd_decay_iters is {wsd}, but only {decay_iters - optimizer.lr_warmup_iters} iterations lie between "
-            "the warm-up and the end of the schedule; lower it"
+            f"lr_wsd_decay_iters is {wsd}, but only {end - warmup} iterations lie between the warm-up and "
+            f"lr_decay_iters {end}; lower it"
         )
     if config.recompute.recompute_offload and config.mesh.device_type == "cpu":
         raise ConfigError(

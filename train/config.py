@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.megatron import DataConfig
+from data.fingerprint import digest, fingerprint
+from data.megatron import DataConfig, blend
 from model.config import ModelConfig
 from parallel.hybrid import HybridConfig
 from train import flags
@@ -64,6 +65,16 @@ class Config(CommonConfig):
             "data_path": list(self.data.data_path),
             "split": self.data.split,
         }
+
+    def noted(self) -> dict[str, object]:
+        return {"eod_mask_loss": self.data.eod_mask_loss}
+
+    def contents(self) -> dict[str, str]:
+        tokenizer = self.data.tokenizer_model
+        found = {} if tokenizer is None else {"tokenizer_model": digest(Path(tokenizer))}
+        for prefix in blend(self.data.data_path)[0] if self.data.data_path else ():
+            found[f"data_path {prefix}"] = fingerprint(Path(f"{prefix}.idx"), [Path(f"{prefix}.bin")])
+        return found
 
 
 INTRODUCTION = """\

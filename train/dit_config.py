@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.latents import LatentDataConfig
+from data.latent_folder import latents_fingerprint
+from data.latents import DIGITS, LatentDataConfig
 from model.diffusion import Diffusion, DiffusionConfig
 from model.dit_config import DiTConfig
 from parallel.context.config import FullContextConfig
@@ -61,7 +62,7 @@ class DiTRunConfig(CommonConfig):
     def trained_for(self) -> dict[str, object]:
         return {"objective": self.diffusion.objective, "num_timesteps": self.diffusion.num_timesteps}
 
-    def drawn_by(self) -> dict[str, object]:
+    def noted(self) -> dict[str, object]:
         return {
             "logit_normal_mean": self.diffusion.logit_normal_mean,
             "logit_normal_std": self.diffusion.logit_normal_std,
@@ -70,6 +71,10 @@ class DiTRunConfig(CommonConfig):
 
     def sample_order(self) -> dict[str, object]:
         return {"seed": self.train.seed, "data_path": list(self.data.data_path), "split": self.data.split}
+
+    def contents(self) -> dict[str, str]:
+        folders = [path for path in self.data.data_path if path != DIGITS]
+        return {f"data_path {folder}": latents_fingerprint(folder) for folder in folders}
 
 
 def parse_args(argv: Sequence[str]) -> DiTRunConfig:

@@ -33,6 +33,15 @@ class ConfigError(ValueError):
     """A configuration that cannot run; the message names the field, what was found and the fix."""
 
 
+def spelled(name: str, value: Any) -> str:
+    """A field and its value as a command line has them; `value` may be of JSON, whose lists are words."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    words = value if isinstance(value, list) else ["none" if value is None else value]
+    return " ".join([f"--{flag}", *map(str, words)])
+
+
 class Field(NamedTuple):
     """One field of one section, its annotation taken apart; `base` is bool, int, float or str."""
 
@@ -173,6 +182,12 @@ def write_toml(config: object) -> str:
     return tomli_w.dumps(tree)
 
 
+def _hyphened(word: str) -> str:
+    """A flag with hyphens alone; Megatron has --override-opt_param-scheduler, and fields have underscores."""
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -229,7 +244,7 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     """
     flags = ["--config", "--help", *(field.flag for field in config_fields(root).values())]
     try:
-        argv, taken = without_what_is_so(argv, flags)
+        argv, taken = without_what_is_so([_hyphened(word) for word in argv], flags)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     parser = _parser(root, introduction if {"-h", "--help"} & set(argv) else None)

@@ -21,11 +21,13 @@ from parallel.data import copies_unseen, finish_gradients
 from parallel.mesh import Mesh
 from parallel.runner import Runner
 from train.common import CommonConfig
+from train.continued import kept
 from train.ema import Ema
 from train.metrics import RunLog, memory_gb
-from train.optim import clip_gradients, gradient_norm, learning_rate
+from train.optim import clip_gradients, gradient_norm
 from train.peak import peak_flops
 from train.progress import ProgressLines, validation_line
+from train.schedule import schedule_of
 
 MOST_SKIPPED_IN_A_ROW = 10
 AVERAGED = "ema_decay"
@@ -82,12 +84,13 @@ class Trainer:
     after_validation: Callable[[int], None] | None = None
     """Called on every rank after a validation with its iteration, the averages still in the weights' place."""
     progress: Progress = field(default_factory=Progress)
+    contents: dict[str, str] = field(default_factory=dict)
+    """Digests of the files that are trained on, for its checkpoints."""
 
     @property
     def global_batch_size(self) -> int:
         """Sequences per iteration."""
-        train = self.config.train
-        return train.global_batch_size or train.micro_batch_size * self.mesh.dp.size()
+        return self.config.train.batch_size(self.mesh.dp.size())
 
     def run(self) -> None:
         """Train from where ``progress`` stands to train_iters, or until told to stop; the last iteration is saved."""
@@ -127,7 +130,7 @@ class Trainer:
         start = time.perf_counter()
         micro_batches, valid = self._next_step(steps)
         self.progress.iteration += 1
-        rate = learning_rate(self.config.optimizer, self.progress.iteration, self.config.train.train_iters)
+        rate = schedule_of(self.config.optimizer, self.config.train.train_iters).rate(self.progress.iteration)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss, norm = self._forward_backward(micro_batches, valid)
@@ -286,8 +289,7 @@ class Trainer:
             self.runner.parts,
             self.optimizer,
             architecture=self.architecture,
-            extra={"progress": asdict(self.progress), "sample_order": self.config.sample_order()}
-            | {"trained_for": self.config.trained_for(), "drawn_by": self.config.drawn_by()}
+            extra={"progress": asdict(self.progress), **kept(self.config, self.contents)}
             | ({} if self.ema is None else {AVERAGED: self.ema.decay}),
             more={} if self.ema is None else {"ema": self.ema.weights},
         )

@@ -149,6 +149,7 @@ TABLE = """\
 --start-weight-decay                    | N | > | --weight-decay X, which stays the same
 --end-weight-decay                      | N | > | --weight-decay X, which stays the same
 --weight-decay-incr-style               | constant | = | the weight decay stays the same
+--lr-warmup-samples                     | N | > | --lr-warmup-iters N, or --lr-warmup-fraction X
 --lr-decay-samples                      | N | > | --lr-decay-iters N
 --lr-wsd-decay-samples                  | N | > | --lr-wsd-decay-iters N
 --rampup-batch-size                     | N | ! | the batch size stays the same

@@ -1,13 +1,16 @@
-"""Optimizer, learning-rate schedule and gradient clipping."""
+"""Optimizer, the settings of its schedule, and gradient clipping."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
+WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +21,25 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
-    lr_decay_style: Literal["cosine", "WSD", "constant"] = "cosine"
-    """Shape after the warm-up: cosine to min_lr, warm-up-stable-decay, or constant."""
+    lr_decay_style: DecayStyle = "cosine"
+    """Shape after the warm-up: cosine or linear to min_lr, constant, inverse-square-root, or WSD, which is
+    warm-up-stable-decay."""
     lr_warmup_iters: int = 0
-    """Iterations of linear warm-up."""
+    """Iterations of linear warm-up; a run too short for them takes a tenth of its own."""
+    lr_warmup_fraction: float | None = None
+    """Share of lr_decay_iters that is warm-up, in [0, 1), in place of lr_warmup_iters."""
+    lr_warmup_init: float = 0.0
+    """Learning rate from which the warm-up rises."""
     lr_decay_iters: int | None = None
-    """Iteration at which the decay ends; by default train_iters."""
+    """Iteration at which the decay ends; by default train_iters, and in a run that goes on what it was there."""
     lr_wsd_decay_iters: int | None = None
-    """Length of the final linear decay of WSD; by default a tenth of lr_decay_iters."""
+    """Length of the final decay of WSD; by default a tenth of lr_decay_iters."""
+    lr_wsd_decay_style: WsdDecayStyle = "linear"
+    """Shape of that decay."""
+    override_opt_param_scheduler: bool = False
+    """Going on from a checkpoint, take this configuration's schedule, even where train_iters alone is another."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """Going on from a checkpoint, take its schedule, whatever this configuration says."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms and biases get none."""
     adam_beta1: float = 0.9
@@ -40,13 +54,27 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         for name in ("lr", "adam_eps"):
             self._require(getattr(self, name) > 0, name, "it must be above 0")
-        for name in ("min_lr", "weight_decay", "clip_grad", "lr_warmup_iters"):
+        for name in ("min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_init"):
             self._require(getattr(self, name) >= 0, name, "it must be 0 or more")
-        self._require(self.min_lr <= self.lr, "min_lr", f"it must not exceed lr, which is {self.lr}")
+        for name in ("min_lr", "lr_warmup_init"):
+            self._require(getattr(self, name) <= self.lr, name, f"it must not exceed lr, which is {self.lr}")
         for name in ("adam_beta1", "adam_beta2"):
             self._require(0 <= getattr(self, name) < 1, name, "it must be in [0, 1)")
         for name in ("lr_decay_iters", "lr_wsd_decay_iters"):
             self._require(getattr(self, name) is None or getattr(self, name) >= 1, name, "it must be 1 or more")
+        for name, styles in (("lr_decay_style", DecayStyle), ("lr_wsd_decay_style", WsdDecayStyle)):
+            known = get_args(styles)
+            self._require(getattr(self, name) in known, name, f"it must be one of {', '.join(known)}")
+        fraction = self.lr_warmup_fraction
+        if fraction is not None:
+            self._require(0 <= fraction < 1, "lr_warmup_fraction", "it must be in [0, 1)")
+            without = "give --lr-warmup-iters 0 with it, or --lr-warmup-fraction none"
+            self._require(not self.lr_warmup_iters, "lr_warmup_iters", f"and lr_warmup_fraction {fraction}; {without}")
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            raise ValueError(
+                "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are set; the one takes this "
+                "configuration's schedule, the other the checkpoint's: leave one out"
+            )
 
     def _require(self, ok: bool, name: str, problem: str) -> None:
         if not ok:
@@ -62,23 +90,6 @@ def build_optimizer(config: OptimizerConfig, *parts: nn.Module) -> torch.optim.A
     ]
     betas = (config.adam_beta1, config.adam_beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
-
-
-def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> float:
-    """Learning rate of ``iteration`` (the first is 1): a pure function, so that a resume needs no scheduler state."""
-    if iteration <= config.lr_warmup_iters:
-        return config.lr * iteration / config.lr_warmup_iters
-    end = config.lr_decay_iters or train_iters
-    if config.lr_decay_style == "constant":
-        return config.lr
-    if iteration >= end:
-        return config.min_lr
-    if config.lr_decay_style == "cosine":
-        progress = (iteration - config.lr_warmup_iters) / (end - config.lr_warmup_iters)
-        return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
-    decay = config.lr_wsd_decay_iters or max(1, end // 10)
-    remaining = min(1.0, (end - iteration) / decay)
-    return config.min_lr + (config.lr - config.min_lr) * remaining
 
 
 def gradient_norm(

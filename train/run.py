@@ -26,10 +26,12 @@ from parallel.mesh import MeshError
 from parallel.processes import LaunchError
 from parallel.recompute import RecomputeError
 from train.common import CommonConfig
+from train.continued import Run, changes, continued
 from train.ema import Ema
-from train.flags import ConfigError, write_toml
+from train.flags import ConfigError, spelled, write_toml
 from train.loop import AVERAGED, Progress, TrainingError
 from train.metrics import METRICS, RunLog, check_services, disk_errors
+from train.schedule import shortened
 
 # How long ranks that fail wait for the others, so that a launcher does not end the one that is to speak.
 SECONDS_TO_SPEAK = 5.0
@@ -178,20 +180,50 @@ def check_writable(folder: Path, name: str) -> None:
 
 
 def resume(
-    config: CommonConfig,
+    config: Run,
     model: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     architecture: dict[str, Any],
+    contents: dict[str, str],
     ema: Ema | None = None,
-) -> Progress:
-    """Load what ``--load`` names and say where it stands; a run without a checkpoint starts afresh. Collective.
+) -> tuple[Run, Progress]:
+    """Load what ``--load`` names and say where it stands and what is not as it was; collective.
+
+    A run without a checkpoint starts afresh.
+
+    Args:
+        contents: what ``config.contents()`` is.
+
+    Returns:
+        The configuration, with the schedule that is gone on with, and how far the run has come.
 
     Raises:
         CheckpointError: broken, of another architecture, or missing where it must be there.
     """
+    path = _to_load(config)
+    if path is None:
+        _tell(shortened(config.optimizer, config.train.train_iters))
+        return config, Progress()
+    manifest = read_manifest(path)
+    progress = progress_of(path, manifest.extra)
+    _check_aim(path, manifest.extra, config)
+    config, scheduled = continued(config, path, manifest.extra, progress.iteration)
+    decay = manifest.extra.get(AVERAGED)
+    averaged = ema is not None and decay is not None
+    more = {"ema": ema.weights} if ema is not None and averaged else None
+    load_checkpoint(path, model, optimizer, architecture, more=more)
+    if ema is not None and not averaged:
+        ema.restart()
+    notes = [f"resumed from {path}, {progress.consumed_samples} samples consumed", *_averages(decay, ema)]
+    notes += [] if scheduled is None else [scheduled]
+    _tell(notes + changes(config, manifest.extra, contents))
+    return config, progress
+
+
+def _to_load(config: CommonConfig) -> Path | None:
     load = config.checkpoint.load
     if load is None:
-        return Progress()
+        return None
     path = find_checkpoint(load, config.checkpoint.ckpt_step)
     if path is None:
         if config.checkpoint.exit_on_missing_checkpoint:
@@ -199,28 +231,13 @@ def resume(
                 f"load is {load}, which holds no checkpoint, and exit_on_missing_checkpoint is set; name a run's "
                 f"folder, or leave the flag out to start afresh"
             )
-        if is_first():
-            print(f"no checkpoint in {load}: starting afresh", flush=True)
-        return Progress()
-    decay = _saved_decay(path, config)
-    averaged = ema is not None and decay is not None
-    more = {"ema": ema.weights} if ema is not None and averaged else None
-    extra = load_checkpoint(path, model, optimizer, architecture, more=more)
-    if ema is not None and not averaged:
-        ema.restart()
-    progress = progress_of(path, extra)
-    if is_first():
-        print(f"resumed from {path}, {progress.consumed_samples} samples consumed", flush=True)
-        _note_averages(decay, ema)
-        for name, now in config.drawn_by().items():
-            if (before := extra.get("drawn_by", {}).get(name, now)) != now:
-                print(f"note: {name} was {before} and is {now}", flush=True)
-        for name, now in config.sample_order().items():
-            if (before := extra.get("sample_order", {}).get(name, now)) != now:
-                print(
-                    f"note: {name} was {before} and is {now}: the samples to come may repeat consumed ones", flush=True
-                )
-    return progress
+        _tell([f"no checkpoint in {load}: starting afresh"])
+    return path
+
+
+def _tell(lines: Sequence[str]) -> None:
+    if is_first() and lines:
+        print("\n".join(lines), flush=True)
 
 
 def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
@@ -230,7 +247,7 @@ def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
     for name, value in progress.items() if not problem else ():
         if name not in known or type(value) is not int or value < 0:
             problem = f"progress has {name!r:.40} {value!r:.40}"
-    for name in ("sample_order", "trained_for", "drawn_by"):
+    for name in ("sample_order", "trained_for", "drawn_by", "settings", "contents"):
         if not isinstance(extra.get(name, {}), dict):
             problem = f"{name} is {extra[name]!r:.40}"
     decay = extra.get(AVERAGED)
@@ -246,30 +263,28 @@ def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
     return Progress(**progress)
 
 
-def _saved_decay(path: Path, config: CommonConfig) -> float | None:
-    """The decay of the averages that a checkpoint keeps. Raises CheckpointError where it is trained for another aim."""
-    extra = read_manifest(path).extra
-    progress_of(path, extra)
+def _check_aim(path: Path, extra: dict[str, Any], config: CommonConfig) -> None:
+    """Raise CheckpointError where a checkpoint is trained for another aim."""
     for name, now in config.trained_for().items():
         if (before := extra.get("trained_for", {}).get(name, now)) != now:
             raise CheckpointError(
                 f"{path} is trained with {name} {before}, and {name} is {now}; set {name} to {before}, or begin a run "
                 "of its own with another --save and without --load"
             )
-    return extra.get(AVERAGED)
 
 
-def _note_averages(before: float | None, ema: Ema | None) -> None:
+def _averages(before: float | None, ema: Ema | None) -> list[str]:
+    """What is to be said of the averages of the weights."""
     if before is None and ema is not None:
-        print("note: it has no averages of the weights: they begin as the weights are", flush=True)
-    elif before is not None and ema is None:
-        print(
+        return ["note: it has no averages of the weights: they begin as the weights are"]
+    if before is not None and ema is None:
+        return [
             f"note: its averages of the weights are left behind: ema_decay was {before} and is not set; give "
-            f"--ema-decay {before} to go on with them",
-            flush=True,
-        )
-    elif ema is not None and before != ema.decay:
-        print(f"note: ema_decay was {before} and is {ema.decay}", flush=True)
+            f"--ema-decay {before} to go on with them"
+        ]
+    if ema is not None and before != ema.decay:
+        return [f"note: ema_decay was {before} and is {ema.decay}; {spelled('ema_decay', before)} keeps it"]
+    return []
 
 
 def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:

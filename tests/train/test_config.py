@@ -61,7 +61,8 @@ def test_toml_round_trip_of_every_field(tmp_path):
         "pipeline_schedule": "Interleaved1F1B",
         "pipeline_layers": (3, 5),
     }
-    alone = {"rotary_base": 0.1 + 0.2}  # which goes with no learned positions
+    # Which go with no learned positions, no warm-up in iterations and no use_checkpoint_opt_param_scheduler.
+    alone = {"rotary_base": 0.1 + 0.2, "lr_warmup_fraction": 0.1 + 0.2, "override_opt_param_scheduler": True}
     linear = {"model_type": "transnormer", "linear_decay": "paper", "no_scale_embedding": True, "softmax_every": 3}
     for name, field in flags.config_fields(Config).items():
         if name in changed or name in alone or (name in linear and name != "model_type"):
@@ -222,8 +223,12 @@ def test_wrong_flags_are_refused_by_name(argv, words):
             "--context-parallel-size 4 --ulysses-degree 4 --tensor-model-parallel-size 2 --num-attention-heads 4",
             ["ulysses_degree is 4 with 2 query and 2 key heads", "4 ranks: 1, 2"],
         ),
-        (1, "--train-iters 10 --lr-warmup-iters 10", ["lr_warmup_iters is 10", "iteration 10"]),
-        (1, "--lr-decay-iters 5 --lr-warmup-iters 6", ["lr_warmup_iters is 6", "iteration 5"]),
+        (1, "--lr-decay-iters 5 --lr-warmup-iters 6", ["lr_warmup_iters is 6", "lr_decay_iters 5"]),
+        (
+            1,
+            "--lr-decay-iters 50 --lr-warmup-fraction 0.5 --lr-decay-style WSD --lr-wsd-decay-iters 26",
+            ["lr_wsd_decay_iters is 26", "only 25 iterations", "lr_decay_iters 50"],
+        ),
         (1, "--attention-backend flash_attn", ["flash_attn", "--bf16"]),
         (1, "--device cpu --recompute-granularity full --recompute-offload", ["recompute_offload", "host memory"]),
         (

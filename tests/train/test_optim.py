@@ -1,4 +1,4 @@
-"""Schedules by hand, who decays, and the norm of a gradient that lies in shards."""
+"""What settings are refused, who decays, and the norm of a gradient that lies in shards."""
 
 import math
 
@@ -11,62 +11,28 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from model.config import ModelConfig
 from model.llama import Llama
 from tests.ranks import run_ranks
-from train.optim import OptimizerConfig, build_optimizer, clip_gradients, gradient_norm, learning_rate
-
-
-def rates(train_iters: int, *iterations: int, **config: object) -> list[float]:
-    settings = OptimizerConfig(lr=1.0, **config)  # type: ignore[arg-type]
-    return [learning_rate(settings, iteration, train_iters) for iteration in iterations]
-
-
-def test_warm_up_is_linear_and_its_first_iteration_learns() -> None:
-    for style in ("cosine", "WSD", "constant"):
-        found = rates(100, 1, 2, 3, 4, lr_decay_style=style, lr_warmup_iters=4, min_lr=0.1)
-        assert found == [0.25, 0.5, 0.75, 1.0]
-
-
-def test_cosine() -> None:
-    """From lr at the warm-up's end over the middle of lr and min_lr to min_lr at the end, and there it stays."""
-    found = rates(110, 10, 35, 60, 85, 110, 500, lr_warmup_iters=10, min_lr=0.2)
-    half = math.sqrt(0.5) / 2
-    assert found == pytest.approx([1.0, 0.6 + 0.8 * half, 0.6, 0.6 - 0.8 * half, 0.2, 0.2], rel=1e-12)
-
-
-def test_cosine_ends_at_lr_decay_iters() -> None:
-    assert rates(100, 10, 20, 21, 100, lr_decay_iters=20) == pytest.approx([0.5, 0.0, 0.0, 0.0], abs=1e-12)
-    # A resumed or stopped run is on the same curve: nothing but the iteration counts.
-    assert rates(100, 10, lr_decay_iters=40) == rates(40, 10)
-
-
-def test_wsd_is_stable_and_then_falls_in_a_line() -> None:
-    found = rates(100, 5, 6, 80, 85, 90, 99, 100, lr_decay_style="WSD", lr_warmup_iters=5, lr_wsd_decay_iters=20)
-    assert found == pytest.approx([1.0, 1.0, 1.0, 0.75, 0.5, 0.05, 0.0], abs=1e-12)
-    assert rates(100, 85, 90, 95, lr_decay_style="WSD", min_lr=0.5) == pytest.approx([1.0, 1.0, 0.75])  # a tenth
-    assert rates(5, 4, 5, lr_decay_style="WSD") == [1.0, 0.0]  # a tenth of 5 is one iteration
-
-
-def test_constant_stays_past_the_end() -> None:
-    assert rates(10, 3, 10, 99, lr_decay_style="constant", lr_warmup_iters=2, min_lr=0.5) == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("style", ["cosine", "WSD"])
-def test_rates_rise_and_then_never_rise_again(style: str) -> None:
-    found = rates(200, *range(1, 201), lr_decay_style=style, lr_warmup_iters=20, min_lr=0.01)
-    assert found[:20] == sorted(found[:20])
-    assert found[19:] == sorted(found[19:], reverse=True)
-    assert min(found) == 0.01
-    assert max(found) == 1.0
+from train.optim import OptimizerConfig, build_optimizer, clip_gradients, gradient_norm
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("lr", 0.0), ("adam_eps", 0.0), ("min_lr", -1.0), ("min_lr", 1.0), ("weight_decay", -0.1), ("clip_grad", -1.0),
      ("lr_warmup_iters", -1), ("adam_beta1", 1.0), ("adam_beta2", -0.1), ("lr_decay_iters", 0),
-     ("lr_wsd_decay_iters", 0)],
+     ("lr_wsd_decay_iters", 0), ("lr_warmup_init", -1e-9), ("lr_warmup_init", 1.0), ("lr_warmup_fraction", 1.0),
+     ("lr_warmup_fraction", -0.1), ("lr_decay_style", "stepwise"), ("lr_wsd_decay_style", "sqrt")],
 )  # fmt: skip
-def test_a_wrong_setting_is_named(field: str, value: float) -> None:
+def test_a_wrong_setting_is_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"^{field} is {value}; it must"):
-        OptimizerConfig(**{field: value})
+        OptimizerConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_two_warm_ups_and_two_choices_of_a_schedule_contradict_themselves() -> None:
+    with pytest.raises(
+        ValueError, match=r"^lr_warmup_iters is 3; and lr_warmup_fraction 0.1; give --lr-warmup-iters 0"
+    ):
+        OptimizerConfig(lr_warmup_iters=3, lr_warmup_fraction=0.1)
+    with pytest.raises(ValueError, match="override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are set"):
+        OptimizerConfig(override_opt_param_scheduler=True, use_checkpoint_opt_param_scheduler=True)
 
 
 def test_matrices_decay_and_norms_do_not() -> None:

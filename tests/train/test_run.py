@@ -114,13 +114,15 @@ def test_nothing_to_load_starts_afresh_unless_it_must_be_there(
 ) -> None:
     model, optimizer = build(0, sharded=False)
     before = whole_tensors(model, optimizer)
-    assert resume(with_checkpoint(), model, optimizer, ARCHITECTURE) == Progress()
+    config = with_checkpoint()
+    assert resume(config, model, optimizer, ARCHITECTURE, {}) == (config, Progress())
     assert capsys.readouterr().out == ""
     load = str(tmp_path / "none")
-    assert resume(with_checkpoint(load=load), model, optimizer, ARCHITECTURE) == Progress()
+    config = with_checkpoint(load=load)
+    assert resume(config, model, optimizer, ARCHITECTURE, {}) == (config, Progress())
     assert capsys.readouterr().out == f"no checkpoint in {load}: starting afresh\n"
     with pytest.raises(CheckpointError, match=f"load is {load}, which holds no checkpoint"):
-        resume(with_checkpoint(load=load, exit_on_missing_checkpoint=True), model, optimizer, ARCHITECTURE)
+        resume(with_checkpoint(load=load, exit_on_missing_checkpoint=True), model, optimizer, ARCHITECTURE, {})
     assert equal(whole_tensors(model, optimizer), before)
 
 
@@ -131,15 +133,17 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path: Path, capsys: py
         state = {"progress": {"iteration": i, "consumed_samples": 4 * i}, "sample_order": order}
         rewrite_manifest(tmp_path / f"iter_{i:07d}", extra=state)
     model, optimizer = build(1, sharded=False)
-    progress = resume(with_checkpoint(load=str(tmp_path)), model, optimizer, ARCHITECTURE)
+    config = with_checkpoint(load=str(tmp_path))
+    same, progress = resume(config, model, optimizer, ARCHITECTURE, {"data_path x": "1"})
+    assert same == config
     assert progress == Progress(iteration=2, consumed_samples=8)
     said = capsys.readouterr().out
     assert f"resumed from {tmp_path}/iter_0000002, 8 samples consumed" in said
-    assert "note: seed was 99 and is 1234" in said
+    assert "note: seed was 99 and is 1234: the samples to come may repeat consumed ones; --seed 99 keeps it\n" in said
     assert said.count("note:") == 1
     assert equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
     named = with_checkpoint(load=str(tmp_path), ckpt_step=1)
-    assert resume(named, model, optimizer, ARCHITECTURE) == Progress(iteration=1, consumed_samples=4)
+    assert resume(named, model, optimizer, ARCHITECTURE, {}) == (named, Progress(iteration=1, consumed_samples=4))
     assert not equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
 
 
@@ -153,18 +157,18 @@ def test_another_objective_is_refused_and_what_else_changed_is_noted(
         "sample_order": saved.sample_order(),
         "ema_decay": 0.9,
     }
-    state |= {"trained_for": saved.trained_for(), "drawn_by": {**saved.drawn_by(), "class_dropout_prob": 0.5}}
+    state |= {"trained_for": saved.trained_for(), "drawn_by": {**saved.noted(), "class_dropout_prob": 0.5}}
     rewrite_manifest(tmp_path / "iter_0000002", extra=state)
     model, optimizer = build(1, sharded=False)
     config = DiTRunConfig(checkpoint=CheckpointConfig(load=str(tmp_path)))
     other = replace(config, diffusion=DiffusionConfig(objective="v_prediction"))
     before = whole_tensors(model, optimizer)
     with pytest.raises(CheckpointError, match="trained with objective ddpm, and objective is v_prediction; set"):
-        resume(other, model, optimizer, ARCHITECTURE)
+        resume(other, model, optimizer, ARCHITECTURE, {})
     assert equal(whole_tensors(model, optimizer), before)
-    resume(config, model, optimizer, ARCHITECTURE)
+    resume(config, model, optimizer, ARCHITECTURE, {})
     said = capsys.readouterr().out
-    assert "note: class_dropout_prob was 0.5 and is 0.1\n" in said
+    assert "note: class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it\n" in said
     assert "averages of the weights are left behind: ema_decay was 0.9 and is not set" in said
     assert said.count("note:") == 2
 

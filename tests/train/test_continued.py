@@ -1,0 +1,186 @@
+"""A run that goes on keeps its schedule where only its length changes, and says what else is not as it was."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.megatron import DataConfig
+from parallel.checkpoint import CheckpointError
+from parallel.mesh import MeshConfig
+from train.config import Config, TrainConfig, parse_args
+from train.continued import changes, continued, kept
+from train.dit_config import DiTRunConfig
+from train.optim import OptimizerConfig
+from train.schedule import schedule_of
+
+PATH = Path("runs/x/iter_0000120")
+
+
+def config(train_iters: int = 120, **optimizer: Any) -> Config:
+    settings = {"lr": 2e-3, "min_lr": 2e-4, "lr_warmup_iters": 10} | optimizer
+    return Config(optimizer=OptimizerConfig(**settings), train=TrainConfig(train_iters=train_iters))
+
+
+def saved(before: Config | DiTRunConfig, contents: dict[str, str] | None = None) -> dict[str, Any]:
+    return json.loads(json.dumps(kept(before, contents or {})))
+
+
+def rate(goes_on: Config, iteration: int) -> float:
+    return schedule_of(goes_on.optimizer, goes_on.train.train_iters).rate(iteration)
+
+
+def test_a_longer_run_stays_on_the_schedule_that_it_began_with() -> None:
+    goes_on, note = continued(config(240), PATH, saved(config(120)), 120)
+    assert [rate(goes_on, n) for n in (60, 121, 240)] == [rate(config(120), 60), 2e-4, 2e-4]
+    assert note == (
+        "note: lr at iteration 121 is 2.000000E-04 by the checkpoint's schedule and 1.149148E-03 by this "
+        "configuration's (lr_decay_iters was 120 and is 240): it goes on with the checkpoint's; "
+        "--override-opt-param-scheduler takes the other"
+    )
+    # Stopped and begun again by the same command, and longer still: the first schedule stays.
+    for length in (240, 360):
+        assert rate(continued(config(length), PATH, saved(goes_on), 180)[0], 181) == 2e-4
+
+
+def test_a_shorter_run_stays_on_it_too() -> None:
+    goes_on, note = continued(config(90), PATH, saved(config(120)), 60)
+    assert rate(goes_on, 80) == rate(config(120), 80)
+    assert note is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lr": 1e-3}, {"min_lr": 0.0}, {"lr_decay_style": "WSD"}, {"lr_warmup_iters": 5}, {"lr_decay_iters": 300}],
+)
+def test_a_schedule_that_is_changed_by_name_is_taken_and_the_flag_keeps_the_old_one(change: dict[str, Any]) -> None:
+    now = config(240, **change)
+    goes_on, note = continued(now, PATH, saved(config(120)), 60)
+    assert goes_on == now
+    assert note is not None
+    assert f"is {rate(config(120), 61):.6E} by the checkpoint's schedule and {rate(now, 61):.6E} by this" in note
+    for name, value in change.items():
+        assert f"{name} was {getattr(schedule_of(config(120).optimizer, 120), name)} and is {value}" in note
+    assert "goes on with this configuration's; --use-checkpoint-opt-param-scheduler keeps the checkpoint's" in note
+    goes_on, note = continued(
+        config(240, **change, use_checkpoint_opt_param_scheduler=True), PATH, saved(config(120)), 60
+    )
+    assert [rate(goes_on, n) for n in (61, 200)] == [rate(config(120), 61), 2e-4]
+    assert note is not None
+    assert "goes on with the checkpoint's" in note
+
+
+def test_overridden_it_is_this_configurations() -> None:
+    now = config(240, override_opt_param_scheduler=True)
+    goes_on, note = continued(now, PATH, saved(config(120)), 120)
+    assert goes_on == now
+    assert note is not None
+    assert "goes on with this configuration's" in note
+    # Once taken it is the run's own.
+    assert continued(config(240), PATH, saved(now), 130) == (config(240), None)
+
+
+def test_a_schedule_that_has_come_to_0_is_not_gone_on_with_unless_asked_for() -> None:
+    now = config(240, min_lr=0.0)
+    goes_on, note = continued(now, PATH, saved(config(120, min_lr=0.0)), 120)
+    assert goes_on == now
+    assert note is not None
+    assert "is 0.000000E+00 by the checkpoint's schedule" in note
+    asked = config(240, min_lr=0.0, use_checkpoint_opt_param_scheduler=True)
+    assert rate(continued(asked, PATH, saved(config(120, min_lr=0.0)), 120)[0], 121) == 0
+
+
+@pytest.mark.parametrize("style", ["constant", "inverse-square-root"])
+def test_a_style_without_an_end_goes_on_in_silence(style: str) -> None:
+    assert continued(config(240, lr_decay_style=style), PATH, saved(config(120, lr_decay_style=style)), 120)[1] is None
+
+
+def test_nothing_is_said_where_nothing_changes_or_nothing_is_left_to_train() -> None:
+    for before, now in ((120, 120), (120, 60), (240, 120)):
+        assert (
+            continued(config(now), PATH, saved(config(before)), min(now, before)) == (config(now), None) or now < before
+        )
+    assert continued(config(60), PATH, saved(config(120)), 60) == (config(60), None)
+    same = config()
+    assert changes(same, saved(same, {"data_path a": "1"}), {"data_path a": "1"}) == []
+
+
+def test_a_run_cut_short_with_its_warm_up_keeps_the_shorter_one() -> None:
+    goes_on, _ = continued(config(240), PATH, saved(config(5)), 5)
+    assert schedule_of(goes_on.optimizer, 240) == schedule_of(config(5).optimizer, 5)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_gone_on_with_in_silence() -> None:
+    early = {"sample_order": config().sample_order(), "trained_for": {}, "drawn_by": {}}
+    assert continued(config(240), PATH, early, 120) == (config(240), None)
+    assert changes(config(240), early, {"data_path a": "1"}) == []
+    asked = config(240, use_checkpoint_opt_param_scheduler=True)
+    assert continued(asked, PATH, early, 120) == (
+        asked,
+        f"note: {PATH} keeps no schedule: this configuration's is taken",
+    )
+
+
+@pytest.mark.parametrize("broken", [None, [], {}, {"lr": "high"}, {"lr": -1.0}, {"lr_decay_style": "stepwise"}])
+def test_a_schedule_that_makes_no_sense_is_refused_by_name(broken: Any) -> None:
+    extra = saved(config())
+    extra["schedule"] = {**extra["schedule"], **broken} if broken else broken
+    with pytest.raises(CheckpointError, match=rf"^{PATH} keeps a schedule that makes no sense"):
+        continued(config(240), PATH, extra, 120)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--weight-decay 0.01", "weight_decay was 0.1 and is 0.01; --weight-decay 0.1 keeps it"),
+        ("--adam-beta1 0.8", "adam_beta1 was 0.9 and is 0.8; --adam-beta1 0.9 keeps it"),
+        ("--adam-beta2 0.99", "adam_beta2 was 0.95 and is 0.99; --adam-beta2 0.95 keeps it"),
+        ("--adam-eps 1e-6", "adam_eps was 1e-08 and is 1e-06; --adam-eps 1e-08 keeps it"),
+        ("--clip-grad 0", "clip_grad was 1.0 and is 0.0; --clip-grad 1.0 keeps it"),
+        ("--bf16", "bf16 was False and is True; --no-bf16 keeps it"),
+        ("--global-batch-size 8", "global_batch_size was 1 and is 8; --global-batch-size 1 keeps it"),
+        ("--eod-mask-loss", "eod_mask_loss was False and is True; --no-eod-mask-loss keeps it"),
+        (
+            "--data-path b",
+            "data_path was ['a'] and is ['b']: the samples to come may repeat consumed ones; --data-path a keeps it",
+        ),
+    ],
+)
+def test_what_changes_is_told_with_the_flag_that_keeps_it(flags: str, line: str) -> None:
+    before = replace(Config(), data=DataConfig(data_path=("a",)))
+    now = parse_args(["--data-path", "a", *flags.split()])
+    assert changes(now, saved(before), {}) == [f"note: {line}"]
+
+
+def test_a_batch_that_follows_the_number_of_processes_is_compared_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 data-parallel processes had a batch of 4; one process has a batch of 1."""
+    extra = saved(Config(mesh=MeshConfig(), train=TrainConfig(global_batch_size=4)))
+    assert changes(Config(), extra, {}) == ["note: global_batch_size was 4 and is 1; --global-batch-size 4 keeps it"]
+
+
+def test_files_that_hold_something_else_are_told_by_name(tmp_path: Path) -> None:
+    for name, content in {"d.idx": "index", "d.bin": "tokens", "t.model": "words"}.items():
+        (tmp_path / name).write_text(content)
+    data = DataConfig(data_path=(str(tmp_path / "d"),), tokenizer_model=str(tmp_path / "t.model"))
+    run = replace(Config(), data=data)
+    extra = saved(run, run.contents())
+    assert changes(run, extra, run.contents()) == []
+    (tmp_path / "d.bin").write_text("T0kens")
+    (tmp_path / "t.model").write_text("other words")
+    assert [line.partition(" (digest ")[0] for line in changes(run, extra, run.contents())] == [
+        "note: tokenizer_model holds something else than when the run began",
+        f"note: data_path {tmp_path}/d holds something else than when the run began",
+    ]
+
+
+def test_a_diffusion_run_has_the_same_and_what_it_draws() -> None:
+    before, now = DiTRunConfig(), DiTRunConfig(optimizer=OptimizerConfig(weight_decay=0.0))
+    extra = saved(before)
+    extra["settings"]["class_dropout_prob"] = 0.5
+    assert changes(now, extra, {}) == [
+        "note: weight_decay was 0.1 and is 0.0; --weight-decay 0.1 keeps it",
+        "note: class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it",
+    ]
+    assert before.contents() == {}, "the digits come with scikit-learn"

@@ -1,0 +1,102 @@
+"""The learning rate of every iteration: Megatron's schedules as functions of the iteration alone."""
+
+import math
+from dataclasses import asdict, dataclass, replace
+
+from train.optim import OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What decides every learning rate, without defaults that hang on train_iters; by OptimizerConfig's names.
+
+    The formulas are those of ``megatron.core.optimizer_param_scheduler``, which counts the iterations that are over:
+    its rate in iteration n + 1 is the one here in iteration n, so that a warm-up's first iteration learns.
+    """
+
+    lr: float
+    min_lr: float
+    lr_decay_style: str
+    lr_warmup_iters: int
+    lr_warmup_init: float
+    lr_decay_iters: int | None
+    """None where the style has no end."""
+    lr_wsd_decay_iters: int | None
+    """None where the style is not WSD."""
+    lr_wsd_decay_style: str
+
+    def rate(self, iteration: int) -> float:
+        """Learning rate of ``iteration``; the first is 1."""
+        warmup, style, end = self.lr_warmup_iters, self.lr_decay_style, self.lr_decay_iters
+        if iteration <= warmup:
+            return self.lr_warmup_init + (self.lr - self.lr_warmup_init) * iteration / warmup
+        if style == "constant":
+            return self.lr
+        if end is not None and iteration > end:
+            return self.min_lr
+        if style == "inverse-square-root":
+            return max(self.min_lr, self.lr * math.sqrt(max(warmup, 1) / iteration))
+        return self.min_lr + (self.lr - self.min_lr) * self._share(iteration)
+
+    def _share(self, iteration: int) -> float:
+        """How much of the way from min_lr to lr is left; 1 where the decay begins, 0 where it ends."""
+        assert self.lr_decay_iters is not None
+        style, begin = self.lr_decay_style, self.lr_warmup_iters
+        if style == "WSD":
+            assert self.lr_wsd_decay_iters is not None
+            style, begin = self.lr_wsd_decay_style, self.lr_decay_iters - self.lr_wsd_decay_iters
+        decay = self.lr_decay_iters - begin
+        progress = max(0.0, (iteration - begin) / decay)
+        if style == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * progress))
+        if style == "exponential":
+            return 2 * 0.5**progress - 1
+        if style == "minus_sqrt":
+            return 1 - math.sqrt(progress)
+        return min(1.0, (decay - (iteration - begin)) / decay)
+
+    def taken_by(self, config: OptimizerConfig) -> OptimizerConfig:
+        """``config`` with this schedule in place of its own."""
+        return replace(config, **asdict(self), lr_warmup_fraction=None)
+
+
+def schedule_of(config: OptimizerConfig, train_iters: int) -> Schedule:
+    """The schedule of a run of ``train_iters`` iterations.
+
+    Where lr_decay_iters is left to train_iters, a run too short for its warm-up takes a tenth of it instead, and for
+    its lr_wsd_decay_iters what is left: a shorter run needs no other configuration.
+    """
+    end = config.lr_decay_iters or train_iters
+    warmup = config.lr_warmup_iters
+    if config.lr_warmup_fraction is not None:
+        warmup = min(round(config.lr_warmup_fraction * end), end - 1)
+    decay = config.lr_wsd_decay_iters or max(1, end // 10)
+    if config.lr_decay_iters is None:
+        warmup = warmup if warmup < end else min(max(1, end // 10), end - 1)
+        decay = min(decay, end - warmup)
+    wsd = config.lr_decay_style == "WSD"
+    endless = config.lr_decay_style == "inverse-square-root" and config.lr_decay_iters is None
+    return Schedule(
+        lr=config.lr,
+        min_lr=config.min_lr,
+        lr_decay_style=config.lr_decay_style,
+        lr_warmup_iters=warmup,
+        lr_warmup_init=config.lr_warmup_init,
+        lr_decay_iters=None if endless or config.lr_decay_style == "constant" else end,
+        lr_wsd_decay_iters=decay if wsd else None,
+        lr_wsd_decay_style=config.lr_wsd_decay_style if wsd else "linear",
+    )
+
+
+def shortened(config: OptimizerConfig, train_iters: int) -> list[str]:
+    """What of the configuration a run so short cannot have, a note for each."""
+    schedule = schedule_of(config, train_iters)
+    wanted = {"lr_warmup_iters": config.lr_warmup_iters if config.lr_warmup_fraction is None else None}
+    if schedule.lr_wsd_decay_iters is not None:
+        wanted["lr_wsd_decay_iters"] = config.lr_wsd_decay_iters
+    return [
+        f"note: {name} is {value}, too many for train_iters {train_iters}: it is {taken} in this run; "
+        f"--{name.replace('_', '-')} N chooses another"
+        for name, value in wanted.items()
+        if value is not None and (taken := getattr(schedule, name)) < value
+    ]

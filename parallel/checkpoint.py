@@ -28,6 +28,7 @@ __all__ = [
     "load_checkpoint",
     "load_model",
     "read_manifest",
+    "remove_drafts",
     "save_checkpoint",
     "saved_iterations",
 ]
@@ -209,10 +210,14 @@ def _move_aside(folder: Path, problem: str) -> None:
 def _start_draft(draft: Path) -> None:
     with _disk_errors(draft):
         draft.parent.mkdir(parents=True, exist_ok=True)
-        # What a crash left of this or another save; a run's folder has one writer.
-        for left_over in draft.parent.glob("iter_*.tmp"):
-            shutil.rmtree(left_over)
+        remove_drafts(draft.parent)
         draft.mkdir()
+
+
+def remove_drafts(directory: Path) -> None:
+    """Remove what a killed run left of its saves; for the folder's owner alone, since a run's folder has one writer."""
+    for left_over in directory.glob("iter_*.tmp"):
+        shutil.rmtree(left_over)
 
 
 def _check_room(draft: Path, needed: int) -> None:

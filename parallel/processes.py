@@ -192,8 +192,8 @@ def process_group(backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -
 def use_one_worker() -> None:
     """Let every gloo group that is made from now on run its collectives in one thread. Once is enough.
 
-    Every torch that is known, 2.11 to 2.15, gives a group two, and each notes the name of the collective that it has
-    completed in one string of the group, without a lock (``ProcessGroupGloo::runLoop``). Names of 16 characters and
+    torch (seen in 2.13; no release is known to have mended it) gives a group two, and each notes the name of the
+    collective that it has completed in one string of the group, without a lock (``ProcessGroupGloo::runLoop``). Names of 16 characters and
     more lie on the heap, and two threads that free one of them damage it: ALLGATHER_COALESCED is such a name, and what
     DTensor gathers by. ``init_process_group`` takes no options for gloo, so the class makes its own. It is changed in
     place because a subclass would be lost: torch hands a group's backend back as the class that C++ knows.

@@ -16,7 +16,7 @@ from torch import nn
 
 from data.megatron import DataError
 from parallel.agree import agreed, from_first, is_first, one_voice
-from parallel.checkpoint import CheckpointError, find_checkpoint, load_checkpoint, read_manifest
+from parallel.checkpoint import CheckpointError, find_checkpoint, load_checkpoint, read_manifest, remove_drafts
 from parallel.cluster import ClusterError
 from parallel.context import ContextError
 from parallel.files import FULL, InUseError, owned, write_text
@@ -126,6 +126,7 @@ def owning(config: CommonConfig) -> Iterator[None]:
                     held.enter_context(owned(folder))
                 except InUseError as error:
                     raise ConfigError(f"save is {folder}, and {error}, or choose another --save") from None
+                remove_drafts(folder)
         yield
 
 

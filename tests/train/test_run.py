@@ -332,3 +332,10 @@ def test_a_symlink_that_leads_nowhere_is_no_folder(target: str, tmp_path: Path) 
         claim_folder(with_checkpoint(save=save))
     with pytest.raises(CheckpointError, match=rf"{save} is (a symlink that leads nowhere|not a folder)"):
         find_checkpoint(save)
+
+
+def test_a_run_removes_what_a_killed_one_left_of_its_saves(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000005.tmp").mkdir()
+    (tmp_path / "iter_0000005.tmp" / "__0_0.distcp").write_bytes(b"half")
+    with owning(with_checkpoint(save=str(tmp_path))):
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]

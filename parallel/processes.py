@@ -193,10 +193,11 @@ def use_one_worker() -> None:
     """Let every gloo group that is made from now on run its collectives in one thread. Once is enough.
 
     torch (seen in 2.13; no release is known to have mended it) gives a group two, and each notes the name of the
-    collective that it has completed in one string of the group, without a lock (``ProcessGroupGloo::runLoop``). Names of 16 characters and
-    more lie on the heap, and two threads that free one of them damage it: ALLGATHER_COALESCED is such a name, and what
-    DTensor gathers by. ``init_process_group`` takes no options for gloo, so the class makes its own. It is changed in
-    place because a subclass would be lost: torch hands a group's backend back as the class that C++ knows.
+    collective that it has completed in one string of the group, without a lock (``ProcessGroupGloo::runLoop``). Names
+    of 16 characters and more lie on the heap, and two threads that free one of them damage it: ALLGATHER_COALESCED is
+    such a name, and what DTensor gathers by. ``init_process_group`` takes no options for gloo, so the class makes its
+    own. It is changed in place because a subclass would be lost: torch hands a group's backend back as the class that
+    C++ knows.
     """
     gloo: Any = dist.distributed_c10d.ProcessGroupGloo
     made_by_torch = gloo.__init__

@@ -13,7 +13,7 @@ import math
 import textwrap
 import tomllib
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -86,7 +86,12 @@ class Field(NamedTuple):
             raise argparse.ArgumentTypeError(f"{text!r} is not {one.expects}") from error
 
 
-@cache
+def _once(fn: Callable[[type], dict[str, Field]]) -> Callable[[type], dict[str, Field]]:
+    """``cache``, whose own type takes no class for hashable."""
+    return cache(fn)
+
+
+@_once
 def config_fields(root: type) -> dict[str, Field]:
     """Every field of every section of `root`, by name.
 

@@ -243,7 +243,8 @@ def _tell(lines: Sequence[str]) -> None:
 
 def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
     """Where the run of a checkpoint stands. Raises CheckpointError where its manifest says what no run does."""
-    progress, known = extra.get("progress"), {field.name for field in fields(Progress)}
+    progress: Any = extra.get("progress")
+    known = {field.name for field in fields(Progress)}
     problem = "" if isinstance(progress, dict) and progress else f"progress is {progress!r:.40}"
     for name, value in progress.items() if not problem else ():
         if name not in known or type(value) is not int or value < 0:

@@ -72,6 +72,8 @@ def _image_folder(folder: Path) -> tuple[Any, Callable[[Any], Any]]:
 
     And how to decode an image: datasets itself does not tell which file it could not.
     """
+    if not folder.is_dir() or not any(folder.iterdir()):
+        raise DataError(f"input is {folder}, which is no folder with anything in it; name one with a folder per class")
     try:
         from datasets import Image, disable_progress_bars, load_dataset
         from datasets.exceptions import DatasetGenerationError
@@ -79,8 +81,6 @@ def _image_folder(folder: Path) -> tuple[Any, Callable[[Any], Any]]:
         raise DataError(
             "input is a folder of images, which takes datasets: pip install datasets (make venv EXTRAS=images)"
         ) from error
-    if not folder.is_dir() or not any(folder.iterdir()):
-        raise DataError(f"input is {folder}, which is no folder with anything in it; name one with a folder per class")
     disable_progress_bars()  # they write into the line of an error
     try:
         found = load_dataset("imagefolder", data_dir=str(folder), split="train", drop_labels=False)

@@ -71,7 +71,7 @@ class Config(CommonConfig):
 
     def contents(self) -> dict[str, str]:
         tokenizer = self.data.tokenizer_model
-        found = {} if tokenizer is None else {"tokenizer_model": digest(Path(tokenizer))}
+        found: dict[str, str] = {} if tokenizer is None else {"tokenizer_model": digest(Path(tokenizer))}
         for prefix in blend(self.data.data_path)[0] if self.data.data_path else ():
             found[f"data_path {prefix}"] = fingerprint(Path(f"{prefix}.idx"), [Path(f"{prefix}.bin")])
         return found

@@ -91,7 +91,9 @@ def schedule_of(config: OptimizerConfig, train_iters: int) -> Schedule:
 def shortened(config: OptimizerConfig, train_iters: int) -> list[str]:
     """What of the configuration a run so short cannot have, a note for each."""
     schedule = schedule_of(config, train_iters)
-    wanted = {"lr_warmup_iters": config.lr_warmup_iters if config.lr_warmup_fraction is None else None}
+    wanted: dict[str, int | None] = {
+        "lr_warmup_iters": config.lr_warmup_iters if config.lr_warmup_fraction is None else None
+    }
     if schedule.lr_wsd_decay_iters is not None:
         wanted["lr_wsd_decay_iters"] = config.lr_wsd_decay_iters
     return [

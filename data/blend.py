@@ -26,6 +26,7 @@ class EpochedDataset:
         name: file that messages name.
         vocab_size: token ids must be in [0, vocab_size).
         masked_input: token at whose positions the dataset leaves out the loss, if any.
+        check: raises DataError where the files are no longer what they were, before each sample.
     """
 
     def __init__(
@@ -36,13 +37,14 @@ class EpochedDataset:
         name: str,
         vocab_size: int,
         masked_input: int | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._epochs = {0: first}
         self._build = build
         self._length = len(first)
         self._name = name
         self._vocab_size = vocab_size
-        self._masked_input = masked_input
+        self._masked_input, self._check = masked_input, check
 
     def __len__(self) -> int:
         """Samples of one epoch."""
@@ -52,10 +54,17 @@ class EpochedDataset:
         """Sample `index` >= 0, or for None a filler of the same shape whose loss is masked everywhere.
 
         Raises:
-            DataError: a token id outside the vocabulary, naming the file and the sample.
+            DataError: a token id outside the vocabulary, or a file that was changed, naming the file and the sample.
         """
         epoch, within = (0, None) if index is None else divmod(index, self._length)
-        sample = self._epoch(epoch)[within]
+        self._check()
+        try:
+            sample = self._epoch(epoch)[within]
+        except (IndexError, OverflowError) as error:
+            raise DataError(
+                f"{self._name}: sample {index} is not in the file ({error}); its cache of sample indices is damaged: "
+                "remove it, and it is written anew"
+            ) from error
         tokens, labels, loss_mask = sample["tokens"], sample["labels"], sample["loss_mask"]
         for ids in (tokens, labels):
             lowest, highest = ids.aminmax()

@@ -13,23 +13,30 @@ from data.indexed import DataError
 class Corpus:
     """Documents of `files`, in their order, until they come to `max_bytes` of UTF-8; can be iterated repeatedly.
 
-    A `.jsonl` file holds a document per line under the key "text"; any other file is one document. Empty documents are
-    left out.
+    A `.jsonl` file holds a document per line under the key `json_key`; any other file is one document. Empty documents
+    are left out.
 
     Args:
         files: what to read.
         max_bytes: no document begins once the ones before hold this much; None takes all.
         skip_undecodable: count files that are not UTF-8 in `skipped`, rather than fail.
+        json_key: field of a `.jsonl` file's objects that holds the text.
 
     Raises:
         DataError: while iterating, for a file that cannot be read, naming it and the line.
     """
 
-    def __init__(self, files: Sequence[Path], max_bytes: int | None = None, skip_undecodable: bool = False) -> None:
+    def __init__(
+        self,
+        files: Sequence[Path],
+        max_bytes: int | None = None,
+        skip_undecodable: bool = False,
+        json_key: str = "text",
+    ) -> None:
         self.files = tuple(files)
         self.max_bytes = max_bytes
         self.skipped: list[Path] = []
-        self._skip_undecodable = skip_undecodable
+        self._skip_undecodable, self._json_key = skip_undecodable, json_key
 
     def size(self) -> int:
         """About how many bytes will be read."""
@@ -52,7 +59,7 @@ class Corpus:
             if path.suffix == ".jsonl":
                 with path.open("rb") as lines:
                     for number, line in enumerate(lines, start=1):
-                        yield _jsonl_text(path, number, line)
+                        yield _jsonl_text(f"{path}, line {number}", line, self._json_key)
             else:
                 yield path.read_bytes().decode()
         except OSError as error:
@@ -63,17 +70,40 @@ class Corpus:
             self.skipped.append(path)
 
 
-def _jsonl_text(path: Path, number: int, line: bytes) -> str:
+_JSON_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+
+
+def _jsonl_text(where: str, line: bytes, key: str) -> str:
     if not line.strip():
         return ""
     try:
-        text = json.loads(line)["text"]
-        text.encode()  # JSON can spell lone surrogates, which are no text
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON in UTF-8 ({error}); repair it or leave it out") from error
+    if not isinstance(found, dict):
+        raise DataError(f'{where}: holds {_json_name(found)}, not an object with its text under "{key}"; repair it')
+    if key not in found:
+        fields = ", ".join(json.dumps(name, ensure_ascii=False) for name in list(found)[:8]) or "none"
+        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
         raise DataError(
-            f'{path}, line {number}: not a JSON object with its text under "text" ({error}); repair it'
+            f'{where}: has no field "{key}"; its fields are {fields}{more}: name the one that holds the text with '
+            "--json-keys"
+        )
+    if not isinstance(text := found[key], str):
+        raise DataError(
+            f'{where}: field "{key}" is {_json_name(text)}, not text; repair it or name another: --json-keys'
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f'{where}: field "{key}" holds lone surrogates, which are no text ({error}); repair it'
         ) from error
     return text
+
+
+def _json_name(value: object) -> str:
+    return _JSON_NAMES.get(type(value), "a number")
 
 
 def stdlib_folder() -> Path:

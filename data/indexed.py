@@ -5,6 +5,7 @@ dtype code (u8), number of sequences N (u64), number of document bounds D (u64),
 pointers int64 [N] in bytes, document bounds int64 [D], and for multimodal data a mode int8 [N].
 """
 
+import json
 import os
 import struct
 from collections.abc import Iterator
@@ -51,6 +52,18 @@ class Indexed:
     def token_ids(self) -> np.ndarray:
         """All token ids, `dtype` [tokens], memory-mapped."""
         return np.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r", shape=(self.tokens,))
+
+    def check_tokenizer(self, path: str, sha256: str) -> None:
+        """DataError where what tools/prepare_data.py noted beside the pair is that another tokenizer wrote it."""
+        try:
+            noted = json.loads(Path(f"{self.prefix}.json").read_text(encoding="utf-8"))["prepared"]["tokenizer_sha256"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return  # written by another tool, which leaves no note
+        if noted != sha256:
+            raise DataError(
+                f"tokenizer {path} is damaged or another than the one that wrote {self.prefix}.bin (SHA-256 "
+                f"{sha256[:12]}, noted {str(noted)[:12]}); give --tokenizer-model that one, or {_REWRITE}"
+            )
 
     def digest(self) -> str:
         """SHA-256 of the `.idx`: what sample indices are derived from, and so what a cache of them depends on."""
@@ -130,6 +143,37 @@ def check_indexed(prefix: str | os.PathLike[str], vocab_size: int, scan_tokens: 
     return indexed
 
 
+class TokenReader:
+    """Reads a `.bin` in the place of megatron.core's readers, and finds it, or its `.idx`, cut while a run reads it.
+
+    A memory map of a file that was cut ends the process by SIGBUS, and megatron.core's reading without one hands out
+    what was in memory before.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._paths = f"{prefix}.bin", f"{prefix}.idx"
+        self._files = [open(path, "rb", buffering=0) for path in self._paths]  # noqa: SIM115, as long as the run
+        self._sizes = [os.fstat(file.fileno()).st_size for file in self._files]
+
+    def check(self) -> None:
+        """DataError where a file has another size than at the start."""
+        for path, file, size in zip(self._paths, self._files, self._sizes, strict=True):
+            if (found := os.fstat(file.fileno()).st_size) != size:
+                raise self._changed(path, size, found)
+
+    def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
+        """`count` token ids from a byte on; as megatron.core's _BinReader has it."""
+        size = count * np.dtype(dtype).itemsize
+        found = os.pread(self._files[0].fileno(), size, offset)
+        if len(found) < size:
+            self.check()
+            raise self._changed(self._paths[0], offset + size, offset + len(found))
+        return np.frombuffer(found, dtype=dtype)
+
+    def _changed(self, path: str, size: int, found: int) -> DataError:
+        return DataError(f"{path} has {found} bytes, and had {size}: it was changed while it is read; {_REWRITE}")
+
+
 @contextmanager
 def writing(*paths: Path) -> Iterator[tuple[Path, ...]]:
     """As `parallel.files.replacing`, but a file that cannot be written is a DataError."""
@@ -137,10 +181,13 @@ def writing(*paths: Path) -> Iterator[tuple[Path, ...]]:
         with replacing(*paths) as temporary:
             yield temporary
     except OSError as error:
-        said = reason(error, paths[0].parent)
-        raise DataError(
-            f"cannot write {paths[0]} ({said}); free space or choose a folder that you can write to"
-        ) from error
+        raise unwritable(paths[0], error) from error
+
+
+def unwritable(path: Path, error: OSError) -> DataError:
+    """The error of a file that cannot be written."""
+    said = reason(error, path.parent)
+    return DataError(f"cannot write {path} ({said}); free space or choose a folder that you can write to")
 
 
 def _scan_blocks(tokens: int, scan_tokens: int) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from data.blend import BlendedDataset, EpochedDataset
-from data.indexed import DataError, Indexed, check_indexed, open_indexed
+from data.digests import check_digests, write_digests
+from data.indexed import DataError, Indexed, TokenReader, check_indexed, open_indexed
 
 if TYPE_CHECKING:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -153,7 +154,10 @@ class _Source:
         self.prefix = os.path.abspath(prefix)
         self.config, self.seq_length, self.seed, self.tokenizer = config, seq_length, seed, tokenizer
         self.indexed: Indexed = check_indexed(self.prefix, tokenizer.vocab_size) if check else open_indexed(self.prefix)
-        self.dataset = megatron_core().IndexedDataset(self.prefix)
+        if check:
+            self.indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
+        self.dataset = megatron_core().IndexedDataset(self.prefix, mmap=False)
+        self.reader = self.dataset.bin_reader = TokenReader(self.prefix)
         self.writes = check
 
     def gpt_config(self, epoch: int, cache: str) -> "GPTDatasetConfig":
@@ -201,6 +205,7 @@ class _Source:
             name=f"{self.prefix}.bin",
             vocab_size=self.tokenizer.vocab_size,
             masked_input=self.tokenizer.eod if self.config.eod_mask_loss else None,
+            check=self.reader.check,
         )
 
     def documents(self, index: int) -> tuple[int, int]:
@@ -233,6 +238,7 @@ class _Source:
             "seed": self.seed,
             "split": self.config.split,
             "megatron": megatron_core().version,
+            "digests": 1,
         }
         root = Path(self.config.data_cache_path or os.path.join(self.prefix, "cache"))
         folder = root.absolute() / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
@@ -243,6 +249,8 @@ class _Source:
                 # numpy takes any other file for a pickle, and GPTDataset lets it run whatever that says
                 if file.read(6) != b"\x93NUMPY":
                     raise DataError(f"{path} is not a numpy array; remove {folder}, which is then written anew")
+        if self.writes:
+            check_digests(folder)
         return str(folder)
 
     def write_cache(self, folder: Path) -> None:
@@ -253,6 +261,7 @@ class _Source:
             for index, share in enumerate(split_shares(self.config.split)):
                 if share > 0:
                     self.gpt_dataset(index, 0, str(temporary))
+            write_digests(temporary)
             os.replace(temporary, folder)
         except OSError as error:
             # Another run may have finished the same folder meanwhile; then it is as good as ours.

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from data.corpus import Corpus, input_files, stdlib_files, stdlib_folder
-from data.indexed import DataError, open_indexed, writing
+from data.indexed import DataError, open_indexed, unwritable, writing
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from parallel.files import InUseError, owned
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 22
 
@@ -32,6 +33,8 @@ class Request:
     """Entries of the tokenizer that is trained; None with an existing one."""
     max_bytes: int | None = None
     """Bytes of text to stop at."""
+    json_key: str = "text"
+    """Field of a .jsonl file's objects that holds the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +66,27 @@ def prepare(request: Request, prefix: Path, overwrite: bool = False, progress: b
         What is there, and whether it was kept.
 
     Raises:
-        DataError: nothing to read, an unreadable file, a bad tokenizer, or something else already at the prefix.
+        DataError: nothing to read, an unreadable file, a bad tokenizer, something else already at the prefix, or
+            another preparation under way there.
     """
     if not prefix.name:
         raise DataError(f"the output prefix {prefix} ends in no file name; give one such as runs/data/mine")
     if not overwrite and (kept := _existing(request, prefix)):
         return kept, True
+    try:
+        with owned(prefix.parent, prefix.name):
+            if not overwrite and (kept := _existing(request, prefix)):  # finished by another meanwhile
+                return kept, True
+            return _prepare(request, prefix, overwrite, progress), False
+    except InUseError as error:
+        raise DataError(f"another preparation writes {prefix}: {error}") from error
+    except OSError as error:
+        raise unwritable(prefix, error) from error
+
+
+def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool) -> Prepared:
     files = input_files(request.inputs, request.suffix) if request.inputs else stdlib_files()
-    corpus = Corpus(files, request.max_bytes, skip_undecodable=not request.inputs)
+    corpus = Corpus(files, request.max_bytes, not request.inputs, request.json_key)
     # Refused here with what was looked for, before the tokenizer's training would complain of it.
     if next(iter(corpus), None) is None:
         if request.inputs:
@@ -101,7 +117,7 @@ def prepare(request: Request, prefix: Path, overwrite: bool = False, progress: b
         if overwrite:
             # So that no moment shows the new .bin beside a record of the old one.
             _with_end(prefix, ".json").unlink(missing_ok=True)
-    return prepared, False
+    return prepared
 
 
 def write_indexed(documents: Iterable[str], prefix: Path, tokenizer: Tokenizer) -> None:
@@ -197,8 +213,9 @@ def _existing(request: Request, prefix: Path) -> Prepared | None:
         made_with, prepared = content["made_with"], Prepared(**content["prepared"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{record} is not a record of this tool ({error}); {remedy}") from error
+    defaults = {"json_key": "text"}  # before there was a choice
     for name, value in _made_with(request).items():
-        if made_with.get(name) != value:
+        if made_with.get(name, defaults.get(name)) != value:
             raise DataError(f"{prefix}.bin was made with {name} {made_with.get(name)}, not {value}; {remedy}")
     found = open_indexed(prefix)
     if (len(found.lengths), found.tokens) != (prepared.documents, prepared.tokens):

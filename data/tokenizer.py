@@ -6,6 +6,7 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,10 @@ _SPACE_MARK = "▁"
 class Tokenizer(Protocol):
     """What the rest of Longmesh, and Megatron's GPTDataset, ask of a tokenizer."""
 
+    path: str
+    """Its file."""
+    sha256: str
+    """Digest of the file's content."""
     vocab_size: int
     """Number of ids; every id is in [0, vocab_size)."""
     eod: int
@@ -58,6 +63,18 @@ class _Common:
         )
 
 
+@contextmanager
+def _undamaged(path: str | os.PathLike[str], kind: str) -> Iterator[None]:
+    """Raise what a tokenizer's library makes of a bad file as a DataError that names it."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the Rust library raises bare Exception, and for its panics a BaseException
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{path} is no {kind} or is damaged ({reason}); copy or train it again") from error
+
+
 class SentencePieceTokenizer(_Common):
     """A sentencepiece `.model`. Those of `train_tokenizer` give back every text exactly."""
 
@@ -65,12 +82,9 @@ class SentencePieceTokenizer(_Common):
         import sentencepiece
 
         content = _read(path)
-        try:
+        with _undamaged(path, "sentencepiece model"):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
-        except RuntimeError as error:
-            raise DataError(
-                f"{path} is no sentencepiece model or is damaged; train it again or copy it again"
-            ) from error
+            self._model.id_to_piece(list(range(self._model.vocab_size())))  # raises for those that are no UTF-8
         if self._model.eos_id() < 0:
             raise DataError(f"{path} has no end-of-text token (eos_id is -1); use a tokenizer that has one")
         super().__init__(os.fspath(path), content, self._model.vocab_size(), self._model.eos_id())
@@ -89,7 +103,8 @@ class SentencePieceTokenizer(_Common):
         return [self.tokenize(text) if _SPACE_MARK in text else ids for text, ids in zip(texts, batch, strict=True)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return self._model.decode(list(ids))
+        with _undamaged(self.path, "sentencepiece model"):
+            return self._model.decode(list(ids))
 
 
 class HuggingFaceTokenizer(_Common):
@@ -103,18 +118,18 @@ class HuggingFaceTokenizer(_Common):
         from tokenizers import Tokenizer as Backend
 
         content = _read(path)
-        try:
+        with _undamaged(path, "Hugging Face tokenizer.json"):
             self._backend = Backend.from_buffer(content)
-        except Exception as error:  # the Rust library raises bare Exception
-            raise DataError(
-                f"{path} is no Hugging Face tokenizer.json or is damaged ({error}); copy it again"
-            ) from error
         # Documents are data: "</s>" written in one must not become the token that ends it.
         self._backend.encode_special_tokens = True
         self._backend.no_truncation()
         self._backend.no_padding()
         # Added tokens may leave holes, so the number of entries can be less than the highest id.
-        vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        with _undamaged(path, "Hugging Face tokenizer.json"):
+            ids = self._backend.get_vocab(with_added_tokens=True).values()
+        vocab_size = max(ids, default=-1) + 1
+        if vocab_size > 10 * len(ids) + 1000:
+            raise DataError(f"{path} names id {vocab_size - 1} among {len(ids)} entries; it is damaged: copy it again")
         super().__init__(os.fspath(path), content, vocab_size, self._end_of_text(Path(path)))
 
     def _end_of_text(self, path: Path) -> int:
@@ -123,7 +138,7 @@ class HuggingFaceTokenizer(_Common):
         if config.is_file():
             try:
                 named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-            except (ValueError, AttributeError) as error:
+            except (OSError, ValueError, AttributeError, RecursionError) as error:
                 raise DataError(f"{config} is not a JSON object ({error}); repair it or remove it") from error
             named = named.get("content") if isinstance(named, dict) else named
             candidates = (named, *_KNOWN_ENDS) if isinstance(named, str) else _KNOWN_ENDS
@@ -137,13 +152,16 @@ class HuggingFaceTokenizer(_Common):
         return found
 
     def tokenize(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        with _undamaged(self.path, "Hugging Face tokenizer.json"):
+            return self._backend.encode(text, add_special_tokens=False).ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+        with _undamaged(self.path, "Hugging Face tokenizer.json"):
+            return [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return self._backend.decode(list(ids), skip_special_tokens=True)
+        with _undamaged(self.path, "Hugging Face tokenizer.json"):
+            return self._backend.decode(list(ids), skip_special_tokens=True)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer | HuggingFaceTokenizer:
@@ -174,14 +192,14 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
     """
     import sentencepiece
 
-    model = io.BytesIO()
+    model, errors = io.BytesIO(), list[DataError]()
     lines = _lines(texts, _TRAIN_CHARACTERS)
     first = next(lines, None)
     if first is None:
         raise DataError("there is no text to train a tokenizer on; check the corpus's path and suffix")
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_chain(first, lines),
+            sentence_iterator=_until_error(_chain(first, lines), errors),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -203,8 +221,12 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
             minloglevel=2,
         )
     except RuntimeError as error:
+        if errors:
+            raise errors[0] from None
         reason = str(error).rsplit("] ", 1)[-1].strip()
         raise DataError(f"vocab_size {vocab_size} does not suit the text to train on: {reason}") from error
+    if errors:
+        raise errors[0]
     path = Path(f"{os.fspath(model_prefix)}.model")
     with writing(path) as (temporary,):
         temporary.write_bytes(model.getvalue())
@@ -230,6 +252,14 @@ def _lines(texts: Iterable[str], characters: int) -> Iterator[str]:
         characters -= len(text)
         if characters <= 0:
             return
+
+
+def _until_error(lines: Iterator[str], errors: list[DataError]) -> Iterator[str]:
+    """The lines up to a DataError, which goes into `errors`: sentencepiece would print its traceback and go on."""
+    try:
+        yield from lines
+    except DataError as error:
+        errors.append(error)
 
 
 def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:

@@ -6,6 +6,7 @@ What it wrote before with the same flags is kept.
     python -m tools.prepare_data                                   # runs/data/stdlib.bin, .idx, .model and .json
     python -m tools.prepare_data --input books/ --suffix .txt --output-prefix runs/data/books --vocab-size 32000
     python -m tools.prepare_data --input a.jsonl b.jsonl --output-prefix runs/data/ab --tokenizer-model tokenizer.json
+    python -m tools.prepare_data --input a.jsonl --json-keys content --output-prefix runs/data/a
 
 Then: pretrain_gpt.py --data-path PREFIX --tokenizer-model PREFIX.model
 """
@@ -34,10 +35,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--input",
         nargs="+",
         metavar="PATH",
-        help='text files, .jsonl files with a "text" key, and folders, which are searched for --suffix',
+        help="text files, .jsonl files (--json-keys), and folders, which are searched for --suffix",
     )
     parser.add_argument(
         "--suffix", default=".txt", help="ending of the files taken from a folder (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json-keys",
+        nargs="+",
+        metavar="KEY",
+        help="field of the .jsonl files that holds the text (default: text); one, since a prefix holds one corpus",
     )
     parser.add_argument(
         "--output-prefix", metavar="PREFIX", help=f"where to write (default: {DEFAULT_PREFIX}, for --stdlib alone)"
@@ -61,6 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.input and not args.output_prefix:
         parser.error("--input needs --output-prefix: where to write")
+    keys = args.json_keys or ["text"]
+    if len(keys) > 1:
+        parser.error(f"--json-keys names {len(keys)} fields, and a prefix holds one corpus; prepare each on its own")
     for name in ("vocab_size", "max_bytes"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -75,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer_model=args.tokenizer_model,
         vocab_size=None if args.tokenizer_model else args.vocab_size or DEFAULT_VOCAB_SIZE,
         max_bytes=args.max_bytes,
+        json_key=keys[0],
     )
     prefix = Path(args.output_prefix or DEFAULT_PREFIX)
     try:

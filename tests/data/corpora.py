@@ -21,7 +21,7 @@ class NumberTokenizer:
     def __init__(self, vocab_size: int = VOCAB_SIZE, eod: int = EOD) -> None:
         self.vocab_size = vocab_size
         self.eod = eod
-        self.sha256 = "none"
+        self.path, self.sha256 = "numbers", "none"
         self.unique_identifiers: OrderedDict[str, object] = OrderedDict({"class": "NumberTokenizer"})
 
     def tokenize(self, text: str) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from data.blend import BlendedDataset, EpochedDataset
+from data.indexed import TokenReader
 from data.megatron import DataConfig, DataError, blend, build_datasets, megatron_core, split_shares
 from tests.data.corpora import EOD, NumberTokenizer, counting_documents, write_documents
 from tests.ranks import run_ranks
@@ -183,7 +184,7 @@ def test_cache_is_written_whole_and_reused(tmp_path: Path, prefix: str) -> None:
     cache = tmp_path / "d" / "cache"
     (folder,) = cache.iterdir()
     files = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert len(files) == 8  # 4 files per split
+    assert len(files) == 9  # 4 files per split, and their digests
     train = build(prefix)[0]
     tokens_of(train, range(3 * len(train)))  # later epochs write nothing
     assert list(cache.iterdir()) == [folder]
@@ -194,7 +195,9 @@ def test_damaged_cache_is_named(tmp_path: Path, prefix: str) -> None:
     build(prefix)
     (damaged,) = (tmp_path / "d" / "cache").glob("*/*train-shuffle_index.npy")
     damaged.write_bytes(damaged.read_bytes()[:50])
-    with pytest.raises(DataError, match=r"index cache .*d/cache/\w+ cannot be read"):
+    with pytest.raises(
+        DataError, match=r"shuffle_index\.npy of the index cache is damaged.*; remove .*d/cache/\w+, which"
+    ):
         build(prefix)
 
 
@@ -329,3 +332,33 @@ def test_bad_file_raises_on_every_rank(tmp_path: Path, only_rank: int | None) ->
         stream.truncate(100)
     messages = run_ranks(rank_error, 2, prefix, good, only_rank)
     assert all("bad.bin has 100 bytes" in message for message in messages)
+
+
+@pytest.mark.parametrize("end", [".bin", ".idx"])
+def test_a_file_cut_under_a_run_is_named(prefix: str, end: str) -> None:
+    """A memory map of it would end the process by SIGBUS; a read of what is gone, hand out what was in memory."""
+    train = build(prefix)[0]
+    train[0]
+    path = Path(prefix + end)
+    whole = path.stat().st_size
+    os.truncate(path, whole // 2)
+    for number in range(len(train)):
+        with pytest.raises(DataError, match=rf"d\{end} has {whole // 2} bytes, and had {whole}: it was changed while"):
+            train[number]
+    os.truncate(path, whole)  # of zeros, which are token ids
+    train[0]
+
+
+def test_a_read_that_falls_short_is_named(prefix: str) -> None:
+    reader = TokenReader(prefix)
+    assert reader.read(np.uint16, 3, 0).tolist() == [1, 2, 3]
+    with pytest.raises(DataError, match=r"d\.bin has \d+ bytes, and had"):
+        reader.read(np.uint16, 100, os.path.getsize(f"{prefix}.bin") - 10)
+
+
+def test_a_shuffle_index_out_of_range_is_named(prefix: str) -> None:
+    """As a rank finds it that has not looked at the digests, or that was changed since."""
+    train = build(prefix)[0]
+    train._epochs[0].shuffle_index = np.array(train._epochs[0].shuffle_index) + 10**6
+    with pytest.raises(DataError, match=r"d\.bin: sample 3 is not in the file .* cache of sample indices is damaged"):
+        train[3]

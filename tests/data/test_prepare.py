@@ -2,16 +2,20 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data import prepare as module
-from data.megatron import DataError, check_indexed, megatron_core
+from data.indexed import writing
+from data.megatron import DataConfig, DataError, build_datasets, check_indexed, megatron_core
 from data.prepare import Prepared, Request, prepare, unigram_entropy, write_indexed
 from data.tokenizer import load_tokenizer
+from parallel.files import owned
 from tests.data.corpora import NumberTokenizer, write_documents
 
 
@@ -169,3 +173,56 @@ def test_record_is_readable(tmp_path: Path, folder: Path) -> None:
     record = json.loads((tmp_path / "d.json").read_text())
     assert record["made_with"]["max_bytes"] == 5000
     assert 5000 <= record["prepared"]["text_bytes"] < 8000
+
+
+def test_a_line_without_text_is_one_error_and_no_complaint_of_the_vocabulary(tmp_path: Path, capfd) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"content": "def f(): return 1", "id": 3}\n' * 40)
+    request = Request(inputs=(str(source),), vocab_size=280)
+    with pytest.raises(DataError, match=r'a\.jsonl, line 1: has no field "text"; its fields are "content", "id"'):
+        prepare(request, tmp_path / "d")
+    prepared, _ = prepare(replace(request, json_key="content"), tmp_path / "d", progress=False)
+    assert prepared.documents == 40
+    with pytest.raises(DataError, match="was made with json_key content, not text"):
+        prepare(request, tmp_path / "d")
+    capfd.readouterr()
+    source.write_text('{"text": "def f(): return 1"}\n' * 40 + "[1]\n")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 41: holds a list"):  # amid the tokenizer's training
+        prepare(request, tmp_path / "e", progress=False)
+    assert capfd.readouterr() == ("", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "d.bin", "d.idx", "d.json", "d.model"]
+
+
+def test_one_preparation_of_a_prefix_at_a_time(tmp_path: Path, folder: Path) -> None:
+    """The second is refused while the first lives; what the first left, killed, is removed by the next."""
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        with owned(tmp_path, "d"), writing(tmp_path / "d.bin", tmp_path / "d.idx") as drafts:
+            for draft in drafts:
+                draft.write_text("half")
+            os.write(ready[1], b"1")
+            os.read(done[0], 1)
+            os._exit(9)  # as by SIGKILL: no handler runs
+    os.read(ready[0], 1)
+    try:
+        with pytest.raises(DataError, match=rf"another preparation writes .*/d: .* in use by process {child}"):
+            prepare(request_for(folder), tmp_path / "d", progress=False)
+        assert len(list(tmp_path.glob(".d.*"))) == 3
+        prepare(request_for(folder), tmp_path / "other", progress=False)
+    finally:
+        os.write(done[1], b"1")
+        os.waitpid(child, 0)
+    prepare(request_for(folder), tmp_path / "d", progress=False)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path, folder: Path) -> None:
+    prepare(request_for(folder), tmp_path / "d", progress=False)
+    config, tokenizer = DataConfig(data_path=(f"{tmp_path}/d",)), load_tokenizer(tmp_path / "d.model")
+    build_datasets(config, 8, 1, tokenizer)
+    content = bytearray((tmp_path / "d.model").read_bytes())
+    content[-3] ^= 1  # what it is trained with, which nothing here reads
+    (tmp_path / "d.model").write_bytes(content)
+    with pytest.raises(DataError, match=r"tokenizer .*d\.model is damaged or another than the one that wrote .*d\.bin"):
+        build_datasets(config, 8, 1, load_tokenizer(tmp_path / "d.model"))

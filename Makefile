@@ -42,7 +42,7 @@ endif
 RANKS = OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node
 
 # $(call start,ENTRY): what tools/fit.py finds for this machine, its number of processes first, and then the entry so.
-start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(ARGS)) && \
+start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(ARGS)) && set -x && \
 	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$(echo "$$fit" | cut -s -d " " -f 2-) --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
 .DEFAULT_GOAL := help
@@ -83,7 +83,7 @@ dit: RUN = runs/dit_tiny
 dit: CONFIG = configs/dit_tiny.toml
 dit: $(READY) $(DIGITS) ## A diffusion transformer on handwritten digits, then pictures. Goes on where RUN holds a checkpoint
 	@$(call start,pretrain_dit.py)
-	@fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit pretrain_dit.py --config "$(CONFIG)" $(ARGS)) && \
+	@fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit pretrain_dit.py --config "$(CONFIG)" $(ARGS)) && set -x && \
 	  $(RANKS) $${fit%% *} -m tools.sample_dit --load "$(RUN)" --guidance 2
 
 test: $(DEV) ## The tests, but for the slow ones; ARGS="tests/train -k config" chooses

@@ -51,7 +51,8 @@ def test_a_disk_that_fills_up_is_named(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(np, "save", full)
-    with pytest.raises(DataError, match=r"cannot write to .*/a \(No space left on device: [\d,]+ bytes are free in .*\); free space or name"):
+    message = r"cannot write to .*/a \(No space left on device: [\d,]+ bytes are free in .*\); free space or name"
+    with pytest.raises(DataError, match=message):
         folder(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 

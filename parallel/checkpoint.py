@@ -259,6 +259,12 @@ def _compare_architecture(folder: Path, saved: dict[str, Any], wanted: dict[str,
         there, here = (repr(fields[field]) if field in fields else "absent" for fields in (saved, wanted))
         if there != here:
             differing.append(f"{field} is {there} there and {here} here")
+    kinds = [fields.get("model_type") for fields in (saved, wanted)]
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(
+            f"{folder} holds a model of model_type {kinds[0]}, and this run's is {kinds[1]}; choose another folder for "
+            f"--save and --load (make: RUN=), or set model_type to {kinds[0]}"
+        )
     if differing:
         raise CheckpointError(
             f"{folder} holds another architecture: {'; '.join(differing)}. Change the configuration or load another one"

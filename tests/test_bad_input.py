@@ -113,7 +113,7 @@ CASES = {
     ),
     "another kind of model": Case(
         ("--load", "@run", "--model-type", "gpt", "--position-embedding-type", "rope"),
-        ("model_type is 'llama' there and 'gpt' here",),
+        ("a model of model_type llama, and this run's is gpt; choose another folder for --save",),
     ),
     "gpt without a table": Case(("--model-type", "gpt"), ("max_position_embeddings is not set", "to rope")),
     "short table": Case(

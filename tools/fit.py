@@ -49,7 +49,8 @@ def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[
     parse, validate = ENTRIES[entry]
     config = parse(flags)
     on_gpu = config.mesh.device_type == "cuda"
-    size = processes or (min(MOST, torch.cuda.device_count()) if on_gpu else ON_CPU)
+    gpus = torch.cuda.device_count() or 1  # where cuda is asked for and there is none, the entry says so
+    size = processes or (min(MOST, gpus) if on_gpu else ON_CPU)
     more = ["--bf16"] if on_gpu and _wants_bf16(config) else []
     if more:
         config = replace(config, train=replace(config.train, bf16=True))

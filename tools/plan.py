@@ -107,9 +107,11 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def discarded(found: Ranking, cluster: Cluster) -> str:
-    """How many were discarded, and why."""
-    lines = [f"{len(found.candidates)} candidates; {found.refused.total()} refused, {len(found.too_large)} too large"]
+def discarded(found: Ranking, cluster: Cluster, top: int) -> str:
+    """How many there are, how many were discarded, and why."""
+    shown = f", of which the best {top} are shown (--top)" if top < len(found.candidates) else ""
+    sums = f"{found.refused.total()} refused, {len(found.too_large)} too large"
+    lines = [f"{len(found.candidates)} candidates{shown}; {sums}"]
     lines += [f"  refused {count}: {reason}" for reason, count in found.refused.most_common(SHOWN_REASONS)]
     if len(found.refused) > SHOWN_REASONS:
         lines.append(f"  and {len(found.refused) - SHOWN_REASONS} more reasons")
@@ -177,7 +179,7 @@ def plan(argv: list[str]) -> None:
         print(json.dumps({"cluster": asdict(cluster), "rows": [row.entry() for row in rows[: args.top]], **why}))
     else:
         print(f"{cluster.name}, {world_size} processes, sequences of {config.train.seq_length} tokens")
-        print(discarded(found, cluster))
+        print(discarded(found, cluster, args.top))
         print(table(rows[: args.top]))
     if args.write:
         args.write.parent.mkdir(parents=True, exist_ok=True)

@@ -153,8 +153,9 @@ def summary(config: CommonConfig, mesh: Mesh, model: str, method: str, samples: 
     shape = config.shape
     pipeline = f"pipeline parallel {mesh.pp.size()} x " if mesh.pp.size() > 1 else ""
     tensor = f" x tensor parallel {mesh.tp.size()}" if mesh.tp.size() > 1 else ""
+    layers = f"{shape.num_layers} layer{'s' * (shape.num_layers > 1)} of {shape.hidden_size}"
+    processes = f"{mesh.device.type} process{'es' * (dist.get_world_size() > 1)}"
     return (
-        f"{model} ({shape.num_layers} layers of {shape.hidden_size}) on {dist.get_world_size()} {mesh.device.type} "
-        f"processes: {pipeline}data parallel {mesh.dp.size()} x context parallel {mesh.cp.size()} ({method}){tensor}, "
-        f"{samples}"
+        f"{model} ({layers}) on {dist.get_world_size()} {processes}: {pipeline}data parallel {mesh.dp.size()} x "
+        f"context parallel {mesh.cp.size()} ({method}){tensor}, {samples}"
     )

@@ -28,7 +28,7 @@ class LoggingConfig:
     """Where the numbers of a run go, besides metrics.jsonl."""
 
     log_interval: int = 10
-    """Iterations between lines on the screen; the first iteration has one of its own."""
+    """Iterations between lines on the screen, whose losses are means since the line before; the first has its own."""
     tensorboard_dir: str | None = None
     """Folder of TensorBoard events."""
     wandb_project: str | None = None

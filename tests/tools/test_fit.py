@@ -55,6 +55,12 @@ def test_every_tiny_configuration_fits_any_number_of_gpus(monkeypatch: pytest.Mo
             validate(parse(["--config", str(path), *added]), processes)
 
 
+def test_without_the_gpu_that_is_asked_for_a_process_is_started_to_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch, 0)
+    flags = ["--config", str(ROOT / "configs/llama_tiny.toml"), "--device", "cuda"]
+    assert fit("pretrain_gpt.py", flags, None)[0] == 1
+
+
 def test_what_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     stub(monkeypatch, 1)
     flags = ["--config", str(ROOT / "configs/llama_tiny.toml")]

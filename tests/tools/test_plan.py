@@ -33,6 +33,7 @@ def test_the_table_has_the_best_first_and_says_what_was_discarded(capsys: pytest
     assert len(rows) == 4
     times = [float(row[4]) for row in rows]
     assert times == sorted(times)
+    assert "candidates, of which the best 4 are shown (--top); " in out
     assert "refused" in out
     assert "ulysses_degree is 16 with 8 query" in out
 

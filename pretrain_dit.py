@@ -44,12 +44,12 @@ def prepared(config: DiTRunConfig, mesh: Mesh) -> Trainer:
     ema = Ema(config.ema.ema_decay, parts) if config.ema.ema_decay else None
     architecture = architecture_of(model)
     contents = from_first(config.contents)
-    config, progress = resume(config, parts, optimizer, architecture, contents, ema)
+    scheduled, progress = resume(config, parts, optimizer, architecture, contents, ema)
     objective = Denoising(cp, mesh.device, model, diffusion_of(config), seed)
     if is_first():
         print(described(config, mesh), flush=True)
     return Trainer(
-        config=config,
+        config=scheduled,
         mesh=mesh,
         runner=build_runner(config, mesh, parts, objective),
         optimizer=optimizer,

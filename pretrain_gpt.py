@@ -46,12 +46,12 @@ def prepared(config: Config, mesh: Mesh) -> Trainer:
     optimizer = build_optimizer(config.optimizer, *parts)
     architecture = architecture_of(config.model)
     contents = from_first(config.contents)
-    config, progress = resume(config, parts, optimizer, architecture, contents)
+    scheduled, progress = resume(config, parts, optimizer, architecture, contents)
     objective = NextToken(cp, mesh.device, config.recompute.loss_chunk_size)
     if is_first():
         print(described(config, mesh), flush=True)
     return Trainer(
-        config=config,
+        config=scheduled,
         mesh=mesh,
         runner=build_runner(config, mesh, parts, objective),
         optimizer=optimizer,

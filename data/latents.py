@@ -132,7 +132,7 @@ class LatentSamples:
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
         """`latents`, float32 [C, (F,) H, W], `labels` and `sample`, the index, int64 [] each.
 
-        For None a filler that counts nowhere: noughts, label 0 and sample -1. Raises DataError for a bad sample.
+        For None a filler that counts nowhere: zeros, label 0 and sample -1. Raises DataError for a bad sample.
         """
         if index is None:
             latents, label = np.zeros(self._sources[0].shape, np.float32), 0

@@ -93,7 +93,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One layer: [B, T, C] and conditions [B, C] -> [B, T, C]; the identity while its modulation is nought."""
+    """One layer: [B, T, C] and conditions [B, C] -> [B, T, C]; the identity while its modulation is 0."""
 
     def __init__(self, config: DiTConfig, attend: Attend) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from parallel.stages import SINGLE, PipelineConfig
 
 
 class PipelineRunner(Runner):
-    """The same for the stages that this rank of pp holds. Its share of the loss is nought without the last stage."""
+    """The same for the stages that this rank of pp holds. Its share of the loss is 0 without the last stage."""
 
     def __init__(
         self,

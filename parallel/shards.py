@@ -90,7 +90,7 @@ def spread_copies(model: Model, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its state: a step with gradients of nought and a learning rate of nought."""
+    """Let an optimizer make its state: a step with gradients of 0 and a learning rate of 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

@@ -86,7 +86,7 @@ class Matrix(ParallelStyle):
 
 
 def own_entries(x: DTensor) -> Tensor:
-    """This rank's entries of a sharded vector, and noughts in the place of the others."""
+    """This rank's entries of a sharded vector, and zeros in the place of the others."""
     first, local = first_entry(x), x.to_local()
     return F.pad(local, (first, len(x) - first - len(local)))
 
@@ -107,7 +107,7 @@ class Whole(ParallelStyle):
 class OneHead(ParallelStyle):
     """A key or value projection of fewer heads than ranks: its weight [G * D, C] is whole on every rank, one head used.
 
-    Each rank's gradient is a part: nought but for its own head, to which other ranks that use it add theirs.
+    Each rank's gradient is a part: 0 but for its own head, to which other ranks that use it add theirs.
     """
 
     def __init__(self, head_dim: int, head: int) -> None:
@@ -198,7 +198,7 @@ class OwnTokens(ParallelStyle):
 
 
 class Entries(ParallelStyle):
-    """An embedding whose entries are split: [..., T] -> [..., T, C]; one that another rank holds adds nought here.
+    """An embedding whose entries are split: [..., T] -> [..., T, C]; one that another rank holds adds 0 here.
 
     DTensor's own would compute the gradient of all entries on every rank.
     """

@@ -1,6 +1,9 @@
 """Run the entry script's main on forked ranks, on the default data, and read back what it reports."""
 
+import io
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,19 @@ TINY = """
 """.split()  # noqa: SIM905
 
 
-def on_rank(rank: int, world_size: int, arguments: list[str]) -> None:
-    """What a launcher would start, but for the measurement that MFU is set against, which takes longer than a step."""
+def on_rank(rank: int, world_size: int, arguments: list[str]) -> str:
+    """What a launcher would start, but for the measurement that MFU is set against, which takes longer than a step.
+
+    Returns what it prints: a rank's stdout is that of the first test that started ranks, not of the one that runs.
+    """
     loop.peak_flops = lambda *_: 1e9
-    main(arguments)
+    with redirect_stdout(io.StringIO()) as said:
+        try:
+            main(arguments)
+        except BaseException:
+            sys.stderr.write(said.getvalue())
+            raise
+    return said.getvalue()
 
 
 DIT = """
@@ -43,9 +55,9 @@ def pretrain_digits(world_size: int, save: Path, *arguments: str) -> list[dict[s
 
 
 def pretrain(world_size: int, data: Path, save: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Train the tiny model on ``world_size`` ranks into ``save`` and return its metrics."""
+    """Train the tiny model on ``world_size`` ranks into ``save``, print what the first does, return its metrics."""
     flags = [*TINY, "--data-path", str(data), "--tokenizer-model", f"{data}.model", "--save", str(save), *arguments]
-    run_ranks(on_rank, world_size, flags)
+    print(run_ranks(on_rank, world_size, flags)[0])
     return read_metrics(save / METRICS)
 
 

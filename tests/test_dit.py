@@ -129,10 +129,12 @@ def test_a_checkpoint_goes_on_on_another_mesh_and_with_another_method(
 
 def test_averages_that_a_checkpoint_lacks_begin_as_its_weights(tmp_path: Path) -> None:
     save, flags = tmp_path / "run", ("--train-iters", "2", "--micro-batch-size", "8")
-    pretrain_digits(1, save, *flags, "--ema-decay", "none", "--exit-interval", "1")
+    pretrain_digits(1, save, *flags, "--ema-decay", "none", "--exit-interval", "1", "--train-iters", "3")
     pretrain_digits(1, save, *flags, "--ema-decay", "0.5", "--load", str(save))
     before, weights = loaded(save, 1, "model"), loaded(save, 2, "model")
     averages = loaded(save, 2, "ema")
+    assert read_metrics(save / METRICS)[1]["learning_rate"] > load_config(save / "config.toml").optimizer.min_lr
+    assert load_config(save / "config.toml").optimizer.lr_decay_iters is None, "the checkpoint keeps its schedule"
     assert all(torch.allclose(averages[name], (before[name] + weights[name]) / 2, atol=1e-7) for name in weights)
 
 

@@ -116,17 +116,23 @@ def test_metrics_hold_every_iteration_once_after_a_crash(
 
 
 def test_a_finished_run_has_nothing_left_to_do_and_a_longer_one_no_jump(
-    default_data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    default_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--min-lr", "1e-4", "--load", str(tmp_path / "run"))
     first = pretrain(1, default_data, tmp_path / "run", *flags, "--train-iters", "3")
     again = pretrain(1, default_data, tmp_path / "run", *flags, "--train-iters", "3")
     assert again == first
-    assert "note:" not in capfd.readouterr().out
+    assert "note:" not in capsys.readouterr().out
     longer = pretrain(1, default_data, tmp_path / "run", *flags, "--train-iters", "5", "--weight-decay", "0")
     assert [record["learning_rate"] for record in longer[2:]] == [1e-4] * 3
-    assert load_config(tmp_path / "run" / "config.toml").optimizer.lr_decay_iters == 3
-    said = capfd.readouterr().out
-    assert "note: lr at iteration 4 is 1.000000E-04 by the checkpoint's schedule and 2.318019E-04 by this" in said
+    said = capsys.readouterr().out
+    assert "note: lr at iteration 4 is 1.000000E-04 by the checkpoint's schedule (1.000000E-04 after iteration" in said
+    assert " and 2.318019E-04 by this configuration's (lr_decay_iters was 3 and is 5): it goes on with the che" in said
     assert "note: weight_decay was 0.1 and is 0.0; --weight-decay 0.1 keeps it\n" in said
     assert said.count("note:") == 2
+    written = str(tmp_path / "run" / "config.toml")
+    assert load_config(written).optimizer.lr_decay_iters is None
+    overridden = ("--config", written, "--override-opt-param-scheduler")
+    longest = pretrain(1, default_data, tmp_path / "run", *flags, *overridden, "--train-iters", "7")
+    assert longest[5]["learning_rate"] > 1e-4
+    assert "lr_decay_iters was 3 and is 7" in capsys.readouterr().out

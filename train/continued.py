@@ -45,8 +45,9 @@ def settings(config: CommonConfig) -> dict[str, object]:
 def continued(config: Run, path: Path, extra: dict[str, Any], iteration: int) -> tuple[Run, str | None]:
     """The configuration with the schedule that a run takes from ``iteration`` on, and the line that tells of a choice.
 
-    That of the checkpoint where train_iters alone has changed, so that a longer run has no jump, unless it has come to
-    a learning rate of 0; of the configuration where anything else of it has. The flags of OptimizerConfig choose.
+    That of the checkpoint where train_iters alone has changed, so that a longer run has no jump, unless it comes to a
+    learning rate of 0 before the run ends; of the configuration where anything else of it has. The flags of
+    OptimizerConfig choose.
 
     Raises:
         CheckpointError: the checkpoint's schedule makes no sense.
@@ -60,18 +61,20 @@ def continued(config: Run, path: Path, extra: dict[str, Any], iteration: int) ->
         return config, None
     longer = schedule_of(optimizer, before.lr_decay_iters or config.train.train_iters) == before
     there, here = before.rate(iteration + 1), own.rate(iteration + 1)
-    keep = longer and there > 0 and not optimizer.override_opt_param_scheduler
+    keep = longer and before.rate(config.train.train_iters) > 0 and not optimizer.override_opt_param_scheduler
     keep |= optimizer.use_checkpoint_opt_param_scheduler
     other = asdict(own)
     differing = [f"{name} was {was} and is {other[name]}" for name, was in asdict(before).items() if was != other[name]]
+    end = before.lr_decay_iters
+    later = f" ({before.rate(end + 1):.6E} after iteration {end})" if end is not None else ""
     choice = (
         "it goes on with the checkpoint's; --override-opt-param-scheduler takes the other"
         if keep
         else "it goes on with this configuration's; --use-checkpoint-opt-param-scheduler keeps the checkpoint's"
     )
     note = (
-        f"note: lr at iteration {iteration + 1} is {there:.6E} by the checkpoint's schedule and {here:.6E} by this "
-        f"configuration's ({', '.join(differing)}): {choice}"
+        f"note: lr at iteration {iteration + 1} is {there:.6E} by the checkpoint's schedule{later} and {here:.6E} "
+        f"by this configuration's ({', '.join(differing)}): {choice}"
     )
     return replace(config, optimizer=before.taken_by(optimizer)) if keep else config, note
 

@@ -7,7 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -290,7 +290,14 @@ def _averages(before: float | None, ema: Ema | None) -> list[str]:
 
 
 def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
-    """Write config.toml and open the run's log on the first rank; None on the others. Collective."""
+    """Write config.toml and open the run's log on the first rank; None on the others. Collective.
+
+    Args:
+        config: as asked for, before ``resume``: the checkpoints keep the schedule that is gone on with. The flags that
+            choose it are left out, as they are for this start alone.
+    """
+    once = replace(config.optimizer, override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False)
+    config = replace(config, optimizer=once)
     log: RunLog | None = None
     with agreed():
         if is_first():

@@ -64,7 +64,8 @@ def schedule_of(config: OptimizerConfig, train_iters: int) -> Schedule:
     """The schedule of a run of ``train_iters`` iterations.
 
     Where lr_decay_iters is left to train_iters, a run too short for its warm-up takes a tenth of it instead, and for
-    its lr_wsd_decay_iters what is left: a shorter run needs no other configuration.
+    its lr_wsd_decay_iters what is left: a shorter run needs no other configuration. The default of lr_wsd_decay_iters
+    never reaches into the warm-up.
     """
     end = config.lr_decay_iters or train_iters
     warmup = config.lr_warmup_iters
@@ -73,7 +74,8 @@ def schedule_of(config: OptimizerConfig, train_iters: int) -> Schedule:
     decay = config.lr_wsd_decay_iters or max(1, end // 10)
     if config.lr_decay_iters is None:
         warmup = warmup if warmup < end else min(max(1, end // 10), end - 1)
-        decay = min(decay, end - warmup)
+    if config.lr_decay_iters is None or config.lr_wsd_decay_iters is None:
+        decay = max(1, min(decay, end - warmup))
     wsd = config.lr_decay_style == "WSD"
     endless = config.lr_decay_style == "inverse-square-root" and config.lr_decay_iters is None
     return Schedule(

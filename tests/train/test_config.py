@@ -229,6 +229,11 @@ def test_wrong_flags_are_refused_by_name(argv, words):
             "--lr-decay-iters 50 --lr-warmup-fraction 0.5 --lr-decay-style WSD --lr-wsd-decay-iters 26",
             ["lr_wsd_decay_iters is 26", "only 25 iterations", "lr_decay_iters 50"],
         ),
+        (
+            1,
+            "--lr-decay-iters 100 --lr-warmup-iters 95 --lr-decay-style WSD --lr-wsd-decay-iters 6",
+            ["lr_wsd_decay_iters is 6", "only 5 iterations", "lr_decay_iters 100"],
+        ),
         (1, "--attention-backend flash_attn", ["flash_attn", "--bf16"]),
         (1, "--device cpu --recompute-granularity full --recompute-offload", ["recompute_offload", "host memory"]),
         (

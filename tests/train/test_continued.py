@@ -36,9 +36,9 @@ def test_a_longer_run_stays_on_the_schedule_that_it_began_with() -> None:
     goes_on, note = continued(config(240), PATH, saved(config(120)), 120)
     assert [rate(goes_on, n) for n in (60, 121, 240)] == [rate(config(120), 60), 2e-4, 2e-4]
     assert note == (
-        "note: lr at iteration 121 is 2.000000E-04 by the checkpoint's schedule and 1.149148E-03 by this "
-        "configuration's (lr_decay_iters was 120 and is 240): it goes on with the checkpoint's; "
-        "--override-opt-param-scheduler takes the other"
+        "note: lr at iteration 121 is 2.000000E-04 by the checkpoint's schedule (2.000000E-04 after iteration 120) "
+        "and 1.149148E-03 by this configuration's (lr_decay_iters was 120 and is 240): it goes on with the "
+        "checkpoint's; --override-opt-param-scheduler takes the other"
     )
     # Stopped and begun again by the same command, and longer still: the first schedule stays.
     for length in (240, 360):
@@ -60,7 +60,8 @@ def test_a_schedule_that_is_changed_by_name_is_taken_and_the_flag_keeps_the_old_
     goes_on, note = continued(now, PATH, saved(config(120)), 60)
     assert goes_on == now
     assert note is not None
-    assert f"is {rate(config(120), 61):.6E} by the checkpoint's schedule and {rate(now, 61):.6E} by this" in note
+    assert f"is {rate(config(120), 61):.6E} by the checkpoint's schedule (2.000000E-04 after iteration 120)" in note
+    assert f" and {rate(now, 61):.6E} by this" in note
     for name, value in change.items():
         assert f"{name} was {getattr(schedule_of(config(120).optimizer, 120), name)} and is {value}" in note
     assert "goes on with this configuration's; --use-checkpoint-opt-param-scheduler keeps the checkpoint's" in note
@@ -82,14 +83,25 @@ def test_overridden_it_is_this_configurations() -> None:
     assert continued(config(240), PATH, saved(now), 130) == (config(240), None)
 
 
-def test_a_schedule_that_has_come_to_0_is_not_gone_on_with_unless_asked_for() -> None:
-    now = config(240, min_lr=0.0)
-    goes_on, note = continued(now, PATH, saved(config(120, min_lr=0.0)), 120)
+@pytest.mark.parametrize("iteration", [60, 119, 120])
+def test_a_schedule_that_comes_to_0_before_the_end_is_not_gone_on_with_unless_asked_for(iteration: int) -> None:
+    now, extra = config(240, min_lr=0.0), saved(config(120, min_lr=0.0))
+    goes_on, note = continued(now, PATH, extra, iteration)
     assert goes_on == now
-    assert note is not None
-    assert "is 0.000000E+00 by the checkpoint's schedule" in note
+    assert all(rate(goes_on, n) > 0 for n in range(iteration + 1, 240))
+    there, here = (rate(run, iteration + 1) for run in (config(120, min_lr=0.0), now))
+    assert note == (
+        f"note: lr at iteration {iteration + 1} is {there:.6E} by the checkpoint's schedule (0.000000E+00 after "
+        f"iteration 120) and {here:.6E} by this configuration's (lr_decay_iters was 120 and is 240): it goes on with "
+        "this configuration's; --use-checkpoint-opt-param-scheduler keeps the checkpoint's"
+    )
     asked = config(240, min_lr=0.0, use_checkpoint_opt_param_scheduler=True)
-    assert rate(continued(asked, PATH, saved(config(120, min_lr=0.0)), 120)[0], 121) == 0
+    assert rate(continued(asked, PATH, extra, iteration)[0], 121) == 0
+
+
+def test_a_shorter_run_whose_schedule_would_come_to_0_later_keeps_it() -> None:
+    goes_on, _ = continued(config(90, min_lr=0.0), PATH, saved(config(120, min_lr=0.0)), 60)
+    assert rate(goes_on, 90) == rate(config(120, min_lr=0.0), 90) > 0
 
 
 @pytest.mark.parametrize("style", ["constant", "inverse-square-root"])
@@ -98,11 +110,8 @@ def test_a_style_without_an_end_goes_on_in_silence(style: str) -> None:
 
 
 def test_nothing_is_said_where_nothing_changes_or_nothing_is_left_to_train() -> None:
-    for before, now in ((120, 120), (120, 60), (240, 120)):
-        assert (
-            continued(config(now), PATH, saved(config(before)), min(now, before)) == (config(now), None) or now < before
-        )
-    assert continued(config(60), PATH, saved(config(120)), 60) == (config(60), None)
+    for before, now, iteration in ((120, 120, 60), (120, 120, 120), (120, 60, 60), (240, 120, 120), (240, 120, 180)):
+        assert continued(config(now), PATH, saved(config(before)), iteration) == (config(now), None)
     same = config()
     assert changes(same, saved(same, {"data_path a": "1"}), {"data_path a": "1"}) == []
 

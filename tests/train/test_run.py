@@ -26,6 +26,7 @@ from train.config import Config, ConfigError, load_config
 from train.dit_config import DiTRunConfig
 from train.loop import Progress
 from train.metrics import METRICS, LoggingConfig
+from train.optim import OptimizerConfig
 from train.run import claim_folder, exit_status, open_log, owning, resume
 
 ROOT = Path(__file__).parents[2]
@@ -181,6 +182,13 @@ def test_the_folder_tells_what_ran_and_no_secret(tmp_path: Path, monkeypatch: py
     assert load_config(tmp_path / "run" / "config.toml") == config
     assert all(b"s3cret" not in path.read_bytes() for path in (tmp_path / "run").iterdir())
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.toml", METRICS]
+
+
+@pytest.mark.parametrize("flag", ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"])
+def test_the_folder_keeps_no_flag_that_is_for_one_start(flag: str, tmp_path: Path) -> None:
+    config = with_checkpoint(save=str(tmp_path))
+    assert open_log(replace(config, optimizer=OptimizerConfig(**{flag: True})), Progress()) is not None
+    assert load_config(tmp_path / "config.toml") == config
 
 
 def opened(rank: int, world_size: int, save: str) -> bool:

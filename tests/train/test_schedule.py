@@ -41,6 +41,13 @@ def test_wsd_is_stable_and_then_falls_in_a_line() -> None:
     assert rates(5, 4, 5, lr_decay_style="WSD") == [1.0, 0.0]  # a tenth of 5 is one iteration
 
 
+def test_wsds_default_decay_begins_after_the_warm_up() -> None:
+    found = rates(100, 95, 96, 97, 100, lr_decay_style="WSD", lr_warmup_iters=95, lr_decay_iters=100)
+    assert found == pytest.approx([1.0, 0.8, 0.6, 0.0])
+    found = rates(100, 99, 100, lr_decay_style="WSD", lr_warmup_fraction=0.99, lr_decay_iters=100)
+    assert found == [1.0, 0.0]
+
+
 def test_constant_stays_past_the_end() -> None:
     assert rates(10, 3, 10, 99, lr_decay_style="constant", lr_warmup_iters=2, min_lr=0.5) == [1.0, 1.0, 1.0]
 

@@ -29,7 +29,9 @@ def names(lines: list[str]) -> set[str]:
 
 def planned(target: str, folder: Path, *variables: str) -> str:
     """The commands that make would run for a target, with a fresh environment in ``folder``."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    # A `make test` that this may run under hands its own variables on.
+    own = ("MAKE", "MFLAGS", "PY", "VENV", "RUN", "CONFIG", "NPROC", "ARGS", "EXTRAS", "TORCH")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     command = ["make", "--dry-run", target, f"VENV={folder}", *variables]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from data.blend import BlendedDataset, EpochedDataset
-from data.indexed import TokenReader
 from data.megatron import DataConfig, DataError, blend, build_datasets, megatron_core, split_shares
 from tests.data.corpora import EOD, NumberTokenizer, counting_documents, write_documents
 from tests.ranks import run_ranks
@@ -332,33 +331,3 @@ def test_bad_file_raises_on_every_rank(tmp_path: Path, only_rank: int | None) ->
         stream.truncate(100)
     messages = run_ranks(rank_error, 2, prefix, good, only_rank)
     assert all("bad.bin has 100 bytes" in message for message in messages)
-
-
-@pytest.mark.parametrize("end", [".bin", ".idx"])
-def test_a_file_cut_under_a_run_is_named(prefix: str, end: str) -> None:
-    """A memory map of it would end the process by SIGBUS; a read of what is gone, hand out what was in memory."""
-    train = build(prefix)[0]
-    train[0]
-    path = Path(prefix + end)
-    whole = path.stat().st_size
-    os.truncate(path, whole // 2)
-    for number in range(len(train)):
-        with pytest.raises(DataError, match=rf"d\{end} has {whole // 2} bytes, and had {whole}: it was changed while"):
-            train[number]
-    os.truncate(path, whole)  # of zeros, which are token ids
-    train[0]
-
-
-def test_a_read_that_falls_short_is_named(prefix: str) -> None:
-    reader = TokenReader(prefix)
-    assert reader.read(np.uint16, 3, 0).tolist() == [1, 2, 3]
-    with pytest.raises(DataError, match=r"d\.bin has \d+ bytes, and had"):
-        reader.read(np.uint16, 100, os.path.getsize(f"{prefix}.bin") - 10)
-
-
-def test_a_shuffle_index_out_of_range_is_named(prefix: str) -> None:
-    """As a rank finds it that has not looked at the digests, or that was changed since."""
-    train = build(prefix)[0]
-    train._epochs[0].shuffle_index = np.array(train._epochs[0].shuffle_index) + 10**6
-    with pytest.raises(DataError, match=r"d\.bin: sample 3 is not in the file .* cache of sample indices is damaged"):
-        train[3]

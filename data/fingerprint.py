@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from parallel.files import sha256
+
 SAMPLES = 64
 SAMPLE_BYTES = 1 << 16
 
@@ -17,8 +19,7 @@ def digest(path: Path) -> str:
 
 @cache
 def _digest(path: Path, size: int, changed: int) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256(path)
 
 
 def fingerprint(index: Path, contents: Sequence[Path]) -> str:

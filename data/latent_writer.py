@@ -1,9 +1,8 @@
 """Writing a folder of latents, as `data/latent_folder.py` reads it: whole, or nothing of it stays."""
 
 import json
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from data.indexed import DataError
 from data.latent_folder import DTYPES, INDEX, LatentFolder
-from parallel.files import reason, replacing, write_text
+from parallel.files import InUseError, owned, reason, replacing, write_text
 
 
 def write_latents(
@@ -28,34 +27,31 @@ def write_latents(
     Whatever raises, in `batches` too, nothing stays.
 
     Raises:
-        DataError: the folder holds an index already or cannot be written, nothing to write, latents that differ in
-            shape or are no numbers (in `dtype` too, whose range is smaller for float16).
+        DataError: the folder holds an index already, is being written or cannot be, nothing to write, latents that
+            differ in shape or are no numbers (in `dtype` too, whose range is smaller for float16).
     """
     folder = Path(folder)
-    if os.path.exists(folder / INDEX):  # Path.exists raises where a folder may not be looked into
-        raise DataError(f"{folder} holds latents already; name another folder, or remove it")
     shards: list[dict[str, Any]] = []
-    with _whole_or_gone(folder, shards):
-        _write_shards(folder, shards, batches, dtype, samples_per_shard, kind)
-    LatentFolder(folder).record_checked()
+    with ExitStack() as held:
+        with _writable(folder):
+            held.enter_context(owned(folder))
+        if (folder / INDEX).exists():
+            raise DataError(f"{folder} holds latents already; name another folder, or remove it")
+        with _whole_or_gone(folder, shards):
+            _write_shards(folder, shards, batches, dtype, samples_per_shard, kind)
+        LatentFolder(folder).record_checked()
     return sum(shard["samples"] for shard in shards)
 
 
 @contextmanager
 def _whole_or_gone(folder: Path, shards: list[dict[str, Any]]) -> Iterator[None]:
-    """Make a folder; when the block raises, KeyboardInterrupt included, it and the shards listed by then are gone."""
-    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    """When the block raises, KeyboardInterrupt included, the shards listed by then are gone."""
     try:
-        with _writable(folder):
-            folder.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
         for path in (folder / shard[what] for shard in shards for what in ("latents", "labels") if what in shard):
             with suppress(OSError):
                 path.unlink()
-        for path in made:
-            with suppress(OSError):  # never made, or another's file lies there by now
-                path.rmdir()
         raise
 
 
@@ -65,6 +61,8 @@ def _writable(folder: Path) -> Iterator[None]:
 
     try:
         yield
+    except InUseError as error:
+        raise DataError(f"{error}, or name another folder") from error
     except (OSError, SafetensorError) as error:
         said = reason(error, folder) if isinstance(error, OSError) else error
         raise DataError(f"cannot write to {folder} ({said}); free space or name a folder to write to") from error

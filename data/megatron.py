@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from data.blend import BlendedDataset, EpochedDataset
 from data.digests import check_digests, write_digests
 from data.indexed import DataError, Indexed, TokenReader, check_indexed, open_indexed
+from parallel.files import InUseError, owned
 
 if TYPE_CHECKING:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -256,18 +257,22 @@ class _Source:
     def write_cache(self, folder: Path) -> None:
         temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            temporary.mkdir()
-            for index, share in enumerate(split_shares(self.config.split)):
-                if share > 0:
-                    self.gpt_dataset(index, 0, str(temporary))
-            write_digests(temporary)
-            os.replace(temporary, folder)
-        except OSError as error:
-            # Another run may have finished the same folder meanwhile; then it is as good as ours.
+            # A second run waits for the first, and needs no longer than for a cache of its own.
+            with owned(folder.parent, folder.name, wait=True):
+                if folder.is_dir():
+                    return
+                temporary.mkdir()
+                for index, share in enumerate(split_shares(self.config.split)):
+                    if share > 0:
+                        self.gpt_dataset(index, 0, str(temporary))
+                write_digests(temporary)
+                os.replace(temporary, folder)
+        except (OSError, InUseError) as error:
+            # Where there are no locks, another run may have finished the same folder; it is as good as ours.
             if not folder.is_dir():
+                said = error.strerror if isinstance(error, OSError) else error
                 raise DataError(
-                    f"the sample indices of {self.prefix} cannot be written to {folder.parent} ({error.strerror}); "
+                    f"the sample indices of {self.prefix} cannot be written to {folder.parent} ({said}); "
                     f"give --data-cache-path a folder that you can write to and all machines share"
                 ) from error
         finally:

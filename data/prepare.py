@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,17 +72,21 @@ def prepare(request: Request, prefix: Path, overwrite: bool = False, progress: b
     """
     if not prefix.name:
         raise DataError(f"the output prefix {prefix} ends in no file name; give one such as runs/data/mine")
-    if not overwrite and (kept := _existing(request, prefix)):
-        return kept, True
     try:
-        with owned(prefix.parent, prefix.name):
+        if not overwrite and (kept := _existing(request, prefix)):
+            return kept, True
+        with ExitStack() as held:
+            try:
+                held.enter_context(owned(prefix.parent, prefix.name))
+            except InUseError as error:
+                raise DataError(f"cannot write {prefix}: {error}") from error
+            except OSError as error:
+                raise unwritable(prefix, error) from error
             if not overwrite and (kept := _existing(request, prefix)):  # finished by another meanwhile
                 return kept, True
             return _prepare(request, prefix, overwrite, progress), False
-    except InUseError as error:
-        raise DataError(f"another preparation writes {prefix}: {error}") from error
-    except OSError as error:
-        raise unwritable(prefix, error) from error
+    except OSError as error:  # of writing it is a DataError by now
+        raise DataError(f"cannot read {error.filename or prefix} ({error.strerror}); check that you may") from error
 
 
 def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool) -> Prepared:

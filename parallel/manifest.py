@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from parallel.files import write_text
+from parallel.files import sha256, write_text
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -40,8 +40,7 @@ def checkpoint_folder(directory: str | Path, iteration: int) -> Path:
 
 def describe(path: Path) -> tuple[int, str]:
     """Size in bytes and SHA-256 of a file."""
-    with path.open("rb") as file:
-        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+    return path.stat().st_size, sha256(path)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

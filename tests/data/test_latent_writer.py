@@ -65,3 +65,23 @@ def test_files_have_the_modes_that_the_umask_asks_for(tmp_path, kind):
     finally:
         os.umask(umask)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
+
+
+def test_one_writing_of_a_folder_at_a_time_and_a_killed_one_leaves_no_draft(tmp_path):
+    def another():
+        with pytest.raises(DataError, match=r"is in use by .*or name another folder"):
+            write_latents(tmp_path / "a", [samples(6)])
+        yield samples(6)
+
+    assert write_latents(tmp_path / "a", another()) == 6
+    child = os.fork()
+    if child == 0:
+        np.save = lambda path, array: os._exit(not path.write_bytes(b"half"))  # as by SIGKILL: no handler runs
+        try:
+            write_latents(tmp_path / "b", [samples(6)])
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    assert len(list((tmp_path / "b").glob(".*"))) == 2, "a lock and a draft"
+    assert folder(tmp_path / "b").name == "b"
+    assert list((tmp_path / "b").glob(".*")) == []

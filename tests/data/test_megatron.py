@@ -1,7 +1,5 @@
 """Samples from GPTDataset: exact tokens, an order that depends on the seed alone, and errors on every rank."""
 
-import os
-import stat
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -167,55 +165,6 @@ def test_minus_one_is_not_masked_silently(tmp_path: Path, monkeypatch: pytest.Mo
     train = build(prefix)[0]
     with pytest.raises(DataError, match=r"sample \d+ holds token id -1 in 1 places"):
         tokens_of(train, range(len(train)))
-
-
-def test_rewritten_corpus_does_not_meet_old_indices(tmp_path: Path) -> None:
-    prefix = write_documents(tmp_path / "d", counting_documents(40))
-    before = len(build(prefix)[0])
-    write_documents(tmp_path / "d", counting_documents(10))
-    after = build(prefix)[0]
-    assert len(after) < before
-    tokens_of(after, range(len(after)))
-
-
-def test_cache_is_written_whole_and_reused(tmp_path: Path, prefix: str) -> None:
-    build(prefix)
-    cache = tmp_path / "d" / "cache"
-    (folder,) = cache.iterdir()
-    files = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert len(files) == 9  # 4 files per split, and their digests
-    train = build(prefix)[0]
-    tokens_of(train, range(3 * len(train)))  # later epochs write nothing
-    assert list(cache.iterdir()) == [folder]
-    assert files == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-
-
-def test_damaged_cache_is_named(tmp_path: Path, prefix: str) -> None:
-    build(prefix)
-    (damaged,) = (tmp_path / "d" / "cache").glob("*/*train-shuffle_index.npy")
-    damaged.write_bytes(damaged.read_bytes()[:50])
-    with pytest.raises(
-        DataError, match=r"shuffle_index\.npy of the index cache is damaged.*; remove .*d/cache/\w+, which"
-    ):
-        build(prefix)
-
-
-def test_data_folder_that_cannot_be_written(tmp_path: Path, prefix: str) -> None:
-    Path(prefix).write_text("a file where the cache's folder would be")
-    with pytest.raises(DataError, match=r"cannot be written to .*--data-cache-path"):
-        build(prefix)
-    train = build(prefix, data_cache_path=str(tmp_path / "elsewhere"))[0]
-    assert len(train[0]["tokens"]) == SEQ
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
-def test_read_only_folder(tmp_path: Path, prefix: str) -> None:
-    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    try:
-        with pytest.raises(DataError, match="--data-cache-path"):
-            build(prefix)
-    finally:
-        tmp_path.chmod(stat.S_IRWXU)
 
 
 def write_two(tmp_path: Path) -> tuple[str, str]:

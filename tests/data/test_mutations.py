@@ -119,6 +119,23 @@ def test_a_damaged_cache(place: Path) -> None:
         assert name == "digests.json" or found["read"] == 0
 
 
+@pytest.mark.parametrize("change", ["nothing noted", "one not noted", "one lost"])
+def test_a_cache_is_of_the_arrays_noted(tmp_path: Path, change: str) -> None:
+    for name in ("a", "b"):
+        np.save(tmp_path / f"{name}.npy", np.arange(3))
+    write_digests(tmp_path)
+    check_digests(tmp_path)
+    if change == "nothing noted":
+        (tmp_path / "digests.json").write_text("{}")
+    elif change == "one not noted":
+        np.save(tmp_path / "c.npy", np.arange(3))
+    else:
+        (tmp_path / "b.npy").unlink()
+    message = {"nothing noted": "has not noted 'a.npy'", "one not noted": "has not noted 'c.npy'"}
+    with pytest.raises(DataError, match=f"{message.get(change, 'lacks .b.npy')}.*remove"):
+        check_digests(tmp_path)
+
+
 LINES = {
     '{"content": "a", "meta": {"url": 1}}': 'no field "text"; its fields are "content", "meta": .* --json-keys',
     "{}": 'no field "text"; its fields are none',

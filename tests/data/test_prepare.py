@@ -206,7 +206,7 @@ def test_one_preparation_of_a_prefix_at_a_time(tmp_path: Path, folder: Path) -> 
             os._exit(9)  # as by SIGKILL: no handler runs
     os.read(ready[0], 1)
     try:
-        with pytest.raises(DataError, match=rf"another preparation writes .*/d: .* in use by process {child}"):
+        with pytest.raises(DataError, match=rf"cannot write .*/d: .* in use by process {child}"):
             prepare(request_for(folder), tmp_path / "d", progress=False)
         assert len(list(tmp_path.glob(".d.*"))) == 3
         prepare(request_for(folder), tmp_path / "other", progress=False)
@@ -226,3 +226,11 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path, folder: Path) 
     (tmp_path / "d.model").write_bytes(content)
     with pytest.raises(DataError, match=r"tokenizer .*d\.model is damaged or another than the one that wrote .*d\.bin"):
         build_datasets(config, 8, 1, load_tokenizer(tmp_path / "d.model"))
+
+
+def test_what_cannot_be_read_is_not_said_to_be_written(tmp_path: Path, folder: Path) -> None:
+    prepare(request_for(folder), tmp_path / "d", progress=False)
+    (tmp_path / "d.json").unlink()
+    (tmp_path / "d.json").mkdir()
+    with pytest.raises(DataError, match=r"cannot read .*d\.json \(Is a directory\)"):
+        prepare(request_for(folder), tmp_path / "d", progress=False)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -159,3 +160,98 @@ def test_a_file_system_without_locks_is_told(
     monkeypatch.setattr("fcntl.lockf", refuse)
     with owned(tmp_path):
         assert "has no locks (Function not implemented); let one process write there" in capsys.readouterr().err
+
+
+def test_one_process_has_a_folder_once(tmp_path: Path) -> None:
+    """fcntl grants its process a lock again, and the second's end would let go of the first one's."""
+    with owned(tmp_path):
+        with pytest.raises(InUseError, match="in use by this process already"), owned(tmp_path / "." / ""):
+            pytest.fail("two owners")
+        assert (tmp_path / ".lock").exists()
+        with owned(tmp_path, "d"):
+            pass
+    with owned(tmp_path):
+        pass
+
+
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / ".lock").symlink_to("mine")
+    with pytest.raises(InUseError, match=r"\.lock is a symbolic link, which is no lock; remove it"), owned(tmp_path):
+        pytest.fail("a link was followed")
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def _as_nobody(folder: Path, report: int) -> None:
+    """In a child: what comes of owning the folder as another user, who may not look into those above it."""
+    os.chdir(folder)
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    try:
+        with owned(Path()):
+            os.write(report, b"owned")
+    except BaseException as error:
+        os.write(report, f"{type(error).__name__}: {error}".encode())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_killed_runs_lock_is_taken_by_another_user(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    umask = os.umask(0o022)
+    try:
+        with another_process(tmp_path):
+            pass
+    finally:
+        os.umask(umask)
+    for mode, said in {
+        None: "owned",
+        0o600: "InUseError: .lock was left by uid 0 and is closed to you; remove it",
+    }.items():
+        (tmp_path / ".lock").touch()
+        if mode is not None:
+            (tmp_path / ".lock").chmod(mode)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            _as_nobody(tmp_path, writing)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(reading, 999).decode().startswith(said)
+
+
+def test_a_folder_that_its_owner_removed_meanwhile_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner that ends removes the folder that it made, between another's making of it and the lock's opening."""
+    folder, opening, calls = tmp_path / "run", os.open, []
+
+    def removing(path: Path, *how: int) -> int:
+        if not calls:
+            os.rmdir(folder)
+        calls.append(path)
+        return opening(path, *how)
+
+    monkeypatch.setattr(os, "open", removing)
+    with owned(folder):
+        assert [path.name for path in calls] == [".lock"] * 2
+
+
+def test_one_who_waits_has_it_when_the_other_is_killed(tmp_path: Path) -> None:
+    with another_process(tmp_path, "d") as first:
+        waiting, told = os.pipe()
+        (tmp_path / f".d.{'0' * 32}").mkdir()
+        (tmp_path / f".d.{'0' * 32}" / "a.npy").touch()
+        second = os.fork()
+        if second == 0:
+            sys.stderr = os.fdopen(told, "w", buffering=1)
+            try:
+                with owned(tmp_path, "d", wait=True):
+                    found = sorted(path.name for path in tmp_path.iterdir())
+                    print(found, (tmp_path / ".d.lock").read_text(), file=sys.stderr)
+            finally:
+                os._exit(0)
+        os.close(told)
+        assert f"in use by process {first} on" in os.read(waiting, 999).decode()
+    os.waitpid(second, 0)
+    assert os.read(waiting, 999).decode().lstrip().startswith(f"['.d.lock'] process {second} on ")

@@ -107,8 +107,13 @@ def _check_read(contents: Mapping[str, Any], family: Family) -> None:
     for key in TOKEN_IDS:
         several = key == "eos_token_id" and isinstance(contents.get(key), list)
         entry(contents, key, list if several else int, None)
-    if entry(contents, "max_position_embeddings", int, 1) < 1:
+    longest = entry(contents, "max_position_embeddings", int, None)
+    if longest is not None and longest < 1:
         raise ValueError(f"{CONFIG}: max_position_embeddings is below 1; it must be the longest sequence")
+    for key in family.UNSAID:
+        rate = entry(contents, key, float, None) if key.endswith(("dropout", "pdrop")) else None
+        if rate is not None and not 0 <= rate < 1:
+            raise ValueError(f"{CONFIG}: {key} is {shown(contents[key])}; it must be from 0 to below 1")
 
 
 def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -137,6 +142,7 @@ def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None)
             "leave it out of the contents"
         )
     kept = {key: value for key, value in contents.items() if key not in NOT_KEPT | family.REPLACED}
+    kept = {key: value for key, value in kept.items() if value is not None or key not in family.UNSAID}
     fixed = {key: values[0] for key, values in family.SUPPORTED.items() if values[0] is not None}
     # Their defaults are the ids of their own vocabularies, which another one may not have.
     unsaid = {"bos_token_id": None, "eos_token_id": None} | family.UNSAID

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallel.processes import join, leave
+from parallel.processes import process_group, set_timeout
 
 
 class MeshError(ValueError):
@@ -114,10 +114,13 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
                 f"{gpus} processes per machine, or give --device cpu"
             )
         torch.cuda.set_device(device)
-    found = dist.is_initialized()
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    if not found:
-        join(config.backend, timeout)
+    with nullcontext() if dist.is_initialized() else process_group(config.backend, timeout):
+        yield _arranged(config, device, timeout)
+
+
+def _arranged(config: MeshConfig, device: torch.device, timeout: timedelta) -> Mesh:
+    """The mesh of the processes that have joined."""
     pp, cp, tp = (getattr(config, name) for name in SIZES)
     sizes = {"pp": pp, "dp": dist.get_world_size() // (pp * cp * tp), "cp": cp, "tp": tp}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -125,15 +128,5 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
     arranged = Mesh(device=device, both=mesh["dp", "cp"]._flatten("dp_cp"), **parts)
     for part in (arranged.pp, arranged.dp, arranged.cp, arranged.tp, arranged.both):
         # the groups of a mesh do not inherit the timeout of the processes, and wait for 30 minutes
-        dist.distributed_c10d._set_pg_timeout(timeout, part.get_group())
-        for_messages = part.get_group()._get_backend(torch.device("cpu"))
-        if hasattr(for_messages, "set_timeout"):  # what is above is for collectives alone
-            for_messages.set_timeout(timeout)
-    ended_well = False
-    try:
-        yield arranged
-        ended_well = True
-    finally:
-        # After an error the peers may be stuck in a collective, and waiting for them would turn a message into a hang.
-        if not found and (ended_well or dist.get_world_size() == 1):
-            leave()
+        set_timeout(part.get_group(), timeout)
+    return arranged

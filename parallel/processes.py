@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -94,7 +94,10 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def _look_for_store(address: str, port: int, timeout: timedelta) -> None:
-    """Wait until the store at that address answers; torch's client would print a stack, or wait for ever."""
+    """Wait until the store at that address answers; torch's client would wait for ever for one that is silent.
+
+    A slow store has until ``timeout``; what answers as no store does is found out within SECONDS_TO_ANSWER or so.
+    """
     deadline = time.monotonic() + timeout.total_seconds()
     where = f"MASTER_ADDR {address}, MASTER_PORT {port}"
     while True:
@@ -107,21 +110,27 @@ def _look_for_store(address: str, port: int, timeout: timedelta) -> None:
                     f"rank {os.environ['RANK']} finds nobody at {where} ({error}); check both, and that rank 0 runs"
                 ) from error
         time.sleep(0.1)
-    answered = threading.Event()
+    ended: list[str] = []
 
     def ask() -> None:
-        with suppress(RuntimeError):
-            patience = timedelta(seconds=SECONDS_TO_ANSWER)
-            dist.TCPStore(address, port, is_master=False, timeout=patience, wait_for_workers=False)
-            answered.set()
+        patience = timedelta(seconds=SECONDS_TO_ANSWER / 2)  # torch may take twice as long
+        while not ended:
+            try:
+                dist.TCPStore(address, port, is_master=False, timeout=patience, wait_for_workers=False)
+                ended.append("")
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                if "timed out" not in reason or time.monotonic() > deadline:
+                    ended.append(reason)
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(SECONDS_TO_ANSWER)
-    if not answered.is_set():
+    asking.join(max(SECONDS_TO_ANSWER, deadline - time.monotonic()))
+    if ended != [""]:
         raise LaunchError(
-            f"what answers rank {os.environ['RANK']} at {where} is no store of torch.distributed; another program "
-            "uses that port: give another MASTER_PORT"
+            f"rank {os.environ['RANK']} is connected to {where}, which does not answer as a store of "
+            f"torch.distributed ({ended[0] if ended else 'it is silent'}); look at rank 0, or give another MASTER_PORT "
+            "if another program uses that one"
         )
 
 
@@ -174,7 +183,8 @@ def process_group(backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -
     """Join the processes that torchrun started, and part at the end of the body so that none aborts when it exits.
 
     For scripts of your own; a process that was started alone is a group of one. ``backend`` may be
-    "cpu:gloo,cuda:nccl". After an error the peers may be stuck in a collective, so that nobody waits for them.
+    "cpu:gloo,cuda:nccl". After an error the peers may be stuck in a collective, and waiting for them would turn a
+    message into a hang: only a process alone parts then.
 
     Yields:
         The group of all processes.
@@ -185,8 +195,21 @@ def process_group(backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -
     join(backend, timeout)
     group = dist.group.WORLD
     assert group is not None
-    yield group
-    leave()
+    ended_well = False
+    try:
+        yield group
+        ended_well = True
+    finally:
+        if ended_well or group.size() == 1:
+            leave()
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """How long the group's collectives and messages may wait from now on."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    for_messages: Any = group._get_backend(torch.device("cpu"))
+    if hasattr(for_messages, "set_timeout"):  # what is above is for collectives alone
+        for_messages.set_timeout(timeout)
 
 
 def use_one_worker() -> None:

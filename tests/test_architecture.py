@@ -85,6 +85,17 @@ def wrong_imports(root: Path) -> list[str]:
     return wrong
 
 
+def joins(root: Path) -> list[str]:
+    """Files with a call of init_process_group, under whatever name of its module."""
+    found = []
+    for path in sources(root):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+        names += [name.rsplit(".", 1)[-1] for name in imports(path)]
+        found += [str(path.relative_to(root))] if "init_process_group" in names else []
+    return found
+
+
 def claims(search_path: list[str]) -> list[str]:
     """Installed distributions that put one of our folders' names into site-packages."""
     claimed = []
@@ -162,6 +173,14 @@ def test_right_imports_pass(tmp_path):
     plant(tmp_path, "pretrain.py", "from train.config import parse_args\nfrom model.llama import Llama")
     plant(tmp_path, "model/a.py", "import torch\nfrom kernels.attention import block_forward\nfrom model import layers")
     assert wrong_imports(tmp_path) == []
+
+
+def test_processes_join_in_one_place(tmp_path):
+    """Any other group would have two of gloo's workers, and no end that waits for them."""
+    assert joins(ROOT) == ["parallel/processes.py"]
+    plant(tmp_path, "tools/a.py", "import torch.distributed as d\nd.init_process_group('gloo')")
+    plant(tmp_path, "bench/a.py", "from torch.distributed import init_process_group as start")
+    assert joins(tmp_path) == ["bench/a.py", "tools/a.py"]
 
 
 def test_no_installed_distribution_claims_our_folders():

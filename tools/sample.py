@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from data.fingerprint import digest
 from data.indexed import DataError
 from data.tokenizer import load_tokenizer
 from model.base import LanguageModel
@@ -14,7 +15,7 @@ from model.config import architecture_of
 from model.generate import DivergedError, generate
 from model.registry import build_model
 from parallel.checkpoint import CheckpointError, find_checkpoint, load_model
-from parallel.manifest import checkpoint_folder
+from parallel.manifest import checkpoint_folder, read_manifest
 from tools.arguments import Parser
 from train.config import Config, ConfigError, load_config
 from train.language import with_vocabulary
@@ -37,9 +38,13 @@ def sample(args: argparse.Namespace) -> None:
     if config.data.tokenizer_model is None:
         raise ConfigError(f"{args.load / 'config.toml'}: tokenizer_model is not set; name the tokenizer of the run")
     tokenizer = load_tokenizer(config.data.tokenizer_model)
+    folder = find_checkpoint(args.load, args.ckpt_step)
+    if folder is None:
+        raise CheckpointError(f"{args.load} holds no checkpoint; name the folder that a training run saved to")
+    _check_tokenizer(config.data.tokenizer_model, args.load, folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = with_vocabulary(config, tokenizer.vocab_size)
-    model, iteration = _load(config, args.load, args.ckpt_step, device)
+    model, iteration = _load(config, folder, device)
 
     # Documents follow an end-of-text token: after one, the model takes the prompt for the beginning of a text.
     prompt = [tokenizer.eod, *tokenizer.tokenize(args.prompt)]
@@ -74,14 +79,21 @@ def sample(args: argparse.Namespace) -> None:
         print(tokenizer.detokenize(prompt[1:] + written))
 
 
-def _load(config: Config, run: Path, step: int | None, device: torch.device) -> tuple[LanguageModel, int]:
-    """The model of a run with the weights of its newest whole checkpoint, or of iteration `step`, and the iteration.
+def _check_tokenizer(path: str, run: Path, folder: Path) -> None:
+    """DataError where the file is not the one that the checkpoint was trained with."""
+    now = digest(Path(path))
+    if (was := read_manifest(folder).extra.get("contents", {}).get("tokenizer_model", now)) != now:
+        raise DataError(
+            f"{path} is not the tokenizer that {folder} was trained with (digest {was!s:.8}, now {now:.8}); put the "
+            f"old file back, or name it as tokenizer_model in {run / 'config.toml'}"
+        )
+
+
+def _load(config: Config, folder: Path, device: torch.device) -> tuple[LanguageModel, int]:
+    """The model with the weights of a checkpoint, and its iteration.
 
     On CUDA in the dtype that the run computed in, on a CPU, where bfloat16 is slow, in float32.
     """
-    folder = find_checkpoint(run, step)
-    if folder is None:
-        raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
     with torch.device("meta"):
         model = build_model(config.model)
     model.cast(torch.bfloat16 if config.train.bf16 and device.type == "cuda" else torch.float32)

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args,
 import tomli_w
 
 from train.megatron_flags import Entry, without_what_is_so
+from train.megatron_flags import entries as megatron_flags
 
 Root = TypeVar("Root")
 EXPECTED = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
@@ -137,8 +138,12 @@ def _hint(root: type, name: str, known: Sequence[str]) -> str:
         table = config_fields(other)
         if name in table or name in get_type_hints(other) or name in {field.flag for field in table.values()}:
             return f"that is for {entry}"
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+    megatrons = megatron_flags() if name.startswith("--") else {}
+    close = difflib.get_close_matches(name, [*known, *megatrons], n=1, cutoff=0.5)
+    if not close:
+        return f"known are {', '.join(known)}"
+    meant = megatrons.get(close[0])
+    return f"did you mean {close[0]}?" + (f" {meant.answer}" if meant else "")
 
 
 def read_toml(root: type, path: str | Path) -> dict[str, Any]:
@@ -255,8 +260,8 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     parser = _parser(root, introduction if {"-h", "--help"} & set(argv) else None)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        flag = unknown[0].startswith("-")
-        hint = _hint(root, unknown[0], flags) if flag else "a value follows the flag it belongs to"
+        flag = unknown[0].partition("=")[0] if unknown[0].startswith("-") else None
+        hint = _hint(root, flag, flags) if flag else "a value follows the flag it belongs to"
         raise ConfigError(f"unknown argument {unknown[0]}; {hint}")
     values: dict[str, Any] = vars(given)
     path = values.pop("config", None)

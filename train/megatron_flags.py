@@ -13,9 +13,9 @@ TABLE = """\
 [Model]
 --swiglu                                | | = with model_type llama | its feed-forward is SwiGLU; a gpt has GELU, a transnormer a GLU without activation
 --normalization                         | RMSNorm | = with model_type llama | its norm is RMSNorm; a gpt has LayerNorm
---disable-bias-linear                   | | = with model_type llama | it has no biases; a gpt has them
+--disable-bias-linear                   | | = with model_type llama, transnormer | they have no biases; a gpt and a linear_transformer have them
 --use-rotary-position-embeddings        | | = with model_type llama | its positions are rotary; a gpt takes --position-embedding-type rope
---rotary-percent                        | 1.0|1 | = | rope turns every channel of a head
+--rotary-percent                        | 1 | = | rope turns every channel of a head
 --no-position-embedding                 | | > | --position-embedding-type rope
 --group-query-attention                 | | > | --num-query-groups N, which alone says it
 --rotary-interleaved                    | | ! | rope turns channel i with channel i + D/2, as Hugging Face's LLaMA does
@@ -58,8 +58,8 @@ TABLE = """\
 --perform-initialization                | | = | weights are always initialized
 --no-initialization                     | | ! | weights are always initialized
 --use-cpu-initialization                | | = | every rank draws whole tensors and keeps its shard
---attention-dropout                     | 0|0.0 | = | there is no dropout
---hidden-dropout                        | 0|0.0 | = | there is no dropout
+--attention-dropout                     | 0 | = | there is no dropout
+--hidden-dropout                        | 0 | = | there is no dropout
 --attention-softmax-in-fp32             | | = | the softmax is in float32
 --no-masked-softmax-fusion              | | = | attention is a kernel of --attention-backend
 --no-bias-gelu-fusion                   | | = | there is no such fusion
@@ -183,7 +183,7 @@ TABLE = """\
 --tokenizer-type                        | N | > | --tokenizer-model FILE alone, whose kind is seen in the file
 --tokenizer-name-or-path                | N | > | --tokenizer-model FILE
 --dataloader-type                       | single | = | the order is a function of the seed and the samples consumed
---no-mmap-bin-files                     | | ! | .bin files are memory-mapped
+--no-mmap-bin-files                     | | = | .bin files are read by pread
 --reset-position-ids                    | | ! | positions count through a sequence, whatever documents are in it
 --reset-attention-mask                  | | ! | attention sees the whole sequence, whatever documents are in it
 --no-create-attention-mask-in-dataloader | | = | no mask is ever made
@@ -293,16 +293,26 @@ def without_what_is_so(argv: Sequence[str], known: Sequence[str]) -> tuple[list[
             continue
         if entry.verdict != "=":
             raise ValueError(f"unknown argument {flag}; {entry.answer}")
+        if equals and not entry.values:
+            raise ValueError(f"{flag} takes no value, and {value!r} is given; {entry.answer}")
         if entry.values:
             if not equals and (not words or words[0].startswith("--")):
                 raise ValueError(f"{flag} has no value; {entry.answer}")
             value = value if equals else words.pop(0)
-            if entry.values != ("N",) and value not in entry.values:
+            if entry.values != ("N",) and not any(_same(value, one) for one in entry.values):
                 raise ValueError(
                     f"{flag} is {value}, and here it can only be {' or '.join(entry.values)}: {entry.text}"
                 )
         taken.append(entry)
     return left, taken
+
+
+def _same(value: str, word: str) -> bool:
+    """Whether two words are one value: 0.00 is 0."""
+    try:
+        return float(value) == float(word)
+    except ValueError:
+        return value == word
 
 
 def markdown() -> str:

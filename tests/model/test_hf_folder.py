@@ -87,6 +87,8 @@ def test_a_llama_that_transformers_refuses_is_not_written(tmp_path, change):
         ({"eos_token_id": [9, None]}, "it must be a list of whole numbers"),
         ({"model_type": "gpt2"}, 'model_type = "gpt2" is not supported; only "llama" is'),
         ({"max_position_embeddings": 0}, "max_position_embeddings is below 1"),
+        ({"attention_dropout": "x"}, 'attention_dropout is "x"; it must be a finite number'),
+        ({"attention_dropout": 1}, "attention_dropout is 1; it must be from 0 to below 1"),
     ],
 )
 def test_contents_that_transformers_could_not_read(contents, words):
@@ -94,10 +96,16 @@ def test_contents_that_transformers_could_not_read(contents, words):
         config_to_hf(LLAMA, contents)
 
 
+def test_null_means_missing():
+    assert config_to_hf(LLAMA, {"max_position_embeddings": None, "attention_dropout": None}) == config_to_hf(LLAMA)
+
+
 @pytest.mark.parametrize(
     ("config", "change"),
     [
         (LLAMA, {"attention_dropout": 0.1}),
+        (LLAMA, {"attention_dropout": None, "max_position_embeddings": None}),
+        (GPT2, {"max_position_embeddings": None}),
         (LLAMA, {"hidden_act": "swish"}),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_parameters": None}),
         (LLAMA, {"rope_parameters": {"rope_type": "linear", "factor": 1, "rope_theta": 5000.0}}),
@@ -111,7 +119,8 @@ def test_what_changes_nothing_is_read(config, change):
 
 
 WRONG = [None, "8", [], {}, 2.5, 0, -1, True, float("nan"), float("inf"), 10**30, "a" * 5000]
-OPTIONAL = {"num_key_value_heads", "head_dim", "n_inner"}
+OPTIONAL = {"num_key_value_heads", "head_dim", "n_inner", "max_position_embeddings"}
+RATES = {"attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"}
 FLOATS = {"rope_theta", "rms_norm_eps", "initializer_range", "layer_norm_epsilon"}
 
 
@@ -119,14 +128,14 @@ FLOATS = {"rope_theta", "rms_norm_eps", "initializer_range", "layer_norm_epsilon
 def test_every_entry_of_a_wrong_type_is_one_line(config):
     good = config_to_hf(config)
     good.pop("rope_parameters", None)
-    dropout = ("pdrop", "dropout")
-    keys = [key for key, value in good.items() if isinstance(value, (int, float)) and not key.endswith(dropout)]
+    keys = [key for key, value in good.items() if isinstance(value, (int, float))]
     assert len(keys) > 8
     for key in keys:
         for value in WRONG:
             if (
                 (value is None and key in OPTIONAL)
                 or (value in (2.5, 10**30) and key in FLOATS)
+                or (value in (None, 0) and key in RATES)
                 or (isinstance(good[key], bool) and value in (True, 0))
             ):
                 continue

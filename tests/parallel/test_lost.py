@@ -24,7 +24,7 @@ def left_alone(rank: int, world_size: int, folder: Path, how: str) -> str:
     store = dist.FileStore(str(folder / "pids"), world_size)
     store.set(f"{rank}", str(os.getpid()))
     dist.destroy_process_group()
-    join("gloo", timedelta(seconds=1), dist.FileStore(str(folder / "store"), world_size), rank, world_size)
+    join("gloo", timedelta(seconds=4), dist.FileStore(str(folder / "store"), world_size), rank, world_size)
     dist.barrier()
     errors = io.StringIO()
     if rank == STOPPED:

@@ -5,8 +5,10 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -96,12 +98,47 @@ def test_a_port_that_another_program_uses(
     monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
     for rank, words in (
         (0, f"MASTER_PORT is {port}, which another program"),
-        (1, "what answers rank 1 at .* no store"),
+        (1, r"rank 1 is connected to .*, which does not answer as a store .* \(it is silent\)"),
     ):
         launched(monkeypatch, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         with pytest.raises(LaunchError, match=words):
             meet(SOON)
     assert "frame #" not in capfd.readouterr().err
+
+
+def test_what_answers_as_no_store_is_told_long_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            with suppress(OSError):
+                while True:
+                    server.accept()[0].sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        launched(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=server.getsockname()[1])
+        with pytest.raises(LaunchError, match=r"does not answer as a store of torch.distributed \((?!it is silent)"):
+            meet(timedelta(minutes=5))
+
+
+def test_a_store_that_is_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port takes connections, and the store itself comes later than SECONDS_TO_ANSWER."""
+    monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.1)
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    stores = []
+
+    def serve() -> None:
+        own = {"is_master": True, "wait_for_workers": False, "master_listen_fd": server.detach()}
+        stores.append(dist.TCPStore("127.0.0.1", port, **own))
+
+    later = threading.Timer(1, serve)
+    later.start()
+    launched(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    try:
+        assert meet(timedelta(minutes=5))[1:] == (1, 2)
+    finally:
+        later.join()
 
 
 def workers(rank: int, world_size: int) -> set[int]:
@@ -171,8 +208,12 @@ def parted(rank: int, world_size: int, leaves: bool, tries: int) -> int:
 
 
 def test_nothing_is_held_by_gloo_after_leaving() -> None:
-    """The control: without it a worker is late every now and then."""
     assert run_ranks(parted, 1, True, 100) == [0]
+
+
+@pytest.mark.slow
+def test_without_leaving_a_worker_is_late_every_now_and_then() -> None:
+    """The control of the test above."""
     assert run_ranks(parted, 1, False, 20_000) == [1]
 
 
@@ -184,6 +225,9 @@ def alone(rank: int, world_size: int) -> tuple[int, bool]:
     dist.destroy_process_group()
     with pytest.MonkeyPatch.context() as patch:
         launched(patch)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the body's own"), process_group():
+                raise ValueError("the body's own")
         with process_group() as group:
             size = group.size()
     found = dist.is_initialized()

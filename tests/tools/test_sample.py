@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from data.fingerprint import digest
 from data.tokenizer import load_tokenizer, train_tokenizer
 from model.config import ModelConfig, architecture_of
 from model.generate import generate
@@ -145,6 +146,26 @@ def test_a_diverged_model_is_named_in_one_line(tmp_path, capsys, model_type, sca
     assert "-" * 80 not in captured.out
     assert re.fullmatch(
         r"error: .*/iter_0000003 cannot be drawn from: the .*; its training diverged, .*\n", captured.err
+    )
+
+
+def test_another_tokenizer_than_the_checkpoints_is_refused(run, tmp_path, capsys):
+    tokenizer = tmp_path / "tokenizer.model"
+    tokenizer.write_bytes((run / "tokenizer.model").read_bytes())
+    (tmp_path / "config.toml").write_text(CONFIG.format(tokenizer=tokenizer))
+    model, was = trained(1), digest(tokenizer)
+    optimizer, extra = torch.optim.AdamW(model.parameters()), {"contents": {"tokenizer_model": was}}
+    save_checkpoint(tmp_path, 1, model, optimizer, architecture=architecture_of(model.config), extra=extra)
+    assert "iteration 1," in sampled(capsys, "--load", tmp_path, "--num-tokens", 2).out
+    content = bytearray(tokenizer.read_bytes())
+    content[content.index(b"value")] ^= 1
+    tokenizer.write_bytes(content)
+    assert main(["--load", str(tmp_path), "--num-tokens", "2"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(
+        rf"error: {tokenizer} is not the tokenizer that .*digest {was[:8]}, now {digest(tokenizer)[:8]}\); put .*\n",
+        captured.err,
     )
 
 

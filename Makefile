@@ -42,8 +42,8 @@ endif
 RANKS = OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node
 
 # $(call start,ENTRY): what tools/fit.py finds for this machine, its number of processes first, and then the entry so.
-start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(ARGS)) && set -x && \
-	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$(echo "$$fit" | cut -s -d " " -f 2-) --save "$(RUN)" --load "$(RUN)" $(ARGS)
+start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(ARGS)) && more=$$(echo "$$fit" | cut -s -d " " -f 2-) && set -x && \
+	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$more --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv pretrain dit test test-slow check format bench link-bench linear-bench parity video lasp-table gpu-check hooks lock clean FORCE

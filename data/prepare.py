@@ -92,8 +92,8 @@ def prepare(request: Request, prefix: Path, overwrite: bool = False, progress: b
 def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool) -> Prepared:
     files = input_files(request.inputs, request.suffix) if request.inputs else stdlib_files()
     corpus = Corpus(files, request.max_bytes, not request.inputs, request.json_key)
-    # Refused here with what was looked for, before the tokenizer's training would complain of it.
-    if next(iter(corpus), None) is None:
+    # Read whole before any work: what cannot be read is told now, and not after hours of training a tokenizer.
+    if not sum(1 for _ in _told(corpus, "checked", progress)):
         if request.inputs:
             raise DataError(
                 f"there is no text in {', '.join(request.inputs)}; check the paths and --suffix {request.suffix}"
@@ -145,9 +145,8 @@ def _write(
     builder = megatron.IndexedDatasetBuilder(str(data), dtype=megatron.DType.optimal_dtype(tokenizer.vocab_size))
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     written = text_bytes = 0
-    told = time.monotonic()
     try:
-        for batch in _batched(documents):
+        for batch in _batched(_told(documents, "tokenised", progress)):
             for ids in tokenizer.tokenize_batch(batch):
                 array = np.array([*ids, tokenizer.eod], dtype=np.int64)
                 # An id beyond the dtype would wrap around to another token's without a word.
@@ -160,15 +159,23 @@ def _write(
                 counts += np.bincount(array, minlength=len(counts))
             written += len(batch)
             text_bytes += sum(len(text.encode()) for text in batch)
-            if progress and time.monotonic() - told > 2:
-                told = time.monotonic()
-                print(f"tokenised {text_bytes / 1e6:.1f} MB, {written} documents", file=sys.stderr)
         if written == 0:
             raise DataError("there are no documents to write; check the input")
         builder.finalize(str(index))
     finally:
         builder.data_file.close()
     return written, int(counts.sum()), text_bytes, counts
+
+
+def _told(documents: Iterable[str], done: str, progress: bool) -> Iterator[str]:
+    """The documents, with a line on stderr every 2 s that says how much of them was `done`."""
+    told, size = time.monotonic(), 0
+    for count, text in enumerate(documents):
+        if progress and time.monotonic() - told > 2:
+            told = time.monotonic()
+            print(f"{done} {size / 1e6:.1f} MB, {count} documents", file=sys.stderr)
+        size += len(text.encode())
+        yield text
 
 
 def _batched(documents: Iterable[str]) -> Iterator[list[str]]:

@@ -104,7 +104,7 @@ bench: $(READY) ## Measure the attention: every method on 2 processes against on
 	$(PY) -m bench.attention $(ARGS)
 
 parity: $(READY) ## A tiny LLaMA and GPT on up to 101 meshes of at most 8 processes against one, into runs/parity.md (25 minutes)
-	@OMP_NUM_THREADS=1 exec $(PY) -m bench.parity $(ARGS)
+	@OMP_NUM_THREADS=1 exec $(PY) -m parity.run $(ARGS)
 
 video: $(READY) ## A diffusion transformer on ever longer videos: memory and time of 1 and of 4 processes
 	$(PY) -m bench.video $(ARGS)

@@ -5,19 +5,19 @@ torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/dit_ti
 
 from collections.abc import Callable
 
-from data.latents import build_latent_datasets
+from data.latents.dataset import build_latent_datasets
 from model.attention import Attend
 from model.dit import DiT, dit_flops_per_patch, full_sdpa, initial_dit_weight, num_dit_parameters
 from model.dit_config import architecture_of
-from parallel.agree import agreed, from_first, is_first
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh, joined
-from parallel.processes import launched_world_size
+from runtime.processes import launched_world_size
+from runtime.together import agreed, from_first, is_first
 from train.assemble import build_parts, softmax_context, summary
-from train.diffusion import Denoising, build_runner
-from train.dit_config import DiTRunConfig, diffusion_of, parse_args, validate
+from train.config.diffusion import DiTRunConfig, diffusion_of, parse_args, validate
 from train.ema import Ema
 from train.loop import Trainer
+from train.objectives.diffusion import Denoising, build_runner
 from train.optim import build_optimizer
 from train.run import claim_folder, open_log, owning, resume, run_entry
 from train.sampling import Sampler, picture_writer
@@ -68,7 +68,7 @@ def prepared(config: DiTRunConfig, mesh: Mesh) -> Trainer:
 
 def model_parts(config: DiTRunConfig, mesh: Mesh, attend: Attend) -> list[DiT]:
     """This rank's part of the model for each of its pipeline stages, with its weights; the whole one is one stage."""
-    from parallel.tensor import split_dit  # DTensor, which a refused command line need not wait for
+    from parallel.tensor.split import split_dit  # DTensor, which a refused command line need not wait for
 
     model = config.model
     return build_parts(

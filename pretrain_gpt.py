@@ -5,21 +5,28 @@ torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/llama_
 
 import torch.distributed as dist
 
-from data.megatron import build_datasets
+from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
 from model.attention import Attend, Attends, LinearAttend
 from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
 from model.registry import TITLES, build_model, flops_per_token, num_parameters
-from parallel.agree import agreed, from_first, is_first
 from parallel.mesh import Mesh, joined
-from parallel.processes import launched_world_size
+from planner.search import resolved
+from runtime.processes import launched_world_size
+from runtime.together import agreed, from_first, is_first
 from train.assemble import build_parts, summary
-from train.config import Config, parse_args, validate
-from train.language import NextToken, build_runner, context_of, corpus_entropy, softmax_layout, with_vocabulary
+from train.config.language import Config, parse_args, validate
 from train.loop import Trainer
+from train.objectives.language import (
+    NextToken,
+    build_runner,
+    context_of,
+    corpus_entropy,
+    softmax_layout,
+    with_vocabulary,
+)
 from train.optim import build_optimizer
-from train.planner import resolved
 from train.run import claim_folder, open_log, owning, resume, run_entry
 
 
@@ -69,7 +76,7 @@ def prepared(config: Config, mesh: Mesh) -> Trainer:
 
 def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend | Attends) -> list[LanguageModel]:
     """This rank's part of the model for each of its pipeline stages, with its weights; the whole one is one stage."""
-    from parallel.tensor import split_model  # DTensor, which a refused command line need not wait for
+    from parallel.tensor.split import split_model  # DTensor, which a refused command line need not wait for
 
     model = config.model
     return build_parts(

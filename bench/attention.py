@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.machine import OtherLoad, describe, usable_cores, write_json
 from bench.processes import ONE_PROCESS, Contestants, Times
 from bench.workload import DTYPES, Workload, check_same
 from parallel.context import METHODS, make_plan
+from testing.machine import OtherLoad, describe, usable_cores, write_json
 from tools.arguments import parser_for
 
 DEFAULT_METHODS = ("ring", "striped", "zigzag", "allgather")

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from bench.machine import describe, time_steps, usable_cores, write_json
 from bench.workload import DTYPES
+from testing.machine import describe, time_steps, usable_cores, write_json
 
 # Large enough to leave the caches and to fill every multiprocessor; a second or so of work in all.
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}

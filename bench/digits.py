@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from data.latents import Digits
-from parallel.agree import agreed, is_first
-from parallel.manifest import checkpoint_folder
+from checkpoint.manifest import checkpoint_folder
+from data.latents.dataset import Digits
 from parallel.mesh import joined
-from parallel.processes import launched_world_size
+from runtime.processes import launched_world_size
+from runtime.together import agreed, is_first
 from tools.arguments import parser_for, positive
 from tools.sample_dit import check_finite, config_of, fitted, load_sampler
-from train.flags import ConfigError
+from train.config.flags import ConfigError
 from train.run import run_entry
 from train.sampling import SamplingConfig, by_class, write_grid
 

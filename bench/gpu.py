@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bench.ceilings import measure as measure_ceilings
-from bench.machine import describe, time_steps
 from bench.workload import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Workload
 from kernels.attention import CAUSAL, block_backward, block_forward, select_backend
 from model.attention import sdpa
@@ -21,6 +20,7 @@ from parallel.context import make_plan
 from parallel.context.executor import Executor
 from parallel.context.rounds import Transfer
 from parallel.context.transport import Arrival, Tensors, Transport
+from testing.machine import describe, time_steps
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn"), "cpu": ("aten",)}

@@ -18,8 +18,8 @@ import torch
 
 from bench import gpu
 from bench.attention import DEFAULT_METHODS
-from bench.machine import device_name, slug, write_json
 from bench.workload import Workload
+from testing.machine import device_name, slug, write_json
 from tools.arguments import parser_for
 
 ROOT = Path(__file__).resolve().parent.parent

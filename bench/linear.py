@@ -30,12 +30,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.machine import OtherLoad, describe, slug, usable_cores, write_json
 from bench.workload import Workload, check_same, fingerprint
 from kernels import reference
 from kernels.linear_attention import linear_attention
 from kernels.linear_scan import CHUNK
 from model.transnormer import alibi_slopes
+from testing.machine import OtherLoad, describe, slug, usable_cores, write_json
 from tools.arguments import parser_for
 
 CONTESTANTS = ("chunked", "naive", "softmax")

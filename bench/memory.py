@@ -30,13 +30,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.machine import describe, write_json
 from model.config import ModelConfig
 from model.llama import Llama
 from parallel.context import context_parallel
 from parallel.recompute import ATTENTION, RecomputeConfig, recompute_layers
+from testing.machine import describe, write_json
 from tools.arguments import parser_for
-from train.language import NextToken
+from train.objectives.language import NextToken
 
 Granularity = Literal["none", "selective", "attention_boundary", "full"]
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

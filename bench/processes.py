@@ -25,12 +25,12 @@ from bench.ceilings import matmul_rate
 from bench.workload import DTYPES, Workload, fingerprint
 from model.attention import sdpa
 from parallel.context import context_parallel
-from parallel.processes import join
+from runtime.processes import join
 
 ONE_PROCESS = "one_process"
 ANSWER_WITHIN = 600.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["bench.preload"])  # torch is imported once, not by every process
+_context.set_forkserver_preload(["testing.preload"])  # torch is imported once, not by every process
 
 
 class Times(NamedTuple):

@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 
 import pretrain_dit
-from bench.machine import describe, write_json
 from bench.memory import CLEAR, ENVIRONMENT, status
-from bench.ranks import run_ranks
-from bench.training import Records, prepared_by
-from data.indexed import DataError
-from data.latent_writer import write_latents
+from data.errors import DataError
+from data.latents.writer import write_latents
+from testing.machine import describe, write_json
+from testing.ranks import run_ranks
+from testing.training import Records, prepared_by
 from tools.arguments import parser_for
-from train.flags import ConfigError
+from train.config.flags import ConfigError
 
 CHANNELS, SIDE, PATCH = 4, 64, 2
 METHODS = ("ring", "allgather", "wallfacer", "ulysses", "double_ring")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from parallel.files import sha256
+from runtime.files import sha256
 
 SAMPLES = 64
 SAMPLE_BYTES = 1 << 16

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from data.indexed import DataError
+from data.errors import DataError
 
 IGNORE_INDEX = -100
 """Label that carries no loss."""
@@ -67,7 +67,7 @@ def batches(dataset: Samples, batching: Batching, consumed_samples: int) -> Iter
     `consumed` moves on by as many. Labels without loss are IGNORE_INDEX.
 
     Args:
-        dataset: endless, as `data.megatron.build_datasets` gives it.
+        dataset: endless, as `data.text.megatron.build_datasets` gives it.
         consumed_samples: samples of all ranks before this step.
 
     Raises:

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from data.indexed import DataError, writing
+from data.errors import DataError
+from data.text.indexed import writing
 
 END_OF_TEXT = "<|endoftext|>"
 # End-of-text tokens of well-known tokenizers, looked for where no tokenizer_config.json names one.

@@ -101,7 +101,7 @@ def command_line(row: str, way: str, data: Path, iterations: int) -> list[str]:
 def train(rank: int, world_size: int, flags: Sequence[str]) -> list[float]:
     """One rank of a run of pretrain_gpt.py: on the first, the loss of each update."""
     import pretrain_gpt
-    from bench.training import Records, prepared_by
+    from testing.training import Records, prepared_by
 
     log = Records()
     with prepared_by(pretrain_gpt, flags, log) as trainer:
@@ -118,9 +118,9 @@ def convergence(
         ValueError: it holds runs of other settings.
         RuntimeError: a rank failed.
     """
-    from bench.machine import describe, write_json
-    from bench.ranks import run_ranks
-    from data.prepare import Request, prepare
+    from data.text.prepare import Request, prepare
+    from testing.machine import describe, write_json
+    from testing.ranks import run_ranks
 
     sizes = {"ranks": RANKS, "sequences": BATCH, "seq_length": LENGTH, "vocabulary": VOCABULARY}
     settings = {"iterations": iterations, **sizes}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallel.processes import process_group, set_timeout
+from runtime.processes import process_group, set_timeout
 
 
 class MeshError(ValueError):
@@ -99,7 +99,7 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
     outer one.
 
     Raises:
-        LaunchError: the processes cannot join (see ``parallel.processes.meet``).
+        LaunchError: the processes cannot join (see ``runtime.processes.meet``).
         MeshError: there is no GPU, or there are more processes than GPUs on a machine.
     """
     device = torch.device(config.device_type)

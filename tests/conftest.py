@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from data.prepare import Request, prepare
+from data.text.prepare import Request, prepare
+from testing.ranks import preload
+
+preload("tests.preload")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pretrain_dit
 from pretrain_gpt import main
-from tests.ranks import run_ranks
+from testing.ranks import run_ranks
 from train import loop
 from train.metrics import METRICS, read_metrics
 

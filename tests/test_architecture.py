@@ -15,15 +15,21 @@ from tests.starts import PATIENCE
 ROOT = Path(__file__).resolve().parents[1]
 
 # A package may import what stands here, and itself; None is everything of ours but the tests.
+BELOW = {"model", "data", "checkpoint", "parallel", "kernels", "runtime"}
 MAY_IMPORT: dict[str, set[str] | None] = {
-    "kernels": set(),
-    "model": {"kernels"},
-    "parallel": {"kernels"},
-    "data": {"parallel", "kernels"},
-    "train": {"model", "data", "parallel", "kernels"},
-    "entry": {"train", "model", "data", "parallel", "kernels"},
+    "runtime": set(),
+    "kernels": {"runtime"},
+    "model": {"kernels", "runtime"},
+    "parallel": {"kernels", "runtime"},
+    "checkpoint": {"runtime"},
+    "data": {"runtime"},
+    "train": BELOW | {"planner"},
+    "planner": BELOW | {"train"},
+    "entry": BELOW | {"planner", "train"},
     "tools": None,
     "papers": None,
+    "parity": None,
+    "testing": None,
     "bench": None,
 }
 PACKAGES = set(MAY_IMPORT) - {"entry"}
@@ -148,14 +154,14 @@ def test_dependencies_point_one_way():
         ("model/a.py", "import os", "model/a.py imports os"),
         (
             "parallel/context/a.py",
-            "def f():\n    from train.config import Config",
+            "def f():\n    from train.config.language import Config",
             "parallel/context/a.py imports train",
         ),
         ("parallel/a.py", "from data import loader", "parallel/a.py imports data"),
         ("data/a.py", "import model", "data/a.py imports model"),
         ("train/a.py", "import tools.plot", "train/a.py imports tools"),
         ("pretrain.py", "from bench import attention", "pretrain.py imports bench"),
-        ("tools/a.py", "from tests.ranks import run_ranks", "tools/a.py imports tests"),
+        ("tools/a.py", "from tests.pretraining import train", "tools/a.py imports tests"),
     ],
 )
 def test_a_wrong_import_is_seen(tmp_path, name, text, found):
@@ -169,15 +175,15 @@ def test_right_imports_pass(tmp_path):
     plant(
         tmp_path, "parallel/context/a.py", "import os\nimport torch\nfrom . import plan\nfrom ..mesh import MeshConfig"
     )
-    plant(tmp_path, "tools/a.py", "from bench import attention\nimport train.config\nimport papers")
-    plant(tmp_path, "pretrain.py", "from train.config import parse_args\nfrom model.llama import Llama")
+    plant(tmp_path, "tools/a.py", "from bench import attention\nimport train.config.language\nimport papers")
+    plant(tmp_path, "pretrain.py", "from train.config.language import parse_args\nfrom model.llama import Llama")
     plant(tmp_path, "model/a.py", "import torch\nfrom kernels.attention import block_forward\nfrom model import layers")
     assert wrong_imports(tmp_path) == []
 
 
 def test_processes_join_in_one_place(tmp_path):
     """Any other group would have two of gloo's workers, and no end that waits for them."""
-    assert joins(ROOT) == ["parallel/processes.py"]
+    assert joins(ROOT) == ["runtime/processes.py"]
     plant(tmp_path, "tools/a.py", "import torch.distributed as d\nd.init_process_group('gloo')")
     plant(tmp_path, "bench/a.py", "from torch.distributed import init_process_group as start")
     assert joins(tmp_path) == ["bench/a.py", "tools/a.py"]
@@ -218,4 +224,4 @@ def test_a_command_line_is_read_before_anything_heavy_is_loaded():
 
 
 def test_a_heavy_import_is_seen():
-    assert {"train", "sentencepiece"} <= loaded_by("import train.flags, sentencepiece")
+    assert {"train", "sentencepiece"} <= loaded_by("import train.config.flags, sentencepiece")

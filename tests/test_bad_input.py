@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from data import indexed
-from data.prepare import Request, prepare
-from parallel import agree
+from data.text import indexed
+from data.text.prepare import Request, prepare
 from pretrain_gpt import main
+from runtime import together
+from testing.ranks import run_ranks
 from tests.bad_files import make_bad, write
 from tests.endings import Ending, end
 from tests.pretraining import TINY, on_rank
-from tests.ranks import run_ranks
 from tests.starts import PATIENCE
 from tools.prepare_data import main as prepare_data
 from train import run
@@ -198,7 +198,7 @@ def end_cases(rank: int, world_size: int, root: Path) -> dict[str, Ending]:
     defaults = indexed.check_indexed.__defaults__
     wandb = sys.modules.get("wandb")
     for name, case in CASES.items():
-        agree._store = lambda _, name=name: dist.PrefixStore(name, store)  # as if every case were another run
+        together._store = lambda _, name=name: dist.PrefixStore(name, store)  # as if every case were another run
         indexed.check_indexed.__defaults__ = defaults
         case.before()
         endings[name] = end(main, flags_of(root, *case.flags, *(case.flags_of_rank_1 if rank == 1 else ())))

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from model.registry import num_parameters
-from train import config, dit_config
-from train.config import load_config
+from train.config import diffusion as dit_config
+from train.config import language as config
+from train.config.language import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 

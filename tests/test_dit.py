@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 
 import pretrain_dit
-from bench.parity import GRADIENTS, Run, compare, equal, trained
-from bench.parity_cases import REFERENCE, Case, diffusion_cases
-from data.latent_folder import CHECKED
-from data.latent_writer import write_latents
+from checkpoint.api import load_model
+from data.latents.folder import CHECKED
+from data.latents.writer import write_latents
 from model.dit import DiT
 from model.dit_config import architecture_of
-from parallel import agree
-from parallel.checkpoint import load_model
+from parity.cases import REFERENCE, Case, diffusion_cases
+from parity.run import GRADIENTS, Run, compare, equal, trained
+from runtime import together
+from testing.ranks import run_ranks
 from tests.pretraining import DIT, pretrain_digits
-from tests.ranks import run_ranks
-from train.dit_config import DiTRunConfig, load_config, parse_args
-from train.flags import attribute_docs, config_fields
+from train.config.diffusion import DiTRunConfig, load_config, parse_args
+from train.config.flags import attribute_docs, config_fields
 from train.metrics import METRICS, read_metrics
 from train.run import exit_status
 
@@ -191,7 +191,7 @@ def end_cases(rank: int, world_size: int, save: Path, cases: Sequence[str]) -> d
     """All cases one after the other on ranks that have joined."""
     store, endings = dist.distributed_c10d._get_default_store(), {}
     for flags in cases:
-        agree._store = lambda _, name=flags: dist.PrefixStore(name, store)  # as if every case were another run
+        together._store = lambda _, name=flags: dist.PrefixStore(name, store)  # as if every case were another run
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
             status = exit_status(pretrain_dit.main, [*DIT, "--save", str(save), *flags.split()])

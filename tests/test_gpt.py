@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from testing.ranks import run_ranks
 from tests.pretraining import differences, on_rank, pretrain
-from tests.ranks import run_ranks
 
 BOUND = 1e-5
 GPT = ("--config", str(Path(__file__).parents[1] / "configs" / "gpt_tiny.toml"), "--context-parallel-size")

@@ -7,10 +7,10 @@ import pytest
 
 from parallel.mesh import joined
 from pretrain_gpt import prepared
+from testing.ranks import run_ranks
 from tests.pretraining import TINY, differences, pretrain
-from tests.ranks import run_ranks
 from train import loop
-from train.config import parse_args
+from train.config.language import parse_args
 
 BOUND = 1e-5
 CONFIGS = Path(__file__).parents[1] / "configs"

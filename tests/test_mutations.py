@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from parallel.checkpoint import find_checkpoint, load_model
-from parallel.manifest import read_manifest
+from checkpoint.api import find_checkpoint, load_model
+from checkpoint.manifest import read_manifest
 from tests.parallel.tiny import ARCHITECTURE, Tiny, build, rewrite_manifest, save, train
 from tools.plot import read_losses
-from train.config import Config, parse_args
-from train.flags import ConfigError
+from train.config.flags import ConfigError
+from train.config.language import Config, parse_args
 from train.metrics import METRICS, cut_back
 from train.run import exit_status, progress_of
 

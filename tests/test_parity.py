@@ -6,8 +6,8 @@ import pytest
 
 from kernels.attention import CAUSAL, FULL
 from parallel.context import tiles
+from testing.ranks import run_ranks
 from tests.pretraining import differences, on_rank, pretrain
-from tests.ranks import run_ranks
 
 BOUND = 1e-5
 ALONE = ("--context-parallel-method", "none")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.parity import Run, equal, trained
-from bench.parity_cases import Case
+from parity.cases import Case
+from parity.run import Run, equal, trained
 
 BOUND = 1e-6
 PAIRS = [

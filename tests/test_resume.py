@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.pretraining import differences, pretrain
-from train.config import load_config
+from train.config.language import load_config
 from train.metrics import METRICS, read_metrics
 
 STRIPED = ("--context-parallel-method", "striped", "--context-parallel-size", "2")

@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 
+from checkpoint.api import find_checkpoint
 from data.tokenizer import load_tokenizer
-from parallel.checkpoint import find_checkpoint
-from parallel.processes import launched_world_size
+from runtime.processes import launched_world_size
 from tests.endings import Ending, end
 from tools import plan, plot, prepare_data, prepare_latents, sample, sample_dit
-from train import config, dit_config, flags
-from train.config import Config
-from train.dit_config import DiTRunConfig
-from train.flags import Field
+from train.config import diffusion as dit_config
+from train.config import flags
+from train.config import language as config
+from train.config.diffusion import DiTRunConfig
+from train.config.flags import Field
+from train.config.language import Config
 from train.run import claim_folder
 
 ENTRIES = {

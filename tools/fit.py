@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from train import config as language
-from train import dit_config as diffusion
-from train.flags import ConfigError
+from train.config import diffusion, language
+from train.config.flags import ConfigError
 from train.run import run_entry
 
 ON_CPU = 4

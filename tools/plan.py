@@ -21,14 +21,14 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.tokenizer import load_tokenizer
-from parallel.cluster import Cluster, default_cluster, load_cluster
-from parallel.files import write_text
 from parallel.mesh import SIZES
-from parallel.processes import launched_world_size
+from planner.cluster import Cluster, default_cluster, load_cluster
+from planner.search import Candidate, Ranking, arrangements, nothing_left, rank
+from runtime.files import write_text
+from runtime.processes import launched_world_size
 from tools.arguments import parser_for
-from train.config import Config, ConfigError, parse_args, to_toml, validate
-from train.language import with_vocabulary
-from train.planner import Candidate, Ranking, arrangements, nothing_left, rank
+from train.config.language import Config, ConfigError, parse_args, to_toml, validate
+from train.objectives.language import with_vocabulary
 from train.run import exit_status
 
 DEFAULT_TOP = 10

@@ -76,8 +76,8 @@ def main(argv: list[str] | None = None) -> int:
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
 
-    from data.indexed import DataError
-    from data.prepare import Request, prepare
+    from data.errors import DataError
+    from data.text.prepare import Request, prepare
 
     request = Request(
         inputs=tuple(args.input or ()),

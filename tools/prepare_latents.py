@@ -23,9 +23,9 @@ import numpy as np
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.indexed import DataError
-from data.latent_folder import LatentFolder, check_labels
-from data.latent_writer import write_latents
+from data.errors import DataError
+from data.latents.folder import LatentFolder, check_labels
+from data.latents.writer import write_latents
 from tools.arguments import parser_for, positive, run_command
 
 
@@ -119,7 +119,7 @@ def _encoder(vae: Path | None) -> Any:
         return lambda pixels: pixels
     import torch
 
-    from data.vae import Vae
+    from data.latents.vae import Vae
 
     return Vae(vae, torch.device("cuda" if torch.cuda.is_available() else "cpu")).encode
 

@@ -10,10 +10,10 @@ from io import StringIO
 import torch
 import torch.distributed as dist
 
-from parallel.agree import from_first, is_first
 from parallel.mesh import joined
 from pretrain_gpt import prepared
-from train.config import Config
+from runtime.together import from_first, is_first
+from train.config.language import Config
 
 
 def measure(configs: Sequence[Config], iterations: int, *, quiet: bool = False) -> list[float]:

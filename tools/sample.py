@@ -7,18 +7,18 @@ from pathlib import Path
 
 import torch
 
+from checkpoint.api import CheckpointError, find_checkpoint, load_model
+from checkpoint.manifest import checkpoint_folder, read_manifest
+from data.errors import DataError
 from data.fingerprint import digest
-from data.indexed import DataError
 from data.tokenizer import load_tokenizer
 from model.base import LanguageModel
 from model.config import architecture_of
 from model.generate import DivergedError, generate
 from model.registry import build_model
-from parallel.checkpoint import CheckpointError, find_checkpoint, load_model
-from parallel.manifest import checkpoint_folder, read_manifest
 from tools.arguments import Parser
-from train.config import Config, ConfigError, load_config
-from train.language import with_vocabulary
+from train.config.language import Config, ConfigError, load_config
+from train.objectives.language import with_vocabulary
 
 
 def main(argv: Sequence[str] | None = None) -> int:

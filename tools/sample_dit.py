@@ -16,26 +16,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.vae import Vae
+from checkpoint.api import CheckpointError, find_checkpoint, load_model, read_manifest
+from checkpoint.manifest import checkpoint_folder
+from data.latents.vae import Vae
 from model.dit import full_sdpa
 from model.dit_config import architecture_of
-from parallel.agree import agreed, is_first
-from parallel.checkpoint import CheckpointError, find_checkpoint, load_model, read_manifest
-from parallel.files import replacing
-from parallel.manifest import checkpoint_folder
 from parallel.mesh import Mesh, joined
-from parallel.processes import launched_world_size
-from parallel.stages import PipelineConfig
+from parallel.pipeline.stages import PipelineConfig
 from pretrain_dit import model_parts
+from runtime.files import replacing
+from runtime.processes import launched_world_size
+from runtime.together import agreed, is_first
 from tools.arguments import parser_for, positive
 from train.assemble import softmax_context
-from train.common import LoopConfig
-from train.dit_config import DiTRunConfig, diffusion_of, load_config
-from train.flags import ConfigError
+from train.config.common import LoopConfig
+from train.config.diffusion import DiTRunConfig, diffusion_of, load_config
+from train.config.flags import ConfigError
+from train.config.sizes import validate_mesh
 from train.loop import AVERAGED
 from train.run import check_writable, run_entry
 from train.sampling import Sampler, SamplingConfig, by_class, not_finite, write_grid
-from train.sizes import validate_mesh
 
 MOST_CLASSES = 10
 """Classes that are drawn where none are named."""

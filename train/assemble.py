@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from kernels.attention import passed_over, select_backend
 from model.attention import Attend
-from parallel.agree import is_first
 from parallel.context import ContextParallel, context_parallel
 from parallel.data import fill, shard_model, sharding_mesh
 from parallel.mesh import Mesh
+from parallel.pipeline.runner import Batch, Runner
+from parallel.pipeline.stages import stage_layers
 from parallel.recompute import recompute_layers
-from parallel.runner import Batch, Runner
-from parallel.stages import stage_layers
-from train.common import CommonConfig
-from train.flags import ConfigError
-from train.sizes import micro_batches
+from runtime.together import is_first
+from train.config.common import CommonConfig
+from train.config.flags import ConfigError
+from train.config.sizes import micro_batches
 
 
 class Summed(Protocol):
@@ -30,7 +30,7 @@ class Summed(Protocol):
         """Tokens of a sample that this rank takes, padding included."""
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """See ``parallel.runner.LossSum``."""
+        """See ``parallel.pipeline.runner.LossSum``."""
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -131,7 +131,7 @@ def runner_of(
             "--num-virtual-stages-per-pipeline-rank 2 shortens the bubbles",
             flush=True,
         )
-    from parallel.pipeline import PipelineRunner  # which takes a second, for torch.compile
+    from parallel.pipeline.schedule import PipelineRunner  # which takes a second, for torch.compile
 
     hidden = (train.micro_batch_size, objective.local_length // mesh.tp.size(), config.shape.hidden_size)  # [B, T, C]
     return PipelineRunner(

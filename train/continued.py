@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from parallel.checkpoint import CheckpointError
-from train.common import CommonConfig
-from train.flags import spelled
+from checkpoint.api import CheckpointError
+from train.config.common import CommonConfig
+from train.config.flags import spelled
 from train.schedule import Schedule, schedule_of
 
 Run = TypeVar("Run", bound=CommonConfig)

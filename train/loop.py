@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoint.api import save_checkpoint, saved_iterations
+from data.errors import DataError
 from data.loader import Batch, Batching, Samples, batches, evaluation_batches
-from data.megatron import DataError
-from parallel.agree import agreed
-from parallel.checkpoint import save_checkpoint, saved_iterations
 from parallel.data import copies_unseen, finish_gradients
 from parallel.mesh import Mesh
-from parallel.runner import Runner
-from train.common import CommonConfig
+from parallel.pipeline.runner import Runner
+from runtime.together import agreed
+from train.config.common import CommonConfig
 from train.continued import kept
 from train.ema import Ema
 from train.metrics import RunLog, memory_gb

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from parallel.files import reason, replacing, write_text
-from train.flags import ConfigError
+from runtime.files import reason, replacing, write_text
+from train.config.flags import ConfigError
 
 METRICS = "metrics.jsonl"
 LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}

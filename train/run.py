@@ -14,21 +14,21 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from data.megatron import DataError
-from parallel.agree import agreed, from_first, is_first, one_voice
-from parallel.checkpoint import CheckpointError, find_checkpoint, load_checkpoint, read_manifest, remove_drafts
-from parallel.cluster import ClusterError
+from checkpoint.api import CheckpointError, find_checkpoint, load_checkpoint, read_manifest, remove_drafts
+from checkpoint.manifest import MANIFEST
+from data.errors import DataError
 from parallel.context import ContextError
-from parallel.files import FULL, InUseError, owned, write_text
-from parallel.lost import tell_lost
-from parallel.manifest import MANIFEST
 from parallel.mesh import MeshError
-from parallel.processes import LaunchError
 from parallel.recompute import RecomputeError
-from train.common import CommonConfig
+from planner.cluster import ClusterError
+from runtime.files import FULL, InUseError, owned, write_text
+from runtime.lost import tell_lost
+from runtime.processes import LaunchError
+from runtime.together import agreed, from_first, is_first, one_voice
+from train.config.common import CommonConfig
+from train.config.flags import ConfigError, spelled, write_toml
 from train.continued import Run, changes, continued
 from train.ema import Ema
-from train.flags import ConfigError, spelled, write_toml
 from train.loop import AVERAGED, Progress, TrainingError
 from train.metrics import METRICS, RunLog, check_services, disk_errors
 from train.schedule import shortened

@@ -21,10 +21,10 @@ from model.diffusion import Diffusion
 from model.dit import patchify, unpatchify
 from model.dit_config import DiTConfig
 from model.samplers import draw, guided
-from parallel.agree import agreed, is_first
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh
-from train.flags import ConfigError
+from runtime.together import agreed, is_first
+from train.config.flags import ConfigError
 
 SMALLEST_SIDE = 48
 """Pixels that a sample's shorter side has at least in a picture."""

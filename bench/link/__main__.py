@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
         check(args)
         check_permission()
         from bench.link import measure, report
-        from data.prepare import prepare
+        from data.text.prepare import prepare
 
         with tempfile.TemporaryDirectory(prefix="longmesh-link-") as folder:
             data = Path(folder) / "stdlib"

@@ -11,10 +11,10 @@ from bench.link.cases import VOCAB_SIZE, batch_of, cases_of, command_line, refer
 from bench.link.network import Network
 from bench.link.planned import planned, verdict
 from bench.link.ranks import Iteration, train
-from bench.machine import describe
-from data.prepare import Request
+from data.text.prepare import Request
 from parallel.context import make_plan
-from train.config import Config, parse_args
+from testing.machine import describe
+from train.config.language import Config, parse_args
 
 CORPUS = Request(vocab_size=VOCAB_SIZE, max_bytes=4 << 20)
 WARM_UP, WARM_UP_LIMITED = 2, 1  # steps: connections are made; TCP finds its window

@@ -7,10 +7,10 @@ from typing import Any
 from bench.link.cases import VOCAB_SIZE, batch_of, command_line, method_flags, name_of
 from bench.link.network import Network
 from bench.link.ranks import profile
-from parallel.cluster import load_cluster
-from train.config import parse_args
-from train.language import with_vocabulary
-from train.planner import rank
+from planner.cluster import load_cluster
+from planner.search import rank
+from train.config.language import parse_args
+from train.objectives.language import with_vocabulary
 
 CLUSTERS = Path(__file__).parent / "clusters"
 ITERATIONS = 3

@@ -18,16 +18,16 @@ import torch
 
 import pretrain_gpt
 from bench.link.network import Network, enter
-from bench.ranks import uninterrupted
-from bench.training import prepared_by
+from testing.ranks import uninterrupted
+from testing.training import prepared_by
 from tools.profile_plan import measure
-from train.config import parse_args
+from train.config.language import parse_args
 from train.metrics import RunLog
 
 PORT = 29400
 ANSWER_WITHIN = 300.0  # seconds until the next iteration must be over
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["bench.preload"])
+_context.set_forkserver_preload(["testing.preload"])
 
 
 class Iteration(NamedTuple):

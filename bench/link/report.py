@@ -6,8 +6,8 @@ from typing import Any
 
 from bench.link.cases import reference_of
 from bench.link.planned import verdict
-from bench.machine import device_name, slug, usable_cores, write_json
-from parallel.files import write_text
+from runtime.files import write_text
+from testing.machine import device_name, slug, usable_cores, write_json
 
 LINK = {"shared": "one link for all ranks", "rails": "a link for each rank"}
 

@@ -8,9 +8,9 @@ out = cp.attend(q, k, v)                                    # [B, T_local, H, D]
 from parallel.context.api import ContextParallel, context_parallel
 from parallel.context.config import ContextConfig
 from parallel.context.errors import ContextError
+from parallel.context.methods.registry import LINEAR_METHODS, METHODS, STATE_METHODS
 from parallel.context.plan import Plan
 from parallel.context.planning import make_plan
-from parallel.context.registry import LINEAR_METHODS, METHODS, STATE_METHODS
 from parallel.context.rounds import Round
 from parallel.context.traffic import Cost, Traffic
 

@@ -13,9 +13,9 @@ from kernels.linear_attention import check, linear_attention
 from parallel.context.errors import ContextError
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange
+from parallel.context.methods.registry import LINEAR_METHODS, check_kind
 from parallel.context.plan import Plan
 from parallel.context.planning import make_plan
-from parallel.context.registry import LINEAR_METHODS, check_kind
 from parallel.context.softmax import SoftmaxAttention
 from parallel.context.state import StateExecutor, attend_linear
 from parallel.context.transport import Transport

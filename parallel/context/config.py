@@ -4,8 +4,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from parallel.context.errors import ContextError
+from parallel.context.methods.registry import method_of
 from parallel.context.planning import make_plan
-from parallel.context.registry import method_of
+
+HybridLayout = Literal["contiguous", "zigzag"]
+HYBRID_LAYOUTS: tuple[HybridLayout, ...] = ("contiguous", "zigzag")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,3 +112,43 @@ class FullContextConfig(ContextConfig):
     balance a causal mask, bring nothing here."""
     attention_backend: Literal["auto", "aten", "cudnn", "flash_attn", "reference"] = "auto"
     """Kernel of one attention block; auto takes flash-attn 2.7 or 2.8 where that is installed and works, else aten."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig:
+    """How the context-parallel processes share the softmax attention of a model that has linear attention too."""
+
+    hybrid_softmax_method: Literal["ring", "allgather", "ulysses"] = "ring"
+    """Communication of the layers of softmax attention; context_parallel_method is that of the linear ones."""
+    hybrid_softmax_layout: Literal["auto", "contiguous", "zigzag"] = "auto"
+    """Who owns which tokens in them. Linear attention needs contiguous ones, of which a causal mask gives the last rank
+    most work; zigzag balances it, and an all-to-all before and after the attention goes from one layout to the other.
+    auto takes what the cost model finds faster on the cluster."""
+
+    def context(self, layout: HybridLayout) -> ContextConfig:
+        """The configuration of a model whose attention is all softmax, in this layout."""
+        zigzag_ring = self.hybrid_softmax_method == "ring" and layout == "zigzag"
+        method = "zigzag" if zigzag_ring else self.hybrid_softmax_method
+        return ContextConfig(context_parallel_method=method, context_parallel_layout=layout)
+
+    @property
+    def layouts(self) -> tuple[HybridLayout, ...]:
+        """Those that may be taken."""
+        if self.hybrid_softmax_method == "ulysses":
+            return ("contiguous",)
+        return HYBRID_LAYOUTS if self.hybrid_softmax_layout == "auto" else (self.hybrid_softmax_layout,)
+
+    def check(self, *, seq_len: int, size: int, heads: int, kv_heads: int) -> None:
+        """Refuse what ``size`` ranks with these heads each cannot do. Needs no processes.
+
+        Raises:
+            ContextError: with the reason and what would work.
+        """
+        if self.hybrid_softmax_layout == "zigzag" and self.hybrid_softmax_method == "ulysses":
+            raise ContextError(
+                "hybrid_softmax_layout is zigzag and hybrid_softmax_method is ulysses, after whose exchange of heads "
+                "every rank has the whole sequence and the same work in any layout; use contiguous or auto, or method "
+                "ring or allgather"
+            )
+        for layout in self.layouts:
+            self.context(layout).check(seq_len=seq_len, size=size, heads=heads, kv_heads=kv_heads, ranks_per_node=None)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel.context.errors import ContextError
 from parallel.context.layout import Layout, padded_length
-from parallel.context.method import Hop, Method, Ranks, Send, Shape
+from parallel.context.methods.base import Hop, Method, Ranks, Send, Shape
 from parallel.context.placement import places
 from parallel.context.rounds import Round, Step, Transfer
 from parallel.context.tiles import Piece, pieces, tiles

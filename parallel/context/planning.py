@@ -5,10 +5,10 @@ from itertools import pairwise
 from typing import Literal
 
 from parallel.context.errors import ContextError
-from parallel.context.method import Method
+from parallel.context.methods.base import Method
+from parallel.context.methods.registry import method_of
 from parallel.context.placement import PLACEMENTS
 from parallel.context.plan import Plan
-from parallel.context.registry import method_of
 
 _plan = lru_cache(maxsize=1024)(Plan)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from parallel.context.errors import ContextError
 from parallel.context.executor import Executor, attend, begin
 from parallel.context.heads import HeadExchange
-from parallel.context.registry import METHODS, check_kind
+from parallel.context.methods.registry import METHODS, check_kind
 
 
 class SoftmaxAttention:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear_attention import from_state, local_state, passed_on, scan_of, select_backend
-from parallel.context.lasp import passages
+from parallel.context.methods.lasp import passages
 from parallel.context.plan import Plan
 from parallel.context.transport import Tensors, Transport
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from parallel.context.lasp import passages
+from parallel.context.methods.lasp import passages
 
 if TYPE_CHECKING:
     from parallel.context.plan import Plan

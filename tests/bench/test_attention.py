@@ -10,9 +10,9 @@ import pytest
 
 from bench import attention
 from bench.attention import Target, compare, slowest_pairs, summary
-from bench.machine import usable_cores
 from bench.processes import ONE_PROCESS, Contestants, Times
 from bench.workload import Workload, check_same
+from testing.machine import usable_cores
 from tests.starts import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]

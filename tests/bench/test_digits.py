@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from bench.digits import LEAST_ACCURACY, LEAST_AGREEMENT, agreement, learnt, main, report
-from data.latents import Digits
+from data.latents.dataset import Digits
 from train.sampling import by_class
 
 

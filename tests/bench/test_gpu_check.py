@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import attention, ceilings, gpu, gpu_check, machine
+from bench import attention, ceilings, gpu, gpu_check
 from bench.workload import Workload
+from testing import machine
 from tests.starts import PATIENCE
 
 METHODS = ("ring", "striped", "zigzag", "allgather")

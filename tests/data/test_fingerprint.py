@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.fingerprint import SAMPLE_BYTES, SAMPLES, fingerprint
-from data.latent_folder import latents_fingerprint
+from data.latents.folder import latents_fingerprint
 
 
 def written(folder: Path, *contents: bytes) -> tuple[Path, list[Path]]:

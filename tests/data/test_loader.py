@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from data.errors import DataError
 from data.loader import IGNORE_INDEX, Batching, batches, evaluation_batches
-from data.megatron import DataConfig, DataError, build_datasets
-from tests.data.corpora import EOD, NumberTokenizer, counting_documents, write_documents
+from data.text.megatron import DataConfig, build_datasets
+from tests.data.text.corpora import EOD, NumberTokenizer, counting_documents, write_documents
 
 SEQ = 8
 GLOBAL = 24

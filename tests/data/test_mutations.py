@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.corpus import Corpus
-from data.digests import check_digests, write_digests
-from data.indexed import DataError, TokenReader, check_indexed, open_indexed
-from data.prepare import Request, prepare, write_indexed
+from data.errors import DataError
+from data.text.corpus import Corpus
+from data.text.digests import check_digests, write_digests
+from data.text.indexed import TokenReader, check_indexed, open_indexed
+from data.text.prepare import Request, prepare, write_indexed
 from data.tokenizer import load_tokenizer
 from tests.data.test_tokenizer import write_hugging_face
 

@@ -12,8 +12,8 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from data.corpus import Corpus, stdlib_files
-from data.megatron import DataError
+from data.errors import DataError
+from data.text.corpus import Corpus, stdlib_files
 from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer, train_tokenizer
 
 AWKWARD = [

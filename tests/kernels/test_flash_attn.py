@@ -13,7 +13,7 @@ from kernels.attention import passed_over, select_backend
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
 from train.assemble import softmax_context
-from train.config import Config, TrainConfig
+from train.config.language import Config, TrainConfig
 
 WINDOW = {"2.5": "window_size", "2.8": "window_size_left, window_size_right, softcap"}
 INTERFACE = """

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from papers import lasp
-from train.config import parse_args, validate
+from train.config.language import parse_args, validate
 
 
 def result(without: float, with_lasp: float) -> dict[str, Any]:

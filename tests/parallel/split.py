@@ -10,22 +10,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from checkpoint.api import load_checkpoint
 from kernels.loss import cross_entropy_sum
 from model.attention import Attend, Attends, LinearAttend, sdpa
 from model.base import LanguageModel, initial_weight
 from model.config import ModelConfig
 from model.registry import build_model
-from parallel.checkpoint import load_checkpoint
 from parallel.context import ContextConfig, ContextParallel, context_parallel
+from parallel.context.config import HybridConfig
 from parallel.data import DataParallelConfig, fill, finish_gradients, reduce_gradients, shard_model, sharding_mesh
-from parallel.hybrid import HybridConfig
 from parallel.mesh import Mesh, MeshConfig, joined
 from parallel.recompute import RecomputeConfig, recompute_layers
-from parallel.tensor import split_model
+from parallel.tensor.split import split_model
 from tests.parallel.tiny import ARCHITECTURE, save, whole_tensors
 from tests.parallel.whole import gradients_of, weights_of
-from train.config import Config, TrainConfig
-from train.language import NextToken, context_of
+from train.config.language import Config, TrainConfig
+from train.objectives.language import NextToken, context_of
 
 ZERO3 = DataParallelConfig()
 SEED, BATCH, LENGTH = 3, 4, 17

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallel.data import reduce_gradients
+from testing.ranks import run_ranks
 from tests.parallel.unequal import (
     SEED,
     VALID,
@@ -18,7 +19,6 @@ from tests.parallel.unequal import (
     whole_model,
 )
 from tests.parallel.whole import full, gradients_of
-from tests.ranks import run_ranks
 
 
 def weights(rank: int, world_size: int) -> dict[str, torch.Tensor]:

@@ -12,10 +12,10 @@ from parallel.context import context_parallel
 from parallel.data import fill, finish_gradients, shard_model
 from parallel.mesh import Mesh, joined
 from parallel.recompute import RecomputeConfig, recompute_layers
-from parallel.tensor import split_dit
+from parallel.tensor.split import split_dit
+from testing.ranks import run_ranks
 from tests.parallel.split import Step, difference, keep_parts, mesh_config, summed
 from tests.parallel.whole import full, gradients_of, weights_of
-from tests.ranks import run_ranks
 
 LOSS, GRADIENT = 2e-6, 1e-7
 IMAGE = DiTConfig(

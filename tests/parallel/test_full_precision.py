@@ -21,9 +21,9 @@ from parallel.data import (
     sharding_mesh,
 )
 from parallel.recompute import RecomputeConfig, recompute_layers
+from testing.ranks import run_ranks
 from tests.parallel.unequal import SEED, batch, difference
 from tests.parallel.whole import gradients_of
-from tests.ranks import run_ranks
 
 CONFIG = ModelConfig(model_type="transnormer", num_layers=2, hidden_size=24, num_attention_heads=2, vocab_size=37)
 ANGLES = "layers.0.attention.lrpe.theta"

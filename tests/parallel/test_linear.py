@@ -14,12 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model.attention import linear
 from model.config import ModelConfig
 from model.registry import build_model
-from parallel import tensor, tensor_styles
 from parallel.context import context_parallel
 from parallel.context.transport import Transport
 from parallel.data import DataParallelConfig, Strategy
 from parallel.mesh import joined
 from parallel.recompute import RecomputeConfig
+from parallel.tensor import split as tensor
+from parallel.tensor import styles as tensor_styles
+from testing.ranks import run_ranks
 from tests.parallel.split import (
     PLAIN,
     Step,
@@ -32,7 +34,6 @@ from tests.parallel.split import (
     whole_step,
 )
 from tests.parallel.tiny import equal
-from tests.ranks import run_ranks
 
 LOSS, GRADIENT = 2e-6, 1e-7
 LINEAR = ("transnormer", "linear_transformer")

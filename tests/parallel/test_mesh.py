@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import MeshConfig, MeshError, joined
-from parallel.processes import join, launched_world_size
-from tests.ranks import run_ranks
+from runtime.processes import join, launched_world_size
+from testing.ranks import run_ranks
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from parallel import recompute
 from parallel.context import context_parallel
 from parallel.data import fill, shard_model
 from parallel.recompute import ATTENTION, RecomputeConfig, RecomputeError, recompute_layers
+from testing.ranks import run_ranks
 from tests.pretraining import differences, pretrain
-from tests.ranks import run_ranks
-from train.language import NextToken
+from train.objectives.language import NextToken
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37)
 LENGTH, SEED = 24, 3

@@ -22,11 +22,11 @@ from parallel.data import (
     sharding_mesh,
 )
 from parallel.mesh import joined
+from testing.ranks import run_ranks
 from tests.parallel import split
 from tests.parallel.tiny import equal
 from tests.parallel.unequal import difference, gradient_norm_of, loss_sum, sharded, whole_model
 from tests.parallel.whole import gradients_of
-from tests.ranks import run_ranks
 from train.optim import gradient_norm
 
 STRATEGIES = get_args(Strategy)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from parallel.checkpoint import save_checkpoint
-from parallel.manifest import Manifest, read_manifest, write_manifest
+from checkpoint.api import save_checkpoint
+from checkpoint.manifest import Manifest, read_manifest, write_manifest
 from tests.parallel.whole import full
 
 VOCABULARY, WIDTH = 7, 6  # neither is divisible by 4 ranks: shards are uneven, and one rank's are empty

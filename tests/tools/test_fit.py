@@ -9,7 +9,7 @@ import torch
 
 from kernels.attention import select_backend
 from tools.fit import ENTRIES, fit, main
-from train.flags import ConfigError
+from train.config.flags import ConfigError
 
 ROOT = Path(__file__).parents[2]
 QUICK = {"pretrain_gpt.py": "llama_tiny", "pretrain_dit.py": "dit_tiny"}

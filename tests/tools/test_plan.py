@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from parallel.cluster import CLUSTERS
+from planner.cluster import CLUSTERS
+from testing.ranks import run_ranks
 from tests.pretraining import TINY
-from tests.ranks import run_ranks
 from tools.plan import main
 from tools.profile_plan import measure
 from train import loop
-from train.config import parse_args, validate
+from train.config.language import parse_args, validate
 
 A100 = ("--cluster", str(CLUSTERS / "wallfacer_a100_8.toml"))
 MODEL = ("--vocab-size", "512", "--num-attention-heads", "8", "--hidden-size", "512", "--seq-length", "4096")

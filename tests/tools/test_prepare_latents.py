@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from data.latent_folder import CHECKED, LatentFolder
-from data.latent_writer import write_latents
+from data.latents.folder import CHECKED, LatentFolder
+from data.latents.writer import write_latents
 from tools.prepare_latents import main
 
 SHADES = {"cat": 0, "dog": 255}
@@ -59,7 +59,7 @@ def test_latents_of_an_autoencoder(images, tmp_path):
         wanted = model.eval().encode(torch.ones(1, 3, 16, 16)).latent_dist.mean[0] * 0.5
     np.testing.assert_allclose(found.latents(3), wanted.numpy(), atol=1e-5)
 
-    from data.vae import Vae
+    from data.latents.vae import Vae
 
     with torch.no_grad():
         decoded = model.decode(wanted[None] / 0.5).sample

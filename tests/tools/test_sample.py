@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 
+from checkpoint.api import save_checkpoint
 from data.fingerprint import digest
 from data.tokenizer import load_tokenizer, train_tokenizer
 from model.config import ModelConfig, architecture_of
 from model.generate import generate
 from model.llama import Llama
 from model.registry import build_model
-from parallel.checkpoint import save_checkpoint
 from tools.sample import main
 
 SHAPE = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=300)

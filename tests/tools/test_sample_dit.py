@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from bench.digits import main as digits
-from data.indexed import DataError
-from data.vae import Vae
-from parallel.checkpoint import CheckpointError
+from checkpoint.api import CheckpointError
+from data.errors import DataError
+from data.latents.vae import Vae
 from pretrain_dit import main as pretrain
+from testing.ranks import run_ranks
 from tests.parallel.tiny import rewrite_manifest
-from tests.ranks import run_ranks
 from tools.sample_dit import config_of, fitted, main
 from train import loop
-from train.config import ConfigError
+from train.config.language import ConfigError
 from train.run import exit_status
 from train.sampling import Sampler, write_grid
 

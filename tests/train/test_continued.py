@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from data.megatron import DataConfig
-from parallel.checkpoint import CheckpointError
+from checkpoint.api import CheckpointError
+from data.text.megatron import DataConfig
 from parallel.mesh import MeshConfig
-from train.config import Config, TrainConfig, parse_args
+from train.config.diffusion import DiTRunConfig
+from train.config.language import Config, TrainConfig, parse_args
 from train.continued import changes, continued, kept
-from train.dit_config import DiTRunConfig
 from train.optim import OptimizerConfig
 from train.schedule import schedule_of
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from parallel.data import DataParallelConfig, Strategy, shard_model, sharding_mesh
 from parallel.mesh import MeshConfig, joined
+from testing.ranks import run_ranks
 from tests.parallel.whole import full, weights_of
-from tests.ranks import run_ranks
 from train.ema import Ema, EmaConfig
 
 DECAY = 0.75

@@ -14,23 +14,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from checkpoint.api import CheckpointConfig, read_manifest
+from data.errors import DataError
 from data.loader import IGNORE_INDEX
-from data.megatron import DataError
 from kernels.loss import cross_entropy_sum
 from model.base import initial_weight
 from model.config import ModelConfig, architecture_of
 from model.llama import Llama
 from model.registry import flops_per_token
-from parallel.checkpoint import CheckpointConfig, read_manifest
 from parallel.context import context_parallel
 from parallel.data import fill, shard_model
 from parallel.mesh import MeshConfig, joined
-from tests.ranks import run_ranks
+from testing.ranks import run_ranks
 from train import loop
-from train.config import Config, TrainConfig
-from train.language import NextToken, build_runner
+from train.config.language import Config, TrainConfig
 from train.loop import Progress, Trainer, TrainingError
 from train.metrics import METRICS, LoggingConfig, RunLog, read_metrics
+from train.objectives.language import NextToken, build_runner
 from train.optim import OptimizerConfig, build_optimizer
 
 LENGTH, VOCABULARY = 8, 31

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.starts import PATIENCE
-from train.config import ConfigError
+from train.config.language import ConfigError
 from train.metrics import (
     METRICS,
     LoggingConfig,

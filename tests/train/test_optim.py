@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from model.config import ModelConfig
 from model.llama import Llama
-from tests.ranks import run_ranks
+from testing.ranks import run_ranks
 from train.optim import OptimizerConfig, build_optimizer, clip_gradients, gradient_norm
 
 

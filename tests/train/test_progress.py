@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import run_ranks
+from testing.ranks import run_ranks
 from tests.train.test_loop import run_with, settings
 from tests.train.test_metrics import record
 from train.progress import COLUMNS, ProgressLines, machine_line, progress_line, validation_line

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint.api import CheckpointConfig, CheckpointError
+from checkpoint.search import find_checkpoint
 from model.diffusion import DiffusionConfig
-from parallel.agree import one_voice
-from parallel.checkpoint import CheckpointConfig, CheckpointError
 from parallel.mesh import MeshError
-from parallel.search import find_checkpoint
-from tests.parallel.test_files import another_process
+from runtime.together import one_voice
+from testing.ranks import run_ranks
 from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
-from tests.ranks import run_ranks
+from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, free_port
 from train import run
-from train.config import Config, ConfigError, load_config
-from train.dit_config import DiTRunConfig
+from train.config.diffusion import DiTRunConfig
+from train.config.language import Config, ConfigError, load_config
 from train.loop import Progress
 from train.metrics import METRICS, LoggingConfig
 from train.optim import OptimizerConfig
@@ -283,7 +283,7 @@ def test_one_of_the_ranks_that_fail_speaks(failing: tuple[int, ...]) -> None:
 BEFORE_JOINING = """
 from tests.starts import PATIENCE, free_port
 from train import run
-from train.config import ConfigError
+from train.config.flags import ConfigError
 
 def main(arguments):
     raise ConfigError("lr is -1")

@@ -10,11 +10,11 @@ from model.dit import DiT, full_sdpa
 from model.dit_config import DiTConfig
 from parallel.context.config import FullContextConfig
 from parallel.mesh import MeshConfig, joined
-from parallel.tensor import split_dit
-from tests.ranks import run_ranks
+from parallel.tensor.split import split_dit
+from testing.ranks import run_ranks
 from train.assemble import build_parts, softmax_context
-from train.dit_config import DiTRunConfig, diffusion_of, validate
-from train.flags import ConfigError
+from train.config.diffusion import DiTRunConfig, diffusion_of, validate
+from train.config.flags import ConfigError
 from train.sampling import Sampler, SamplingConfig, by_class, picture_writer, write_grid
 
 MODEL = DiTConfig(

@@ -21,11 +21,11 @@ from bench.link.cases import CASES, MODELS, VOCAB_SIZE, cases_of, command_line, 
 from bench.link.network import Network, NetworkError, check_permission, enter
 from bench.link.planned import CLUSTERS, verdict
 from model.registry import num_parameters
-from parallel.cluster import load_cluster
+from planner.cluster import load_cluster
+from planner.search import rank
 from tests.starts import PATIENCE, interruptible, wait_until
-from train.config import Config, parse_args, validate
-from train.language import with_vocabulary
-from train.planner import rank
+from train.config.language import Config, parse_args, validate
+from train.objectives.language import with_vocabulary
 
 ROOT = Path(__file__).resolve().parents[3]
 WITHIN_PROTOCOL = 1.10

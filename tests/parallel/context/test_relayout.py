@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel.context import ContextError, context_parallel, make_plan
 from parallel.context.relayout import Relayout, attend_inside, moved_tokens, moves
-from tests.ranks import run_ranks
+from testing.ranks import run_ranks
 
 LENGTH, SHAPE = 21, (3, 2)
 PAIRS = [("lasp", "zigzag"), ("lasp", "striped"), ("striped", "zigzag"), ("lasp", "ring")]

@@ -12,10 +12,10 @@ from torch import Tensor
 from kernels import reference
 from kernels.linear_attention import linear_attention
 from parallel.context import STATE_METHODS, ContextError, Traffic, context_parallel, make_plan
-from parallel.context.lasp import passages
+from parallel.context.methods.lasp import passages
 from parallel.context.state import StateExecutor
+from testing.ranks import run_ranks
 from tests.parallel.context.test_executor import error
-from tests.ranks import run_ranks
 
 BATCH, HEADS, WIDTH = 2, 5, 8
 LOG_DECAY = tuple(math.log(decay) for decay in (1.0, 0.999, 0.9, 0.5, 0.2))

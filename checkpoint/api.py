@@ -1,0 +1,281 @@
+"""Atomic, verified, reshardable checkpoints."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from checkpoint.manifest import CheckpointError, Manifest, checkpoint_folder, describe, read_manifest, write_manifest
+from checkpoint.search import POINTER, find_checkpoint, saved_iterations, to_stderr, what_is_broken
+from runtime.files import fsync_folder, reason, room, write_text
+from runtime.together import agree, agreed, cpu_group, from_first, is_first
+
+if TYPE_CHECKING:
+    from checkpoint.tensors import Model
+
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointError",
+    "Manifest",
+    "find_checkpoint",
+    "load_checkpoint",
+    "load_model",
+    "read_manifest",
+    "remove_drafts",
+    "save_checkpoint",
+    "saved_iterations",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where a run is kept and where it starts from."""
+
+    save: str | None = None
+    """Folder of the run: config.toml, metrics.jsonl, loss.png and checkpoints."""
+    save_interval: int | None = None
+    """Iterations between checkpoints; one is written at the end in any case."""
+    load: str | None = None
+    """Folder to resume from: its newest whole checkpoint."""
+    ckpt_step: int | None = None
+    """Load exactly this iteration from --load, and fail if it is broken."""
+    exit_on_missing_checkpoint: bool = False
+    """Fail where --load holds no checkpoint, rather than start afresh."""
+
+    def __post_init__(self) -> None:
+        if self.save_interval is not None and self.save_interval < 1:
+            raise ValueError(f"save_interval is {self.save_interval}; it must be 1 or more, or left out")
+        if self.ckpt_step is not None and self.load is None:
+            raise ValueError(f"ckpt_step is {self.ckpt_step} and load is not set; name a run's folder with --load")
+        if self.exit_on_missing_checkpoint and self.load is None:
+            raise ValueError("exit_on_missing_checkpoint is set and load is not; name a run's folder with --load")
+
+
+def save_checkpoint(
+    directory: str | Path,
+    iteration: int,
+    model: "Model",
+    optimizer: torch.optim.Optimizer,
+    *,
+    architecture: dict[str, Any],
+    extra: dict[str, Any],
+    more: Mapping[str, dict[str, torch.Tensor]] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write ``iter_N`` into a run's folder, so that it is there whole or not at all, and return its path.
+
+    Every rank writes its shards into ``iter_N.tmp`` and hashes them; the first rank writes the manifest, renames the
+    folder and points ``latest_checkpointed_iteration.txt`` at it. Collective over ``group`` (default: all ranks).
+    Tensors are kept under the plain model's parameter names, whatever wraps or shards it. The optimizer's tensors
+    (moments, step) are kept; its hyperparameters are not, since they follow from the configuration and the iteration.
+
+    Args:
+        directory: the run's folder, on a file system that all ranks share.
+        architecture: JSON-able description of the model, compared at load.
+        extra: JSON-able rest of the run's state, which ``load_checkpoint`` returns.
+        more: further sections of tensors by name, such as averages of the weights.
+
+    Raises:
+        CheckpointError: the iteration's checkpoint exists (a broken one is moved aside instead), or the disk refused;
+            on every rank, and nothing half-written stays.
+    """
+    from checkpoint.tensors import bytes_of, tensors_of, write_shards  # torch.distributed.checkpoint: half a second
+
+    folder = checkpoint_folder(directory, iteration)
+    draft = folder.with_name(folder.name + ".tmp")
+    with cpu_group(group) as group:
+        _make_room(folder, draft, group)
+        try:
+            with agreed(group):
+                json.dumps([architecture, extra])
+                state = tensors_of(model, optimizer) | dict(more or {})
+            needed = bytes_of(state, group)
+            from_first(lambda: _check_room(draft, needed), group)
+            write_shards(draft, state, group, needed)
+            files = dict(entry for of_rank in agree(lambda: _own_files(draft, group), group) for entry in of_rank)
+            manifest = Manifest(iteration=iteration, architecture=architecture, extra=extra, files=files)
+            from_first(lambda: _publish(draft, folder, manifest), group)
+        except BaseException:
+            if is_first(group):
+                shutil.rmtree(draft, ignore_errors=True)
+            raise
+    return folder
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: "Model",
+    optimizer: torch.optim.Optimizer,
+    architecture: dict[str, Any],
+    *,
+    more: Mapping[str, dict[str, torch.Tensor]] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Load a folder that ``find_checkpoint`` verified into the model's and the optimizer's tensors, bit for bit.
+
+    Works on any number of ranks and any sharding; collective over ``group`` (default: all ranks). Gradients are
+    dropped. The optimizer keeps its own hyperparameters.
+
+    Args:
+        more: further sections, as they were saved.
+
+    Returns:
+        The ``extra`` that was saved.
+
+    Raises:
+        CheckpointError: the architecture, a tensor's name, shape or dtype differs, or a file does not hold what it
+            should. A difference is found before any weight is changed.
+    """
+    from checkpoint.tensors import compare_tensors, read_metadata, read_shards, spread_copies, tensors_of
+
+    folder = Path(path)
+    with cpu_group(group) as group:
+        with agreed(group):
+            manifest = read_manifest(folder)
+            _compare_architecture(folder, manifest.architecture, architecture)
+            metadata = read_metadata(folder, manifest)
+            optimizer.zero_grad(set_to_none=True)
+            stepped = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
+            # Created anew below, unless it was saved before the first step: no state is not zeros whose step is 1.
+            optimizer.state.clear()
+            state = tensors_of(model, optimizer, create=stepped) | dict(more or {})
+        compare_tensors(folder, state, metadata, group, exact_dtype=True)
+        read_shards(folder, state, metadata, group)
+        spread_copies(model, optimizer)
+    return manifest.extra
+
+
+def load_model(
+    path: str | Path,
+    model: nn.Module,
+    architecture: dict[str, Any],
+    *,
+    section: str = "model",
+    group: dist.ProcessGroup | None = None,
+) -> Manifest:
+    """Load the weights alone, cast to the dtypes of ``model``; needs no process group. Returns the manifest.
+
+    Args:
+        section: where in the checkpoint they are; averages of them are a section of their own.
+
+    Raises:
+        CheckpointError: as ``load_checkpoint`` does.
+    """
+    from checkpoint.tensors import compare_tensors, read_metadata, read_shards, tensors_of
+
+    folder = Path(path)
+    with cpu_group(group) as group:
+        with agreed(group):
+            manifest = read_manifest(folder)
+            _compare_architecture(folder, manifest.architecture, architecture)
+            metadata = read_metadata(folder, manifest)
+            state = {section: tensors_of(model, None)["model"]}
+        compare_tensors(folder, state, metadata, group, exact_dtype=False)
+        read_shards(folder, state, metadata, group)
+    return manifest
+
+
+def _make_room(folder: Path, draft: Path, group: dist.ProcessGroup | None) -> None:
+    """Leave ``draft`` empty and ``folder`` free, without removing any finished checkpoint."""
+    if from_first(folder.exists, group):
+        problem = what_is_broken(folder, group)
+        if problem is None:
+            raise CheckpointError(
+                f"{folder} exists and is whole; move it away or choose another --save, it is not overwritten"
+            )
+        from_first(lambda: _move_aside(folder, problem), group)
+    from_first(lambda: _start_draft(draft), group)
+    with agreed(group):
+        if not draft.is_dir():
+            raise CheckpointError(f"{draft}, made by the first rank, is not seen by all; --save needs a shared disk")
+
+
+def _move_aside(folder: Path, problem: str) -> None:
+    """A run that fell back behind a broken checkpoint comes by its iteration again."""
+    with _disk_errors(folder):
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.broken-{number}")).exists():
+            number += 1
+        folder.rename(aside)
+    to_stderr(f"moved a broken one to {aside}: {problem}")
+
+
+def _start_draft(draft: Path) -> None:
+    with _disk_errors(draft):
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        remove_drafts(draft.parent)
+        draft.mkdir()
+
+
+def remove_drafts(directory: Path) -> None:
+    """Remove what a killed run left of its saves; for the folder's owner alone, since a run's folder has one writer."""
+    for left_over in directory.glob("iter_*.tmp"):
+        shutil.rmtree(left_over)
+
+
+def _check_room(draft: Path, needed: int) -> None:
+    """Refuse before anything is written; some file systems do not tell their size."""
+    with _disk_errors(draft):
+        size = shutil.disk_usage(draft)
+    if size.total and size.free < needed:
+        raise CheckpointError(
+            f"cannot write {draft}: {room(draft.parent, needed)}; remove older checkpoints or choose another --save"
+        )
+
+
+def _own_files(draft: Path, group: dist.ProcessGroup | None) -> list[tuple[str, tuple[int, str]]]:
+    """Name, size and SHA-256 of what this rank wrote: DCP names a rank's files ``__RANK_*``."""
+    from checkpoint.tensors import METADATA
+
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    with _disk_errors(draft):
+        paths = sorted(draft.glob(f"__{rank}_*")) + ([draft / METADATA] if rank == 0 else [])
+        return [(path.name, describe(path)) for path in paths]
+
+
+def _publish(draft: Path, folder: Path, manifest: Manifest) -> None:
+    """Turn a draft into a checkpoint; up to the rename it does not exist, from there on it is whole."""
+    with _disk_errors(draft):
+        odd = {path.name for path in draft.iterdir()} ^ manifest.files.keys()
+        if odd:
+            raise CheckpointError(f"{draft} holds other files than the ranks wrote: {', '.join(sorted(odd))}")
+        write_manifest(draft, manifest)
+        draft.rename(folder)
+        fsync_folder(folder.parent)
+        write_text(folder.parent / POINTER, f"{manifest.iteration}\n")
+
+
+def _compare_architecture(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    wanted = json.loads(json.dumps(wanted))
+    differing = []
+    for field in sorted(saved.keys() | wanted.keys()):
+        there, here = (repr(fields[field]) if field in fields else "absent" for fields in (saved, wanted))
+        if there != here:
+            differing.append(f"{field} is {there} there and {here} here")
+    kinds = [fields.get("model_type") for fields in (saved, wanted)]
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(
+            f"{folder} holds a model of model_type {kinds[0]}, and this run's is {kinds[1]}; choose another folder for "
+            f"--save and --load (make: RUN=), or set model_type to {kinds[0]}"
+        )
+    if differing:
+        raise CheckpointError(
+            f"{folder} holds another architecture: {'; '.join(differing)}. Change the configuration or load another one"
+        )
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Say which checkpoint the disk refused."""
+    try:
+        yield
+    except OSError as error:
+        said = reason(error, path.parent)
+        raise CheckpointError(f"cannot write {path}: {said}; make room for it or choose another --save") from error

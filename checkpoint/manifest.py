@@ -1,0 +1,90 @@
+"""A checkpoint's manifest: what its folder must hold, with checksums of all of it."""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.files import sha256, write_text
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, is broken, or belongs to another model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint folder must hold, and what it was made of."""
+
+    iteration: int
+    architecture: dict[str, Any]
+    """The model's description, compared before a load."""
+    extra: dict[str, Any]
+    """The rest of the run's state, such as the consumed samples."""
+    files: dict[str, tuple[int, str]]
+    """Size in bytes and SHA-256 of every file in the folder but the manifest."""
+    torch_version: str = str(torch.__version__)
+
+
+def checkpoint_folder(directory: str | Path, iteration: int) -> Path:
+    """The folder of an iteration's checkpoint in a run's folder."""
+    return Path(directory) / f"iter_{iteration:07d}"
+
+
+def describe(path: Path) -> tuple[int, str]:
+    """Size in bytes and SHA-256 of a file."""
+    return path.stat().st_size, sha256(path)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write ``manifest.json``, which carries a checksum of itself too, since all else is trusted through it."""
+    # Once through JSON, so that the checksum is of what a reader gets (tuples and integer keys change on the way).
+    content = json.loads(json.dumps({"format_version": FORMAT_VERSION, **asdict(manifest)}))
+    content["checksum"] = _checksum(content)
+    write_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read and check the manifest of a checkpoint folder; the files that it lists are not looked at.
+
+    Raises:
+        CheckpointError: it is missing, cut off, altered, of a newer format, or names a file outside its folder.
+    """
+    path = Path(folder) / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        checksum = content.pop("checksum")
+        version = content.pop("format_version")
+        intact = checksum == _checksum({"format_version": version, **content})
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; a checkpoint without it was never finished") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); load another one") from error
+    if not intact:
+        raise CheckpointError(f"{path} does not match its own checksum; it was altered, load another checkpoint")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{path} has format {version}, this version reads {FORMAT_VERSION}; use a matching one")
+    try:
+        manifest = Manifest(**content)
+        files = {name: (int(size), str(digest)) for name, (size, digest) in manifest.files.items()}
+        if type(manifest.iteration) is not int or not isinstance(manifest.extra, dict):
+            raise ValueError("iteration is no number, or extra no table")
+        if not isinstance(manifest.architecture, dict):
+            raise ValueError("architecture is no table")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint's manifest ({error}); load another one") from error
+    for name in files:
+        if name in ("", ".", "..") or name != os.path.basename(name):
+            raise CheckpointError(f"{path} names {name!r}, which is not a file of its own folder; do not trust it")
+    return Manifest(**{**content, "files": files})
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

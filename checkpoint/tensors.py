@@ -1,0 +1,242 @@
+"""Tensors in and out of a checkpoint's folder, through torch.distributed.checkpoint (DCP)."""
+
+import pickle
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from checkpoint.manifest import CheckpointError, Manifest
+from runtime.files import room
+from runtime.together import agree, from_first
+
+METADATA = ".metadata"
+State = dict[str, dict[str, torch.Tensor]]
+Model = nn.Module | Sequence[nn.Module]
+"""A model, or the parts of it that a rank holds, with the names that their parameters have in the whole."""
+
+# All that DCP puts into `.metadata` for a state of tensors. None of these does anything but hold data.
+_DATA_CLASSES = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "ChunkStorageMetadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
+
+
+def tensors_of(model: Model, optimizer: torch.optim.Optimizer | None, *, create: bool = False) -> State:
+    """The tensors of a run under the plain model's parameter names: {"model": weights, "optimizer": moments, step}.
+
+    They are the live tensors (DTensors where sharded), not copies: DCP writes them as they are and reads into them,
+    so that nothing is cast on the way. (``set_optimizer_state_dict`` would cast float32 moments to bf16 parameters.)
+
+    Args:
+        optimizer: left out, there is no "optimizer" part.
+        create: give an optimizer that has made no step yet its (zero) state, to be read into.
+    """
+    # The weights come first: an evaluation may have left FSDP modules unsharded, and this reshards them.
+    state: State = {"model": {}}
+    parts = [model] if isinstance(model, nn.Module) else model
+    for part in parts:
+        state["model"] |= get_model_state_dict(part)  # type: ignore[arg-type]
+    if optimizer is not None:
+        if create:
+            _first_step_without_effect(optimizer)
+        state["optimizer"] = {
+            f"state.{name}.{key}": value
+            for part in parts
+            for name, parameter in part.named_parameters()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+    for section, values in state.items():
+        for name, value in values.items():
+            if not isinstance(value, torch.Tensor) or value.is_meta:
+                kind = "a meta tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+                raise CheckpointError(f"{section} state {name} is {kind}; a checkpoint holds tensors with data only")
+    return state
+
+
+@torch.no_grad()
+def spread_copies(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that several parts hold, of which the last one was read, the same value and moments."""
+    parts = [model] if isinstance(model, nn.Module) else model
+    read = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if parameter is not (source := read[name]):
+                parameter.copy_(source)
+                for key, value in optimizer.state.get(source, {}).items():
+                    optimizer.state[parameter][key].copy_(value)
+
+
+def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its state: a step with gradients of 0 and a learning rate of 0."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def bytes_of(state: State, group: dist.ProcessGroup | None) -> int:
+    """Bytes of a state's tensors over all ranks, those that several ranks hold counted once; collective."""
+
+    def sizes() -> dict[str, int]:
+        named = ((f"{part}.{name}", value) for part, values in state.items() for name, value in values.items())
+        return {name: value.numel() * value.element_size() for name, value in named}
+
+    return sum({name: size for of_rank in agree(sizes, group) for name, size in of_rank.items()}.values())
+
+
+def write_shards(folder: Path, state: State, group: dist.ProcessGroup | None, needed: int) -> None:
+    """Write and fsync each rank's part of ``state``; collective. Raises CheckpointError on every rank."""
+    try:
+        with _one_error(f"cannot write {folder}"):
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
+    except CheckpointError as error:
+        free = from_first(lambda: room(folder, needed), group)
+        raise CheckpointError(f"{error}; {free}: free some or choose another --save") from error
+
+
+def read_shards(folder: Path, state: State, metadata: Metadata, group: dist.ProcessGroup | None) -> None:
+    """Read into the tensors of ``state``, however the writers had sharded them; collective.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    with _one_error(f"cannot load {folder}"):
+        dcp.load(state, storage_reader=_Reader(folder, metadata), planner=_TensorPlanner(), process_group=group)
+
+
+def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
+    """DCP's table of which tensor lies where, read without running anything that a stranger wrote into it.
+
+    Raises:
+        CheckpointError: it is unreadable, asks for a class that holds no data, points outside of the manifest, or at
+            no file for some tensor.
+    """
+    path = folder / METADATA
+    if METADATA not in manifest.files:
+        raise CheckpointError(f"{folder} lists no {METADATA} in its manifest; load another checkpoint")
+    try:
+        with path.open("rb") as file:
+            metadata = _DataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} holds no table of tensors; load another checkpoint")
+        kinds = {type(entry) for entry in metadata.state_dict_metadata.values()}
+        files = {str(place.relative_path) for place in metadata.storage_data.values()}
+        mapped = {place.fqn for place in metadata.storage_data} >= metadata.state_dict_metadata.keys()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # Bytes that are no pickle can raise nearly anything.
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); load another one") from error
+    if kinds - {TensorStorageMetadata}:
+        raise CheckpointError(f"{path} holds objects besides tensors, which could run code when read; do not trust it")
+    if files - manifest.files.keys():
+        raise CheckpointError(f"{path} points at {min(files - manifest.files.keys())!r}, not a file of the checkpoint")
+    if not mapped:
+        raise CheckpointError(f"{path} does not say where all of its tensors lie; load another checkpoint")
+    return metadata
+
+
+def compare_tensors(
+    folder: Path, state: State, metadata: Metadata, group: dist.ProcessGroup | None, *, exact_dtype: bool
+) -> None:
+    """Check names, shapes and (``exact_dtype``) dtypes of ``state`` against a checkpoint's; collective.
+
+    Raises:
+        CheckpointError: naming the first few tensors that differ, on every rank.
+    """
+
+    def surplus() -> set[str]:
+        wanted = {f"{part}.{name}": value for part, values in state.items() for name, value in values.items()}
+        problems = []
+        for name, value in wanted.items():
+            stored = metadata.state_dict_metadata.get(name)
+            if not isinstance(stored, TensorStorageMetadata):
+                problems.append(f"{name} is missing")
+            elif stored.size != value.shape:
+                problems.append(f"{name} has shape {list(stored.size)} instead of {list(value.shape)}")
+            elif exact_dtype and stored.properties.dtype != value.dtype:
+                problems.append(f"{name} is {stored.properties.dtype} instead of {value.dtype}")
+        _refuse(folder, problems)
+        parts = tuple(f"{part}." for part in state)
+        return {name for name in metadata.state_dict_metadata if name.startswith(parts)} - wanted.keys()
+
+    # Ranks may hold different parts of the model; what no rank wants is too much.
+    unwanted = set.intersection(*agree(surplus, group))
+    _refuse(folder, [f"{name} is too many" for name in sorted(unwanted)])
+
+
+def _refuse(folder: Path, problems: list[str]) -> None:
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(f"{folder} does not fit this model: {', '.join(problems[:3])}{more}")
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """Builds nothing but DCP's own tables; see "Restricting Globals" in the documentation of pickle."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _DATA_CLASSES.get(module, ()) or (
+            module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise CheckpointError(f"its {METADATA} asks for {module}.{name}, which no checkpoint needs; do not trust it")
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the shards of a table that was checked before, instead of unpickling it again without a check."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self.checked = metadata
+
+    # DCP looks for **kwargs in this signature to decide whether it may try rank-local tables.
+    def read_metadata(self) -> Metadata:
+        return self.checked
+
+
+class _TensorPlanner(dcp.DefaultLoadPlanner):
+    """Never unpickles objects, which DCP does with weights_only=False."""
+
+    def load_bytes(self, read_item: Any, value: IO[bytes]) -> None:
+        raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor; a checkpoint holds tensors only")
+
+
+@contextmanager
+def _one_error(what: str) -> Iterator[None]:
+    """Turn DCP's collection of tracebacks, which it raises on every rank, into one message."""
+    try:
+        with warnings.catch_warnings():
+            # One process without a process group is a supported use here, not a mistake.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(f"{what}: rank {rank} found {type(cause).__name__}: {cause}") from error

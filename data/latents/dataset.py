@@ -1,0 +1,207 @@
+"""Training samples of diffusion models: folders of latents, or scikit-learn's handwritten digits."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from data.errors import DataError
+from data.latents.folder import LatentFolder, check_labels, locate
+from data.text.megatron import split_shares
+
+__all__ = ["DataError", "Digits", "LatentDataConfig", "LatentSamples", "build_latent_datasets", "load_source"]
+
+DIGITS = "digits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentDataConfig:
+    """What is trained on."""
+
+    data_path: tuple[str, ...] = (DIGITS,)
+    """Folders of latents that tools/prepare_latents.py wrote, taken together; or digits, scikit-learn's 1,797 images of
+    handwritten digits, 8 x 8 in one channel, which need no download."""
+    split: str = "90,10"
+    """Shares of the samples for training and validation; which samples these are depends on their number alone."""
+    num_workers: int = 0
+    """Processes that read batches ahead; 0 reads in the training process."""
+
+    def __post_init__(self) -> None:
+        split_shares(self.split)
+        if not self.data_path:
+            raise DataError("data_path is empty; give folders of latents, or digits")
+        if self.num_workers < 0:
+            raise DataError(f"num_workers is {self.num_workers}; it must be 0 or more")
+
+
+class Source(Protocol):
+    """Samples by row."""
+
+    shape: tuple[int, ...]
+    labels: np.ndarray
+    """int64 [samples]."""
+
+    def __len__(self) -> int:
+        """Samples."""
+
+    def latents(self, row: int) -> np.ndarray:
+        """One of them, float32 [*shape]."""
+
+    def where_label(self, row: int) -> tuple[Path, int]:
+        """File and row that a message about a label names."""
+
+    def check_finite(self, rank: int = 0, ranks: int = 1) -> None:
+        """Look at this rank's share of the values."""
+
+    def record_checked(self) -> None:
+        """Note that all have passed."""
+
+
+class Digits:
+    """scikit-learn's handwritten digits, as latents from -1, paper, to 1, ink."""
+
+    shape: tuple[int, ...] = (1, 8, 8)
+
+    def __init__(self) -> None:
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise DataError(
+                "data_path is digits, which takes scikit-learn: pip install scikit-learn (make venv EXTRAS=digits)"
+            ) from error
+        found = load_digits()
+        self.images = (found.images[:, None] / 8 - 1).astype(np.float32)  # [1797, 1, 8, 8]
+        self.labels = found.target.astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def latents(self, row: int) -> np.ndarray:
+        """As `Source`."""
+        return self.images[row]
+
+    def where_label(self, row: int) -> tuple[Path, int]:
+        """As `Source`."""
+        return Path(DIGITS), row
+
+    def check_finite(self, rank: int = 0, ranks: int = 1) -> None:
+        """They are finite."""
+
+    def record_checked(self) -> None:
+        """Nothing to note."""
+
+
+def load_source(path: str) -> Source:
+    """What one word of data_path names. Raises DataError."""
+    return Digits() if path == DIGITS else LatentFolder(path)
+
+
+class LatentSamples:
+    """Endless: sample n is number n mod len of epoch n // len; every epoch has each row once, in an order of its own.
+
+    Args:
+        sources: where the rows come from, one after the other.
+        rows: those that this dataset holds, int64 [samples].
+        seed: of the order.
+    """
+
+    def __init__(self, sources: Sequence[Source], rows: np.ndarray, seed: int) -> None:
+        self._sources = list(sources)
+        self._ends = np.cumsum([len(source) for source in sources])
+        self._rows, self._seed = rows, seed
+        self._epoch, self._order = -1, rows
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+        return len(self._rows)
+
+    def row(self, index: int) -> int:
+        """The row, over all sources, that sample `index` is."""
+        epoch, within = divmod(index, len(self._rows))
+        if epoch != self._epoch:
+            # RandomState's stream is frozen: the order is the same with every numpy.
+            shuffled = np.random.RandomState(_hash(self._seed, epoch)).permutation(len(self._rows))
+            self._epoch, self._order = epoch, self._rows[shuffled]
+        return int(self._order[within])
+
+    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+        """`latents`, float32 [C, (F,) H, W], `labels` and `sample`, the index, int64 [] each.
+
+        For None a filler that counts nowhere: zeros, label 0 and sample -1. Raises DataError for a bad sample.
+        """
+        if index is None:
+            latents, label = np.zeros(self._sources[0].shape, np.float32), 0
+        else:
+            number, within = locate(self._ends, self.row(index))
+            source = self._sources[number]
+            latents, label = source.latents(within), int(source.labels[within])
+        sample = -1 if index is None else index
+        return {"latents": torch.from_numpy(latents), "labels": torch.tensor(label), "sample": torch.tensor(sample)}
+
+
+def _hash(seed: int, epoch: int) -> int:
+    """32 bits of both: with their sum, epoch 1 of a seed would be epoch 0 of the next."""
+    return int.from_bytes(hashlib.sha256(f"{seed}, epoch {epoch}".encode()).digest()[:4], "little")
+
+
+def build_latent_datasets(
+    config: LatentDataConfig, latent_shape: Sequence[int], num_classes: int, seed: int
+) -> tuple[LatentSamples, LatentSamples | None]:
+    """Training and validation samples of `config.data_path`; None for a validation share of 0.
+
+    Sample n is a pure function of (data, split, seed, n).
+
+    Collective where a process group is initialised: all ranks call it, each reads the values of its share of the
+    shards, and a failure on one rank raises on all.
+
+    Raises:
+        DataError: latents of another shape than the model's, labels outside [0, num_classes), a NaN or an infinity,
+            a folder that is empty or broken (`LatentFolder`), or a split without a sample; named with file and row.
+    """
+    import torch.distributed as dist
+
+    from runtime.together import agreed
+
+    joined = dist.is_initialized()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+    with agreed():
+        sources = [load_source(path) for path in config.data_path]
+        for path, source in zip(config.data_path, sources, strict=True):
+            _check(path, source, tuple(latent_shape), num_classes)
+        train, valid = _split(config.split, sum(map(len, sources)))
+    for source in sources:
+        with agreed():
+            source.check_finite(rank, ranks)
+        if rank == 0:
+            source.record_checked()
+    return LatentSamples(sources, train, seed), LatentSamples(sources, valid, seed) if len(valid) else None
+
+
+def _check(path: str, source: Source, latent_shape: tuple[int, ...], num_classes: int) -> None:
+    if source.shape != latent_shape:
+        has, wanted = (" ".join(map(str, shape)) for shape in (source.shape, latent_shape))
+        if path == DIGITS:
+            raise DataError(
+                f"data_path is {DIGITS}, the default; {DIGITS} holds latents of {has}, and latent_shape is {wanted}; "
+                f"give --data-path FOLDER, as tools/prepare_latents.py writes it, or set latent_shape to {has}"
+            )
+        raise DataError(f"{path} holds latents of {has}, and latent_shape is {wanted}; set latent_shape to {has}")
+    check_labels(source.labels, source.where_label, num_classes)
+
+
+def _split(split: str, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to train on and to validate on: drawn, since folders often come sorted by class, and once for all seeds."""
+    train, valid, _ = split_shares(split)
+    rows = np.random.RandomState(0).permutation(samples).astype(np.int64)
+    held, kept = math.ceil(valid * samples), math.floor(train * samples)
+    kept = min(kept, samples - held)
+    if kept < 1:
+        raise DataError(
+            f'split is "{split}" and leaves nothing to train on of {samples} samples; make its first share larger'
+        )
+    return rows[held : held + kept], rows[:held]

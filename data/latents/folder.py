@@ -1,0 +1,266 @@
+"""A folder of precomputed latents: shards of samples and the index.json that names them.
+
+index.json: {"version": 1, "shape": [C, H, W] or [C, F, H, W], "dtype": "float32" or "float16",
+"shards": [{"latents": file, "labels": file, "samples": N}, ...]}. A .npy shard holds latents [N, *shape], its labels,
+integers [N], lie in a .npy of their own; a .safetensors shard holds both, by these names, and "labels" is left out.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.errors import DataError
+from data.fingerprint import fingerprint
+from runtime.files import write_text
+
+INDEX, CHECKED = "index.json", "checked.json"
+DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
+_SAFETENSORS = {"F32": "float32", "F16": "float16"}
+_BLOCK = 1 << 26
+_WRITE = "write the folder again (tools/prepare_latents.py)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One file of latents, memory-mapped, whose shape and dtype are as its index says."""
+
+    path: Path
+    samples: int
+    labels: np.ndarray
+    """int64 [samples]."""
+    labels_path: Path
+    """`path` itself where one file holds both."""
+    read: Callable[[slice], np.ndarray]
+    """Rows of the latents, [rows, *shape]."""
+
+    def check_finite(self) -> None:
+        """Read everything; DataError naming the first row that holds a NaN or an infinity."""
+        rows = max(1, _BLOCK // max(1, self.path.stat().st_size // max(1, self.samples)))
+        for begin in range(0, self.samples, rows):
+            # numpy clips what runs past the end, safetensors refuses it.
+            block = self.read(slice(begin, min(begin + rows, self.samples)))
+            good = np.isfinite(block).reshape(len(block), -1).all(axis=1)
+            if not good.all():
+                raise not_finite(self.path, begin + int(np.argmin(good)))
+
+
+def not_finite(path: Path, row: int) -> DataError:
+    """The error of a sample that is no numbers."""
+    return DataError(f"{path}: row {row} holds a NaN or an infinity; repair or leave out the sample and {_WRITE}")
+
+
+def check_labels(labels: np.ndarray, where: Callable[[int], tuple[Path, int]], num_classes: int | None = None) -> None:
+    """Raises DataError for the first label that is negative or, where their number is given, beyond the classes.
+
+    Args:
+        labels: int64 [samples].
+        where: file and row of a sample's label.
+    """
+    negative = labels < 0
+    below = bool(negative.any())  # told first, since no num_classes makes up for it
+    bad = negative if below or num_classes is None else labels >= num_classes
+    if bad.any():
+        row = int(np.argmax(bad))
+        file, within = where(row)
+        allowed = "classes begin at 0"
+        if num_classes is not None:
+            allowed = f"num_classes {num_classes} allows 0 to {num_classes - 1}"
+        remedy = f"set num_classes to {int(labels.max()) + 1} or more, or repair the labels"
+        if below:
+            remedy = "number the classes from 0, and leave out samples without one"
+        raise DataError(f"{file}: row {within} has label {labels[row]}, and {allowed}; {remedy}")
+
+
+def locate(ends: np.ndarray, row: int) -> tuple[int, int]:
+    """Which of several parts has a row, and its row there; ``ends``, int64 [parts], are the parts' sizes summed up."""
+    number = int(np.searchsorted(ends, row, side="right"))
+    return number, row - (int(ends[number - 1]) if number else 0)
+
+
+class LatentFolder:
+    """The samples of a folder, in the order of its shards."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Open and check all but the values (`check_finite`).
+
+        Raises:
+            DataError: no or a broken index, a shard that is missing, broken or not as the index says, or labels that
+                are no integers; named with the file.
+        """
+        self.folder = Path(folder)
+        index = _index(self.folder)
+        self.shape: tuple[int, ...] = tuple(index["shape"])
+        self.shards = [_open(self.folder, entry, self.shape, index["dtype"]) for entry in index["shards"]]
+        self._ends = np.cumsum([shard.samples for shard in self.shards])
+        self.labels = np.concatenate([shard.labels for shard in self.shards])  # int64 [samples]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def where_label(self, row: int) -> tuple[Path, int]:
+        """The file that holds the label of sample `row`, and its row there."""
+        shard, within = self._locate(row)
+        return shard.labels_path, within
+
+    def latents(self, row: int) -> np.ndarray:
+        """Sample `row`, float32 [*shape]; DataError where it is no numbers."""
+        shard, within = self._locate(row)
+        found = shard.read(slice(within, within + 1))[0].astype(np.float32)
+        if not np.isfinite(found).all():
+            raise not_finite(shard.path, within)
+        return found
+
+    def _locate(self, row: int) -> tuple[Shard, int]:
+        number, within = locate(self._ends, row)
+        return self.shards[number], within
+
+    def check_finite(self, rank: int = 0, ranks: int = 1) -> None:
+        """Read the values of this rank's share of the shards that have not passed yet; DataError as `Shard` raises it.
+
+        What has passed stands in checked.json with each file's size and time of change (`record_checked`), so that a
+        large folder is read through once, not at each start.
+        """
+        passed, started, told = _passed(self.folder), time.monotonic(), time.monotonic()
+        mine = [shard for shard in self.shards[rank::ranks] if passed.get(shard.path.name) != _stamp(shard.path)]
+        for number, shard in enumerate(mine):
+            shard.check_finite()
+            if time.monotonic() - told > 10:
+                told = time.monotonic()
+                seconds = told - started
+                print(f"{self.folder}: {number + 1} of {len(mine)} shards checked, {seconds:.0f} s", file=sys.stderr)
+
+    def record_checked(self) -> None:
+        """Note that all shards have passed; a folder that cannot be written is read again at the next start."""
+        stamps = {shard.path.name: _stamp(shard.path) for shard in self.shards}
+        if _passed(self.folder) == stamps:
+            return
+        try:
+            write_text(self.folder / CHECKED, json.dumps(stamps, indent=1))
+        except OSError:
+            print(f"note: {self.folder / CHECKED} cannot be written; each start reads all shards", file=sys.stderr)
+
+
+def latents_fingerprint(folder: str | Path) -> str:
+    """`fingerprint` of a folder's index and the files that it names. Raises DataError as `LatentFolder` does."""
+    entries = _index(Path(folder))["shards"]
+    names = [entry[part] for entry in entries for part in ("latents", "labels") if entry.get(part)]
+    return fingerprint(Path(folder) / INDEX, [Path(folder) / name for name in names])
+
+
+def _stamp(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _passed(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / CHECKED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    """The index, its form checked."""
+    path = folder / INDEX
+    if not folder.is_dir():
+        raise DataError(f"data_path is {folder}, which is no folder; name one that tools/prepare_latents.py wrote")
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        what = f"holds no {INDEX}" if any(folder.iterdir()) else "is empty"
+        raise DataError(f"{folder} {what}; name a folder of latents that tools/prepare_latents.py wrote") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}); {_WRITE}") from error
+    if not isinstance(index, dict) or index.get("version") != 1:
+        raise DataError(f"{path} is not an index of version 1; {_WRITE}")
+    shape, shards = index.get("shape"), index.get("shards")
+    if not isinstance(shape, list) or len(shape) not in (3, 4) or not all(type(n) is int and n > 0 for n in shape):
+        raise DataError(f"{path}: shape is {shape}; it must be [channels, (frames,) height, width]; {_WRITE}")
+    if index.get("dtype") not in list(DTYPES):  # not in the dict: JSON's lists have no hash
+        raise DataError(f"{path}: dtype is {index.get('dtype')}; it must be {' or '.join(DTYPES)}; {_WRITE}")
+    if not isinstance(shards, list) or not shards:
+        raise DataError(f"{path} names no shards, so the folder is empty; {_WRITE}")
+    for entry in shards:
+        names = [entry.get("latents"), entry.get("labels", "")] if isinstance(entry, dict) else [None]
+        # Plain names: an index must not reach out of its folder.
+        if not all(isinstance(name, str) and name == Path(name).name for name in names):
+            raise DataError(f"{path}: a shard is {entry}; it must name files of the folder as latents and labels")
+        if type(entry.get("samples")) is not int or entry["samples"] < 1:
+            raise DataError(f"{path}: {names[0]} has samples {entry.get('samples')}; it must be 1 or more; {_WRITE}")
+    return index
+
+
+def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: str) -> Shard:
+    path, samples = folder / entry["latents"], entry["samples"]
+    if path.suffix == ".safetensors":
+        found, labels, read = _safetensors(path)
+        labels_path = path
+    elif path.suffix == ".npy" and entry.get("labels"):
+        labels_path = folder / entry["labels"]
+        array, labels = _npy(path), _npy(labels_path)
+        found, read = (str(array.dtype), array.shape), array.__getitem__
+    else:
+        raise DataError(f"{folder / INDEX}: {path.name} is no .safetensors, nor a .npy with labels; {_WRITE}")
+    wanted = (dtype, (samples, *shape))
+    if found != wanted:
+        raise DataError(
+            f"{path} holds {found[0]} {list(found[1])}, and its index says {dtype} {list(wanted[1])}; {_WRITE}"
+        )
+    if labels.dtype.kind not in "iu" or labels.shape != (samples,):
+        raise DataError(
+            f"{labels_path} holds labels {labels.dtype} {list(labels.shape)}; they must be integers [{samples}]; "
+            f"{_WRITE}"
+        )
+    over = labels > np.iinfo(np.int64).max  # uint64, which would wrap around to other labels
+    if over.any():
+        row = int(np.argmax(over))
+        raise DataError(f"{labels_path}: row {row} has label {labels[row]}, which is no int64; repair the labels")
+    labels = np.asarray(labels, dtype=np.int64)
+    return Shard(path=path, samples=samples, labels=labels, labels_path=labels_path, read=read)
+
+
+def _npy(path: Path) -> np.ndarray:
+    with _readable(path):
+        with path.open("rb") as file:
+            magic = file.read(6)
+        if magic != b"\x93NUMPY":
+            raise ValueError("not a numpy array")
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
+def _safetensors(path: Path) -> tuple[tuple[str, tuple[int, ...]], np.ndarray, Callable[[slice], np.ndarray]]:
+    """Dtype and shape of the latents, the labels, and how to read rows."""
+    from safetensors import safe_open
+
+    with _readable(path):
+        opened = safe_open(path, framework="np")
+        missing = {"latents", "labels"} - set(opened.keys())
+        if missing:
+            raise ValueError(f"no tensor {' nor '.join(sorted(missing))}")
+        latents = opened.get_slice("latents")
+        dtype = latents.get_dtype()
+        return (
+            (_SAFETENSORS.get(dtype, dtype), tuple(latents.get_shape())),
+            opened.get_tensor("labels"),
+            latents.__getitem__,
+        )
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing, and {INDEX} names it; {_WRITE}") from error
+    except (OSError, EOFError, ValueError, TypeError, SafetensorError) as error:
+        raise DataError(f"{path} cannot be read ({error}); {_WRITE}") from error

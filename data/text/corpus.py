@@ -1,0 +1,141 @@
+"""Documents to train on: the standard library's sources, text files, folders and .jsonl files, in a fixed order."""
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from data.errors import DataError
+
+
+class Corpus:
+    """Documents of `files`, in their order, until they come to `max_bytes` of UTF-8; can be iterated repeatedly.
+
+    A `.jsonl` file holds a document per line under the key `json_key`; any other file is one document. Empty documents
+    are left out.
+
+    Args:
+        files: what to read.
+        max_bytes: no document begins once the ones before hold this much; None takes all.
+        skip_undecodable: count files that are not UTF-8 in `skipped`, rather than fail.
+        json_key: field of a `.jsonl` file's objects that holds the text.
+
+    Raises:
+        DataError: while iterating, for a file that cannot be read, naming it and the line.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        max_bytes: int | None = None,
+        skip_undecodable: bool = False,
+        json_key: str = "text",
+    ) -> None:
+        self.files = tuple(files)
+        self.max_bytes = max_bytes
+        self.skipped: list[Path] = []
+        self._skip_undecodable, self._json_key = skip_undecodable, json_key
+
+    def size(self) -> int:
+        """About how many bytes will be read."""
+        size = sum(path.stat().st_size for path in self.files)
+        return size if self.max_bytes is None else min(size, self.max_bytes)
+
+    def __iter__(self) -> Iterator[str]:
+        self.skipped.clear()
+        taken = 0
+        for path in self.files:
+            for text in self._documents(path):
+                if self.max_bytes is not None and taken >= self.max_bytes:
+                    return
+                if text:
+                    taken += len(text.encode())
+                    yield text
+
+    def _documents(self, path: Path) -> Iterator[str]:
+        try:
+            if path.suffix == ".jsonl":
+                with path.open("rb") as lines:
+                    for number, line in enumerate(lines, start=1):
+                        yield _jsonl_text(f"{path}, line {number}", line, self._json_key)
+            else:
+                yield path.read_bytes().decode()
+        except OSError as error:
+            raise DataError(f"cannot read {path} ({error.strerror}); remove it from the input") from error
+        except UnicodeDecodeError as error:
+            if not self._skip_undecodable:
+                raise DataError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
+            self.skipped.append(path)
+
+
+_JSON_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+
+
+def _jsonl_text(where: str, line: bytes, key: str) -> str:
+    if not line.strip():
+        return ""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON in UTF-8 ({error}); repair it or leave it out") from error
+    if not isinstance(found, dict):
+        raise DataError(f'{where}: holds {_json_name(found)}, not an object with its text under "{key}"; repair it')
+    if key not in found:
+        fields = ", ".join(json.dumps(name, ensure_ascii=False) for name in list(found)[:8]) or "none"
+        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+        raise DataError(
+            f'{where}: has no field "{key}"; its fields are {fields}{more}: name the one that holds the text with '
+            "--json-keys"
+        )
+    if not isinstance(text := found[key], str):
+        raise DataError(
+            f'{where}: field "{key}" is {_json_name(text)}, not text; repair it or name another: --json-keys'
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f'{where}: field "{key}" holds lone surrogates, which are no text ({error}); repair it'
+        ) from error
+    return text
+
+
+def _json_name(value: object) -> str:
+    return _JSON_NAMES.get(type(value), "a number")
+
+
+def stdlib_folder() -> Path:
+    """Where this interpreter's standard library lies."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def stdlib_files() -> list[Path]:
+    """Python sources of this interpreter's standard library without its test suites and installed packages."""
+    root = stdlib_folder()
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+    return _shuffled(root, (path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)))
+
+
+def input_files(inputs: Sequence[str | os.PathLike[str]], suffix: str) -> list[Path]:
+    """The files named, and of each folder named all files that end in `suffix`. Raises DataError for a missing one."""
+    files: list[Path] = []
+    for path in map(Path, inputs):
+        if path.is_dir():
+            files += _shuffled(path, path.rglob(f"*{suffix}"))
+        elif path.exists():
+            files.append(path)
+        else:
+            raise DataError(f"input {path} does not exist; check the path")
+    return files
+
+
+def _shuffled(root: Path, paths: Iterable[Path]) -> list[Path]:
+    """Files ordered by their relative names' hashes: the same everywhere, and mixed.
+
+    GPTDataset takes the validation split from the end and max_bytes cuts there. Sorted by name, that would be the last
+    packages of the alphabet rather than a sample of all.
+    """
+    names = ((hashlib.sha256(path.relative_to(root).as_posix().encode()).digest(), path) for path in paths)
+    return [path for _, path in sorted(names) if path.is_file()]

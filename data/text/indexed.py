@@ -1,0 +1,215 @@
+"""Megatron's indexed token files: a `.bin` of token ids and the `.idx` that cuts it into documents.
+
+Layout of the `.idx` (megatron.core.datasets.indexed_dataset, version 1), little-endian: magic (9 bytes), version (u64),
+dtype code (u8), number of sequences N (u64), number of document bounds D (u64), lengths int32 [N] in tokens,
+pointers int64 [N] in bytes, document bounds int64 [D], and for multimodal data a mode int8 [N].
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import DataError
+from data.fingerprint import digest
+from runtime.files import reason, replacing
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+# Megatron's codes of the dtypes that can hold token ids; 6 and 7 are floats.
+_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_BLOCK = 1 << 22
+# Ids are checked this many tokens from each end: everything up to 134 million tokens in well under a second, and what
+# a wrong tokenizer or a damaged file shows in corpora so large that reading all of them would delay the start by
+# minutes. A bad id in between is caught when its sample is read.
+_SCAN_TOKENS = 1 << 26
+_REWRITE = "write the pair again (tools/prepare_data.py)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Indexed:
+    """A `.bin/.idx` pair whose sizes agree."""
+
+    prefix: str
+    """Path without .bin or .idx."""
+    lengths: np.ndarray
+    """Tokens of each sequence, int32 [sequences], memory-mapped; here a document is one sequence."""
+    tokens: int
+    """Tokens of all documents."""
+    bounds: np.ndarray
+    """Sequences before each document and, last, all of them; int64 [documents + 1], memory-mapped."""
+    dtype: np.dtype
+    """Type of one token id in the `.bin`."""
+
+    def token_ids(self) -> np.ndarray:
+        """All token ids, `dtype` [tokens], memory-mapped."""
+        return np.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r", shape=(self.tokens,))
+
+    def check_tokenizer(self, path: str, sha256: str) -> None:
+        """DataError where what tools/prepare_data.py noted beside the pair is that another tokenizer wrote it."""
+        try:
+            noted = json.loads(Path(f"{self.prefix}.json").read_text(encoding="utf-8"))["prepared"]["tokenizer_sha256"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return  # written by another tool, which leaves no note
+        if noted != sha256:
+            raise DataError(
+                f"tokenizer {path} is damaged or another than the one that wrote {self.prefix}.bin (SHA-256 "
+                f"{sha256[:12]}, noted {str(noted)[:12]}); give --tokenizer-model that one, or {_REWRITE}"
+            )
+
+    def digest(self) -> str:
+        """SHA-256 of the `.idx`: what sample indices are derived from, and so what a cache of them depends on."""
+        return digest(Path(f"{self.prefix}.idx"))
+
+
+def open_indexed(prefix: str | os.PathLike[str]) -> Indexed:
+    """Opens the pair `prefix`.bin/.idx after checking the `.idx`'s header and both files' sizes.
+
+    Raises:
+        DataError: a file is missing, is no such file, or has another size than the `.idx` says.
+    """
+    prefix = os.fspath(prefix)
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    for path in (index, data):
+        if not path.is_file():
+            hint = "give the prefix without .bin or .idx" if prefix.endswith((".bin", ".idx")) else "check the path"
+            raise DataError(f"{path} does not exist; {hint}, or write it with tools/prepare_data.py")
+    size = index.stat().st_size
+    with index.open("rb") as stream:
+        header = stream.read(_HEADER.size)
+    if not header.startswith(_MAGIC):
+        raise DataError(f"{index} does not begin with Megatron's magic bytes, so it is no index; {_REWRITE}")
+    if len(header) < _HEADER.size:
+        raise DataError(f"{index} is cut off inside its header ({size} bytes); {_REWRITE}")
+    _, version, code, sequences, bounds = _HEADER.unpack(header)
+    if version != 1:
+        raise DataError(f"{index} has version {version}; only version 1 can be read; {_REWRITE}")
+    if code not in _DTYPES:
+        raise DataError(f"{index} has dtype code {code}, which holds no token ids ({sorted(_DTYPES)}); {_REWRITE}")
+    expected = _HEADER.size + 12 * sequences + 8 * bounds
+    if size not in (expected, expected + sequences):
+        raise DataError(
+            f"{index} has {size} bytes, but {sequences} documents need {expected}; it is cut off or damaged: {_REWRITE}"
+        )
+    if sequences == 0:
+        raise DataError(f"{index} holds no documents; {_REWRITE} from a corpus that is not empty")
+    lengths = np.memmap(index, dtype="<i4", mode="r", offset=_HEADER.size, shape=(sequences,))
+    tokens = int(lengths.sum(dtype=np.int64))
+    dtype = np.dtype(_DTYPES[code])
+    found = data.stat().st_size
+    if found != tokens * dtype.itemsize or tokens == 0:
+        raise DataError(
+            f"{data} has {found} bytes, but {index} describes {tokens} tokens of {dtype.itemsize} bytes, "
+            f"which is {tokens * dtype.itemsize}; {_REWRITE}"
+        )
+    offset = _HEADER.size + 12 * sequences
+    # An empty array cannot be memory-mapped; `check_indexed` refuses it.
+    ends = np.memmap(index, dtype="<i8", mode="r", offset=offset, shape=(bounds,)) if bounds else np.empty(0, "<i8")
+    return Indexed(prefix=prefix, lengths=lengths, tokens=tokens, bounds=ends, dtype=dtype)
+
+
+def check_indexed(prefix: str | os.PathLike[str], vocab_size: int, scan_tokens: int = _SCAN_TOKENS) -> Indexed:
+    """`open_indexed`, and the index's arrays agree with each other, and the token ids are inside the vocabulary.
+
+    Args:
+        prefix: path without .bin or .idx.
+        vocab_size: ids must be in [0, vocab_size).
+        scan_tokens: how many tokens to check from the head and from the tail of the `.bin`.
+
+    Raises:
+        DataError: naming the file, what is wrong with it and what to do.
+    """
+    indexed = open_indexed(prefix)
+    _check_arrays(indexed)
+    ids = indexed.token_ids()
+    for start, stop in _scan_blocks(indexed.tokens, scan_tokens):
+        block = ids[start:stop]
+        if block.max() >= vocab_size or block.min() < 0:
+            at = start + int(np.argmax((block >= vocab_size) | (block < 0)))
+            document = int(np.searchsorted(np.cumsum(indexed.lengths, dtype=np.int64), at, side="right"))
+            raise DataError(
+                f"{prefix}.bin holds token id {ids[at]} (document {document}, token {at} of the file), but the "
+                f"vocabulary has {vocab_size} entries; give --tokenizer-model the tokenizer that wrote it, or "
+                f"{_REWRITE}"
+            )
+    return indexed
+
+
+class TokenReader:
+    """Reads a `.bin` in the place of megatron.core's readers, and finds it, or its `.idx`, cut while a run reads it.
+
+    A memory map of a file that was cut ends the process by SIGBUS, and megatron.core's reading without one hands out
+    what was in memory before.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._paths = f"{prefix}.bin", f"{prefix}.idx"
+        self._files = [open(path, "rb", buffering=0) for path in self._paths]  # noqa: SIM115, as long as the run
+        self._sizes = [os.fstat(file.fileno()).st_size for file in self._files]
+
+    def check(self) -> None:
+        """DataError where a file has another size than at the start."""
+        for path, file, size in zip(self._paths, self._files, self._sizes, strict=True):
+            if (found := os.fstat(file.fileno()).st_size) != size:
+                raise self._changed(path, size, found)
+
+    def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
+        """`count` token ids from a byte on; as megatron.core's _BinReader has it."""
+        size = count * np.dtype(dtype).itemsize
+        found = os.pread(self._files[0].fileno(), size, offset)
+        if len(found) < size:
+            self.check()
+            raise self._changed(self._paths[0], offset + size, offset + len(found))
+        return np.frombuffer(found, dtype=dtype)
+
+    def _changed(self, path: str, size: int, found: int) -> DataError:
+        return DataError(f"{path} has {found} bytes, and had {size}: it was changed while it is read; {_REWRITE}")
+
+
+@contextmanager
+def writing(*paths: Path) -> Iterator[tuple[Path, ...]]:
+    """As `runtime.files.replacing`, but a file that cannot be written is a DataError."""
+    try:
+        with replacing(*paths) as temporary:
+            yield temporary
+    except OSError as error:
+        raise unwritable(paths[0], error) from error
+
+
+def unwritable(path: Path, error: OSError) -> DataError:
+    """The error of a file that cannot be written."""
+    said = reason(error, path.parent)
+    return DataError(f"cannot write {path} ({said}); free space or choose a folder that you can write to")
+
+
+def _scan_blocks(tokens: int, scan_tokens: int) -> Iterator[tuple[int, int]]:
+    """Ranges that cover the first and the last `scan_tokens` of `tokens`, each at most a block, none twice."""
+    head = min(tokens, scan_tokens)
+    tail = max(head, tokens - scan_tokens)
+    for begin, end in ((0, head), (tail, tokens)):
+        for start in range(begin, end, _BLOCK):
+            yield start, min(start + _BLOCK, end)
+
+
+def _check_arrays(indexed: Indexed) -> None:
+    """Lengths, pointers and document bounds of the `.idx` describe one `.bin` without gaps."""
+    index = f"{indexed.prefix}.idx"
+    sequences = len(indexed.lengths)
+    pointers = np.memmap(index, dtype="<i8", mode="r", offset=_HEADER.size + 4 * sequences, shape=(sequences,))
+    offset = 0
+    for start in range(0, sequences, _BLOCK):
+        lengths = indexed.lengths[start : start + _BLOCK].astype(np.int64)
+        if lengths.min() < 0:
+            raise DataError(f"{index} gives document {start + int(lengths.argmin())} a negative length; {_REWRITE}")
+        ends = offset + np.cumsum(lengths) * indexed.dtype.itemsize
+        if not np.array_equal(pointers[start : start + _BLOCK], ends - lengths * indexed.dtype.itemsize):
+            raise DataError(f"{index} points into the .bin where its lengths do not; {_REWRITE}")
+        offset = int(ends[-1])
+    bounds = indexed.bounds
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
+        raise DataError(f"{index} has document bounds that do not ascend from 0 to {sequences}; {_REWRITE}")

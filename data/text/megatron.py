@@ -1,0 +1,303 @@
+"""Adapter of megatron.core.datasets: indexed token files to training samples."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from data.errors import DataError
+from data.text.blend import BlendedDataset, EpochedDataset
+from data.text.digests import check_digests, write_digests
+from data.text.indexed import Indexed, TokenReader, check_indexed, open_indexed
+from runtime.files import InUseError, owned
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    from data.tokenizer import Tokenizer
+
+__all__ = ["BlendedDataset", "DataConfig", "DataError", "EpochedDataset", "build_datasets", "check_indexed"]
+
+SPLITS = ("train", "valid", "test")
+Samples = EpochedDataset | BlendedDataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is trained on."""
+
+    data_path: tuple[str, ...] = ()
+    """Prefix of a Megatron .bin/.idx pair, or a blend: weight prefix weight prefix ..."""
+    split: str = "95,5,0"
+    """Shares of the documents for training, validation and test."""
+    tokenizer_model: str | None = None
+    """Tokenizer file: a sentencepiece .model or a Hugging Face tokenizer.json."""
+    data_cache_path: str | None = None
+    """Folder for the sample indices, seen by all processes; by default PREFIX/cache beside the data."""
+    eod_mask_loss: bool = False
+    """Leave out the loss at end-of-document tokens: what follows them is another document's beginning."""
+    num_workers: int = 0
+    """Processes that read batches ahead; 0 reads in the training process."""
+
+    def __post_init__(self) -> None:
+        split_shares(self.split)
+        if self.data_path:
+            blend(self.data_path)
+        if self.num_workers < 0:
+            raise DataError(f"num_workers is {self.num_workers}; it must be 0 or more")
+
+
+def split_shares(split: str) -> list[float]:
+    """The three shares in a split such as "95,5,0", summing to 1; those left out are 0. Raises DataError."""
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    # Of an "inf" no share could be taken, and "nan" compares with nothing.
+    if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or sum(shares) == 0:
+        raise DataError(f'split is "{split}"; it must be one to three shares that are not all 0, such as "95,5,0"')
+    return [share / sum(shares) for share in (*shares, 0.0, 0.0)[:3]]
+
+
+def blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Prefixes and weights of a data_path; as Megatron has it, prefixes alone are weighted by their sizes (None).
+
+    Raises:
+        DataError: weights and prefixes do not alternate, a weight is not above 0, or a prefix has .bin or .idx on it.
+    """
+    if not data_path:
+        raise DataError("data_path is empty; give the prefix of a .bin/.idx pair (tools/prepare_data.py writes one)")
+    numbers = [_number(word) for word in data_path]
+    weights: list[float] | None = None
+    if any(number is not None for number in numbers):
+        weights = [number for number in numbers[::2] if number is not None and 0 < number < float("inf")]
+        if len(numbers) % 2 or len(weights) != len(numbers) // 2 or any(n is not None for n in numbers[1::2]):
+            raise DataError(
+                f"data_path is {' '.join(data_path)}; a blend alternates weights above 0 and prefixes: 0.7 a 0.3 b"
+            )
+    prefixes = list(data_path[1::2] if weights else data_path)
+    for prefix in prefixes:
+        if prefix.endswith((".bin", ".idx")):
+            raise DataError(f"data_path names {prefix}; give the prefix without {prefix[-4:]}")
+    return prefixes, weights
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def build_datasets(
+    config: DataConfig, seq_length: int, seed: int, tokenizer: "Tokenizer"
+) -> tuple[Samples, Samples | None, Samples | None]:
+    """Training, validation and test samples of `config.data_path`; None for a split whose share is 0.
+
+    Sample n is a pure function of (files, split, seq_length, seed, n). Every sample is a dict of `tokens` and `labels`,
+    int64 [seq_length], labels shifted already, and `loss_mask`, float32 [seq_length].
+
+    Collective where a process group is initialised: all its ranks call it, rank 0 checks the files and writes the index
+    caches, the others map them. A failure on one rank raises on all.
+
+    Raises:
+        DataError: a bad file (`check_indexed`), a split without a single sample, or a cache that cannot be written.
+    """
+    import torch.distributed as dist
+
+    from runtime.together import agreed
+
+    if seq_length < 1 or not 0 <= seed < 1 << 32:
+        raise DataError(f"seq_length is {seq_length} and seed {seed}; they must be at least 1 and in [0, 2^32)")
+    prefixes, weights = blend(config.data_path)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    with agreed():
+        megatron_core()  # its seconds of import on all ranks at once, not in turns
+    splits: list[list[EpochedDataset | None]] = []
+    # Rank 0 reads through the files and writes; only what it has finished is mapped by the others.
+    for turn in (first, not first):
+        with agreed():
+            if turn:
+                splits = [
+                    _Source(config, prefix, seq_length, seed, tokenizer, check=first).splits() for prefix in prefixes
+                ]
+    train, valid, test = (_join(list(parts), weights) for parts in zip(*splits, strict=True))
+    if train is None:
+        raise DataError(f'split is "{config.split}" and leaves nothing to train on; make its first share larger than 0')
+    return train, valid, test
+
+
+def _join(parts: list[EpochedDataset | None], weights: list[float] | None) -> Samples | None:
+    """One split's datasets, by prefix, as one."""
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    if len(present) == 1:
+        return present[0]
+    return BlendedDataset(present, weights or [len(part) for part in present])
+
+
+class _Source:
+    """One prefix's way to its splits: the files, GPTDataset's configuration and the cache of its indices."""
+
+    def __init__(
+        self, config: DataConfig, prefix: str, seq_length: int, seed: int, tokenizer: "Tokenizer", check: bool
+    ) -> None:
+        # Absolute, since GPTDataset names caches by the path as it is given.
+        self.prefix = os.path.abspath(prefix)
+        self.config, self.seq_length, self.seed, self.tokenizer = config, seq_length, seed, tokenizer
+        self.indexed: Indexed = check_indexed(self.prefix, tokenizer.vocab_size) if check else open_indexed(self.prefix)
+        if check:
+            self.indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
+        self.dataset = megatron_core().IndexedDataset(self.prefix, mmap=False)
+        self.reader = self.dataset.bin_reader = TokenReader(self.prefix)
+        self.writes = check
+
+    def gpt_config(self, epoch: int, cache: str) -> "GPTDatasetConfig":
+        return megatron_core().GPTDatasetConfig(
+            random_seed=(self.seed + epoch) % (1 << 32),
+            sequence_length=self.seq_length,
+            blend=([self.prefix], None),
+            split=self.config.split,
+            path_to_cache=cache,
+            tokenizer=self.tokenizer,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=self.config.eod_mask_loss,
+            create_attention_mask=False,
+        )
+
+    def splits(self) -> list[EpochedDataset | None]:
+        """An endless dataset per split, None where the share is 0."""
+        wanted = [index for index, share in enumerate(split_shares(self.config.split)) if share > 0]
+        for index in wanted:
+            begin, end = self.documents(index)
+            tokens = int(self.indexed.lengths[begin:end].sum(dtype="int64"))
+            if tokens < self.seq_length + 1:
+                raise DataError(
+                    f'{self.prefix}: split "{self.config.split}" leaves the {SPLITS[index]} split {end - begin} '
+                    f"documents with {tokens} tokens, but one sample takes seq_length + 1 = {self.seq_length + 1}; "
+                    f"documents are what is shared out: give it a larger share or 0, more data, or a smaller seq_length"
+                )
+        cache = self.cache()
+        return [self.endless(index, cache) if index in wanted else None for index in range(len(SPLITS))]
+
+    def endless(self, index: int, cache: str) -> EpochedDataset:
+        try:
+            first = self.gpt_dataset(index, 0, cache)
+        except (OSError, EOFError, ValueError) as error:
+            raise DataError(
+                f"the index cache {cache} cannot be read ({error}); if it is damaged, remove it, and if another "
+                f"machine wrote it, give --data-cache-path a folder that all machines share"
+            ) from error
+        # Later epochs' indices are built in memory by whoever reads them, possibly a reader process in the middle of a
+        # run: no collective and no write can happen there. They take a second per 10 million documents or so.
+        return EpochedDataset(
+            first,
+            lambda epoch: self.gpt_dataset(index, epoch, ""),
+            name=f"{self.prefix}.bin",
+            vocab_size=self.tokenizer.vocab_size,
+            masked_input=self.tokenizer.eod if self.config.eod_mask_loss else None,
+            check=self.reader.check,
+        )
+
+    def documents(self, index: int) -> tuple[int, int]:
+        """First document of a split and the one after its last, rounded as BlendedMegatronDatasetBuilder does."""
+        begin, end = self.gpt_config(0, "").split_matrix[index]
+        return round(begin * len(self.indexed.lengths)), round(end * len(self.indexed.lengths))
+
+    def gpt_dataset(self, index: int, epoch: int, cache: str) -> "GPTDataset":
+        """One epoch of a split; an empty `cache` keeps its indices in memory."""
+        import numpy
+
+        megatron = megatron_core()
+        documents = numpy.arange(*self.documents(index), dtype=numpy.int32)
+        return megatron.GPTDataset(
+            self.dataset, self.prefix, documents, None, megatron.Split(index), self.gpt_config(epoch, cache)
+        )
+
+    def cache(self) -> str:
+        """Folder with the first epoch's indices, written by rank 0 where it is missing.
+
+        GPTDataset's own names leave out the data, so that a corpus written anew at the same path would be cut by the
+        old one's indices, and a cache that a killed run left half-written would be taken for whole. Hence a folder per
+        content, which appears whole, by one rename.
+        """
+        key = {
+            "idx": self.indexed.digest(),
+            "prefix": self.prefix,
+            "tokenizer": self.tokenizer.unique_identifiers,
+            "seq_length": self.seq_length,
+            "seed": self.seed,
+            "split": self.config.split,
+            "megatron": megatron_core().version,
+            "digests": 1,
+        }
+        root = Path(self.config.data_cache_path or os.path.join(self.prefix, "cache"))
+        folder = root.absolute() / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+        if not folder.is_dir() and self.writes:
+            self.write_cache(folder)
+        for path in folder.glob("*.npy"):
+            with path.open("rb") as file:
+                # numpy takes any other file for a pickle, and GPTDataset lets it run whatever that says
+                if file.read(6) != b"\x93NUMPY":
+                    raise DataError(f"{path} is not a numpy array; remove {folder}, which is then written anew")
+        if self.writes:
+            check_digests(folder)
+        return str(folder)
+
+    def write_cache(self, folder: Path) -> None:
+        temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+        try:
+            # A second run waits for the first, and needs no longer than for a cache of its own.
+            with owned(folder.parent, folder.name, wait=True):
+                if folder.is_dir():
+                    return
+                temporary.mkdir()
+                for index, share in enumerate(split_shares(self.config.split)):
+                    if share > 0:
+                        self.gpt_dataset(index, 0, str(temporary))
+                write_digests(temporary)
+                os.replace(temporary, folder)
+        except (OSError, InUseError) as error:
+            # Where there are no locks, another run may have finished the same folder; it is as good as ours.
+            if not folder.is_dir():
+                said = error.strerror if isinstance(error, OSError) else error
+                raise DataError(
+                    f"the sample indices of {self.prefix} cannot be written to {folder.parent} ({said}); "
+                    f"give --data-cache-path a folder that you can write to and all machines share"
+                ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+@cache
+def megatron_core() -> Any:
+    """The parts of megatron.core used here; imported late, since that takes seconds, and without its warnings."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
+        from megatron.core import __version__
+        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+        from megatron.core.datasets.utils import Split
+
+    # It warns of each later epoch's indices that they are not saved, which is what is asked for.
+    logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
+    return SimpleNamespace(
+        version=__version__,
+        DType=DType,
+        GPTDataset=GPTDataset,
+        GPTDatasetConfig=GPTDatasetConfig,
+        IndexedDataset=IndexedDataset,
+        IndexedDatasetBuilder=IndexedDatasetBuilder,
+        Split=Split,
+    )

@@ -1,0 +1,156 @@
+"""The original DiT's checkpoints (github.com/facebookresearch/DiT) <-> ours: state dicts and safetensors folders.
+
+Theirs keeps queries, keys and values side by side in one matrix, the patch embedding as a convolution, and the fixed
+positions. Of video, which the original has none of, the convolution has a dimension for frames.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.dit import dit_shapes, position_embedding
+from model.dit_config import DiTConfig
+from model.hf.folder import (
+    CONFIG,
+    WEIGHTS,
+    check_sizes,
+    check_state,
+    entry,
+    read_json,
+    read_weights,
+    shown,
+    write_folder,
+)
+
+NAMES = {"x_embedder": "x_embedder.proj", "y_embedder": "y_embedder.embedding_table"}
+LAYER_NAMES = {"attention.wo": "attn.proj", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
+FUSED, PARTS = "attn.qkv", ("attention.wq", "attention.wk", "attention.wv")
+POSITIONS = "pos_embed"
+
+
+def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
+    """Our state dict. ValueError for missing, unknown or misshapen weights, and for positions that ours are not."""
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_size,
+        "num_classes": config.num_classes,
+        "the width of a patch": config.patch_width,
+    }
+    check_sizes(state, config.num_layers, sizes)
+    shapes = dit_shapes(config)
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    known = {name: weight.shape for name, weight in _to_original(empty, config).items()}
+    state = dict(state)
+    positions = state.pop(POSITIONS, None)
+    check_state(state, known)
+    if positions is not None:
+        _check_positions(positions, config)
+    ours = {}
+    for name in shapes:
+        theirs, part = _their_name(name)
+        weight = state[theirs]
+        if part is not None:
+            weight = weight.chunk(3)[part].clone()
+        ours[name] = _to_linear(weight) if name == "x_embedder.weight" else weight
+    return ours
+
+
+def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
+    """What the original's state_dict() holds for our state dict, fixed positions included.
+
+    ValueError for missing, unknown or misshapen weights.
+    """
+    check_state(state, dit_shapes(config))
+    positions = position_embedding(torch.arange(config.num_patches), config)[None]
+    return _to_original(state, config) | {POSITIONS: positions.to(state["x_embedder.weight"].dtype)}
+
+
+def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
+    """Configuration and our state dict (CPU, dtypes as stored) of a folder as `save_dit` writes it.
+
+    For the original's weights, saved as model.safetensors, write the config.json: the fields of DiTConfig. Only
+    safetensors are read, never pickles. ValueError names the file and what is wrong with it.
+    """
+    folder = Path(folder)
+    contents = read_json(folder / CONFIG)
+    kind = contents.pop("model_type", "dit")
+    if kind != "dit":
+        raise ValueError(f'{folder / CONFIG}: model_type = {shown(kind)} is not supported; only "dit" is')
+    if unknown := sorted(contents.keys() - {field.name for field in dataclasses.fields(DiTConfig)}):
+        raise ValueError(f"{folder / CONFIG}: {unknown[0]} is no field of a DiT's configuration; leave it out")
+    kinds = {tuple: list, type(None): int}
+    try:
+        config = DiTConfig(
+            **{
+                field.name: entry(
+                    contents, field.name, kinds.get(type(field.default), type(field.default)), field.default
+                )
+                for field in dataclasses.fields(DiTConfig)
+            }
+        )
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {str(error).removeprefix(f'{CONFIG}: ')}") from None
+    return config, dit_from_original(read_weights(folder / WEIGHTS), config)
+
+
+def save_dit(folder: str | Path, config: DiTConfig, state: Mapping[str, Tensor]) -> None:
+    """Write config.json and model.safetensors, in the original's naming, of our state dict.
+
+    The folder is made; ValueError where it holds a model already, and as `dit_to_original` raises it.
+    """
+    contents: dict[str, Any] = {"model_type": "dit"} | dataclasses.asdict(config)
+    write_folder(Path(folder), dit_to_original(state, config), contents)
+
+
+def _their_name(name: str) -> tuple[str, int | None]:
+    """Their name for one of ours, and of a fused weight which third it is."""
+    module, kind = name.rsplit(".", 1)
+    if not module.startswith("layers."):
+        return f"{NAMES.get(module, module)}.{kind}", None
+    _, layer, module = module.split(".", 2)
+    part = PARTS.index(module) if module in PARTS else None
+    inside = FUSED if part is not None else LAYER_NAMES.get(module, module)
+    return f"blocks.{layer}.{inside}.{kind}", part
+
+
+def _to_original(ours: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
+    theirs = {}
+    for name, weight in ours.items():
+        their_name, part = _their_name(name)
+        if part == 0:
+            weight = torch.cat([ours[name.replace(PARTS[0], one)] for one in PARTS])  # [3 C, C] or [3 C]
+        elif part is not None:
+            continue
+        theirs[their_name] = _to_convolution(weight, config) if name == "x_embedder.weight" else weight
+    return theirs
+
+
+def _to_convolution(weight: Tensor, config: DiTConfig) -> Tensor:
+    """[C, frames * height * width * channels] -> [C, channels, (frames,) height, width]."""
+    weight = weight.unflatten(1, (*config.patch_shape, -1)).movedim(-1, 1)
+    return (weight if config.video else weight.squeeze(2)).contiguous()
+
+
+def _to_linear(weight: Tensor) -> Tensor:
+    """[C, channels, (frames,) height, width] -> [C, frames * height * width * channels]."""
+    return weight.movedim(1, -1).flatten(1).contiguous()
+
+
+def _check_positions(found: Tensor, config: DiTConfig) -> None:
+    shape = (1, config.num_patches, config.hidden_size)
+    if found.shape == shape:
+        want = position_embedding(torch.arange(config.num_patches), config)[None]
+        if torch.allclose(found.double(), want, rtol=0, atol=_tolerance(found)):
+            return
+    raise ValueError(
+        f"{POSITIONS} {tuple(found.shape)} is not the sines and cosines {shape} that the configuration makes it; "
+        "positions are computed here, never learned or resized: check latent_shape and patch_size"
+    )
+
+
+def _tolerance(x: Tensor) -> float:
+    return max(1e-5, torch.finfo(x.dtype).eps)

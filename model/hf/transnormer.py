@@ -1,0 +1,142 @@
+"""The released TransNormerLLM checkpoints (OpenNLPLab/TransNormerLLM-385M, -1B, -7B) <-> ours.
+
+Names and layouts are those of modeling_transnormer.py that is released beside the weights (copyright 2024 OpenNLPLab,
+Apache-2.0), which transformers runs with trust_remote_code. Its norms have no weights, and their epsilon is 1e-6.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.hf.folder import entry, shown
+
+# What our model computes, for the keys of config.json that could ask for something else; a missing key means the first.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("transnormer",),
+    "norm_type": ("simplermsnorm",),
+    "linear_act_fun": ("silu",),
+    "bias": (False,),
+    "quantization_config": (None,),
+}
+UNSAID: dict[str, Any] = {}
+REPLACED: set[str] = set()
+EPSILON = 1e-6
+EMBEDDING = "model.embed_tokens.weight"
+TOP_NAMES = {"embedding": "model.embed_tokens", "output": "lm_head"}
+LAYER_NAMES = {
+    "attention.wo": "token_mixer.out_proj",
+    "mlp.gate": "channel_mixer.l1",
+    "mlp.up": "channel_mixer.l2",
+    "mlp.down": "channel_mixer.l3",
+}
+FUSED, PARTS = "token_mixer.qkvu_proj", ("attention.wq", "attention.wk", "attention.wv", "attention.wu")
+THETA, THEIR_THETA = "layers.0.attention.lrpe.theta", "model.layers.0.token_mixer.lrpe.theta"  # [H * D], [H, 1, D]
+DERIVED = re.compile(r"(?!)")  # nothing
+PREFIX = "model."
+
+
+def check(config: ModelConfig) -> None:
+    """ValueError where theirs has no such TransNormer."""
+    if config.softmax_every is not None:
+        raise ValueError(
+            f"softmax_every is {config.softmax_every}, and a released TransNormer has linear attention in every layer: "
+            "its code has no layers of softmax attention to read a hybrid into; keep it in its checkpoint"
+        )
+    needs = (
+        ("linear_decay", config.linear_decay or "released", "released"),
+        ("norm_epsilon", config.norm_epsilon, EPSILON),
+    )
+    for name, value, only in needs:
+        if value != only:
+            raise ValueError(
+                f"{name} is {value}, which a released TransNormer does not have; only {only} can be written"
+            )
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a config.json's contents; KeyError for what is missing, ValueError for what is not supported."""
+    layers, lrpe = entry(hf, "decoder_layers", int), entry(hf, "linear_use_lrpe_list", list)
+    if len(lrpe) != layers or [bool(one) for one in lrpe] != [number == 0 for number in range(len(lrpe))]:
+        raise ValueError(
+            f"config.json: linear_use_lrpe_list = {shown(lrpe)} is not supported; only the first layer has LRPE"
+        )
+    ffn, width = entry(hf, "glu_dim", int), entry(hf, "decoder_embed_dim", int)
+    heads, inside = entry(hf, "decoder_attention_heads", int), entry(hf, "hidden_dim", int)
+    if heads < 1 or inside % heads:
+        raise ValueError(
+            f"config.json: hidden_dim is {inside}; it must be a multiple of decoder_attention_heads {heads}"
+        )
+    return ModelConfig(
+        model_type="transnormer",
+        num_layers=layers,
+        hidden_size=width,
+        ffn_hidden_size=width if ffn == -1 else ffn,
+        num_attention_heads=heads,
+        kv_channels=inside // heads,
+        vocab_size=entry(hf, "vocab_size", int),
+        norm_epsilon=EPSILON,
+        init_method_std=entry(hf, "init_std", float, 0.02),
+        no_scale_embedding=entry(hf, "no_scale_embedding", bool, False),
+        untie_embeddings_and_output_weights=not entry(hf, "tie_word_embeddings", bool, True),
+    )
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """What a config.json that the released code reads as the same model says of our fields; no length is among them."""
+    return {
+        "architectures": ["TransnormerForCausalLM"],
+        "decoder_layers": config.num_layers,
+        "decoder_embed_dim": config.hidden_size,
+        "decoder_attention_heads": config.num_attention_heads,
+        "hidden_dim": config.num_attention_heads * config.head_dim,
+        "glu_dim": config.ffn_size,
+        "linear_use_lrpe_list": [int(layer == 0) for layer in range(config.num_layers)],
+        "vocab_size": config.vocabulary,
+        "no_scale_embedding": config.no_scale_embedding,
+        "init_std": config.init_method_std,
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+    }
+
+
+def to_ours(theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Our state dict of `names`, holding the same tensors or views of them."""
+    ours = {}
+    for name in names:
+        if name == THETA:
+            ours[name] = theirs[THEIR_THETA].flatten()
+            continue
+        module = name.removesuffix(".weight")
+        if not module.startswith("layers."):
+            ours[name] = theirs[f"{TOP_NAMES[module]}.weight"]
+            continue
+        _, layer, module = module.split(".", 2)
+        if module in PARTS:
+            fused = theirs[f"model.layers.{layer}.{FUSED}.weight"]  # [4 * H * D, C]
+            ours[name] = fused.chunk(4)[PARTS.index(module)]
+        else:
+            ours[name] = theirs[f"model.layers.{layer}.{LAYER_NAMES[module]}.weight"]
+    return ours
+
+
+def to_theirs(ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Their state dict: the same tensors, but for the projections side by side in one."""
+    theirs = {}
+    for name, weight in ours.items():
+        if name == THETA:
+            theirs[THEIR_THETA] = weight.view(config.num_attention_heads, 1, config.head_dim)
+            continue
+        module = name.removesuffix(".weight")
+        if not module.startswith("layers."):
+            theirs[f"{TOP_NAMES[module]}.weight"] = weight
+            continue
+        _, layer, module = module.split(".", 2)
+        if module == PARTS[0]:
+            parts = [ours[f"layers.{layer}.{part}.weight"] for part in PARTS]
+            theirs[f"model.layers.{layer}.{FUSED}.weight"] = torch.cat(parts)
+        elif module not in PARTS:
+            theirs[f"model.layers.{layer}.{LAYER_NAMES[module]}.weight"] = weight
+    return theirs

@@ -1,0 +1,12 @@
+"""All-gather attention (Llama 3, section 3.3.2): every rank gathers all KV once, then works alone."""
+
+from parallel.context.methods.base import BalancedMethod, Hop, Ranks, Send, Shape
+
+
+class AllGather(BalancedMethod):
+    """One collective and one round; memory for the KV of the whole sequence."""
+
+    name = "allgather"
+
+    def hops(self, rank: Ranks, shape: Shape) -> list[Hop]:
+        return [Hop(tuple(range(shape.size)), (), Send(rank, 1))]

@@ -1,0 +1,49 @@
+"""The methods by name."""
+
+from parallel.context.errors import ContextError
+from parallel.context.methods.allgather import AllGather
+from parallel.context.methods.base import Method
+from parallel.context.methods.double_ring import DoubleRing
+from parallel.context.methods.lasp import Lasp, Lasp2
+from parallel.context.methods.ring import Ring
+from parallel.context.methods.striped import Striped
+from parallel.context.methods.ulysses import Ulysses
+from parallel.context.methods.wallfacer import WallFacer
+from parallel.context.methods.zigzag import Zigzag
+
+METHODS: dict[str, Method] = {
+    method.name: method for method in (Ring(), Striped(), Zigzag(), AllGather(), WallFacer(), Ulysses(), DoubleRing())
+}
+"""Of softmax attention."""
+STATE_METHODS: dict[str, Method] = {method.name: method for method in (Lasp(), Lasp2())}
+"""Of linear attention alone."""
+LINEAR_METHODS: dict[str, Method] = STATE_METHODS | {
+    name: method for name, method in METHODS.items() if method.capabilities().splits_heads
+}
+"""Those that linear attention works by: they pass states on, or give each rank the whole sequence of some heads."""
+
+
+def method_of(name: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        ContextError: there is none.
+    """
+    known = METHODS | STATE_METHODS
+    if name not in known:
+        raise ContextError(f"context_parallel_method {name!r} does not exist; use one of {', '.join(known)}")
+    return known[name]
+
+
+def check_kind(method: Method, called: str, attention: str, fitting: dict[str, Method]) -> None:
+    """Refuse a method of the other kind of attention.
+
+    Raises:
+        ContextError: ``method`` is not among ``fitting``.
+    """
+    if method.name not in fitting:
+        passed = "states" if method.capabilities().states else "keys and values"
+        raise ContextError(
+            f"{called}: method {method.name} passes {passed} on, which {attention} does not work by; "
+            f"use one of {', '.join(fitting)}"
+        )

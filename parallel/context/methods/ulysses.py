@@ -1,0 +1,33 @@
+"""DeepSpeed Ulysses (Jacobs et al. 2023): an all-to-all gives each rank all tokens of some heads, another undoes it.
+
+Its degree is an option of every method: groups of that many neighbours split the heads, and the method runs over the
+groups. Alone, the group is everyone, and one round is left.
+"""
+
+from dataclasses import replace
+
+from parallel.context.errors import ContextError
+from parallel.context.methods.base import BalancedMethod, Capabilities, Hop, Ranks, Send, Shape
+
+
+class Ulysses(BalancedMethod):
+    """Contiguous blocks by default: after the all-to-all every rank has the same work, whatever the layout."""
+
+    name = "ulysses"
+
+    def layout(self, causal: bool) -> str:
+        return "contiguous"
+
+    def hops(self, rank: Ranks, shape: Shape) -> list[Hop]:
+        return [Hop((rank,), (), Send(rank, 1))]
+
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities(), splits_heads=True)
+
+    def check(self, shape: Shape, causal: bool) -> None:
+        super().check(shape, causal)
+        if shape.size != 1:
+            raise ContextError(
+                f"method ulysses splits the heads among all ranks, and ulysses_degree leaves {shape.size} groups; "
+                "leave it out, or choose another method to run over the groups"
+            )

@@ -1,0 +1,216 @@
+"""Pipeline parallelism: which layers each rank of pp holds, and when micro-batches pass through them.
+
+A stage is a run of layers; the first one also has what comes before the layers, the last one what comes after. Stages
+pass hidden states forward and their gradients back, one micro-batch at a time; the schedules are torch's. The loss is
+divided by the global number of valid tokens, so gradients add up over micro-batches and are never rescaled.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from parallel.data import Strategy, reduce_gradients
+from parallel.pipeline.runner import Batch, LossSum, Runner
+from parallel.pipeline.stages import SINGLE, PipelineConfig
+
+
+class PipelineRunner(Runner):
+    """The same for the stages that this rank of pp holds. Its share of the loss is 0 without the last stage."""
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        loss_sum: LossSum,
+        strategy: Strategy,
+        *,
+        config: PipelineConfig,
+        mesh: DeviceMesh,
+        device: torch.device,
+        micro_batches: int,
+        first_input: tuple[str, Tensor],
+        hidden: Tensor,
+        tied: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        """``parts`` are the stages ``config.own`` names.
+
+        Args:
+            first_input: what of a micro-batch the first stage takes: its name, and one like it on the meta device.
+            hidden: what passes between stages, on the meta device.
+            tied: names of the parameters of which several stages hold a copy each, and these stages.
+        """
+        super().__init__(parts, loss_sum, strategy)
+        self.mesh, self.device = mesh, device
+        self.name, like = first_input
+        ranks, stages = mesh.size(), config.stages(mesh.size())
+        self.tied = {name: sorted({stage % ranks for stage in of}) for name, of in (tied or {}).items()}
+        """Ranks of pp that hold a copy, by parameter; the first of them counts it."""
+        self.own = config.own(mesh.get_local_rank(), ranks)
+        self._valid = 1
+        hidden = hidden.detach().requires_grad_()  # torch asks it whether gradients are sent back
+        self._stages = []
+        for part, number in zip(parts, self.own, strict=True):
+            last = number == stages - 1
+            stage = _Stage(
+                _Part(part, self.name, loss_sum),
+                number,
+                stages,
+                device,
+                strategy=strategy,
+                split_backward=config.pipeline_schedule == "InterleavedZeroBubble",
+                input_args=(like,) if number == 0 else (hidden,),
+                output_args=(hidden.new_empty((), dtype=torch.float32).requires_grad_() if last else hidden,),
+                group=mesh.get_group(),
+            )
+            self._stages.append(stage)
+        schedule = get_schedule_class(config.pipeline_schedule)
+        loss_fn: Callable[[Tensor, Any], Tensor] = lambda loss, _: loss / self._valid  # noqa: E731
+        self.schedule: Any = schedule(
+            self._stages[0] if config.pipeline_schedule in SINGLE else self._stages,
+            micro_batches,
+            loss_fn=loss_fn,
+            scale_grads=False,
+        )
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        rank = self.mesh.get_local_rank()
+        others = {name for name, holders in self.tied.items() if holders[0] != rank}
+        return {name: parameter for name, parameter in super().parameters().items() if name not in others}
+
+    def forward_backward(self, batches: Sequence[Batch], valid: int) -> Tensor:
+        self._valid = valid
+        total = self._run(self.schedule.step, batches).double().sum()
+        for name, holders in self.tied.items():
+            if self.mesh.get_local_rank() in holders:
+                self._sum_copies(name, holders)
+        return total
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[Batch]) -> Tensor:
+        self._valid = 1
+        return self._run(self.schedule.eval, batches).double().sum()
+
+    def _run(self, step: Callable[..., Any], batches: Sequence[Batch]) -> Tensor:
+        """The losses of the micro-batches, none without the last stage."""
+        others = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+        first, losses = others.pop(self.name), list[Tensor]()
+        try:
+            step(*([first] if 0 in self.own else []), target=first, losses=losses, return_outputs=False, **others)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, ValueError):  # what a user can mend, which torch wraps
+                raise error.__cause__ from None
+            raise
+        for stage in self._stages:
+            stage.clear_runtime_states()  # an evaluation leaves every micro-batch's activations
+        if not losses:
+            return torch.zeros(1, device=self.device)
+        return torch.stack([loss.detach() for loss in losses])
+
+    def _sum_copies(self, name: str, holders: Sequence[int]) -> None:
+        """Give all copies of a parameter the sum of their gradients, in one order: they stay equal, to the bit."""
+        copies = [dict(part.named_parameters()).get(name) for part in self.parts]
+        own = [_local_gradient(parameter) for parameter in copies if parameter is not None]
+        share = torch.stack(own).sum(0) if len(own) > 1 else own[0].contiguous()
+        group, rank = self.mesh.get_group(), self.mesh.get_local_rank()
+        shares = {peer: share if peer == rank else torch.empty_like(share) for peer in holders}
+        peers = [peer for peer in holders if peer != rank]
+        receive = [dist.P2POp(dist.irecv, shares[peer], group=group, group_peer=peer) for peer in peers]
+        send = [dist.P2POp(dist.isend, share, group=group, group_peer=peer) for peer in peers]
+        for work in dist.batch_isend_irecv(receive + send) if peers else ():
+            work.wait()
+        total = torch.stack([shares[peer] for peer in holders]).sum(0)
+        for gradient in own:
+            gradient.copy_(total)
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+
+
+class _Part(nn.Module):
+    """A stage's layers as torch's schedules call them: the first tensor of a batch alone, the rest by name.
+
+    It hides from them whether the model is FSDP's, for which they would hold back every reduction to the end of the
+    step and keep whole weights until then.
+    """
+
+    def __init__(self, model: nn.Module, name: str, loss_sum: LossSum) -> None:
+        super().__init__()
+        self.model, self._name, self._loss_sum = model, name, loss_sum
+
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        return self._loss_sum(self.model, {self._name: x, **others})
+
+
+class _Stage(PipelineStage):
+    """torch's stage, which reduces gradients as the strategy wants and holds no buffer longer than it is needed.
+
+    torch allocates buffers to receive all micro-batches at once and keeps them for the whole run.
+    """
+
+    def __init__(self, part: _Part, *where: Any, strategy: Strategy, split_backward: bool, **shapes: Any) -> None:
+        super().__init__(part, *where, **shapes)
+        self._part, self._strategy, self._split_backward = part, strategy, split_backward
+        self._receiving: set[tuple[str, int]] = set()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate("forward", fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate("backward", bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
+        out = super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
+        self._release("forward", fwd_chunk_id)
+        return out
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        reduce_gradients(self._part.model, last_backward and not self._split_backward, self._strategy)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._release("backward", bwd_chunk_id)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Where no backward is a whole one, FSDP's hooks do not run, and the library reduces at the step's end.
+
+        It does so for an FSDP module that it sees, whose gradients were not to be synchronized until now: over the
+        shards and, where there are several, over the copies.
+        """
+        if self._split_backward:
+            self.submod = self._part.model
+            super().perform_reduce_grad(grad_scale_factor)
+            self.submod = self._part
+
+    def _allocate(self, direction: str, chunk: int) -> None:
+        table = self._buffers(direction)
+        for other in table:
+            if (direction, other) not in self._receiving:
+                self._release(direction, other)
+        for info in table.get(chunk, []):
+            info.buffer = torch.empty_like(info.buffer, device=self.device)
+            # torch before 2.13 asks the buffer whether a gradient is sent back, and decides it once, at the first step
+            info.buffer.requires_grad_(direction == "forward" and self.has_backward)
+        self._receiving.add((direction, chunk))
+
+    def _release(self, direction: str, chunk: int) -> None:
+        for info in self._buffers(direction).get(chunk, []):
+            info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+        self._receiving.discard((direction, chunk))
+
+    def _buffers(self, direction: str) -> dict[int, list[Any]]:
+        """By micro-batch, what a tensor is received into."""
+        table = self.args_recv_info if direction == "forward" else self.grad_recv_info
+        return {
+            chunk: [info for info in infos if getattr(info, "buffer", None) is not None]
+            for chunk, infos in table.items()
+        }

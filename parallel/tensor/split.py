@@ -1,0 +1,129 @@
+"""Tensor parallelism with sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022, section 4.2.2).
+
+The tp ranks hold the same tokens. Each computes some heads of every attention, some columns of every feed-forward
+layer and the logits of some vocabulary entries. In between, where a token's channels are needed whole (norms, residual
+sums), each holds some of the tokens: what was an all-reduce is a reduce-scatter and an all-gather of the same traffic.
+It stays on whenever tp > 1: then every parameter is a DTensor, and a norm's gradient, of which each rank has a part, is
+summed.
+
+Shapes: B sequences, T tokens of this context-parallel rank (a multiple of tp), C width of the residual stream, G key
+and value heads, D width of a head, V vocabulary entries. ``Shard(1)`` of [B, T, C] is over tokens, ``Shard(-1)`` over
+channels.
+"""
+
+import re
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel, parallelize_module
+
+from parallel.tensor.styles import (
+    AllTokens,
+    Angles,
+    Entries,
+    GatheredNorm,
+    JointNorm,
+    Matrix,
+    OneHead,
+    OwnHeads,
+    OwnTokens,
+    Whole,
+    of_tokens,
+)
+
+
+def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: int) -> None:
+    """Split a transformer on the meta device over the ranks of ``mesh``, in place; before any other parallelism.
+
+    The model may have the modules embedding, position_embedding or sinusoids, layers (each attention_norm, attention
+    with wq, wk, wv and wo, mlp_norm, mlp with up, down and perhaps gate), norm and output; with biases or without. An
+    attention may have log_decay, a number per head, and the modules wu, a gate; lrpe, angles theta of every head; norm,
+    an RMS norm without a weight over all heads. The model takes tokens [B, T], the same on all ranks of ``mesh``, and
+    returns logits [B, T, V] as a DTensor sharded over the vocabulary, for vocabulary.py's ``cross_entropy_sum``.
+
+    A pipeline stage lacks some of these. What passes between two stages is hidden states of this rank's tokens
+    [B, T / size, C], a plain tensor.
+
+    The query heads and the feed-forward width must be multiples of the mesh's size, and ``kv_heads`` a multiple or a
+    divisor of it: fewer heads than ranks are kept by every rank, which computes the one that its query heads attend to.
+    The vocabulary and the table of positions need not divide: each rank holds V / size entries, rounded up, and the
+    last one the fewer that are left, which must be one at least.
+
+    Raises:
+        ValueError: the model has a parameter in a module that is none of these.
+    """
+    size = mesh.size()
+    if size == 1:
+        return
+    heads = Matrix(0) if kv_heads % size == 0 else OneHead(head_dim, mesh.get_local_rank() * kv_heads // size)
+    styles: dict[str, ParallelStyle] = {
+        "embedding": Entries(),
+        "position_embedding": Entries(),
+        "sinusoids": OwnTokens(),
+        "attention_norm": SequenceParallel(),
+        "attention": OwnHeads(),
+        "attention.wq": Matrix(0),
+        "attention.wk": heads,
+        "attention.wv": heads,
+        "attention.wu": Matrix(0),
+        "attention.lrpe": Angles(),
+        "attention.norm": JointNorm(),
+        "attention.wo": Matrix(1),
+        "mlp_norm": SequenceParallel(),
+        "mlp": AllTokens(),
+        "mlp.gate": Matrix(0),
+        "mlp.up": Matrix(0),
+        "mlp.down": Matrix(1),
+        "norm": GatheredNorm(),
+        "output": ColwiseParallel(use_local_output=False),
+    }
+    _apply(model, mesh, styles)
+    model.register_forward_pre_hook(lambda _, inputs: (of_tokens(inputs[0], mesh), *inputs[1:]))
+    if getattr(model, "norm", None) is None:
+        # A copy, since FSDP warns of a view.
+        model.register_forward_hook(lambda _, inputs, x: x.to_local().clone())
+
+
+def split_dit(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split a diffusion transformer, as ``split_model`` a language model.
+
+    The model may have the modules x_embedder, t_embedder, y_embedder, layers (each attention with wq, wk, wv and wo,
+    mlp with up and down, adaLN_modulation) and final_layer. It takes patches [B, T, P], positions [T], times and labels
+    [B], by position and the same on all ranks of ``mesh``, and returns patches [B, T, P'], whole on all of them. What
+    passes between two stages is hidden states of this rank's patches [B, T / size, C].
+
+    Conditions [B, C] are the same on all ranks, which modulate their own patches alone: the gradients of all that makes
+    them and the modulations are parts, and are summed.
+
+    The heads and the feed-forward width must be multiples of the mesh's size.
+
+    Raises:
+        ValueError: the model has a parameter in a module that is none of these.
+    """
+    size, rank = mesh.size(), mesh.get_local_rank()
+    if size == 1:
+        return
+    whole = ("x_embedder", "t_embedder.mlp.0", "t_embedder.mlp.2", "y_embedder", "adaLN_modulation.1")
+    final = ("final_layer.adaLN_modulation.1", "final_layer.linear")
+    styles: dict[str, ParallelStyle] = dict.fromkeys((*whole, *final), Whole())
+    styles |= dict.fromkeys(("attention", "mlp"), AllTokens(plain=True))
+    styles |= dict.fromkeys(("attention.wq", "attention.wk", "attention.wv", "mlp.up"), Matrix(0))
+    styles |= dict.fromkeys(("attention.wo", "mlp.down"), Matrix(1))
+    _apply(model, mesh, styles)
+    if getattr(model, "x_embedder", None) is not None:
+        model.register_forward_pre_hook(
+            lambda _, inputs: (inputs[0].chunk(size, 1)[rank], inputs[1].chunk(size)[rank], *inputs[2:])
+        )
+    if getattr(model, "final_layer", None) is not None:
+        model.register_forward_hook(lambda _, inputs, x: of_tokens(x, mesh).full_tensor().clone())
+
+
+def _apply(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
+    """Split the modules of these names, of each layer and of the rest. ValueError for a parameter in no such module."""
+    names = {name: re.sub(r"^layers\.[^.]+\.", "", name) for name, _ in model.named_modules()}
+    parallelize_module(model, mesh, {name: styles[kind] for name, kind in names.items() if kind in styles})
+    if left := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
+        raise ValueError(
+            f"tensor parallelism knows no way to split {', '.join(left)}; parallel/tensor/split.py has the plan"
+        )

@@ -1,0 +1,255 @@
+"""Train tiny models on every kind of mesh and compare each with one process: losses, gradients, weights.
+
+Every row is 3 steps of 8 micro-batches, float32, on processes joined by gloo: language models on the default corpus
+with labels masked, the diffusion transformer (dit) on handwritten digits of which some carry no loss, so that the
+ranks hold unequal numbers of valid tokens. Its modulations, which begin at nought and let no gradient through, begin
+as small numbers here. The reference is one process, softmax attention with plain SDPA. "loss" is the largest
+difference over the 3 steps, "norm" that of the gradient norms, relative; "gradients" and "weights" the largest over
+every element of every parameter, of the first step's gradients before they are clipped, and of the weights after the
+3 steps. Adam divides by the root of the squared gradient, so that rounding of tiny gradients moves weights far:
+weights are reported, not bounded. A key's bias in a gpt or dit is left out of them, since its gradient is nought but
+for rounding: it adds the same to all scores of a query. The initial weights must be one process's, to the bit. "MB"
+is what the largest process grew by, "s" seconds per step on these cores, however many processes share them.
+
+The controls break something each; a row of theirs that is within the bounds fails the run as one outside does above.
+
+    python -m parity.run                                  # LLaMA and GPT, into runs/parity.md
+    python -m parity.run --only "pp 2" --kind gpt         # the meshes whose title has it
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.errors import DataError
+from data.text.prepare import Request, prepare
+from parity.cases import (
+    DIFFUSION,
+    KINDS,
+    LINEAR_KINDS,
+    LINEAR_REFERENCE,
+    REFERENCE,
+    Case,
+    cases,
+    diffusion_cases,
+    linear_cases,
+)
+from parity.rank import Found, train
+from runtime.files import write_text
+from testing.machine import describe
+from testing.ranks import run_ranks
+from tools.arguments import parser_for, run_command
+from tools.prepare_data import DEFAULT_PREFIX
+from train.metrics import loss_name
+
+LOSS, GRADIENTS, NORM = 2e-6, 1e-7, 1e-6
+"""The bounds: of a loss, of each element of a gradient, and of a gradient norm, relative."""
+NOUGHT = "attention.wk.bias"
+CONTROLS: tuple[tuple[str, str, Case], ...] = (
+    ("a layer's gradients are not reduced", "llama", Case(dp=2, mode="legacy_ddp")),
+    ("a layer's gradients are not reduced", "gpt", Case(dp=2, cp=2, mode="legacy_ddp")),
+    ("local means instead of the global one", "llama", Case(dp=2)),
+    ("local means instead of the global one", "gpt", Case(dp=2, tp=2, mode="ddp")),
+    ("shards are initialised alike", "llama", Case(dp=2)),
+    ("shards are initialised alike", "gpt", Case(tp=2)),
+    ("a stage's norm is missing", "llama", Case(pp=2)),
+    ("a stage's norm is missing", "gpt", Case(pp=2, dp=2)),
+    ("noise is drawn by each rank", "dit", Case(cp=2, method="ring")),
+    ("noise is drawn by each rank", "dit", Case(dp=2, method="ring")),
+    ("copies of a pipeline's embeddings are left alone", "dit", Case(pp=2, method="ring")),
+    ("local means instead of the global one", "dit", Case(dp=2, method="ring")),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run, put together from its ranks."""
+
+    records: list[dict[str, Any]]
+    tensors: dict[str, dict[str, torch.Tensor]]
+    memory_mb: float
+    copies_differ: tuple[str, ...]
+    """Tensors of which two ranks hold different copies."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """How far a run is from the reference."""
+
+    loss: float
+    norm: float
+    gradients: float
+    weights: float
+    same_start: bool
+    memory_mb: float
+    seconds: float
+    copies_differ: tuple[str, ...]
+
+    @property
+    def within(self) -> bool:
+        """Whether every bound holds; a difference that is no number is outside."""
+        bounded = self.loss <= LOSS and self.gradients <= GRADIENTS and self.norm <= NORM
+        return bounded and self.same_start and not self.copies_differ
+
+    @property
+    def cells(self) -> str:
+        """The figures as cells of a Markdown table."""
+        start = "same" if self.same_start else "differ"
+        copies = f" (copies of {self.copies_differ[0]} differ)" if self.copies_differ else ""
+        return (
+            f"{start} | {self.loss:.1e} | {self.norm:.1e} | {self.gradients:.1e} | {self.weights:.1e}{copies} | "
+            f"{self.memory_mb:.0f} | {self.seconds:.2f}"
+        )
+
+
+def trained(kind: str, case: Case, data: Path, sabotage: str | None = None, *more: str, iterations: int = 3) -> Run:
+    """Train a kind of model on a mesh, in processes of their own."""
+    flags = [*case.flags(kind, data, iterations), *more]
+    ranks = run_ranks(train, case.ranks, flags, sabotage, kind == DIFFUSION, timeout=300.0)
+    return merged(ranks)
+
+
+def merged(ranks: list[Found]) -> Run:
+    """One run out of what its ranks found."""
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    digests: dict[tuple[str, str], set[str]] = {}
+    for rank in ranks:
+        for moment, values in rank.tensors.items():
+            tensors.setdefault(moment, {}).update(values)
+        for moment, names in rank.digests.items():
+            for name, digest in names.items():
+                digests.setdefault((moment, name), set()).add(digest)
+    differing = tuple(f"{name} ({moment})" for (moment, name), seen in digests.items() if len(seen) > 1)
+    return Run(ranks[0].records, tensors, max(rank.memory_mb for rank in ranks), differing)
+
+
+def compare(got: Run, want: Run) -> Row:
+    """Differences of a run from the reference."""
+    pairs, loss = list(zip(got.records, want.records, strict=True)), loss_name(want.records[0])
+    moved = {name for name in want.tensors["final"] if not name.endswith(NOUGHT)}
+    return Row(
+        loss=max(abs(a[loss] - b[loss]) for a, b in pairs),
+        norm=max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in pairs),
+        gradients=furthest(got.tensors["gradients"], want.tensors["gradients"]),
+        weights=furthest(*({n: t for n, t in run.tensors["final"].items() if n in moved} for run in (got, want))),
+        same_start=equal(got.tensors["initial"], want.tensors["initial"]),
+        memory_mb=got.memory_mb,
+        seconds=sum(record["iteration_time_ms"] for record in got.records[1:]) / 1e3 / (len(got.records) - 1),
+        copies_differ=got.copies_differ,
+    )
+
+
+def furthest(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """The largest difference of an element; infinite where a name or a shape differs."""
+    if {n: t.shape for n, t in got.items()} != {n: t.shape for n, t in want.items()}:
+        return float("inf")
+    return max((got[name] - want[name]).abs().max().item() for name in want)
+
+
+def equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
+    """Whether names and bits are the same."""
+    return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+HEADER = """\
+| model | processes | mesh | start | loss | norm | gradients | weights | MB | s |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def reference_of(kind: str) -> Case:
+    """What meshes are compared with: one process, of softmax attention with plain SDPA."""
+    return REFERENCE if kind in KINDS else LINEAR_REFERENCE
+
+
+def chosen_cases(kind: str, only: str) -> list[Case]:
+    """The meshes of a kind of model whose title has a text."""
+    found = diffusion_cases() if kind == DIFFUSION else cases() if kind in KINDS else linear_cases()
+    return [case for case in found if only in case.title]
+
+
+def rows(kinds: list[str], only: str, data: Path) -> Iterator[tuple[str, bool]]:
+    """Every line of the table as it is measured, and whether it is as it should be."""
+    references = {kind: trained(kind, reference_of(kind), data) for kind in kinds}
+    for kind in kinds:
+        title, own = reference_of(kind).title, references[kind]
+        yield f"| {kind} | 1 | {title} | {compare(own, own).cells} |", True
+    for kind in kinds:
+        for case in chosen_cases(kind, only):
+            row = compare(trained(kind, case, data), references[kind])
+            mark = "" if row.within else " **outside of the bounds**"
+            yield f"| {kind} | {case.ranks} | {case.title}{mark} | {row.cells} |", row.within
+    for name, kind, case in CONTROLS:
+        if kind in kinds:
+            row = compare(trained(kind, case, data, name), references[kind])
+            mark = " **and is not seen**" if row.within else ""
+            yield f"| {kind} | {case.ranks} | control: {name}{mark}; {case.title} | {row.cells} |", not row.within
+
+
+def report(lines: list[str], failed: int, seconds: float) -> str:
+    """The table with what it was measured on."""
+    machine = describe("cpu")
+    verdict = f"{failed} of them not as they should be" if failed else "all as they should be"
+    return (
+        f"{machine['device']}, {machine['cores']} cores, torch {machine['torch']}, {machine['date']}: "
+        f"{len(lines)} rows in {seconds / 60:.0f} minutes, {verdict}.\n"
+        f"Bounds: loss {LOSS:.0e}, gradients {GRADIENTS:.0e}, norm {NORM:.0e} relative; `parity/run.py` has what the "
+        "columns are.\n\n" + "\n".join([HEADER, *lines]) + "\n"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = parser_for("python -m parity.run", __doc__)
+    found.add_argument(
+        "--kind",
+        nargs="+",
+        choices=(*KINDS, *LINEAR_KINDS),
+        default=["llama", "gpt"],
+        help="kinds of model (default: llama gpt); their controls always run",
+    )
+    found.add_argument(
+        "--only",
+        metavar="TEXT",
+        default="",
+        help="meshes whose title has this, besides the controls",
+    )
+    found.add_argument(
+        "--data", type=Path, metavar="PREFIX", default=Path(DEFAULT_PREFIX), help="corpus (default: %(default)s)"
+    )
+    found.add_argument(
+        "--output", type=Path, metavar="PATH", default=Path("runs/parity.md"), help="the table (default: %(default)s)"
+    )
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status: 1 where a row is not as it should be."""
+    args = parser().parse_args(argv)
+    kinds = list(dict.fromkeys(args.kind))
+    try:
+        if not any(chosen_cases(kind, args.only) for kind in kinds):
+            raise ValueError(f"--only is {args.only!r}, which is in no mesh's title, such as {cases()[0].title}")
+        if kinds != [DIFFUSION]:
+            prepare(Request(), args.data)
+        started, lines, failed = time.monotonic(), list[str](), 0
+        print(HEADER, flush=True)
+        for line, good in rows(kinds, args.only, args.data):
+            print(line, flush=True)
+            lines.append(line)
+            failed += not good
+        write_text(args.output, report(lines, failed, time.monotonic() - started))
+    except (DataError, ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{len(lines)} rows, {failed} of them not as they should be; wrote {args.output}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,142 @@
+"""Predicted time of one layer's attention on a cluster. Needs no process.
+
+Ranks are taken to go in step: a round of attention lasts as long as its slowest rank computes, or as its busiest link
+is busy. Collectives, and what is sent after the last round, hide behind nothing. A rank of cp and its neighbours of tp
+fill nodes in order.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from parallel.context.plan import Plan
+from parallel.context.traffic import Collective, Moves, Sizes, bytes_of_all, cheaper_backward, collectives, messages
+from planner.cluster import Cluster
+
+FORWARD, BACKWARD = 4, 10
+"""Operations per (query, key) pair and channel: 2 matrix products forward, 5 backward (Dao 2023)."""
+SCAN, STATE = 4, 2
+"""Operations per token and element of a state: to write and read it, and to write alone. A backward has 3 scans."""
+MICRO, GB = 1e-6, 1e9
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes that the attention of all ranks of a cp group sends in one layer, forward and backward."""
+
+    inside: int
+    between: int
+
+
+class _Sent(NamedTuple):
+    """Bytes, and messages (or a part of one), from each of ``ranks`` to its peer: int64 ``[n]`` both."""
+
+    ranks: np.ndarray
+    peers: np.ndarray
+    size: float
+    messages: float
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """The attention of one layer, the ranks of cp together."""
+
+    plan: Plan
+    of: Sizes
+    cluster: Cluster
+    tp: int = 1
+
+    def forward(self) -> float:
+        """Seconds of a forward."""
+        if self.plan.method.capabilities().states:
+            return self._state_seconds(SCAN, reverse=False)
+        return self._seconds("kv", None, FORWARD)
+
+    def backward(self) -> float:
+        """Seconds of a backward, whose forward is not computed again."""
+        if self.plan.method.capabilities().states:
+            return self._state_seconds(3 * SCAN, reverse=True)
+        moves = cheaper_backward(self.plan, self.of)
+        return self._seconds(moves, moves, BACKWARD)
+
+    def links(self) -> Links:
+        """What crosses which links, forward and backward, as the plan counts it."""
+        moves = cheaper_backward(self.plan, self.of)
+        ways = (bytes_of_all(self.plan, self.of, way, self._per_node) for way in (None, moves))
+        return Links(*map(sum, zip(*ways, strict=True)))
+
+    @property
+    def _per_node(self) -> int:
+        return max(1, self.cluster.gpus_per_node // self.tp)
+
+    def _seconds(self, moves: Moves, backward: Moves | None, operations: int) -> float:
+        plan, of = self.plan, self.of
+        work = plan.work(moves)
+        per_pair = operations * of.batch * of.heads * of.head_dim
+        busy = work.pairs.astype(np.float64) * per_pair / self._rate + work.tiles * self.cluster.launch_us * MICRO
+        slots: list[list[tuple[int, float, float]]] = [[] for _ in range(len(plan.hops) + 1)]
+        targets = {}
+        for message in messages(plan, of, moves, gradients=backward is not None):
+            targets[id(message.to)] = message.to
+            under_way = range(message.first, message.last + 1)
+            for index in under_way:
+                slots[index].append((id(message.to), message.size / len(under_way), 1 / len(under_way)))
+        ranks = np.arange(plan.size)
+        seconds = {
+            slot: self._transfer(*(_Sent(ranks, targets[to], *rest) for to, *rest in slot))
+            for slot in set(map(tuple, slots))  # a ring's rounds are all the same
+        }
+        computing = [*busy.max(axis=1).tolist(), 0.0]
+        rounds = sum(max(longest, seconds[tuple(slot)]) for longest, slot in zip(computing, slots, strict=True))
+        return rounds + sum(self._transfer(_joint(collective)) for collective in collectives(plan, of, backward))
+
+    def _state_seconds(self, operations: int, *, reverse: bool) -> float:
+        """Linear attention: from neighbour to neighbour states wait in a row; gathered, they hide behind the scan."""
+        plan, of = self.plan, self.of
+        elements = of.batch * of.tokens * of.heads * of.head_dim**2
+        scan = operations * elements / self._rate
+        if plan.method.capabilities().states == "gather":
+            gathers = sum(self._transfer(_joint(collective)) for collective in collectives(plan, of, None))
+            return STATE * elements / self._rate + max(scan, gathers)
+        *_, onward = messages(plan, of, "kv", gradients=reverse)
+        return scan + sum(
+            self._transfer(_Sent(np.array([rank]), onward.to[[rank]], of.state, 1)) for rank in range(plan.size)
+        )
+
+    @property
+    def _rate(self) -> float:
+        return 1e12 * self.cluster.peak_tflops * self.cluster.attention_fraction
+
+    def _transfer(self, *together: _Sent) -> float:
+        """Seconds until the busiest rank, or the busiest node's shared link, has sent what is to be sent."""
+        cluster, shared = self.cluster, self.cluster.between_link == "node"
+        if not together:
+            return 0.0
+        rank, peer = (np.concatenate([getattr(sent, side) for sent in together]) for side in ("ranks", "peers"))
+        counts = [len(sent.ranks) for sent in together]
+        pair, which = np.unique(rank * self.plan.size + peer, return_inverse=True)
+        size, count = (
+            np.bincount(which, np.repeat([getattr(sent, what) for sent in together], counts))
+            for what in ("size", "messages")
+        )
+        rank, peer = np.divmod(pair, self.plan.size)
+        node, beyond = rank // self._per_node, peer // self._per_node
+        inside, outside = (rank != peer) & (node == beyond), node != beyond
+        link, groups = (node, self.tp) if shared else (rank, 1)
+        latency = np.where(inside, cluster.inside_latency_us, cluster.between_latency_us) * MICRO
+        return max(
+            np.bincount(rank[inside], size[inside] / (cluster.inside_gb_per_s * GB)).max(initial=0.0),
+            np.bincount(link[outside], size[outside] * groups / (cluster.between_gb_per_s * GB)).max(initial=0.0),
+        ) + (count * latency)[rank != peer].max(initial=0.0)
+
+
+def _joint(collective: Collective) -> _Sent:
+    """An all-gather goes round a ring, as libraries do it; an all-to-all straight to each peer."""
+    size, members = collective.ranks.shape
+    rank = np.arange(size)
+    if collective.kind == "gather":
+        own = np.argmax(collective.ranks == rank[:, None], axis=1)
+        following = collective.ranks[rank, (own + 1) % members]
+        return _Sent(rank, following, (members - 1) * collective.size, members - 1)
+    return _Sent(np.repeat(rank, members), collective.ranks.ravel(), collective.size, 1)

@@ -1,0 +1,224 @@
+"""Which arrangements of a run there are, what is predicted of each, and the one that ``auto`` takes."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from model.config import ModelConfig
+from model.registry import flops_per_token, num_parameters
+from parallel.context import ContextConfig, make_plan
+from parallel.context.methods.registry import METHODS, STATE_METHODS
+from parallel.context.placement import PLACEMENTS
+from planner.cluster import Cluster, default_cluster, load_cluster
+from planner.step_cost import Arrangement, Prediction, Workload, predict
+from runtime.together import from_first, is_first
+from train.config.flags import ConfigError
+from train.config.language import Config, load_config
+from train.config.sizes import micro_batches, validate_sizes
+
+GATED = ("llama", "transnormer")
+RECOMPUTE = ("none", "selective", "attention_boundary", "full")
+CONFIG = "config.toml"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration and what the cost model says of it."""
+
+    config: Config
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What fits, the fastest first; what is refused, by reason; and what does not fit in memory."""
+
+    candidates: list[Candidate]
+    refused: Counter[str]
+    too_large: list[Candidate]
+
+
+def workload_of(config: Config, dp: int) -> Workload:
+    """What a step of a configuration computes. Its vocabulary must be known. ConfigError for a hybrid."""
+    model = config.model
+    if model.softmax_every is not None:
+        raise ConfigError(
+            f"softmax_every is {model.softmax_every}, and the planner knows models of one kind of attention alone"
+        )
+    parameters, matrix_weights = _weights(model)
+    return Workload(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        ffn=model.ffn_size,
+        gated=model.model_type in GATED,
+        heads=model.num_attention_heads,
+        kv_heads=model.query_groups,
+        head_dim=model.head_dim,
+        vocab=model.vocabulary,
+        parameters=parameters,
+        matrix_weights=matrix_weights,
+        element_size=2 if config.train.bf16 else 4,
+        micro_batch=config.train.micro_batch_size,
+        micro_batches=micro_batches(config, dp),
+    )
+
+
+@lru_cache
+def _weights(model: ModelConfig) -> tuple[int, int]:
+    """All parameters, and the weights of all matrix products. Both build the model on the meta device."""
+    return num_parameters(model), int(flops_per_token(model, 0) / 6)  # a sequence of no length has no attention
+
+
+def predicted(config: Config, world_size: int, cluster: Cluster) -> Prediction:
+    """Time and memory of a configuration with a method; its sizes must have been validated."""
+    mesh, recompute = config.mesh, config.recompute
+    cp, tp, pp = mesh.context_parallel_size, mesh.tensor_model_parallel_size, mesh.pipeline_model_parallel_size
+    dp = world_size // (cp * tp * pp)
+    arranged = Arrangement(
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        strategy=config.data_parallel.strategy,
+        copies=config.data_parallel.num_distributed_optimizer_instances,
+        recompute=recompute.recompute_granularity,
+        offload=recompute.recompute_offload,
+        loss_chunk=recompute.loss_chunk_size,
+        ffn_chunk=recompute.ffn_chunk_size,
+    )
+    plan = make_plan(
+        config.context.context_parallel_method,
+        seq_len=config.train.seq_length,
+        size=cp,
+        multiple=tp,
+        **config.context.plan_arguments(max(1, cluster.gpus_per_node // tp)),
+    )
+    return predict(workload_of(config, dp), plan, arranged, cluster)
+
+
+def contexts(config: Config, gpus_per_node: int) -> Iterator[ContextConfig]:
+    """Every method x team size x Ulysses degree x placement that the ranks could be asked for, each once.
+
+    Linear attention has the methods that pass states on, which take none of these.
+    One rank per team is zigzag, one node is no double ring, and a degree of all ranks is Ulysses alone.
+    """
+    size = config.mesh.context_parallel_size
+    inner = max(1, gpus_per_node // config.mesh.tensor_model_parallel_size)
+    base = replace(
+        ContextConfig(), attention_backend=config.context.attention_backend, context_parallel_method="striped"
+    )
+    if config.model.linear_attention:
+        for state_method in list(STATE_METHODS)[: None if size > 1 else 1]:
+            fields: dict[str, Any] = {"context_parallel_method": state_method}
+            yield replace(base, **fields)
+        return
+    if size == 1:
+        yield base
+        return
+    degrees = [degree for degree in range(1, size) if size % degree == 0]
+    for name, method in METHODS.items():
+        able = method.capabilities()
+        if able.splits_heads:
+            fields = {"context_parallel_method": name}
+            yield replace(base, **fields)
+            continue
+        teams = [c for c in range(2, size + 1) if size % c**2 == 0] if able.teams else [1]
+        for degree, team, placement in product(degrees, teams, PLACEMENTS if able.teams else PLACEMENTS[:1]):
+            if size // degree % team**2 or (able.nodes and (inner >= size or inner <= degree)):
+                continue
+            if placement != PLACEMENTS[0] and size // degree == team**2:
+                continue  # there are no rings to place
+            fields = {"context_parallel_method": name, "ulysses_degree": degree}
+            fields |= {"context_parallel_team_size": team, "context_parallel_placement": placement}
+            fields |= {"context_parallel_ranks_per_node": inner} if able.nodes else {}
+            yield replace(base, **fields)
+
+
+def arrangements(config: Config, world_size: int) -> Iterator[Config]:
+    """Every tp x pp x cp (the rest is dp) and recompute policy of that many processes, the method not yet chosen."""
+    sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    for tp, pp, cp, policy in product(sizes, sizes, sizes, RECOMPUTE):
+        if world_size % (tp * pp * cp):
+            continue
+        mesh = replace(
+            config.mesh, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
+        )
+        try:
+            recompute = replace(config.recompute, recompute_granularity=policy)  # type: ignore[arg-type]
+        except ValueError:  # offload goes with some policies alone
+            continue
+        yield replace(config, mesh=mesh, recompute=recompute)
+
+
+def rank(configs: Sequence[Config], world_size: int, cluster: Cluster) -> Ranking:
+    """Predict every method of these configurations on a cluster."""
+    fitting: list[Candidate] = []
+    too_large: list[Candidate] = []
+    refused = Counter[str]()
+    for config in configs:
+        for context in contexts(config, cluster.gpus_per_node):
+            candidate = replace(config, context=context)
+            try:
+                validate_sizes(candidate, world_size)
+            except ConfigError as error:
+                refused[str(error)] += 1
+                continue
+            found = Candidate(candidate, predicted(candidate, world_size, cluster))
+            (fitting if found.prediction.bytes <= 1e9 * cluster.memory_gb else too_large).append(found)
+    fitting.sort(key=lambda candidate: candidate.prediction.time)
+    return Ranking(fitting, refused, too_large)
+
+
+def resolved(config: Config, world_size: int) -> Config:
+    """``config`` with a method in the place of ``auto``: that of the run it goes on with, else the predicted fastest.
+
+    Collective; the first rank chooses.
+
+    Raises:
+        ConfigError: nothing suits these sizes, or fits in memory.
+        ClusterError: the cluster file is no good, or none is about this device.
+    """
+    if config.context.context_parallel_method != "auto":
+        return config
+    context, line = from_first(lambda: _choice(config, world_size))
+    if is_first():
+        print(line, flush=True)
+    return replace(config, context=context)
+
+
+def _choice(config: Config, world_size: int) -> tuple[ContextConfig, str]:
+    """The method, and a line that says why."""
+    earlier = Path(config.checkpoint.load or "") / CONFIG
+    if config.checkpoint.load is not None and earlier.exists():
+        before = load_config(earlier)
+        alike = (before.mesh, before.train.seq_length) == (config.mesh, config.train.seq_length)
+        if alike and before.context.context_parallel_method != "auto":
+            return before.context, f"context parallelism: {before.context.title}, as {earlier} has it"
+    named, per_node = config.context.cluster, config.mesh.context_ranks_per_node
+    cluster = default_cluster(config.mesh.device_type) if named is None else load_cluster(named)
+    if named is None and per_node is not None:
+        cluster = replace(cluster, gpus_per_node=per_node * config.mesh.tensor_model_parallel_size)
+    found = rank([config], world_size, cluster)
+    if not found.candidates:
+        raise ConfigError(nothing_left(found, cluster))
+    best, others = found.candidates[0], len(found.candidates) - 1
+    return best.config.context, (
+        f"context parallelism: {best.config.context.title}, predicted to take {1e3 * best.prediction.time:.4g} ms per "
+        f"iteration on {cluster.name}, the least of {others + 1}"
+    )
+
+
+def nothing_left(found: Ranking, cluster: Cluster) -> str:
+    """Why there is no candidate, and what to do."""
+    if found.too_large:
+        least = min(candidate.prediction.bytes for candidate in found.too_large)
+        return (
+            f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of {len(found.too_large)} "
+            f"arrangements takes {least / 1e9:.1f}; use more processes, recompute_granularity, loss_chunk_size or "
+            "a lower seq_length"
+        )
+    reason = next(iter(found.refused), "there is no arrangement of these processes")
+    return f"context_parallel_method is auto, and no method suits: {reason}"

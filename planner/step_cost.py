@@ -1,0 +1,196 @@
+"""Predicted time and memory of a training step on a cluster. Needs no process.
+
+What a model is made of comes as numbers: this package knows no model.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from parallel.context.plan import Plan
+from parallel.context.traffic import Moves, Sizes, cheaper_backward, sizes
+from parallel.data import Strategy
+from planner.attention_cost import GB, MICRO, AttentionCost, Links
+from planner.cluster import Cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and a step of it; tensor parallelism not yet taken off."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    gated: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    parameters: int
+    matrix_weights: int
+    """Weights of all matrix products, the output projection included."""
+    element_size: int
+    micro_batch: int
+    micro_batches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """How ranks share that work, beside the plan of their attention."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    strategy: Strategy = "zero3"
+    copies: int = 1
+    recompute: str = "none"
+    offload: bool = False
+    loss_chunk: int = 0
+    ffn_chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step by what takes them, bytes of the busiest rank's memory by what fills them."""
+
+    seconds: dict[str, float]
+    memory: dict[str, float]
+    links: Links
+
+    @property
+    def time(self) -> float:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of memory at the peak."""
+        return sum(self.memory.values())
+
+
+def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster) -> Prediction:
+    """Time and memory of one step of ``work``, each rank of cp having a part of ``plan``."""
+    tp = arranged.tp
+    heads, kv_heads = work.heads // tp, max(1, work.kv_heads // tp)
+    of = sizes(plan, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)
+    layers = -(-work.layers // arranged.pp)
+    rows = work.micro_batch * plan.local_len
+    rate = 1e12 * cluster.peak_tflops * cluster.matmul_fraction
+    output = work.vocab * work.hidden
+    layer = 2 * rows * (work.matrix_weights - output) / work.layers / tp / rate  # seconds forward
+    head = 2 * rows * output / tp / rate
+    forward, backward, links = _attention(plan, of, cluster, tp)
+    linear = layers * layer * 3 + head * (4 if arranged.loss_chunk else 3)
+    again = layers * (layer if arranged.recompute in ("full", "attention_boundary") else 0.0)
+    again += layers * (forward if arranged.recompute in ("full", "selective") else 0.0)
+    steps = work.micro_batches + arranged.pp - 1  # and the pipeline's filling and emptying
+    seconds = {
+        "attention": steps * layers * (forward + backward),
+        "linear": steps * linear,
+        "recompute": steps * again,
+        "tensor parallel": steps * layers * _tensor(work, plan, tp, cluster),
+        "pipeline": steps * _pipeline(work, plan, arranged, cluster),
+    }
+    exchanged = _data(work, plan, arranged, cluster)
+    hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
+    seconds["data parallel"] = max(0.0, exchanged - hidden)
+    moves = cheaper_backward(plan, of)
+    return Prediction(seconds, memory(work, plan, arranged, of, moves), links)
+
+
+@lru_cache(maxsize=4096)
+def _attention(plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
+    """Seconds forward and backward, and bytes; pipelines and recompute policies have it in common."""
+    cost = AttentionCost(plan, of, cluster, tp)
+    return cost.forward(), cost.backward(), cost.links()
+
+
+def _tensor(work: Workload, plan: Plan, tp: int, cluster: Cluster) -> float:
+    """A layer's 4 all-gathers and reduce-scatters forward, and as many backward (sequence parallelism)."""
+    count = work.micro_batch * plan.local_len * work.hidden * work.element_size * (tp - 1) / tp
+    return 8 * _ring_seconds(count, tp, 1, cluster) if tp > 1 else 0.0
+
+
+def _pipeline(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster) -> float:
+    """A micro-batch's activations to the next stage, and their gradients back."""
+    if arranged.pp == 1:
+        return 0.0
+    count = work.micro_batch * plan.local_len * work.hidden * work.element_size / arranged.tp
+    inside = arranged.pp * arranged.dp * plan.size * arranged.tp <= cluster.gpus_per_node
+    rate = cluster.inside_gb_per_s if inside else cluster.node_gb_per_s / cluster.gpus_per_node
+    latency = cluster.inside_latency_us if inside else cluster.between_latency_us
+    return 2 * (count / (rate * GB) + latency * MICRO)
+
+
+def _data(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster) -> float:
+    """Weights gathered and gradients summed over dp x cp in a step."""
+    ranks = arranged.dp * plan.size
+    if ranks == 1:
+        return 0.0
+    share = work.parameters / (arranged.tp * arranged.pp) * (ranks - 1) / ranks
+    weights = _ring_seconds(share * work.element_size, ranks, arranged.tp, cluster)
+    gradients = _ring_seconds(share * 4, ranks, arranged.tp, cluster)
+    if arranged.strategy in ("ddp", "legacy_ddp"):
+        return 2 * gradients
+    gathers = 2 * work.micro_batches if arranged.strategy == "zero3" else 1
+    sums = 1 if arranged.strategy == "zero1" else work.micro_batches
+    return gathers * weights + sums * gradients
+
+
+def _ring_seconds(count: float, ranks: int, stride: int, cluster: Cluster) -> float:
+    """``count`` bytes past each of ``ranks``, every ``stride``-th one; the groups beside share the links out."""
+    if ranks * stride <= cluster.gpus_per_node:
+        return count / (cluster.inside_gb_per_s * GB) + (ranks - 1) * cluster.inside_latency_us * MICRO
+    rate = min(cluster.inside_gb_per_s, cluster.node_gb_per_s / min(stride, cluster.gpus_per_node))
+    return count / (rate * GB) + (ranks - 1) * cluster.between_latency_us * MICRO
+
+
+def memory(work: Workload, plan: Plan, arranged: Arrangement, of: Sizes, moves: Moves) -> dict[str, float]:
+    """Bytes of the first stage's rank at the peak of a step, by what they are."""
+    own = work.parameters / (arranged.tp * arranged.pp)
+    layers = -(-work.layers // arranged.pp)
+    shards = 1 if arranged.strategy in ("ddp", "legacy_ddp") else arranged.dp * plan.size // arranged.copies
+    whole = own if arranged.strategy in ("zero1", "zero2") else 2 * own / layers
+    if shards == 1:
+        whole = own if work.element_size < 4 else 0.0
+    copies = whole * work.element_size + (4 * own if arranged.strategy == "zero1" and shards > 1 else 0.0)
+    tokens = work.micro_batch * plan.local_len
+    kept, inside = _layer_activations(work, arranged)
+    again = arranged.recompute in ("full", "attention_boundary")
+    if arranged.offload:
+        kept = 0.0
+    flying = min(arranged.pp, work.micro_batches)  # micro-batches that wait for their backward, in 1F1B
+    scores = min(tokens, arranged.loss_chunk) if arranged.loss_chunk else tokens
+    logits = scores * work.vocab * (work.element_size + 4) / arranged.tp
+    layer = (tokens * inside if again else 0.0) + _attention_buffers(plan, of, moves)
+    return {
+        "weights, gradients, optimizer": 16 * own / shards + copies,
+        "activations": tokens * (kept * layers * flying + 3 * work.hidden * work.element_size / arranged.tp),
+        "a layer's backward, or the logits": max(layer, logits),
+    }
+
+
+def _attention_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
+    """What a backward has of what circulates (twice: at hand and on its way) and of what a team gathers."""
+    stays: Moves = "queries" if moves == "kv" else "kv"
+    held, team = len(plan.holders(0)), len(plan.teammates(0))
+    if len(plan.steps(0)) > 1:
+        held = 2 * len(plan.steps(0)[-1].holds) // plan.ulysses_degree
+    buffers = held * of.gradient(moves) + team * of.gradient(stays)
+    return buffers + (held * of.payload(moves) if held > 1 else 0) + (team * of.payload(stays) if team > 1 else 0)
+
+
+def _layer_activations(work: Workload, arranged: Arrangement) -> tuple[float, float]:
+    """Bytes of a token that a layer keeps for its backward, and that it has while it is computed again.
+
+    What modules keep, one by one: residuals, norms and projections' inputs; queries, keys (before and after rotary) and
+    values, the output; gate, up, activation and product of a gated feed-forward, input and activation of another.
+    """
+    queries, keys = work.heads * work.head_dim, work.kv_heads * work.head_dim
+    ffn = 0 if arranged.ffn_chunk else (4 if work.gated else 2) * work.ffn
+    per_channel = work.element_size / arranged.tp
+    everything = (6 * work.hidden + 2 * queries + 2 * keys + ffn) * per_channel
+    if arranged.recompute == "full":
+        return work.hidden * per_channel, everything
+    if arranged.recompute == "attention_boundary":
+        return (work.hidden + queries) * per_channel + 4 * work.heads / arranged.tp, everything
+    return everything, 0.0

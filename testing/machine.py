@@ -1,0 +1,119 @@
+"""The machine that a figure was measured on, how busy others kept it, and how its time is read."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.files import write_text
+
+
+def usable_cores() -> list[int]:
+    """The cores that this process may run on, in order."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def device_name(device: str) -> str:
+    """The product's name, of the GPU or of the processor."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    return str(names[0] if names else platform.processor() or platform.machine())
+
+
+def slug(name: str) -> str:
+    """A name in lower-case letters, digits and hyphens, fit for a file."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Device, versions and date, as they stand beside every figure. Versions of what is not installed are left out."""
+    found: dict[str, Any] = {
+        "device": device_name(device),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "platform": platform.platform(),
+        "cores": len(usable_cores()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    for package in ("triton", "flash-attn"):
+        try:
+            found[package.replace("-", "_")] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found |= {
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_gib": round(properties.total_memory / 2**30, 2),
+        }
+    return found
+
+
+def time_steps(step: Callable[[], object], device: str, repeats: int, warm_up: int = 2) -> list[float]:
+    """Seconds of each of ``repeats`` calls after ``warm_up`` more: CUDA events on a GPU, the clock on a CPU."""
+    for _ in range(warm_up):
+        step()
+    if device == "cuda":
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        torch.cuda.synchronize()
+        marks[0].record()
+        for mark in marks[1:]:
+            step()
+            mark.record()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+class OtherLoad:
+    """How much of the cores other processes took since this was made, where the system tells (Linux)."""
+
+    def __init__(self, cores: list[int]) -> None:
+        self._cores = cores
+        self._start, self._busy = time.monotonic(), self._busy_seconds()
+
+    def cores_taken(self, own_seconds: float) -> float | None:
+        """Cores that others kept busy on average, given the CPU seconds that were ours."""
+        busy = self._busy_seconds()
+        if busy is None or self._busy is None:
+            return None
+        return max(0.0, busy - self._busy - own_seconds) / (time.monotonic() - self._start)
+
+    def _busy_seconds(self) -> float | None:
+        statistics = Path("/proc/stat")
+        if not statistics.exists():
+            return None
+        wanted = {f"cpu{core}" for core in self._cores}
+        ticks = 0
+        for line in statistics.read_text().splitlines():
+            name, *values = line.split()
+            if name in wanted:
+                user, nice, system, _, _, interrupt, soft_interrupt, steal = (int(value) for value in values[:8])
+                ticks += user + nice + system + interrupt + soft_interrupt + steal
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file whole or not at all; its folder is made."""
+    write_text(path, json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,102 @@
+"""A full disk, a real one: a file system in memory that holds a few pages."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpoint import api as checkpoint
+from checkpoint.manifest import CheckpointError
+from checkpoint.search import find_checkpoint
+from data.errors import DataError
+from data.text.prepare import Request, prepare
+from tests.parallel.tiny import build, save, train
+from train.config.flags import ConfigError
+from train.metrics import METRICS, LoggingConfig, RunLog, read_metrics
+
+SIZE = 1 << 20
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of ``SIZE`` bytes; it needs root, as every mount does."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
+    mounted = subprocess.run(mounting, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a file system of its own cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path, *, but: int = 0) -> None:
+    """Leave ``but`` bytes free."""
+    size = os.statvfs(folder)
+    (folder / "ballast").write_bytes(bytes(size.f_bavail * size.f_frsize - but))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"ballast"}
+
+
+def test_a_checkpoint_without_room_is_refused_before_it_is_written(disk: Path) -> None:
+    model, optimizer = build(0, sharded=False)
+    train(model, optimizer, range(1))
+    first = save(disk, 1, model, optimizer)
+    before = names(disk)
+    fill(disk)
+    message = rf"cannot write .* 0 bytes are free in {disk} and [\d,]+ are needed; remove older"
+    with pytest.raises(CheckpointError, match=message):
+        save(disk, 2, model, optimizer)
+    assert names(disk) == before
+    assert find_checkpoint(disk) == first
+
+
+def test_a_disk_that_fills_during_a_save_leaves_nothing_half_written(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = build(0, sharded=False)
+    train(model, optimizer, range(1))
+    first = save(disk, 1, model, optimizer)
+    before = names(disk)
+    checked = checkpoint._check_room
+
+    def check_then_fill(draft: Path, needed: int) -> None:
+        checked(draft, needed)
+        fill(disk)
+
+    monkeypatch.setattr(checkpoint, "_check_room", check_then_fill)
+    with pytest.raises(CheckpointError, match=rf"0 bytes are free in {disk}"):
+        save(disk, 2, model, optimizer)
+    assert names(disk) == before
+    assert find_checkpoint(disk) == first
+
+
+def test_a_record_is_written_whole_or_not_at_all(disk: Path) -> None:
+    log = RunLog(disk, LoggingConfig(), {}, 0)
+    fill(disk, but=4096)
+    written = []
+
+    def write_on() -> None:
+        for iteration in range(1, SIZE):
+            log.write({"iteration": iteration, "lm_loss": 1.5})
+            written.append(iteration)
+
+    with pytest.raises(ConfigError, match=rf"save is {disk}, .* 0 bytes are free in {disk}.*make room"):
+        write_on()
+    assert [record["iteration"] for record in read_metrics(disk / METRICS)] == written != []
+    assert (disk / METRICS).read_text().endswith("}\n")
+
+
+def test_a_preparation_without_room_names_the_folder_and_leaves_nothing(disk: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"A line of text, number {number}.\n" for number in range(20_000)))
+    fill(disk, but=8192)
+    with pytest.raises(DataError, match=rf"cannot write .*[\d,]+ bytes are free in {disk}"):
+        prepare(Request(inputs=(str(text),), vocab_size=300), disk / "data", progress=False)
+    assert names(disk) == set()

@@ -1,0 +1,114 @@
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from checkpoint.api import load_checkpoint, load_model
+from checkpoint.manifest import CheckpointError, describe, read_manifest
+from checkpoint.search import what_is_broken
+from tests.parallel.tiny import (
+    ARCHITECTURE,
+    VOCABULARY,
+    WIDTH,
+    Tiny,
+    build,
+    equal,
+    rewrite_manifest,
+    save,
+    train,
+    two_checkpoints,
+)
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    two_checkpoints(tmp_path)
+    path = tmp_path / "iter_0000002"
+    wide, fewer, more = Tiny(), Tiny(), Tiny()
+    wide.head = nn.Linear(WIDTH, VOCABULARY + 1, bias=False)
+    fewer.layers = fewer.layers[:1]
+    more.layers.append(nn.Linear(WIDTH, WIDTH))
+    for model, message in (
+        (wide, r"model.head.weight has shape \[7, 6\] instead of \[8, 6\]"),
+        (fewer, "model.layers.1.bias is too many"),
+        (more, "model.layers.2.weight is missing"),
+    ):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(CheckpointError, match=message):
+            load_model(path, model, ARCHITECTURE)
+        assert equal(before, model.state_dict())
+    halved = Tiny().bfloat16()
+    with pytest.raises(CheckpointError, match=r"is torch.float32 instead of torch.bfloat16"):
+        load_checkpoint(path, halved, torch.optim.AdamW(halved.parameters()), ARCHITECTURE)
+
+
+class Bomb:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.target),)
+
+
+def _forge(folder: Path, table: Any) -> None:
+    """Replace DCP's table, and make the manifest agree with it."""
+    (folder / ".metadata").write_bytes(pickle.dumps(table))
+    files = {name: describe(folder / name) for name in read_manifest(folder).files}
+    rewrite_manifest(folder, files=files)
+    problem = what_is_broken(folder)
+    assert problem is not None
+    assert str(folder) in problem or "do not trust it" in problem
+
+
+def test_a_pickle_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
+    two_checkpoints(tmp_path)
+    path, target = tmp_path / "iter_0000002", tmp_path / "exploded"
+    table = pickle.loads((path / ".metadata").read_bytes())
+    table.planner_data = Bomb(target)
+    _forge(path, table)
+    with pytest.raises(CheckpointError, match=r"asks for posix\.mkdir"):
+        load_model(path, Tiny(), ARCHITECTURE)
+    assert not target.exists()
+    pickle.loads((path / ".metadata").read_bytes())
+    assert target.exists(), "negative control: pickle itself runs it"
+
+
+@pytest.mark.parametrize(
+    "opcodes", [b"\x80\x04\x8c\x05torch\x8c\x04load\x93.", b"\x80\x04\x8c\x05torch\x8c\x09Size.load\x93.", b"garbage"]
+)
+def test_no_other_name_of_torch_is_admitted(tmp_path: Path, opcodes: bytes) -> None:
+    two_checkpoints(tmp_path)
+    path = tmp_path / "iter_0000002"
+    (path / ".metadata").write_bytes(opcodes)
+    with pytest.raises(CheckpointError, match=r"asks for torch\.|cannot be read"):
+        load_model(path, Tiny(), ARCHITECTURE)
+
+
+def test_objects_and_outside_files_in_the_table_are_refused(tmp_path: Path) -> None:
+    two_checkpoints(tmp_path)
+    path = tmp_path / "iter_0000002"
+    intact = (path / ".metadata").read_bytes()
+    table = pickle.loads(intact)
+    # DCP would read such an entry with torch.load(weights_only=False).
+    table.state_dict_metadata["model.head.weight"] = BytesStorageMetadata()
+    _forge(path, table)
+    with pytest.raises(CheckpointError, match="objects besides tensors"):
+        load_model(path, Tiny(), ARCHITECTURE)
+    table = pickle.loads(intact)
+    next(iter(table.storage_data.values())).relative_path = "../../secret"
+    _forge(path, table)
+    with pytest.raises(CheckpointError, match=r"points at '\.\./\.\./secret'"):
+        load_model(path, Tiny(), ARCHITECTURE)
+
+
+def test_only_tensors_are_saved(tmp_path: Path) -> None:
+    model, optimizer = build(0, sharded=False)
+    train(model, optimizer, range(1))
+    optimizer.state[model.head.weight]["step"] = 1
+    with pytest.raises(CheckpointError, match=r"head.weight.step is a int"):
+        save(tmp_path, 1, model, optimizer)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,333 @@
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from data.errors import DataError
+from data.latents.dataset import Digits, LatentDataConfig, build_latent_datasets
+from data.latents.folder import LatentFolder
+from data.latents.writer import write_latents
+from testing.ranks import run_ranks
+
+SHAPE = (2, 4, 4)
+
+
+def samples(count, seed=0, shape=SHAPE):
+    generator = np.random.default_rng(seed)
+    return generator.normal(size=(count, *shape)).astype(np.float32), generator.integers(0, 3, count)
+
+
+def folder(path, count=10, **options):
+    latents, labels = samples(count)
+    write_latents(path, [(latents[:7], labels[:7]), (latents[7:], labels[7:])], samples_per_shard=4, **options)
+    return path
+
+
+def built(*paths, seed=1, shape=SHAPE, classes=3, **settings):
+    config = LatentDataConfig(data_path=tuple(map(str, paths)), **settings)
+    return build_latent_datasets(config, shape, classes, seed)
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_folder_gives_back_what_was_written(tmp_path, kind, dtype):
+    folder(tmp_path, kind=kind, dtype=dtype)
+    latents, labels = samples(10)
+    found = LatentFolder(tmp_path)
+    assert (len(found), found.shape, len(found.shards)) == (10, SHAPE, 3)
+    assert found.labels.tolist() == labels.tolist()
+    for row in range(10):
+        assert found.latents(row).dtype == np.float32
+        np.testing.assert_array_equal(found.latents(row), latents[row].astype(dtype))
+    labels_file = {"npy": "labels-00002.npy", "safetensors": "latents-00002.safetensors"}[kind]
+    assert found.where_label(9) == (tmp_path / labels_file, 1)
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_latents_are_written_as_they_are_read_whatever_their_strides(tmp_path, kind):
+    """An autoencoder's come with the channels innermost in memory."""
+    latents, labels = samples(6)
+    innermost = np.ascontiguousarray(latents.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+    write_latents(tmp_path, [(innermost, labels)], kind=kind)
+    np.testing.assert_array_equal([LatentFolder(tmp_path).latents(row) for row in range(6)], latents)
+
+
+def test_video_latents(tmp_path):
+    latents, labels = samples(3, shape=(2, 5, 4, 4))
+    write_latents(tmp_path, [(latents, labels)])
+    train, valid = built(tmp_path, shape=(2, 5, 4, 4), split="100")
+    assert valid is None
+    assert train[0]["latents"].shape == (2, 5, 4, 4)
+
+
+def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tmp_path):
+    train, valid = built(folder(tmp_path), split="70,30")
+    assert (len(train), len(valid)) == (7, 3)
+    epochs = [[train.row(epoch * 7 + i) for i in range(7)] for epoch in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert {tuple(sorted(epoch)) for epoch in epochs} == {tuple(sorted(epochs[0]))}
+    held = {valid.row(i) for i in range(3)}
+    assert held | set(epochs[0]) == set(range(10))
+    again, _ = built(tmp_path, split="70,30")
+    assert again.row(12) == epochs[1][5]  # whatever was read before
+    other, other_valid = built(tmp_path, split="70,30", seed=2)
+    assert [other.row(i) for i in range(7)] != epochs[0]
+    assert [other.row(i) for i in range(7)] != epochs[1]
+    assert {other_valid.row(i) for i in range(3)} == held
+
+
+def test_samples_carry_their_number_and_fillers_none(tmp_path):
+    train, _ = built(folder(tmp_path))
+    latents, labels = samples(10)
+    sample = train[13]
+    row = train.row(13)
+    np.testing.assert_array_equal(sample["latents"].numpy(), latents[row])
+    assert (sample["labels"].item(), sample["sample"].item()) == (labels[row], 13)
+    assert {sample[name].dtype for name in ("labels", "sample")} == {torch.int64}
+    filler = train[None]
+    assert not filler["latents"].any()
+    assert filler["latents"].shape == SHAPE
+    assert (filler["labels"].item(), filler["sample"].item()) == (0, -1)
+
+
+def test_folders_are_taken_together(tmp_path):
+    latents, labels = samples(5, seed=9)
+    write_latents(tmp_path / "b", [(latents, labels)])
+    train, _ = built(folder(tmp_path / "a"), tmp_path / "b", split="100")
+    found = {train.row(i): train[i] for i in range(15)}
+    assert len(found) == 15
+    for row in range(5):
+        np.testing.assert_array_equal(found[10 + row]["latents"].numpy(), latents[row])
+
+
+def test_digits_are_scaled_and_labelled():
+    train, valid = built("digits", shape=(1, 8, 8), classes=10)
+    assert (len(train), len(valid)) == (1617, 180)
+    digits = Digits()
+    assert digits.images.min() == -1
+    assert digits.images.max() == 1
+    assert sorted(set(digits.labels.tolist())) == list(range(10))
+    row = train.row(5)
+    np.testing.assert_array_equal(train[5]["latents"].numpy(), digits.images[row])
+    assert train[5]["labels"] == digits.labels[row]
+
+
+def corrupt(path, row, value=np.nan):
+    """In place, so that who has the file open reads it too."""
+    if path.suffix == ".npy":
+        array = np.load(path, mmap_mode="r+")
+    else:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entry = json.loads(file.read(length))["latents"]
+        array = np.memmap(path, np.float32, "r+", 8 + length + entry["data_offsets"][0], tuple(entry["shape"]))
+    array[row, 0, 1, 1] = value
+    array.flush()
+    del array
+
+
+@pytest.fixture(params=[1 << 26, 600], ids=["whole", "blocks"])
+def block(request, monkeypatch):
+    """Bytes read at once: shards of four rows whole, or in blocks of three and one."""
+    monkeypatch.setattr("data.latents.folder._BLOCK", request.param)
+
+
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize("row", [2, 3])
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_a_nan_is_named_with_file_and_row_before_training(tmp_path, kind, row):
+    folder(tmp_path, kind=kind)
+    corrupt(tmp_path / f"latents-00001.{kind}", row)
+    with pytest.raises(DataError, match=rf"latents-00001\.{kind}: row {row} holds a NaN"):
+        built(tmp_path)
+    # Once more: what failed must not count as checked.
+    with pytest.raises(DataError, match=f"row {row}"):
+        built(tmp_path)
+
+
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_a_copied_folder_is_read_through_and_taken(tmp_path, kind, monkeypatch):
+    """Its files are of another time than checked.json says."""
+    shutil.copytree(folder(tmp_path / "a", kind=kind), tmp_path / "b", copy_function=shutil.copyfile)
+    (tmp_path / "b" / "checked.json").write_text("{}")  # times of change may be too coarse to differ
+    train, _ = built(tmp_path / "b", split="100")
+    assert len(train) == 10
+    monkeypatch.setattr("data.latents.folder.Shard.check_finite", lambda shard: pytest.fail(f"{shard.path} again"))
+    built(tmp_path / "b")
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_what_has_passed_is_not_read_again_unless_it_changed(tmp_path, monkeypatch, kind):
+    folder(tmp_path, kind=kind)
+    (tmp_path / "checked.json").unlink()
+    built(tmp_path)
+    read = []
+    monkeypatch.setattr("data.latents.folder.Shard.check_finite", lambda shard: read.append(shard.path.name))
+    built(tmp_path)
+    assert read == []
+    corrupt(tmp_path / f"latents-00002.{kind}", 0, value=0.5)
+    built(tmp_path)
+    assert read == [f"latents-00002.{kind}"]
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_a_nan_that_comes_later_is_found_when_its_sample_is_read(tmp_path, kind):
+    train, _ = built(folder(tmp_path, kind=kind), split="100")
+    corrupt(tmp_path / f"latents-00000.{kind}", 3, value=np.inf)
+    bad = next(i for i in range(10) if train.row(i) == 3)
+    with pytest.raises(DataError, match=rf"latents-00000\.{kind}: row 3"):
+        train[bad]
+
+
+def changed(path, **changes):
+    index = json.loads((path / "index.json").read_text())
+    (path / "index.json").write_text(json.dumps(index | changes))
+
+
+def remove(path):
+    for file in path.iterdir():
+        file.unlink()
+
+
+def broken(path, how):
+    """Spoil a folder in one way."""
+    index = json.loads((path / "index.json").read_text())
+    ways = {
+        "empty": lambda: remove(path),
+        "no index": lambda: (path / "index.json").unlink(),
+        "no shards": lambda: changed(path, shards=[]),
+        "no json": lambda: (path / "index.json").write_text("{"),
+        "version": lambda: changed(path, version=2),
+        "index shape": lambda: changed(path, shape=[4, 4]),
+        "index dtype": lambda: changed(path, dtype="int8"),
+        "index dtypes": lambda: changed(path, dtype=["float32"]),
+        "outside": lambda: changed(path, shards=[{**index["shards"][0], "latents": "../x.npy"}]),
+        "missing": lambda: (path / "latents-00001.npy").unlink(),
+        "truncated": lambda: (path / "latents-00001.npy").write_bytes((path / "latents-00001.npy").read_bytes()[:150]),
+        "pickle": lambda: np.save(path / "latents-00001.npy", np.array([{}] * 4), allow_pickle=True),
+        "text": lambda: (path / "latents-00001.npy").write_text("nothing"),
+        "shape": lambda: np.save(path / "latents-00001.npy", np.zeros((4, 2, 4, 5), np.float32)),
+        "dtype": lambda: np.save(path / "latents-00001.npy", np.zeros((4, *SHAPE))),
+        "rows": lambda: np.save(path / "latents-00001.npy", np.zeros((3, *SHAPE), np.float32)),
+        "label dtype": lambda: np.save(path / "labels-00001.npy", np.zeros(4)),
+        "label rows": lambda: np.save(path / "labels-00001.npy", np.zeros(3, int)),
+        "label": lambda: np.save(path / "labels-00001.npy", np.array([0, 1, 3, 0])),
+        "negative": lambda: np.save(path / "labels-00001.npy", np.array([3, -1, 0, 0])),
+        "unsigned": lambda: np.save(path / "labels-00001.npy", np.array([0, 0, 2**63 + 5, 3], np.uint64)),
+    }
+    ways[how]()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("empty", "latents is empty; name a folder of latents"),
+        ("no index", "latents holds no index.json"),
+        ("no shards", "index.json names no shards, so the folder is empty"),
+        ("no json", "index.json cannot be read"),
+        ("version", "index.json is not an index of version 1"),
+        ("index shape", r"index.json: shape is \[4, 4\]"),
+        ("index dtype", "index.json: dtype is int8; it must be float32 or float16"),
+        ("index dtypes", r"index.json: dtype is \['float32'\]; it must be float32 or float16"),
+        ("outside", "it must name files of the folder"),
+        ("missing", r"latents-00001.npy is missing"),
+        ("truncated", r"latents-00001.npy cannot be read"),
+        ("pickle", r"latents-00001.npy cannot be read"),
+        ("text", r"latents-00001.npy cannot be read \(not a numpy array\)"),
+        ("shape", r"latents-00001.npy holds float32 \[4, 2, 4, 5\], and its index says float32 \[4, 2, 4, 4\]"),
+        ("dtype", r"latents-00001.npy holds float64 \[4, 2, 4, 4\], and its index says float32"),
+        ("rows", r"latents-00001.npy holds float32 \[3"),
+        ("label dtype", r"labels-00001.npy holds labels float64 \[4\]; they must be integers \[4\]"),
+        ("label rows", r"labels-00001.npy holds labels int64 \[3\]"),
+        ("label", r"labels-00001.npy: row 2 has label 3, and num_classes 3 allows 0 to 2; set num_classes to 4"),
+        (
+            "negative",
+            r"labels-00001.npy: row 1 has label -1, and num_classes 3 allows 0 to 2; number the classes from 0",
+        ),
+        ("unsigned", r"labels-00001.npy: row 2 has label 9223372036854775813, which is no int64"),
+    ],
+)
+def test_broken_folders_are_named(tmp_path, how, message):
+    path = folder(tmp_path / "latents")
+    broken(path, how)
+    with pytest.raises(DataError, match=message):
+        built(path)
+
+
+def test_unsigned_labels_that_fit_are_taken(tmp_path):
+    path, (_, labels) = folder(tmp_path), samples(10)
+    for number, begin in enumerate(range(0, 10, 4)):
+        np.save(path / f"labels-{number:05d}.npy", labels[begin : begin + 4].astype(np.uint64))
+    train, _ = built(path)
+    assert LatentFolder(path).labels.dtype == np.int64
+    assert train[3]["labels"] == labels[train.row(3)]
+
+
+def test_broken_safetensors_are_named(tmp_path):
+    from safetensors.numpy import save_file
+
+    path = folder(tmp_path, kind="safetensors")
+    shard = path / "latents-00001.safetensors"
+    save_file({"latents": np.zeros((4, *SHAPE), np.float32)}, shard)
+    with pytest.raises(DataError, match=r"00001\.safetensors cannot be read \(no tensor labels\)"):
+        built(path)
+    save_file({"latents": np.zeros((4, *SHAPE)), "labels": np.zeros(4, np.int64)}, shard)
+    with pytest.raises(DataError, match=r"00001\.safetensors holds F64 \[4, 2, 4, 4\]"):
+        built(path)
+    save_file({"latents": np.zeros((4, *SHAPE), np.float32), "labels": np.array([0, 3, 0, 0])}, shard)
+    with pytest.raises(DataError, match=r"00001\.safetensors: row 1 has label 3"):
+        built(path)
+    shard.write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"00001\.safetensors cannot be read"):
+        built(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shape": (1, 4, 4)}, "holds latents of 2 4 4, and latent_shape is 1 4 4; set latent_shape to 2 4 4"),
+        ({"split": "0,1"}, "leaves nothing to train on of 10 samples"),
+        ({"num_workers": -1}, "num_workers is -1"),
+        ({"split": "a"}, 'split is "a"'),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(tmp_path, settings, message):
+    with pytest.raises(DataError, match=message):
+        built(folder(tmp_path), **settings)
+
+
+def test_no_folder_at_all(tmp_path):
+    with pytest.raises(DataError, match="none, which is no folder"):
+        built(tmp_path / "none")
+    with pytest.raises(DataError, match="data_path is empty"):
+        LatentDataConfig(data_path=())
+
+
+def _orders_and_errors(rank, world_size, path):
+    train, _ = built(path)
+    order = [train.row(i) for i in range(20)]
+    if rank == 0:
+        # the second of three shards that no rank has checked: another rank's share
+        (path / "checked.json").unlink()
+        corrupt(path / "latents-00001.npy", 1)
+    torch.distributed.barrier()
+    try:
+        built(path)
+    except DataError as error:
+        return order, str(error)
+    return order, ""
+
+
+def test_ranks_share_the_check_and_fail_together(tmp_path):
+    (order, error), (other_order, other_error) = run_ranks(_orders_and_errors, 2, folder(tmp_path))
+    assert order == other_order
+    assert "latents-00001.npy: row 1" in error
+    assert "latents-00001.npy: row 1" in other_error
+
+
+def test_fields_have_help():
+    assert {field.name for field in dataclasses.fields(LatentDataConfig)} == {"data_path", "split", "num_workers"}

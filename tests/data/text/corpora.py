@@ -1,0 +1,49 @@
+"""Small indexed files with known tokens, for the tests of this folder."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.text.megatron import megatron_core
+
+VOCAB_SIZE = 1000
+EOD = 0
+
+
+class NumberTokenizer:
+    """Text is numbers separated by spaces, and these are the ids."""
+
+    eod = EOD
+    pad = -1
+
+    def __init__(self, vocab_size: int = VOCAB_SIZE, eod: int = EOD) -> None:
+        self.vocab_size = vocab_size
+        self.eod = eod
+        self.path, self.sha256 = "numbers", "none"
+        self.unique_identifiers: OrderedDict[str, object] = OrderedDict({"class": "NumberTokenizer"})
+
+    def tokenize(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.tokenize(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: type = np.uint16) -> str:
+    """Writes token ids as they are, with no check, unlike `data.text.prepare`."""
+    builder = megatron_core().IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        builder.add_document(np.array(document, dtype=np.int64), [len(document)])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def counting_documents(count: int, length: int = 25, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
+    """Documents of consecutive ids 1..vocab_size-1, going round, each ended by EOD."""
+    ids = iter(range(count * length))
+    return [[*(1 + next(ids) % (vocab_size - 1) for _ in range(length - 1)), EOD] for _ in range(count)]

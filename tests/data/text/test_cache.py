@@ -1,0 +1,106 @@
+"""The cache of sample indices: of its content, whole, written once, and refused where it is damaged."""
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from data.errors import DataError
+from runtime.files import owned
+from tests.data.text.corpora import counting_documents, write_documents
+from tests.data.text.test_megatron import SEQ, build, tokens_of
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return write_documents(tmp_path / "d", counting_documents(40))
+
+
+def test_rewritten_corpus_does_not_meet_old_indices(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "d", counting_documents(40))
+    before = len(build(prefix)[0])
+    write_documents(tmp_path / "d", counting_documents(10))
+    after = build(prefix)[0]
+    assert len(after) < before
+    tokens_of(after, range(len(after)))
+
+
+def test_cache_is_written_whole_and_reused(tmp_path: Path, prefix: str) -> None:
+    build(prefix)
+    cache = tmp_path / "d" / "cache"
+    (folder,) = cache.iterdir()
+    files = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert len(files) == 9  # 4 files per split, and their digests
+    train = build(prefix)[0]
+    tokens_of(train, range(3 * len(train)))  # later epochs write nothing
+    assert list(cache.iterdir()) == [folder]
+    assert files == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def test_a_second_run_waits_for_the_first_ones_cache(tmp_path: Path, prefix: str) -> None:
+    build(prefix)
+    cache = tmp_path / "d" / "cache"
+    (folder,) = cache.iterdir()
+    folder.rename(tmp_path / "finished")
+    reading, writing = os.pipe()
+    with owned(cache, folder.name):
+        second = os.fork()
+        if second == 0:
+            sys.stderr = os.fdopen(writing, "w", buffering=1)
+            try:
+                build(prefix)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        os.close(writing)
+        assert f"in use by process {os.getpid()} on" in os.read(reading, 999).decode()
+        (tmp_path / "finished").rename(folder)
+        inode = folder.stat().st_ino
+    assert os.waitpid(second, 0)[1] == 0
+    assert (list(cache.iterdir()), folder.stat().st_ino) == ([folder], inode)
+
+
+def test_a_killed_runs_half_cache_is_removed(tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr("data.text.megatron.write_digests", lambda folder: os._exit(9))  # as by SIGKILL
+        try:
+            build(prefix)
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    cache = tmp_path / "d" / "cache"
+    assert len(list(cache.iterdir())) == 2, "a lock and a half cache"
+    build(prefix)
+    (folder,) = cache.iterdir()
+    assert not folder.name.startswith(".")
+
+
+def test_damaged_cache_is_named(tmp_path: Path, prefix: str) -> None:
+    build(prefix)
+    (damaged,) = (tmp_path / "d" / "cache").glob("*/*train-shuffle_index.npy")
+    damaged.write_bytes(damaged.read_bytes()[:50])
+    with pytest.raises(
+        DataError, match=r"shuffle_index\.npy of the index cache is damaged.*; remove .*d/cache/\w+, which"
+    ):
+        build(prefix)
+
+
+def test_data_folder_that_cannot_be_written(tmp_path: Path, prefix: str) -> None:
+    Path(prefix).write_text("a file where the cache's folder would be")
+    with pytest.raises(DataError, match=r"cannot be written to .*--data-cache-path"):
+        build(prefix)
+    train = build(prefix, data_cache_path=str(tmp_path / "elsewhere"))[0]
+    assert len(train[0]["tokens"]) == SEQ
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
+def test_read_only_folder(tmp_path: Path, prefix: str) -> None:
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        with pytest.raises(DataError, match="--data-cache-path"):
+            build(prefix)
+    finally:
+        tmp_path.chmod(stat.S_IRWXU)

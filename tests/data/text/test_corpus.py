@@ -1,0 +1,83 @@
+"""Documents come in a fixed order, whole, and a file that cannot be read is named."""
+
+from pathlib import Path
+
+import pytest
+
+from data.errors import DataError
+from data.text.corpus import Corpus, input_files, stdlib_files
+
+
+def test_stdlib_is_there_without_tests() -> None:
+    files = stdlib_files()
+    names = {path.name for path in files}
+    assert {"argparse.py", "ast.py", "threading.py"} <= names
+    assert not any({"test", "tests", "site-packages"} & set(path.parts) for path in files)
+    corpus = Corpus(files)
+    assert corpus.size() > 5_000_000
+    # Mixed, so that a tail taken for validation is not the end of the alphabet.
+    initials = [path.name[0] for path in files]
+    assert initials != sorted(initials)
+    assert files == stdlib_files()
+
+
+def test_folder_order_depends_on_relative_names_only(tmp_path: Path) -> None:
+    for copy in ("a", "b"):
+        for i in range(20):
+            path = tmp_path / copy / f"sub{i % 3}" / f"{i}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"text {i}")
+        (tmp_path / copy / "other.py").write_text("left out")
+    first, second = (list(Corpus(input_files([tmp_path / copy], ".txt"))) for copy in ("a", "b"))
+    assert first == second
+    assert sorted(first) == sorted(f"text {i}" for i in range(20))
+
+
+def test_text_is_exact_and_empty_documents_are_left_out(tmp_path: Path) -> None:
+    texts = {"a.txt": "\ufeffa\r\nb\r", "b.txt": "", "c.jsonl": '{"text": "x\\n"}\n\n{"text": ""}\n{"text": "é"}'}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text.encode())
+    corpus = Corpus(input_files([tmp_path / name for name in texts], ".txt"))
+    assert list(corpus) == ["\ufeffa\r\nb\r", "x\n", "é"]
+    assert list(corpus) == ["\ufeffa\r\nb\r", "x\n", "é"]
+
+
+@pytest.mark.parametrize(("max_bytes", "documents"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (10**9, 4)])
+def test_max_bytes_counts_utf8(tmp_path: Path, max_bytes: int, documents: int) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "éé"}\n{"text": "abcd"}\n{"text": "e"}\n{"text": "f"}\n')
+    expected = ["éé", "abcd", "e", "f"][:documents]
+    # Documents begin at bytes 0, 4, 8 and 9.
+    assert list(Corpus([tmp_path / "a.jsonl"], max_bytes)) == expected
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[1]", '{"txt": "a"}', '{"text": 3}', '{"text": null}', '{"text": "\\ud800"}', '"text"']
+)
+def test_bad_jsonl_line_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "good"}}\n{line}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2"):
+        list(Corpus([tmp_path / "a.jsonl"]))
+
+
+def test_undecodable_file_is_named_or_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"good")
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    with pytest.raises(DataError, match=r"b\.txt is not UTF-8 .* at byte 3"):
+        list(Corpus(files))
+    tolerant = Corpus(files, skip_undecodable=True)
+    assert list(tolerant) == ["good"]
+    assert tolerant.skipped == [tmp_path / "b.txt"]
+
+
+def test_undecodable_jsonl_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1"):
+        list(Corpus([tmp_path / "a.jsonl"]))
+
+
+def test_missing_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="none does not exist"):
+        input_files([tmp_path / "none"], ".txt")
+    with pytest.raises(DataError, match=r"cannot read .*gone\.txt"):
+        list(Corpus([tmp_path / "gone.txt"]))

@@ -1,0 +1,119 @@
+"""`check_indexed` accepts what Megatron writes and names what is wrong with anything else."""
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.errors import DataError
+from data.text.indexed import writing
+from data.text.megatron import check_indexed
+from tests.data.text.corpora import counting_documents, write_documents
+
+HEADER = 34
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return write_documents(tmp_path / "d", counting_documents(10))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_whole_files_pass(tmp_path: Path, dtype: type) -> None:
+    documents = [[1, 2, 3], [4], [5, 6]]
+    indexed = check_indexed(write_documents(tmp_path / "d", documents, dtype), vocab_size=7)
+    assert indexed.tokens == 6
+    assert indexed.lengths.tolist() == [3, 1, 2]
+    assert indexed.dtype == dtype
+    assert indexed.token_ids().tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def _cut(end: str, keep: int) -> Callable[[str], None]:
+    def damage(prefix: str) -> None:
+        path = Path(prefix + end)
+        path.write_bytes(path.read_bytes()[:keep])
+
+    return damage
+
+
+def _patch(offset: int, content: bytes) -> Callable[[str], None]:
+    def damage(prefix: str) -> None:
+        path = Path(prefix + ".idx")
+        data = bytearray(path.read_bytes())
+        data[offset : offset + len(content)] = content
+        path.write_bytes(data)
+
+    return damage
+
+
+def _remove(end: str) -> Callable[[str], None]:
+    return lambda prefix: Path(prefix + end).unlink()
+
+
+def _grow(prefix: str) -> None:
+    with open(f"{prefix}.bin", "ab") as stream:
+        stream.write(b"\0\0")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_remove(".bin"), r"d\.bin does not exist"),
+        (_remove(".idx"), r"d\.idx does not exist"),
+        (_cut(".bin", 499), r"d\.bin has 499 bytes, but .* 250 tokens"),
+        (_cut(".bin", 0), r"d\.bin has 0 bytes"),
+        (_grow, r"d\.bin has 502 bytes"),
+        (_cut(".idx", 0), "magic"),
+        (_cut(".idx", 20), "cut off inside its header"),
+        (_cut(".idx", 100), r"d\.idx has 100 bytes, but 10 documents need 242"),
+        (_patch(0, b"garbage!!"), "magic"),
+        (_patch(9, b"\2"), "version 2"),
+        (_patch(17, b"\7"), "dtype code 7"),
+        (_patch(17, b"\4"), r"d\.bin has 500 bytes, but .* tokens of 4 bytes"),
+        (_patch(18, struct.pack("<Q", 2**60)), "documents need"),
+        (_patch(18, struct.pack("<QQ", 0, 26)), "holds no documents"),
+        (_patch(HEADER, struct.pack("<ii", 26, 24)), "points into the .bin"),
+        (_patch(HEADER, struct.pack("<ii", -1, 51)), "document 0 a negative length"),
+        (_patch(HEADER + 12 * 10 + 8, struct.pack("<q", 99)), "document bounds"),
+    ],
+)
+def test_damage_is_named(prefix: str, damage: Callable[[str], None], message: str) -> None:
+    check_indexed(prefix, vocab_size=1000)
+    damage(prefix)
+    with pytest.raises(DataError, match=message):
+        check_indexed(prefix, vocab_size=1000)
+
+
+def test_prefix_with_suffix_is_explained(prefix: str) -> None:
+    with pytest.raises(DataError, match=r"prefix without \.bin or \.idx"):
+        check_indexed(f"{prefix}.bin", vocab_size=1000)
+
+
+@pytest.mark.parametrize(("bad", "dtype"), [(50, np.uint16), (-1, np.int32), (70_000, np.int32)])
+@pytest.mark.parametrize("at", [0, 7, 19])
+def test_id_outside_the_vocabulary(tmp_path: Path, bad: int, dtype: type, at: int) -> None:
+    documents = [[1] * 8, [2] * 12]
+    documents[at >= 8][at if at < 8 else at - 8] = bad
+    prefix = write_documents(tmp_path / "d", documents, dtype)
+    with pytest.raises(DataError, match=rf"token id {bad} \(document {int(at >= 8)}, token {at} of"):
+        check_indexed(prefix, vocab_size=50)
+
+
+def test_scan_reaches_head_and_tail(tmp_path: Path) -> None:
+    for at, found in ((0, True), (2, True), (3, False), (6, False), (7, True), (9, True)):
+        prefix = write_documents(tmp_path / "d", [[99 if i == at else 1 for i in range(10)]])
+        if found:
+            with pytest.raises(DataError, match="token id 99"):
+                check_indexed(prefix, vocab_size=50, scan_tokens=3)
+        else:
+            check_indexed(prefix, vocab_size=50, scan_tokens=3)
+    with pytest.raises(DataError, match="token 9 of the file"):
+        check_indexed(prefix, vocab_size=50, scan_tokens=8)  # the two ranges overlap
+
+
+def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot write .*d\.bin"), writing(tmp_path / "file" / "d.bin"):
+        pass

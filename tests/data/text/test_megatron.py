@@ -1,0 +1,283 @@
+"""Samples from GPTDataset: exact tokens, an order that depends on the seed alone, and errors on every rank."""
+
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.errors import DataError
+from data.text.blend import BlendedDataset, EpochedDataset
+from data.text.megatron import DataConfig, blend, build_datasets, megatron_core, split_shares
+from testing.ranks import run_ranks
+from tests.data.text.corpora import EOD, NumberTokenizer, counting_documents, write_documents
+
+SEQ = 16
+SEED = 1234
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return write_documents(tmp_path / "d", counting_documents(40))
+
+
+def build(prefix: str, split: str = "90,10,0", seed: int = SEED, **config: Any) -> tuple[Any, Any, Any]:
+    settings = DataConfig(data_path=(prefix,), split=split, **config)
+    return build_datasets(settings, SEQ, seed, NumberTokenizer())
+
+
+def tokens_of(dataset: Any, numbers: range) -> list[list[int]]:
+    return [dataset[n]["tokens"].tolist() for n in numbers]
+
+
+def test_samples_are_the_files_tokens(prefix: str) -> None:
+    train, valid, test = build(prefix)
+    assert test is None
+    assert len(train) == (36 * 25 - 1) // SEQ
+    assert len(valid) == (4 * 25 - 1) // SEQ
+    documents = counting_documents(40)
+    pairs = {pair for document in documents[:36] for pair in pairwise(document)}
+    for n in range(len(train)):
+        sample = train[n]
+        assert sample["tokens"].dtype == sample["labels"].dtype == torch.int64
+        assert sample["tokens"].shape == sample["labels"].shape == sample["loss_mask"].shape == (SEQ,)
+        assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])  # shifted already
+        assert sample["loss_mask"].min() == 1
+        for pair in zip(sample["tokens"].tolist(), sample["labels"].tolist(), strict=True):
+            assert pair[0] == EOD or pair in pairs
+    # One epoch draws from each position of the training documents at most once, and from nothing else.
+    drawn = sorted(token for n in range(len(train)) for token in train[n]["tokens"].tolist() if token != EOD)
+    assert len(set(drawn)) == len(drawn)
+    assert set(drawn) <= {token for document in documents[:36] for token in document}
+
+
+def test_order_is_a_function_of_seed_and_number(prefix: str, tmp_path: Path) -> None:
+    train = build(prefix)[0]
+    length = len(train)
+    epochs = [tokens_of(train, range(e * length, (e + 1) * length)) for e in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    again = build(prefix, data_cache_path=str(tmp_path / "other"))[0]
+    # Read backwards and without what lies before, as after a resume; epoch 2 comes first.
+    assert [again[n]["tokens"].tolist() for n in reversed(range(3 * length))] == list(chain(*epochs))[::-1]
+    assert tokens_of(build(prefix, seed=SEED + 1)[0], range(length)) == epochs[1]  # epoch e has seed + e
+
+
+def test_epoch_is_megatrons_own(prefix: str) -> None:
+    """The same samples in the same order as Megatron's builder gives for one epoch."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
+    megatron = megatron_core()
+    ours = build(prefix)
+    config = megatron.GPTDatasetConfig(
+        random_seed=SEED, sequence_length=SEQ, blend=([prefix], None), split="90,10,0", tokenizer=NumberTokenizer(),
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
+    )  # fmt: skip
+    theirs = BlendedMegatronDatasetBuilder(megatron.GPTDataset, [None] * 3, lambda: True, config).build()
+    assert theirs[2] is None
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        assert len(mine) == len(other)
+        assert tokens_of(mine, range(len(mine))) == tokens_of(other, range(len(other)))
+
+
+def test_eod_mask_loss(prefix: str) -> None:
+    train = build(prefix, eod_mask_loss=True)[0]
+    masked = 0
+    for n in range(2 * len(train)):
+        sample = train[n]
+        assert torch.equal(sample["loss_mask"] == 0, sample["tokens"] == EOD)
+        masked += int((sample["loss_mask"] == 0).sum())
+    assert masked > 0
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("99,1,0", 'split "99,1,0" leaves the valid split 0 documents'),
+        ("0,100,0", "nothing to train on"),
+    ],
+)
+def test_split_too_small(prefix: str, split: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build(prefix, split)
+
+
+def test_split_is_enough_from_one_sample_on(tmp_path: Path) -> None:
+    fits = write_documents(tmp_path / "fits", [[1] * (SEQ + 1)])
+    train, valid, test = build(fits, "100,0,0")
+    assert (len(train), valid, test) == (1, None, None)
+    short = write_documents(tmp_path / "short", [[1] * SEQ])
+    with pytest.raises(DataError, match=r"train split 1 documents with 16 tokens, but one sample takes .* 17"):
+        build(short, "100,0,0")
+
+
+@pytest.mark.parametrize("split", ["", "a", "1,2,3,4", "0,0,0", "-1,2", "inf,1", "nan", "1,,2"])
+def test_bad_split(split: str) -> None:
+    with pytest.raises(ValueError, match="split is"):
+        DataConfig(split=split)
+
+
+def test_splits_and_blends_are_parsed() -> None:
+    assert split_shares("95,5") == [0.95, 0.05, 0.0]
+    assert split_shares("2,1,1") == [0.5, 0.25, 0.25]
+    assert blend(["a"]) == (["a"], None)
+    assert blend(["a", "b"]) == (["a", "b"], None)
+    assert blend(["0.3", "a", "7", "b"]) == (["a", "b"], [0.3, 7.0])
+
+
+@pytest.mark.parametrize(
+    "data_path",
+    [("0.3",), ("0.3", "a", "b"), ("a", "0.3"), ("0", "a"), ("-1", "a"), ("1", "2"), ("a", "b", "3"), ("a.bin",)],
+)
+def test_bad_blend(data_path: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="data_path"):
+        DataConfig(data_path=data_path)
+
+
+def test_bad_numbers(prefix: str) -> None:
+    with pytest.raises(ValueError, match="num_workers is -1"):
+        DataConfig(num_workers=-1)
+    with pytest.raises(DataError, match="seed"):
+        build(prefix, seed=-1)
+
+
+def test_bad_id_is_caught_at_the_start_and_at_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = counting_documents(40)
+    documents[20][7] = 1000
+    prefix = write_documents(tmp_path / "d", documents)
+    with pytest.raises(DataError, match=r"d\.bin holds token id 1000 \(document 20, token 507"):
+        build(prefix)
+    from data.text import indexed
+
+    monkeypatch.setattr(indexed.check_indexed, "__defaults__", (100,))  # as in a corpus too large to scan
+    train = build(prefix)[0]
+    with pytest.raises(DataError, match=r"d\.bin: sample \d+ holds token id 1000, but the vocabulary has 1000"):
+        tokens_of(train, range(len(train)))
+
+
+def test_minus_one_is_not_masked_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = counting_documents(40)
+    documents[20][7] = -1
+    prefix = write_documents(tmp_path / "d", documents, np.int32)
+    from data.text import indexed
+
+    monkeypatch.setattr(indexed.check_indexed, "__defaults__", (100,))
+    train = build(prefix)[0]
+    with pytest.raises(DataError, match=r"sample \d+ holds token id -1 in 1 places"):
+        tokens_of(train, range(len(train)))
+
+
+def write_two(tmp_path: Path) -> tuple[str, str]:
+    """Two files whose ids tell them apart: a below 500, b from 500."""
+    low = write_documents(tmp_path / "a", counting_documents(40, vocab_size=500))
+    high = [
+        [token + 500 if token else EOD for token in document] for document in counting_documents(20, vocab_size=499)
+    ]
+    return low, write_documents(tmp_path / "b", high)
+
+
+def test_blend_follows_weights_whatever_is_read(tmp_path: Path) -> None:
+    low, high = write_two(tmp_path)
+    blended = DataConfig(data_path=("0.2", low, "0.8", high), split="100,0,0")
+    train = build_datasets(blended, SEQ, SEED, NumberTokenizer())[0]
+    assert isinstance(train, BlendedDataset)
+    owners = [int(train[n]["tokens"].max() >= 500) for n in range(500)]
+    for end in range(5, 500):
+        assert abs(sum(owners[:end]) - 0.8 * end) <= 1.5
+    # Each file's samples come in its own order, epochs included.
+    alone = build(high, "100,0,0")[0]
+    mine = [n for n, owner in enumerate(owners) if owner]
+    assert [train[n]["tokens"].tolist() for n in mine] == tokens_of(alone, range(len(mine)))
+    assert len(mine) > 2 * len(alone)
+
+
+def test_blend_without_weights_goes_by_size(tmp_path: Path) -> None:
+    config = DataConfig(data_path=write_two(tmp_path), split="100,0,0")
+    train = build_datasets(config, SEQ, SEED, NumberTokenizer())[0]
+    total = (40 * 25 - 1) // SEQ + (20 * 25 - 1) // SEQ
+    assert total - 2 <= len(train) <= total
+    seen = tokens_of(train, range(len(train)))
+    assert len({tuple(sample) for sample in seen}) == len(seen)  # nothing repeats before len
+
+
+class Numbered:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def test_blend_locates_every_sample_once() -> None:
+    weights = [1e-9, 3.0, 5.0, 0.001]
+    blended = BlendedDataset([Numbered(70_000)] * 4, weights)  # type: ignore[list-item]
+    seen: list[list[int]] = [[], [], [], []]
+    for n in range(200_000):
+        owner, number = blended.locate(n)
+        seen[owner].append(number)
+    assert all(numbers == list(range(len(numbers))) and numbers for numbers in seen)
+    assert len(seen[2]) / len(seen[1]) == pytest.approx(5 / 3, rel=1e-3)
+    first_repeat = next(n for n in range(1 << 20) if blended.locate(n)[1] >= 70_000)
+    assert len(blended) == first_repeat
+
+
+def test_epochs_are_built_once_and_let_go() -> None:
+    built: list[int] = []
+
+    class Constant:
+        def __init__(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+            ids = torch.full((2,), self.epoch)
+            return {"tokens": ids, "labels": ids, "loss_mask": torch.ones(2)}
+
+    def make(epoch: int) -> Any:
+        built.append(epoch)
+        return Constant(epoch)
+
+    dataset = EpochedDataset(Constant(0), make, name="x", vocab_size=100)  # type: ignore[arg-type]
+    assert [int(dataset[n]["tokens"][0]) for n in range(40)] == [n // 4 for n in range(40)]
+    assert built == list(range(1, 10))
+    assert len(dataset._epochs) == 3
+
+
+def rank_samples(rank: int, world_size: int, paths: list[tuple[str, ...]]) -> list[Any]:
+    found = []
+    for path in paths:
+        config = DataConfig(data_path=path, split="90,10,0")
+        train, valid, _ = build_datasets(config, SEQ, SEED, NumberTokenizer())
+        assert valid is not None
+        found.append((tokens_of(train, range(2 * len(train))), tokens_of(valid, range(len(valid)))))
+    return found
+
+
+def test_ranks_agree_with_one_process(tmp_path: Path, prefix: str) -> None:
+    low, high = write_two(tmp_path)
+    paths = [(prefix,), ("0.3", low, "0.7", high)]
+    ranks = run_ranks(rank_samples, 2, paths)
+    assert ranks[0] == ranks[1]
+    assert len(list((tmp_path / "d" / "cache").iterdir())) == 1
+    assert ranks[0] == rank_samples(0, 1, paths)
+
+
+def rank_error(rank: int, world_size: int, bad: str, good: str, only_rank: int | None) -> str:
+    try:
+        build(bad if only_rank in (None, rank) else good)
+    except DataError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("only_rank", [None, 0, 1])
+def test_bad_file_raises_on_every_rank(tmp_path: Path, only_rank: int | None) -> None:
+    good = write_documents(tmp_path / "good", counting_documents(40))
+    prefix = write_documents(tmp_path / "bad", counting_documents(40))
+    with open(f"{prefix}.bin", "r+b") as stream:
+        stream.truncate(100)
+    messages = run_ranks(rank_error, 2, prefix, good, only_rank)
+    assert all("bad.bin has 100 bytes" in message for message in messages)

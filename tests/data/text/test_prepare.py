@@ -1,0 +1,237 @@
+"""What is written reads back token by token, is kept when it is whole, and never half-written."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.errors import DataError
+from data.text import prepare as module
+from data.text.indexed import writing
+from data.text.megatron import DataConfig, build_datasets, check_indexed, megatron_core
+from data.text.prepare import Prepared, Request, prepare, unigram_entropy, write_indexed
+from data.tokenizer import load_tokenizer
+from runtime.files import owned
+from tests.data.text.corpora import NumberTokenizer, write_documents
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(30):
+        (folder / f"{i}.py").write_text(f"def function_{i}(x):\n    return [x, '▁', {i}]\n" * 20)
+    return folder
+
+
+def request_for(folder: Path, **changes: object) -> Request:
+    return Request(**({"inputs": (str(folder),), "suffix": ".py", "vocab_size": 320} | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_499, np.uint16), (65_500, np.int32), (100_000, np.int32)])
+def test_tokens_are_exact(tmp_path: Path, vocab_size: int, dtype: type) -> None:
+    tokenizer = NumberTokenizer(vocab_size)
+    top = vocab_size - 1
+    write_indexed(["1 2 3", f"{top}", "4 5"], tmp_path / "d", tokenizer)
+    indexed = check_indexed(tmp_path / "d", vocab_size)
+    assert indexed.dtype == dtype
+    assert indexed.token_ids().tolist() == [1, 2, 3, 0, top, 0, 4, 5, 0]
+    low_level = megatron_core().IndexedDataset(str(tmp_path / "d"))
+    assert [low_level[i].tolist() for i in range(len(low_level))] == [[1, 2, 3, 0], [top, 0], [4, 5, 0]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
+
+
+def test_many_documents_keep_their_order(tmp_path: Path) -> None:
+    count = 2 * module._BATCH_DOCUMENTS + 1
+    write_indexed((str(i) for i in range(1, count)), tmp_path / "d", NumberTokenizer())
+    assert check_indexed(tmp_path / "d", 1000).token_ids()[::2].tolist() == list(range(1, count))
+
+
+@pytest.mark.parametrize("text", ["70000", "-1", "1000"])
+def test_ids_are_checked_before_writing(tmp_path: Path, text: str) -> None:
+    with pytest.raises(DataError, match=f"gives id {text}, outside its 1000 entries"):
+        write_indexed(["1 2", text], tmp_path / "d", NumberTokenizer())
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_documents(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no documents"):
+        write_indexed([], tmp_path / "d", NumberTokenizer())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_interrupted_writing_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    def documents() -> Iterator[str]:
+        yield from ["1 2"] * 1000
+        raise error
+
+    with pytest.raises(error):
+        write_indexed(documents(), tmp_path / "d", NumberTokenizer())
+    assert not list(tmp_path.iterdir())
+
+
+def test_unigram_entropy(tmp_path: Path) -> None:
+    ids = [1, 1, 1, 1, 2, 2, 3, 0]
+    prefix = write_documents(tmp_path / "d", [ids])
+    expected = -sum(p * math.log(p) for p in (4 / 8, 2 / 8, 1 / 8, 1 / 8))
+    assert unigram_entropy(prefix) == pytest.approx(expected, rel=1e-12)
+    assert unigram_entropy(prefix, limit=4) == 0
+    uniform = write_documents(tmp_path / "u", [list(range(900))])
+    assert unigram_entropy(uniform) == pytest.approx(math.log(900), rel=1e-12)
+
+
+def test_prepare_round_trip(tmp_path: Path, folder: Path) -> None:
+    prefix = tmp_path / "new" / "d.v1"  # a dot in the name is no suffix
+    prepared, kept = prepare(request_for(folder), prefix)
+    assert not kept
+    assert sorted(path.name for path in prefix.parent.iterdir()) == [
+        f"d.v1{e}" for e in (".bin", ".idx", ".json", ".model")
+    ]
+    tokenizer = load_tokenizer(f"{prefix}.model")
+    ids = check_indexed(prefix, tokenizer.vocab_size).token_ids()
+    documents = [
+        tokenizer.detokenize(part[:-1].tolist())
+        for part in np.split(ids, np.flatnonzero(ids == tokenizer.eod) + 1)[:-1]
+    ]
+    assert sorted(documents) == sorted(path.read_text() for path in folder.iterdir())
+    assert prepared == Prepared(
+        tokenizer_sha256=tokenizer.sha256,
+        documents=30,
+        tokens=len(ids),
+        dtype="uint16",
+        text_bytes=sum(path.stat().st_size for path in folder.iterdir()),
+        skipped_files=0,
+        unigram_entropy=pytest.approx(unigram_entropy(prefix), rel=1e-12),
+    )
+
+
+def test_preparing_again_keeps_or_refuses(tmp_path: Path, folder: Path) -> None:
+    prefix = tmp_path / "d"
+    first, _ = prepare(request_for(folder), prefix)
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.glob("d.*")}
+    assert prepare(request_for(folder), prefix) == (first, True)
+    for changes in ({"vocab_size": 310}, {"max_bytes": 100}, {"suffix": ".txt"}, {"inputs": ()}):
+        name = next(iter(changes))
+        with pytest.raises(DataError, match=rf"was made with {name} .*--overwrite"):
+            prepare(request_for(folder, **changes), prefix)
+    assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.glob("d.*")}
+    second, kept = prepare(request_for(folder, vocab_size=310), prefix, overwrite=True)
+    assert not kept
+    assert second.tokenizer_sha256 != first.tokenizer_sha256
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "d.idx").unlink(), "is not the whole"),
+        (lambda d: (d / "d.json").unlink(), "is not the whole"),
+        (lambda d: (d / "d.json").write_text("{}"), "not a record"),
+        (lambda d: (d / "d.bin").write_bytes(b"short"), r"d\.bin has 5 bytes"),
+        (lambda d: (d / "d.model").write_bytes(b"garbage"), "no sentencepiece model"),
+        (lambda d: write_documents(d / "d", [[1, 2]]), "disagree"),
+    ],
+)
+def test_what_is_not_whole_is_not_kept(tmp_path: Path, folder: Path, damage: object, message: str) -> None:
+    prefix = tmp_path / "d"
+    prepare(request_for(folder), prefix)
+    damage(tmp_path)  # type: ignore[operator]
+    with pytest.raises(DataError, match=message):
+        prepare(request_for(folder), prefix)
+    prepare(request_for(folder), prefix, overwrite=True)
+    assert prepare(request_for(folder), prefix)[1]
+
+
+def test_existing_tokenizer_is_used(tmp_path: Path, folder: Path) -> None:
+    prepare(request_for(folder), tmp_path / "a")
+    request = request_for(folder, tokenizer_model=str(tmp_path / "a.model"), vocab_size=None)
+    prepare(request, tmp_path / "b")
+    assert (tmp_path / "b.bin").read_bytes() == (tmp_path / "a.bin").read_bytes()
+    assert not (tmp_path / "b.model").exists()
+    prepare(request_for(folder, vocab_size=310), tmp_path / "a", overwrite=True)
+    with pytest.raises(DataError, match=r"a\.model is not the tokenizer that wrote .*b\.bin"):
+        prepare(request, tmp_path / "b")
+
+
+@pytest.mark.parametrize("names", [(), ("empty.py",)])
+def test_empty_corpus(tmp_path: Path, names: Sequence[str]) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text("")
+    with pytest.raises(DataError, match=r"no text in .*empty; .*--suffix \.py"):
+        prepare(request_for(folder), tmp_path / "d")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_record_is_readable(tmp_path: Path, folder: Path) -> None:
+    prepare(request_for(folder, max_bytes=5000), tmp_path / "d")
+    record = json.loads((tmp_path / "d.json").read_text())
+    assert record["made_with"]["max_bytes"] == 5000
+    assert 5000 <= record["prepared"]["text_bytes"] < 8000
+
+
+def test_a_line_without_text_is_one_error_and_no_complaint_of_the_vocabulary(tmp_path: Path, capfd) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"content": "def f(): return 1", "id": 3}\n' * 40)
+    request = Request(inputs=(str(source),), vocab_size=280)
+    with pytest.raises(DataError, match=r'a\.jsonl, line 1: has no field "text"; its fields are "content", "id"'):
+        prepare(request, tmp_path / "d")
+    prepared, _ = prepare(replace(request, json_key="content"), tmp_path / "d", progress=False)
+    assert prepared.documents == 40
+    with pytest.raises(DataError, match="was made with json_key content, not text"):
+        prepare(request, tmp_path / "d")
+    capfd.readouterr()
+    source.write_text('{"text": "def f(): return 1"}\n' * 40 + "[1]\n")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 41: holds a list"):  # amid the tokenizer's training
+        prepare(request, tmp_path / "e", progress=False)
+    assert capfd.readouterr() == ("", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "d.bin", "d.idx", "d.json", "d.model"]
+
+
+def test_one_preparation_of_a_prefix_at_a_time(tmp_path: Path, folder: Path) -> None:
+    """The second is refused while the first lives; what the first left, killed, is removed by the next."""
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        with owned(tmp_path, "d"), writing(tmp_path / "d.bin", tmp_path / "d.idx") as drafts:
+            for draft in drafts:
+                draft.write_text("half")
+            os.write(ready[1], b"1")
+            os.read(done[0], 1)
+            os._exit(9)  # as by SIGKILL: no handler runs
+    os.read(ready[0], 1)
+    try:
+        with pytest.raises(DataError, match=rf"cannot write .*/d: .* in use by process {child}"):
+            prepare(request_for(folder), tmp_path / "d", progress=False)
+        assert len(list(tmp_path.glob(".d.*"))) == 3
+        prepare(request_for(folder), tmp_path / "other", progress=False)
+    finally:
+        os.write(done[1], b"1")
+        os.waitpid(child, 0)
+    prepare(request_for(folder), tmp_path / "d", progress=False)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path, folder: Path) -> None:
+    prepare(request_for(folder), tmp_path / "d", progress=False)
+    config, tokenizer = DataConfig(data_path=(f"{tmp_path}/d",)), load_tokenizer(tmp_path / "d.model")
+    build_datasets(config, 8, 1, tokenizer)
+    content = bytearray((tmp_path / "d.model").read_bytes())
+    content[-3] ^= 1  # what it is trained with, which nothing here reads
+    (tmp_path / "d.model").write_bytes(content)
+    with pytest.raises(DataError, match=r"tokenizer .*d\.model is damaged or another than the one that wrote .*d\.bin"):
+        build_datasets(config, 8, 1, load_tokenizer(tmp_path / "d.model"))
+
+
+def test_what_cannot_be_read_is_not_said_to_be_written(tmp_path: Path, folder: Path) -> None:
+    prepare(request_for(folder), tmp_path / "d", progress=False)
+    (tmp_path / "d.json").unlink()
+    (tmp_path / "d.json").mkdir()
+    with pytest.raises(DataError, match=r"cannot read .*d\.json \(Is a directory\)"):
+        prepare(request_for(folder), tmp_path / "d", progress=False)

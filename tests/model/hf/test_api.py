@@ -1,0 +1,182 @@
+"""What holds for each family that Hugging Face and we both have: same numbers, and weights there and back."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
+from tests.model.hf.hugging_face import CONFIGS, GPT2, LLAMA, TOKENS, hugging_face, ours, transformers
+
+
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
+def config(request):
+    return request.param
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+def test_logits_and_gradients_equal_hugging_faces(config, dtype, bound):
+    theirs = hugging_face(config, dtype)
+    model = ours(theirs, config, dtype)
+    expected, got = theirs(TOKENS).logits, model(TOKENS)
+    assert expected.std() > 0.5
+    assert (got - expected).abs().max() < bound
+
+    for logits in (expected, got):
+        nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.roll(-1).flatten()).backward()
+    wanted = from_hf({name: p.grad for name, p in theirs.named_parameters()}, config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("wk.bias"):  # softmax takes no notice of it: zero, and noise in both
+            assert max(parameter.grad.abs().max(), wanted[name].abs().max()) < bound, name
+        else:
+            assert (parameter.grad - wanted[name]).norm() < bound * wanted[name].norm(), name
+
+
+@pytest.mark.parametrize(
+    ("config", "breakage"),
+    [
+        (LLAMA, {"rotary_base": 5500.0}),
+        (LLAMA, {"norm_epsilon": 1e-3}),
+        (LLAMA, {"num_attention_heads": 12, "num_query_groups": 4, "kv_channels": 4}),
+        (GPT2, {"norm_epsilon": 1e-3}),
+        (GPT2, {"num_attention_heads": 12}),
+    ],
+)
+def test_bound_sees_a_wrong_configuration(config, breakage):
+    """Negative control: weights of the same shapes in a model that computes something else."""
+    theirs = hugging_face(config)
+    model = ours(theirs, dataclasses.replace(config, **breakage))
+    assert (model(TOKENS) - theirs(TOKENS).logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_bound_sees_a_square_matrix_that_is_not_transposed(config):
+    theirs = hugging_face(config)
+    model = ours(theirs, config)
+    with torch.no_grad():
+        model.layers[0].attention.wo.weight.copy_(model.layers[0].attention.wo.weight.T.clone())
+    assert (model(TOKENS) - theirs(TOKENS).logits).abs().max() > 1e-3
+
+
+def test_round_trip(config):
+    theirs = hugging_face(config).state_dict()
+    back = to_hf(from_hf(theirs, config), config)
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[name], theirs[name]) for name in theirs)
+    full = config_from_hf(config_to_hf(config))
+    left_open = {name: getattr(full, name) for name in ("kv_channels", "num_query_groups")}
+    assert full == dataclasses.replace(config, ffn_hidden_size=config.ffn_size, **left_open)
+    assert (full.head_dim, full.query_groups) == (config.head_dim, config.query_groups)
+    assert config_from_hf(config_to_hf(full)) == full
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformers_loads_what_is_saved(tmp_path, config, dtype):
+    model = ours(hugging_face(config), config).to(dtype)
+    longest = config.max_position_embeddings or 4096
+    save_hf(tmp_path / "out", config, model.state_dict(), contents={"max_position_embeddings": longest})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert type(theirs) is type(hugging_face(config))
+    assert theirs.dtype == dtype
+    assert theirs.config.max_position_embeddings == longest
+    expected = theirs(TOKENS).logits
+    bound = 1e-5 if dtype == torch.float32 else 0.05
+    assert (expected - model(TOKENS)).norm() < bound * expected.norm()
+    loaded, state, _ = load_hf(tmp_path / "out")
+    assert loaded == config_from_hf(config_to_hf(config))
+    assert all(torch.equal(state[name], weight) for name, weight in model.state_dict().items())
+    with pytest.raises(ValueError, match="exists"):
+        save_hf(tmp_path / "out", config, model.state_dict())
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_reads_shards_that_transformers_wrote(config, tmp_path):
+    theirs = hugging_face(config)
+    theirs.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    read, state, _ = load_hf(tmp_path)
+    expected = from_hf(theirs.state_dict(), config)
+    assert config_from_hf(config_to_hf(read)) == read
+    assert read.max_position_embeddings == config.max_position_embeddings
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """A folder as transformers writes it, in several shards."""
+    hugging_face(LLAMA).save_pretrained(tmp_path, max_shard_size="60KB")
+    return tmp_path
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "escape", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "model.bin"]
+)
+def test_an_index_cannot_leave_its_folder(sharded, escape):
+    index = sharded / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    edit(index, weight_map=names | {"lm_head.weight": escape})
+    with pytest.raises(ValueError, match="no safetensors file directly in this folder"):
+        load_hf(sharded)
+
+
+def test_broken_folders(sharded):
+    with pytest.raises(ValueError, match=r"nowhere/config\.json does not exist"):
+        load_hf(sharded / "nowhere")
+    index = sharded / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    shard = sharded / names["lm_head.weight"]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-10])
+    with pytest.raises(ValueError, match=f"{shard.name} is not a whole safetensors file"):
+        load_hf(sharded)
+    save_file({name: w for name, w in _load(whole, sharded).items() if name != "lm_head.weight"}, shard)
+    with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
+        load_hf(sharded)
+    shard.unlink()
+    with pytest.raises(ValueError, match="does not exist"):
+        load_hf(sharded)
+    index.write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        load_hf(sharded)
+    index.write_text('{"weight_map": [1]}')
+    with pytest.raises(ValueError, match="weight_map"):
+        load_hf(sharded)
+
+
+def _load(contents, folder):
+    path = folder / "copy"
+    path.write_bytes(contents)
+    return load_file(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        (LLAMA, {"model_type": "mistral"}),
+        (LLAMA, {"hidden_act": "gelu"}),
+        (LLAMA, {"attention_bias": True}),
+        (LLAMA, {"mlp_bias": True}),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}),
+        (LLAMA, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
+        (LLAMA, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+        (LLAMA, {"quantization_config": {"quant_method": "gptq"}}),
+        (GPT2, {"activation_function": "relu"}),
+        (GPT2, {"scale_attn_weights": False}),
+        (GPT2, {"scale_attn_by_inverse_layer_idx": True}),
+        (GPT2, {"add_cross_attention": True}),
+        (GPT2, {"quantization_config": {"quant_method": "gptq"}}),
+        (GPT2, {"model_type": "gpt_neox"}),
+    ],
+)
+def test_unsupported_configurations_are_refused(config, change):
+    with pytest.raises(ValueError, match=r"config\.json: \w+ = .* is not supported"):
+        config_from_hf(config_to_hf(config) | change)

@@ -1,0 +1,228 @@
+"""Folders that go through us keep what they said, and those that cannot be read or written right are one line."""
+
+import dataclasses
+import json
+import os
+import re
+
+import pytest
+import torch
+
+from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
+from model.hf.dit import load_dit, save_dit
+from model.registry import build_model
+from tests.model.dits import IMAGE, random_dit
+from tests.model.hf.hugging_face import GPT2, LLAMA, TOKENS, hugging_face, transformers
+
+READ = {
+    "llama": {
+        "max_position_embeddings": 8192,
+        "bos_token_id": 7,
+        "eos_token_id": [9, 11],
+        "pad_token_id": 3,
+        "attention_dropout": 0.1,
+        "hidden_act": "swish",
+        "use_cache": False,
+        "pretraining_tp": 2,
+    },
+    "gpt2": {
+        "bos_token_id": 7,
+        "eos_token_id": [9, 11],
+        "activation_function": "gelu_pytorch_tanh",
+        "attn_pdrop": 0.3,
+        "summary_type": "mean",
+        "task_specific_params": {"text-generation": {"max_length": 50}},
+    },
+}
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=READ)
+def test_an_export_says_what_the_import_read(tmp_path, config, request):
+    theirs = hugging_face(config)
+    for name, value in READ[request.node.callspec.id].items():
+        setattr(theirs.config, name, value)
+    theirs.save_pretrained(tmp_path / "theirs")
+    save_hf(tmp_path / "ours", *load_hf(tmp_path / "theirs"))
+    kinds = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("theirs", "ours")]
+    before, after = (kind.config.to_dict() for kind in kinds)
+    ours_to_say = {"_name_or_path", "n_inner", "head_dim"}  # defaults, written out
+    assert {k: v for k, v in after.items() if k not in ours_to_say} == {
+        k: v for k, v in before.items() if k not in ours_to_say
+    }
+    assert after["eos_token_id"] == [9, 11]
+    assert torch.equal(kinds[0](TOKENS).logits, kinds[1](TOKENS).logits)
+
+
+def test_a_vocabulary_of_our_own_gets_no_ids_of_another(tmp_path):
+    save_hf(tmp_path / "none", LLAMA, build_model(LLAMA).state_dict())
+    save_hf(tmp_path / "some", LLAMA, build_model(LLAMA).state_dict(), {"eos_token_id": 5})
+    found = [transformers.AutoConfig.from_pretrained(tmp_path / name) for name in ("none", "some")]
+    assert [(one.bos_token_id, one.eos_token_id) for one in found] == [(None, None), (None, 5)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_size": 44, "num_attention_heads": 7, "num_query_groups": 7, "kv_channels": 6}, {"init_method_std": 1.5}],
+)
+def test_a_llama_that_transformers_refuses_is_not_written(tmp_path, change):
+    config = dataclasses.replace(LLAMA, **change)
+    described = config_to_hf(LLAMA) | {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.query_groups,
+        "initializer_range": config.init_method_std,
+    }
+    with pytest.raises(Exception, match=r"hidden size \(44\) is not|initializer_range"):
+        transformers.LlamaConfig(**described)
+    with pytest.raises(ValueError, match=next(iter(change))):
+        save_hf(tmp_path / "out", config, build_model(config).state_dict())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        ({"pad_token_id": 61}, "pad_token_id is 61 and vocab_size 61, which transformers does not load"),
+        ({"eos_token_id": "</s>"}, 'eos_token_id is "</s>"; it must be a whole number'),
+        ({"eos_token_id": [9, None]}, "it must be a list of whole numbers"),
+        ({"model_type": "gpt2"}, 'model_type = "gpt2" is not supported; only "llama" is'),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is below 1"),
+        ({"attention_dropout": "x"}, 'attention_dropout is "x"; it must be a finite number'),
+        ({"attention_dropout": 1}, "attention_dropout is 1; it must be from 0 to below 1"),
+    ],
+)
+def test_contents_that_transformers_could_not_read(contents, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        config_to_hf(LLAMA, contents)
+
+
+def test_null_means_missing():
+    assert config_to_hf(LLAMA, {"max_position_embeddings": None, "attention_dropout": None}) == config_to_hf(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        (LLAMA, {"attention_dropout": 0.1}),
+        (LLAMA, {"attention_dropout": None, "max_position_embeddings": None}),
+        (GPT2, {"max_position_embeddings": None}),
+        (LLAMA, {"hidden_act": "swish"}),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_parameters": None}),
+        (LLAMA, {"rope_parameters": {"rope_type": "linear", "factor": 1, "rope_theta": 5000.0}}),
+        (LLAMA, {"rope_parameters": {"rope_type": "default"}}),
+        (GPT2, {"activation_function": "gelu_pytorch_tanh"}),
+    ],
+)
+def test_what_changes_nothing_is_read(config, change):
+    read = config_from_hf(config_to_hf(config) | change)
+    assert read == config_from_hf(config_to_hf(config))
+
+
+WRONG = [None, "8", [], {}, 2.5, 0, -1, True, float("nan"), float("inf"), 10**30, "a" * 5000]
+OPTIONAL = {"num_key_value_heads", "head_dim", "n_inner", "max_position_embeddings"}
+RATES = {"attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"}
+FLOATS = {"rope_theta", "rms_norm_eps", "initializer_range", "layer_norm_epsilon"}
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_every_entry_of_a_wrong_type_is_one_line(config):
+    good = config_to_hf(config)
+    good.pop("rope_parameters", None)
+    keys = [key for key, value in good.items() if isinstance(value, (int, float))]
+    assert len(keys) > 8
+    for key in keys:
+        for value in WRONG:
+            if (
+                (value is None and key in OPTIONAL)
+                or (value in (2.5, 10**30) and key in FLOATS)
+                or (value in (None, 0) and key in RATES)
+                or (isinstance(good[key], bool) and value in (True, 0))
+            ):
+                continue
+            with pytest.raises(ValueError, match=r"^config\.json: .{5,200}$"):
+                config_from_hf(good | {key: value})
+
+
+def test_weights_are_finite_numbers(tmp_path):
+    state = build_model(LLAMA).state_dict()
+    theirs = to_hf(state, LLAMA)
+    for breakage, words in (
+        (lambda w: w.to(torch.int8), "embed_tokens.weight is int8; weights must be float32"),
+        (lambda w: w.to(torch.float8_e4m3fn), "is float8_e4m3fn; weights must be"),
+        (lambda w: w.index_fill(0, torch.tensor([3]), torch.nan), "holds 48 of 2928 values that are not finite"),
+        (lambda w: w.index_fill(1, torch.tensor([3]), -torch.inf), "holds 61 of 2928 values that are not finite"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            from_hf(theirs | {"model.embed_tokens.weight": breakage(theirs["model.embed_tokens.weight"])}, LLAMA)
+        with pytest.raises(ValueError, match=words.replace("embed_tokens", "embedding")):
+            save_hf(tmp_path / "out", LLAMA, state | {"embedding.weight": breakage(state["embedding.weight"])})
+    dit = random_dit(IMAGE).state_dict()
+    with pytest.raises(ValueError, match=r"x_embedder.bias holds 1 of 24"):
+        save_dit(tmp_path / "out", IMAGE, dit | {"x_embedder.bias": torch.tensor([torch.nan, *[0.0] * 23])})
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_have_the_modes_that_the_umask_asks_for(tmp_path):
+    umask = os.umask(0o027)
+    try:
+        save_hf(tmp_path / "llama", LLAMA, build_model(LLAMA).state_dict())
+        save_dit(tmp_path / "dit", IMAGE, random_dit(IMAGE).state_dict())
+    finally:
+        os.umask(umask)
+    for path in (*tmp_path.glob("*/*"),):
+        assert path.stat().st_mode & 0o777 == 0o640, path
+
+
+def test_a_folder_that_cannot_be_written_is_named_and_stays_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match=r"cannot write to .*file/under \(Not a directory\)"):
+        save_hf(tmp_path / "file" / "under", LLAMA, build_model(LLAMA).state_dict())
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(json, "dumps", full)  # the weights are there by then
+    with pytest.raises(ValueError, match=r"cannot write to .*\(No space left on device\); free space"):
+        save_hf(tmp_path / "out", LLAMA, build_model(LLAMA).state_dict())
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_layers": "2"}, 'num_layers is "2"; it must be a whole number'),
+        ({"num_layers": 10**9}, "num_layers is 1000000000, and there are 32 weights"),
+        ({"hidden_size": 2**30}, "hidden_size is 1073741824, and the largest weight has"),
+        ({"latent_shape": 3}, "latent_shape is 3; it must be a list"),
+        ({"latent_shape": [3, 80000, 80000]}, "pos_embed (1, 16, 24) is not"),
+        ({"learn_sigma": 1}, "learn_sigma is 1; it must be true or false"),
+        ({"ffn_hidden_size": None}, None),
+    ],
+)
+def test_a_dit_s_configuration_is_read_without_trust(tmp_path, change, words):
+    save_dit(tmp_path, IMAGE, random_dit(IMAGE).state_dict())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    if words is None:
+        load_dit(tmp_path)
+        return
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load_dit(tmp_path)
+
+
+def test_sizes_of_another_model_are_seen_before_one_is_made(tmp_path):
+    save_hf(tmp_path / "out", LLAMA, build_model(LLAMA).state_dict())
+    path = tmp_path / "out" / "config.json"
+    good = json.loads(path.read_text())
+    for change, words in (
+        ({"num_hidden_layers": 10**9}, "num_layers is 1000000000, and there are 21 weights"),
+        ({"vocab_size": 2**31 - 1}, "vocab_size is 2147483647, and the largest weight has 3840 values"),
+        ({"head_dim": 2**30}, "kv_channels is 6442450944, and the largest"),
+    ):
+        path.write_text(json.dumps(good | change))
+        with pytest.raises(ValueError, match=words):
+            load_hf(tmp_path / "out")
+    for text in ("[" * 100_000, "\xff", '"x"', ""):
+        path.write_text(text, encoding="latin-1")
+        with pytest.raises(ValueError, match=r"config\.json (is not valid JSON|holds no JSON object)"):
+            load_hf(tmp_path / "out")

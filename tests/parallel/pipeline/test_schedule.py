@@ -1,0 +1,208 @@
+"""A model in pipeline stages is the whole model: loss and every gradient, and its checkpoints."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint.api import load_checkpoint
+from model.base import LanguageModel
+from model.config import ModelConfig
+from model.registry import build_model
+from parallel.context import ContextError
+from parallel.data import DataParallelConfig, Strategy, finish_gradients
+from parallel.mesh import Mesh, MeshConfig, joined
+from parallel.pipeline.schedule import PipelineRunner
+from parallel.pipeline.stages import PipelineConfig
+from pretrain_gpt import model_parts
+from testing.ranks import run_ranks
+from tests.parallel.split import config, context, data, own_batch, whole_step
+from tests.parallel.test_strategies import recorded
+from tests.parallel.tiny import ARCHITECTURE, save
+from tests.parallel.whole import full
+from train.config.language import Config, TrainConfig
+from train.objectives.language import NextToken, build_runner
+
+LOSS, GRADIENT = 2e-6, 1e-7
+LAYERS = 5
+SEED = 3
+ONE_F_ONE_B = PipelineConfig()
+INTERLEAVED = PipelineConfig(pipeline_schedule="Interleaved1F1B", num_virtual_stages_per_pipeline_rank=2)
+SCHEDULES: dict[str, tuple[PipelineConfig, Strategy]] = {
+    "1F1B": (ONE_F_ONE_B, "zero2"),
+    "GPipe": (PipelineConfig(pipeline_schedule="GPipe"), "ddp"),
+    "uneven": (PipelineConfig(pipeline_layers=(1, 4)), "legacy_ddp"),
+    "interleaved": (INTERLEAVED, "zero3"),
+    "zero bubble": (
+        PipelineConfig(pipeline_schedule="InterleavedZeroBubble", num_virtual_stages_per_pipeline_rank=2),
+        "zero1",
+    ),
+}
+
+
+def llama(tied: bool) -> ModelConfig:
+    return config(tied, num_layers=LAYERS)
+
+
+def gpt(tied: bool) -> ModelConfig:
+    return config(tied, num_layers=LAYERS, model_type="gpt", max_position_embeddings=17)
+
+
+@contextmanager
+def built(
+    model: ModelConfig, pipeline: PipelineConfig, strategy: Strategy, **sizes: int
+) -> Iterator[tuple[Mesh, list[LanguageModel], PipelineRunner, list[dict[str, Tensor]]]]:
+    """A mesh, this rank's parts, what runs them, and its micro-batches of one sequence each."""
+    mesh_config = MeshConfig(device="cpu", **sizes)
+    run = Config(
+        model=model,
+        mesh=mesh_config,
+        pipeline=pipeline,
+        data_parallel=DataParallelConfig(data_parallel_sharding_strategy=strategy),
+        train=TrainConfig(seq_length=17, micro_batch_size=1, global_batch_size=4, seed=SEED),
+    )
+    with joined(mesh_config) as mesh:
+        method = "lasp" if model.linear_attention else "zigzag"
+        cp, attend = context(mesh, model, method)
+        parts = model_parts(run, mesh, attend)
+        runner = build_runner(run, mesh, parts, NextToken(cp, mesh.device))
+        assert isinstance(runner, PipelineRunner)
+        tokens, labels = own_batch(mesh, cp)
+        batches = [{"tokens": t[None], "labels": y[None]} for t, y in zip(tokens, labels, strict=True)]
+        yield mesh, parts, runner, batches
+
+
+def step(
+    rank: int, world_size: int, model: ModelConfig, pipeline: PipelineConfig, strategy: Strategy, sizes: dict
+) -> tuple[float, float, dict[str, Tensor], dict[str, Tensor]]:
+    """The loss of evaluation and of training summed over tokens, the weights, the gradients of this rank's stages."""
+    valid = int((data()[1] != -100).sum())
+    with built(model, pipeline, strategy, **sizes) as (mesh, parts, runner, batches):
+        weights = {name: full(p) for part in parts for name, p in part.named_parameters()}
+        loss = runner.forward_backward(batches, valid)
+        for part in parts:
+            finish_gradients(part, mesh.both, strategy)
+        gradients = {name: full(p.grad) for part in parts for name, p in part.named_parameters() if p.grad is not None}
+        assert gradients.keys() == weights.keys()
+        counted = runner.parameters().keys()
+        assert counted == weights.keys() - ({"embedding.weight"} if runner.tied and rank >= world_size // 2 else set())
+        shares = torch.stack([loss.double(), runner.forward(batches) / valid])
+        for part_of_mesh in (mesh.both, mesh.pp):
+            torch.distributed.all_reduce(shares, group=part_of_mesh.get_group())
+        return *shares.tolist(), weights, gradients
+
+
+def compare(results: list[Any], model: ModelConfig) -> float:
+    """Checks losses and weights, and returns the largest difference of a gradient."""
+    whole = build_model(model)
+    whole.init_weights(SEED)
+    want = whole_step(model, whole)
+    found: set[str] = set()
+    worst = 0.0
+    for trained, evaluated, weights, gradients in results:
+        assert abs(trained - want.loss) < LOSS
+        assert abs(evaluated - want.loss) < LOSS
+        found |= weights.keys()
+        for name, weight in weights.items():
+            assert torch.equal(weight, want.weights[name]), name
+            worst = max(worst, (gradients[name] - want.gradients[name]).abs().max().item())
+    assert found == want.weights.keys()
+    return worst
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_gives_the_step_of_one_process(schedule: str) -> None:
+    """On pp 2 x dp 2, sequences with unequal numbers of labels; tied embeddings lie on both ends."""
+    pipeline, strategy = SCHEDULES[schedule]
+    for model in (llama(tied=True), gpt(tied=True)):
+        results = run_ranks(step, 4, model, pipeline, strategy, {"pipeline_model_parallel_size": 2})
+        assert compare(results, model) < GRADIENT
+        copies = [result[3]["embedding.weight"] for result in results]
+        assert all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+@pytest.mark.parametrize(("inner", "pipeline"), [("tensor_model", ONE_F_ONE_B), ("context", INTERLEAVED)])
+def test_a_pipeline_over_tensor_or_context_parallel_ranks(inner: str, pipeline: PipelineConfig) -> None:
+    sizes = {"pipeline_model_parallel_size": 2, f"{inner}_parallel_size": 2}
+    model = gpt(tied=False)
+    assert compare(run_ranks(step, 4, model, pipeline, "zero3", sizes), model) < GRADIENT
+
+
+@pytest.mark.parametrize(
+    ("kind", "pipeline", "strategy"),
+    [("transnormer", ONE_F_ONE_B, "zero1"), ("linear_transformer", INTERLEAVED, "legacy_ddp")],
+)
+def test_a_pipeline_over_ranks_that_pass_states_on(kind: str, pipeline: PipelineConfig, strategy: Strategy) -> None:
+    sizes = {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}
+    model = config(num_layers=LAYERS, model_type=kind, num_query_groups=None)
+    assert compare(run_ranks(step, 4, model, pipeline, strategy, sizes), model) < GRADIENT
+
+
+def reductions(rank: int, world_size: int, strategy: Strategy) -> int:
+    """Reductions of gradients over dp in a step of four micro-batches."""
+    with built(llama(tied=False), ONE_F_ONE_B, strategy, pipeline_model_parallel_size=2) as (_, _, runner, batches):
+        runner.forward_backward(batches, 60)
+        with recorded() as calls:
+            runner.forward_backward(batches, 60)
+        return sum(name in ("reduce_scatter", "all_reduce") for name, _ in calls)
+
+
+@pytest.mark.parametrize(("strategy", "per_group"), [("zero1", 1), ("zero2", 2)])
+def test_a_stage_reduces_gradients_as_often_as_its_strategy_says(strategy: Strategy, per_group: int) -> None:
+    """Two micro-batches on each rank; a stage has its layers and what goes round them, each a group of parameters."""
+    assert run_ranks(reductions, 4, strategy) == [per_group * groups for groups in (4, 4, 3, 3)]
+
+
+def test_what_a_user_can_mend_keeps_its_kind_in_a_stage() -> None:
+    """torch wraps every error of a stage."""
+    runner = object.__new__(PipelineRunner)
+    runner.name, runner.own = "tokens", (1,)
+
+    def step(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[Stage 1] failed to run forward") from ContextError("mend it")
+
+    with pytest.raises(ContextError, match="mend it"):
+        runner._run(step, [{"tokens": torch.zeros(1, 1)}])
+
+
+def without_the_other_copy(rank: int, world_size: int, *arguments: Any) -> Any:
+    PipelineRunner._sum_copies = lambda *_: None  # type: ignore[method-assign]
+    return step(rank, world_size, *arguments)
+
+
+def test_tied_embeddings_that_do_not_meet_would_be_seen() -> None:
+    model = llama(tied=True)
+    results = run_ranks(without_the_other_copy, 2, model, ONE_F_ONE_B, "zero3", {"pipeline_model_parallel_size": 2})
+    assert compare(results, model) > 1000 * GRADIENT
+
+
+def saved(rank: int, world_size: int, folder: Path, load: Path | None, pp: int) -> dict[str, Tensor]:
+    """Train two steps, or load; save; everything of this rank's stages by name."""
+    with built(llama(tied=True), ONE_F_ONE_B, "zero3", pipeline_model_parallel_size=pp) as (_, parts, runner, batches):
+        optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-2, fused=True)
+        if load is not None:
+            load_checkpoint(load, parts, optimizer, ARCHITECTURE)
+        for _ in range(2 if load is None else 0):
+            runner.forward_backward(batches, 60)
+            optimizer.step()
+            optimizer.zero_grad()
+        save(folder, 1, parts, optimizer)
+        named = {name: p for part in parts for name, p in part.named_parameters()}
+        moments = {
+            f"{name}/{key}": full(value) for name, p in named.items() for key, value in optimizer.state[p].items()
+        }
+        return {name: full(p) for name, p in named.items()} | moments
+
+
+def test_a_checkpoint_goes_from_two_stages_to_four_bit_for_bit(tmp_path: Path) -> None:
+    first = run_ranks(saved, 4, tmp_path / "a", None, 2)
+    second = run_ranks(saved, 4, tmp_path / "b", tmp_path / "a" / "iter_0000001", 4)
+    before = {name: value for result in first for name, value in result.items()}
+    after = {name: value for result in second for name, value in result.items()}
+    assert before.keys() == after.keys()
+    for result in (*first, *second):
+        assert all(torch.equal(value, before[name]) for name, value in result.items())

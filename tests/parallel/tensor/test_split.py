@@ -1,0 +1,258 @@
+"""A model split over ranks is the whole model: its weights, loss, gradients, their norm and its checkpoints."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model.config import ModelConfig
+from model.gpt import GPT
+from parallel.context import context_parallel
+from parallel.data import fill, reduce_gradients
+from parallel.mesh import joined
+from parallel.recompute import RecomputeConfig
+from parallel.tensor import styles as tensor_styles
+from parallel.tensor.split import split_model
+from parallel.tensor.vocabulary import cross_entropy_sum
+from testing.ranks import run_ranks
+from tests.parallel.split import (
+    BATCH,
+    LENGTH,
+    PLAIN,
+    Step,
+    build,
+    config,
+    data,
+    difference,
+    keep_parts,
+    mesh_config,
+    own_batch,
+    split_step,
+    train_and_save,
+    weight_of,
+    whole_step,
+)
+from tests.parallel.tiny import equal
+from tests.parallel.whole import full, gradients_of
+from train.optim import gradient_norm
+
+LOSS, GRADIENT = 2e-6, 1e-7
+"""Bounds of the differences from one process."""
+# [ranks, tp, cp]; the rest is data parallel. Both key-value heads fit on tp 2; on tp 4 two ranks share each.
+MESHES = {"tp2": (2, 2, 1), "tp2 cp2": (4, 2, 2), "tp2 dp2": (4, 2, 1), "tp4": (4, 4, 1)}
+
+
+LEARNED = {"model_type": "gpt", "max_position_embeddings": LENGTH}
+ROPE = {"model_type": "gpt", "position_embedding_type": "rope"}
+ODD = {"hidden_size": 22, "kv_channels": 6}
+"""A width that 4 ranks cannot share evenly."""
+CHUNKS = RecomputeConfig(loss_chunk_size=5, ffn_chunk_size=7, recompute_granularity="full")
+"""They divide neither the tokens of a rank nor those of a sequence."""
+LLAMAS = [config(), config(tied=True)]
+GPTS = [config(**LEARNED), config(tied=True, **LEARNED, **ODD), config(**ROPE), config(tied=True, **ROPE)]
+
+
+def steps(
+    rank: int, world_size: int, tp: int, cp: int, models: list[ModelConfig], recompute: RecomputeConfig
+) -> list[tuple[Step, float]]:
+    """A step of each model and its gradient norm."""
+    found = []
+    with joined(mesh_config(tp, cp)) as mesh:
+        for model_config in models:
+            model, step = split_step(mesh, model_config, recompute)
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+            found.append((step, gradient_norm(model.parameters())))
+    return found
+
+
+def check(mesh: str, models: list[ModelConfig], recompute: RecomputeConfig = PLAIN) -> None:
+    ranks, tp, cp = MESHES[mesh]
+    results = run_ranks(steps, ranks, tp, cp, models, recompute)
+    for index, model_config in enumerate(models):
+        want = whole_step(model_config)
+        norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in want.gradients.values()))
+        for step, found in (result[index] for result in results):
+            assert abs(step.loss - want.loss) < LOSS
+            assert step.weights.keys() == want.weights.keys() == step.gradients.keys()
+            assert difference(step, want) < GRADIENT
+            assert found == pytest.approx(norm, rel=1e-6)
+            for name in want.weights:
+                assert torch.equal(step.weights[name], want.weights[name]), name
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_one_step_is_that_of_one_process(mesh: str) -> None:
+    check(mesh, [*LLAMAS, *GPTS])
+
+
+@pytest.mark.parametrize("mesh", ["tp4", "tp2 cp2"])
+def test_chunks_of_the_loss_and_of_the_feed_forward_are_the_same_step(mesh: str) -> None:
+    check(mesh, [*LLAMAS, *GPTS[:2]], CHUNKS)
+
+
+def without_the_sum(rank: int, world_size: int) -> Step:
+    keep_parts()
+    with joined(mesh_config(tp=2)) as mesh:
+        return split_step(mesh, config())[1]
+
+
+def with_a_local_mean(rank: int, world_size: int) -> Step:
+    with joined(mesh_config(tp=2)) as mesh:
+        return split_step(mesh, config(), local_mean=True)[1]
+
+
+def with_a_bias_of_every_rank(rank: int, world_size: int) -> Step:
+    """What row-parallel layers add to their outputs is added up over tp."""
+    tensor_styles.own_entries = DTensor.full_tensor  # type: ignore[assignment]
+    with joined(mesh_config(tp=2)) as mesh:
+        return split_step(mesh, GPTS[0])[1]
+
+
+def with_parts_for_wholes(rank: int, world_size: int, recompute: RecomputeConfig) -> Step:
+    """Each rank's part of a gradient is taken for the whole, where every rank holds the value whole."""
+    to_local = DTensor.to_local
+    DTensor.to_local = lambda self, **_: to_local(self)  # type: ignore[method-assign]
+    with joined(mesh_config(tp=2)) as mesh:
+        return split_step(mesh, GPTS[0], recompute)[1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "model", "ranks", "settings"),
+    [
+        (without_the_sum, LLAMAS[0], 2, ()),
+        (with_a_local_mean, LLAMAS[0], 4, ()),
+        (with_a_bias_of_every_rank, GPTS[0], 2, ()),
+        (with_parts_for_wholes, GPTS[0], 2, (PLAIN,)),
+        (with_parts_for_wholes, GPTS[0], 2, (CHUNKS,)),
+    ],
+)
+def test_what_is_summed_wrongly_over_tp_or_a_local_mean_would_be_seen(
+    wrong: Callable[..., Step], model: ModelConfig, ranks: int, settings: tuple[RecomputeConfig, ...]
+) -> None:
+    assert difference(run_ranks(wrong, ranks, *settings)[0], whole_step(model)) > 1000 * GRADIENT
+
+
+class Logits(TorchDispatchMode):
+    """The most tokens, and the most vocabulary entries, of any tensor of logits on this rank."""
+
+    def __init__(self, entries: Sequence[int]) -> None:
+        super().__init__()
+        self.entries, self.tokens, self.seen = entries, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            shape = (out.to_local() if isinstance(out, DTensor) else out).shape
+            if shape and shape[-1] in self.entries:
+                self.tokens, self.seen = max(self.tokens, shape[:-1].numel()), max(self.seen, shape[-1])
+        return out
+
+
+def largest_logits(rank: int, world_size: int, size: int) -> tuple[int, int]:
+    with joined(mesh_config(tp=2)) as mesh, Logits((500, 250)) as logits:
+        split_step(mesh, config(vocab_size=500), RecomputeConfig(loss_chunk_size=size))
+    return logits.tokens, logits.seen
+
+
+def test_chunks_of_the_loss_never_have_the_logits_of_all_tokens_or_of_the_whole_vocabulary() -> None:
+    tokens = BATCH * (LENGTH + 1)
+    assert run_ranks(largest_logits, 2, 0) == 2 * [(tokens, 250)]
+    assert run_ranks(largest_logits, 2, 30) == 2 * [(30, 250)]
+
+
+class Stage(torch.nn.Module):
+    """Some modules of a GPT, as a pipeline stage has them."""
+
+    def __init__(self, model: GPT, layer: str, first: bool) -> None:
+        super().__init__()
+        self.embedding = model.embedding if first else None
+        self.position_embedding = model.position_embedding if first else None
+        self.layers = torch.nn.ModuleDict({layer: model.layers[int(layer)]})
+        self.norm = None if first else model.norm
+        self.output = None if first else model.output
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self.embedding is not None and self.position_embedding is not None:
+            x = self.embedding(x) + self.position_embedding(positions)
+        for layer in self.layers.values():
+            x = layer(x, None)
+        return x if self.norm is None or self.output is None else self.output(self.norm(x))
+
+
+def in_stages(rank: int, world_size: int) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of two stages, between which plain tensors go."""
+    with joined(mesh_config(tp=world_size)) as mesh:
+        cp = context_parallel("zigzag", seq_len=LENGTH, multiple=world_size)
+        with torch.device("meta"):
+            model = GPT(GPTS[0], cp.attend)
+            stages = [Stage(model, "0", first=True), Stage(model, "1", first=False)]
+        for stage in stages:
+            split_model(stage, mesh.tp, head_dim=GPTS[0].head_dim, kv_heads=GPTS[0].query_groups)
+            fill(stage, mesh.device, lambda name, shape: weight_of(GPTS[0], name, shape))
+        tokens, labels = own_batch(mesh, cp)
+        positions = cp.positions.clamp(max=LENGTH - 1)
+        sent = stages[0](tokens, positions)
+        assert type(sent) is Tensor
+        assert sent.shape == (BATCH, len(positions) // world_size, GPTS[0].hidden_size)
+        received = sent.detach().requires_grad_()
+        loss = cross_entropy_sum(stages[1](received, positions), labels)[0] / (labels != -100).sum()
+        loss.backward()
+        sent.backward(received.grad)
+        named = {name: p for stage in stages for name, p in stage.named_parameters()}
+        return loss.item(), {name: full(p.grad) for name, p in named.items()}
+
+
+def test_pipeline_stages_are_split_and_hand_on_plain_parts() -> None:
+    want = whole_step(GPTS[0])
+    for loss, gradients in run_ranks(in_stages, 2):
+        assert abs(loss - want.loss) < LOSS
+        assert difference(Step(0.0, {}, gradients), want) < GRADIENT
+
+
+def of_another_kind(rank: int, world_size: int) -> None:
+    with joined(mesh_config(tp=2)) as mesh, torch.device("meta"):
+        model = GPT(GPTS[0])
+        model.layers[1].mlp.router = torch.nn.Linear(24, 2)
+        with pytest.raises(ValueError, match=r"layers\.1\.mlp\.router\.weight, layers\.1\.mlp\.router\.bias;"):
+            split_model(model, mesh.tp, head_dim=6, kv_heads=2)
+
+
+def test_a_module_that_the_plan_does_not_know_is_refused() -> None:
+    run_ranks(of_another_kind, 2)
+
+
+def accumulated(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Two micro-batches, the first of which is only added up."""
+    with joined(mesh_config(tp=2)) as mesh:
+        model, cp = build(mesh, config())
+        valid = (data()[1] != -100).sum()
+        tokens, labels = own_batch(mesh, cp)
+        for index in range(2):
+            reduce_gradients(model, index == 1)
+            rows = slice(2 * index, 2 * index + 2)
+            (cross_entropy_sum(model(tokens[rows], cp.positions), labels[rows])[0] / valid).backward()
+        return gradients_of(model)
+
+
+def test_micro_batches_accumulate() -> None:
+    want = whole_step(config())
+    for got in run_ranks(accumulated, 2):
+        assert difference(Step(0.0, {}, got), want) < GRADIENT
+
+
+def test_a_checkpoint_goes_from_one_mesh_to_another_bit_for_bit(tmp_path: Path) -> None:
+    """From tp 2 x dp 2, where both shard one dimension, over tp 1 x cp 2 to tp 4, moments and all."""
+    folders = [tmp_path / name for name in "abc"]
+    first = run_ranks(train_and_save, 4, folders[0], 2, 1, None)[0]
+    assert first["embedding.weight"].shape[0] == 37, "no padding is in it"
+    second = run_ranks(train_and_save, 2, folders[1], 1, 2, folders[0] / "iter_0000001")[0]
+    third = run_ranks(train_and_save, 4, folders[2], 4, 1, folders[1] / "iter_0000001")
+    assert equal(first, second)
+    assert all(equal(first, result) for result in third)
+    assert not torch.equal(first["norm.weight/exp_avg"], torch.zeros_like(first["norm.weight/exp_avg"]))

@@ -1,0 +1,193 @@
+"""Meshes of every kind train as one process does, what breaks that is seen, and no process stays behind."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.context import METHODS
+from parity import run as parity
+from parity.cases import DIMENSIONS, KINDS, LINEAR_KINDS, Case, cases
+from parity.rank import Masked
+from parity.run import CONTROLS, Run, compare, main, reference_of
+from tests.starts import interruptible, wait_until
+
+ROOT = Path(__file__).parents[2]
+MESHES = [
+    ("llama", Case(pp=2, cp=2, tp=2)),
+    ("llama", Case(cp=4, tp=2, method="wallfacer", team=2)),
+    ("llama", Case(pp=2, cp=4, method="wallfacer", team=2)),
+    ("llama", Case(pp=2, dp=2, tp=2, mode="zero1")),
+    ("llama", Case(pp=2, dp=2, cp=2, schedule="InterleavedZeroBubble", virtual=2, mode="zero1")),
+    ("llama", Case(pp=2, dp=2, schedule="Interleaved1F1B", virtual=2, mode="legacy_ddp")),
+    ("gpt", Case(pp=2, dp=2, cp=2, method="zigzag", mode="zero2")),
+    ("gpt", Case(pp=2, dp=2, cp=2, copies=2)),
+    ("gpt", Case(pp=2, tp=2, layers=(1, 3), loss_chunk=50)),
+    ("gpt", Case(pp=2, cp=2, schedule="Interleaved1F1B", virtual=2, mode="ddp")),
+    ("transnormer", Case(pp=2, tp=2)),
+    ("linear_transformer", Case(pp=2, tp=2, loss_chunk=50)),
+]
+RINGS = ("wallfacer", "double_ring", "ulysses")
+STEPS = 2
+"""The second has weights that the first one's gradients made; a third, as in the bench, would see nothing else."""
+SLOW = [("llama", case) for case in cases() if case.method in RINGS and ("llama", case) not in MESHES]
+
+
+def trained(kind: str, case: Case, data: Path, sabotage: str | None = None) -> Run:
+    return parity.trained(kind, case, data, sabotage, iterations=STEPS)
+
+
+@pytest.fixture(scope="module")
+def references(default_data: Path) -> dict[str, Run]:
+    """One process, of softmax attention with plain SDPA."""
+    return {kind: trained(kind, reference_of(kind), default_data) for kind in (*KINDS, *LINEAR_KINDS)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [*MESHES, *(pytest.param(*slow, marks=pytest.mark.slow) for slow in SLOW)],
+    ids=lambda value: getattr(value, "title", value),
+)
+def test_a_mesh_trains_as_one_process_does(
+    kind: str, case: Case, default_data: Path, references: dict[str, Run]
+) -> None:
+    """Loss, first gradients, gradient norms and initial weights, with unequal numbers of valid tokens per rank."""
+    row = compare(trained(kind, case, default_data), references[kind])
+    assert row.within, row.cells
+    assert len(references[kind].records) == STEPS
+
+
+@pytest.mark.parametrize(("name", "kind", "case"), CONTROLS[::2], ids=lambda value: getattr(value, "title", value))
+def test_what_is_broken_is_outside_of_the_bounds(
+    name: str, kind: str, case: Case, default_data: Path, references: dict[str, Run]
+) -> None:
+    row = compare(trained(kind, case, default_data, name), references[kind])
+    assert not row.within
+    seen = {
+        "a layer's gradients are not reduced": row.gradients > 1000 * parity.GRADIENTS and bool(row.copies_differ),
+        "local means instead of the global one": row.loss > 100 * parity.LOSS and row.gradients > parity.GRADIENTS,
+        "shards are initialised alike": not row.same_start,
+        "noise is drawn by each rank": row.loss > 1000 * parity.LOSS and row.gradients > 1000 * parity.GRADIENTS,
+        "copies of a pipeline's embeddings are left alone": row.gradients > 1000 * parity.GRADIENTS
+        and bool(row.copies_differ),
+        "a stage's norm is missing": row.norm > 1000 * parity.NORM and row.gradients <= parity.GRADIENTS,
+    }
+    assert seen[name], row.cells
+
+
+def test_every_combination_is_there() -> None:
+    found = cases()
+    assert len(found) == len(set(found)) >= 40
+    assert max(case.ranks for case in found) == 8
+
+    def has(**values: object) -> bool:
+        return any(all(getattr(case, name) == value for name, value in values.items()) for case in found)
+
+    assert all(
+        has(**{name: size, **dict.fromkeys(set(DIMENSIONS) - {name}, 1)}) for name in DIMENSIONS for size in (2, 4)
+    )
+    assert all(has(cp=size, method=method, ranks=size) for method in METHODS for size in (2, 4))
+    for mesh in ({"cp": 4}, {"cp": 8}, {"cp": 4, "tp": 2}, {"cp": 4, "pp": 2}):
+        assert all(
+            has(method="wallfacer", team=team, degree=1, ranks=math.prod(mesh.values()), **mesh) for team in (1, 2)
+        )
+    assert has(cp=8, method="wallfacer", team=2, degree=2)
+    assert all(has(cp=4, method=method, degree=2, **{name: 2}) for method in RINGS[:2] for name in ("tp", "pp"))
+    assert all(has(cp=4, method="double_ring", per_node=2, degree=1, **{name: 2}) for name in ("tp", "pp"))
+    assert all(has(method="ulysses", **{name: 2}) for name in ("tp", "pp"))
+    for count in (2, 3):
+        assert all(has(**dict.fromkeys(some, 2), ranks=2**count) for some in combinations(DIMENSIONS, count))
+    for third in ("dp", "tp"):
+        for method, mode in (("striped", "zero3"), ("striped", "zero1"), ("zigzag", "zero3"), ("zigzag", "zero1")):
+            assert has(pp=2, cp=2, method=method, mode=mode, ranks=8, **{third: 2})
+    assert {case.mode for case in found} == {"ddp", "legacy_ddp", "zero1", "zero2", "zero3"}
+    assert {case.schedule for case in found} == {"1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"}
+    assert has(copies=2)
+    assert any(case.layers for case in found)
+    assert any(case.loss_chunk for case in found)
+
+
+def test_ranks_hold_unequal_numbers_of_valid_tokens() -> None:
+    class Ones:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+            return {"loss_mask": torch.ones(128)}
+
+    masks = torch.stack([Masked(Ones())[index]["loss_mask"] for index in range(8)])
+    assert masks[0].sum() == 0
+    assert masks[0::2].sum() != masks[1::2].sum()  # two data-parallel ranks
+    assert masks[:, :64].sum() != masks[:, 64:].sum()  # the halves of a ring
+    assert masks[:, 0::2].sum() != masks[:, 1::2].sum()  # stripes
+    assert Ones()[0]["loss_mask"].sum() == 128
+
+
+def test_a_row_outside_of_any_bound_is_marked(references: dict[str, Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = references["gpt"]
+    assert compare(reference, reference).within
+    for name in ("loss", "norm", "gradients"):
+        for value in (1.01, float("nan")):
+            bound = {"loss": parity.LOSS, "norm": parity.NORM, "gradients": parity.GRADIENTS}[name]
+            assert not replace(compare(reference, reference), **{name: value * bound}).within
+    assert not replace(compare(reference, reference), same_start=False).within
+    assert not replace(compare(reference, reference), copies_differ=("x",)).within
+
+
+def test_the_command_writes_its_table_and_fails_where_a_control_is_not_seen(
+    default_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    flags = ["--kind", "gpt", "--only", "pp 2, GPipe", "--data", str(default_data), "--output", str(tmp_path / "x.md")]
+    monkeypatch.setattr(parity, "CONTROLS", ((None, "gpt", Case(pp=2)), ("samples are skipped", "gpt", Case(pp=2))))
+    monkeypatch.setattr(parity, "cases", lambda: [Case(pp=2, schedule="GPipe"), Case(dp=2)])
+    assert main(flags) == 1
+    table = (tmp_path / "x.md").read_text()
+    assert "| gpt | 2 | pp 2, GPipe | same |" in table
+    assert re.search(r"4 rows in \d+ minutes, 1 of them not as they should be\.", table)
+    assert "| gpt | 2 | control: None **and is not seen**; pp 2 | same |" in table
+    assert "| gpt | 2 | control: samples are skipped; pp 2 | same |" in table
+    assert "wrote" in capsys.readouterr().out
+    assert main(["--only", "pp 7"]) == 1
+    assert capsys.readouterr().err == "error: --only is 'pp 7', which is in no mesh's title, such as pp 2, GPipe\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_process_behind(told: signal.Signals, default_data: Path, tmp_path: Path) -> None:
+    """Ctrl-C reaches the terminal's foreground processes all at once; SIGTERM reaches make alone."""
+    arguments = f"--data {default_data} --output {tmp_path / 'x.md'} --only dp --kind llama"
+    command = ["make", "parity", f"PY={sys.executable}", f"ARGS={arguments}"]
+    with interruptible():
+        started = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    with started as make:
+        try:
+            wait_until(lambda: len(in_session(make.pid)) >= 7)  # make, parity.run, forkserver, tracker, ranks
+            os.killpg(make.pid, told) if told == signal.SIGINT else make.send_signal(told)
+            wait_until(lambda: not in_session(make.pid))
+            assert make.wait() != 0
+            assert "Traceback" not in make.stderr.read()
+        finally:
+            for pid in in_session(make.pid):
+                os.kill(pid, signal.SIGKILL)
+    assert not (tmp_path / "x.md").exists()
+
+
+def in_session(leader: int) -> list[int]:
+    """Processes of a session that are alive."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = path.read_text().rsplit(")", 1)[1].split()[:4]
+        except OSError:
+            continue
+        if int(session) == leader and state != "Z":
+            found.append(int(path.parent.name))
+    return found

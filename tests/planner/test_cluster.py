@@ -1,0 +1,62 @@
+"""Clusters: every file is one, and what is no cluster is refused with file, key and fix."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+
+from planner import cluster
+from planner.cluster import CLUSTERS, ClusterError, default_cluster, load_cluster
+
+
+@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_file_is_a_cluster_and_says_where_its_figures_come_from(path: Path) -> None:
+    found = load_cluster(path)
+    assert found.inside_gb_per_s >= found.between_gb_per_s
+    assert found.node_gb_per_s == found.between_gb_per_s * (found.gpus_per_node if found.between_link == "rank" else 1)
+    assert sum("#" in line for line in path.read_text().splitlines()) >= 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_gb": None}, "c.toml: memory_gb is missing; add it"),
+        ({"between_gb_per_s": -1}, "c.toml: between_gb_per_s is -1; it must be a number above 0"),
+        ({"peak_tflops": 0}, "c.toml: peak_tflops is 0; it must be a number above 0"),
+        ({"inside_latency_us": -0.5}, "inside_latency_us is -0.5; it must be a number of 0 or more"),
+        ({"inside_gb_per_s": "fast"}, "inside_gb_per_s is 'fast'; it must be a number above 0"),
+        ({"inside_gb_per_s": float("nan")}, "inside_gb_per_s is nan"),
+        ({"gpus_per_node": 0}, "gpus_per_node is 0; it must be an integer of 1 or more"),
+        ({"gpus_per_node": 8.5}, "gpus_per_node is 8.5; it must be an integer"),
+        ({"matmul_fraction": 1.5}, "matmul_fraction is 1.5; .* at most 1"),
+        ({"between_link": "both"}, "between_link is 'both'; it must be one of node, rank"),
+        ({"name": 3}, "name is 3; it must be text"),
+        ({"speed": 3}, "c.toml: unknown key speed; known are name, gpus_per_node"),
+    ],
+)
+def test_what_is_no_cluster_is_refused(tmp_path: Path, change: dict, message: str) -> None:
+    values = asdict(load_cluster(CLUSTERS / "a100_pod.toml")) | change
+    path = tmp_path / "c.toml"
+    path.write_text(tomli_w.dumps({name: value for name, value in values.items() if value is not None}))
+    with pytest.raises(ClusterError, match=message):
+        load_cluster(path)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"none.toml: cannot be read .*; name a file"):
+        load_cluster(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("name = ")
+    with pytest.raises(ClusterError, match=r"bad.toml: not valid TOML"):
+        load_cluster(tmp_path / "bad.toml")
+
+
+def test_the_device_decides_where_no_file_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_cluster("cpu") == load_cluster(CLUSTERS / "cpu.toml")
+    for name, wanted in (("NVIDIA A100-SXM4-80GB", "a100_pod"), ("NVIDIA H100 80GB HBM3", "h100_pod")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert cluster.default_cluster("cuda") == load_cluster(CLUSTERS / f"{wanted}.toml")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    with pytest.raises(ClusterError, match=r"no file is about Tesla T4; give --cluster FILE"):
+        default_cluster("cuda")

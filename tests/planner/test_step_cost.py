@@ -1,0 +1,210 @@
+"""The cost model, against figures worked out by hand, measured memory and what is published of the best layouts."""
+
+from dataclasses import replace
+
+import pytest
+
+from parallel.context import make_plan
+from parallel.context.traffic import sizes
+from planner.attention_cost import AttentionCost
+from planner.cluster import CLUSTERS, Cluster, load_cluster
+from planner.step_cost import Arrangement, Workload, predict
+
+FREE = 1e15
+"""So much of a rate that what it carries takes no time."""
+NETWORK = Cluster(
+    name="links alone",
+    gpus_per_node=64,
+    peak_tflops=FREE,
+    matmul_fraction=1.0,
+    attention_fraction=1.0,
+    launch_us=0.0,
+    memory_gb=80.0,
+    inside_gb_per_s=1.0,
+    inside_latency_us=0.0,
+    between_gb_per_s=1.0,
+    between_latency_us=0.0,
+    between_link="node",
+)
+COMPUTE = replace(NETWORK, peak_tflops=1.0, inside_gb_per_s=FREE, between_gb_per_s=FREE)
+LATENCY = replace(NETWORK, inside_gb_per_s=FREE, inside_latency_us=1e6)
+
+
+def attention(method: str, cluster: Cluster, size: int = 64, tokens: int = 65536, **options: object) -> AttentionCost:
+    """METHODS' worked example: 65,536 tokens of 52 heads of 128, bfloat16."""
+    plan = make_plan(method, seq_len=tokens, size=size, **options)  # type: ignore[arg-type]
+    return AttentionCost(plan, sizes(plan, 1, 52, 52, 128, 2), cluster)
+
+
+def test_a_link_takes_the_bytes_of_the_worked_example() -> None:
+    gib, own = 2**30 / 1e9, 1024 * 6656  # elements of a rank's K
+    assert attention("zigzag", NETWORK).forward() == pytest.approx(1.625 * gib * 63 / 64)
+    # teams of 4: KV placed and passed on, q, k and v gathered, partial results and lse in float32 brought back
+    teams = 0.40625 * gib + 3 * 3 * own * 2 / 1e9 + 3 * (own + 1024 * 52) * 4 / 1e9
+    assert attention("wallfacer", NETWORK, team_size=4).forward() == pytest.approx(teams)
+
+
+def test_a_message_waits_for_its_latency() -> None:
+    assert attention("zigzag", LATENCY).forward() == pytest.approx(63)
+    # a placement, 3 hops, 2 all-gathers of 3 messages one after the other, and partial results straight to each owner
+    assert attention("wallfacer", LATENCY, team_size=4).forward() == pytest.approx(1 + 3 + 2 * 3 + 1)
+    # so do q, k, v there and out back
+    assert attention("ulysses", LATENCY, 4, 4096, ulysses_degree=4).forward() == pytest.approx(2)
+    # KV travels 63 times, its gradient 64, the last alone; both are under way in 62 rounds at once
+    assert attention("zigzag", LATENCY).backward() == pytest.approx(127)
+
+
+def test_states_cost_what_a_matrix_per_head_does_however_long_the_sequence() -> None:
+    state = 52 * 128 * 128 * 4 / 1e9
+    for tokens in (4096, 65536):
+        for name in ("lasp", "lasp2"):  # one after the other, or all round a ring
+            assert attention(name, NETWORK, 8, tokens).forward() == pytest.approx(7 * state)
+            assert attention(name, NETWORK, 8, tokens).backward() == pytest.approx(7 * state)
+            assert attention(name, NETWORK, 8, tokens).links().inside == pytest.approx(
+                2 * 7 * (8 if name == "lasp2" else 1) * state * 1e9
+            )
+    scan = 4 * 512 * 52 * 128 * 128 / 1e12
+    assert attention("lasp", COMPUTE, 8, 4096).forward() == pytest.approx(scan)
+    assert attention("lasp", COMPUTE, 8, 4096).backward() == pytest.approx(3 * scan)
+    assert attention("lasp2", COMPUTE, 8, 4096).forward() == pytest.approx(1.5 * scan)  # the state, and then the scan
+
+
+def test_compute_goes_by_pairs() -> None:
+    pairs = 4096 * 4097 / 2
+    one = attention("zigzag", COMPUTE, 1, 4096)
+    assert one.forward() == pytest.approx(4 * pairs * 6656 / 1e12)
+    assert one.backward() == pytest.approx(10 * pairs * 6656 / 1e12)
+
+
+def test_every_tile_takes_a_launch() -> None:
+    launches = replace(NETWORK, inside_gb_per_s=FREE, launch_us=1e6)
+    assert attention("zigzag", launches, 8, 4096).forward() == pytest.approx(8)
+    assert attention("zigzag", launches, 8, 4096, ulysses_degree=4).backward() == pytest.approx(2)
+    assert attention("ring", launches, 8, 4096).forward() == pytest.approx(8)  # the last rank has one in every round
+
+
+def test_with_free_links_balanced_layouts_tie_and_contiguous_blocks_lose() -> None:
+    times = {
+        name: attention(name, COMPUTE, 8, 8192).forward()
+        for name in ("ring", "striped", "zigzag", "wallfacer", "double_ring")
+    }
+    balanced = [times[name] for name in ("striped", "zigzag", "wallfacer", "double_ring")]
+    assert max(balanced) < 1.01 * min(balanced)
+    # (P - 1/2) c pairs per query against P c / 2: Striped Attention's theoretical maximum, 1.875 here
+    assert times["ring"] / times["zigzag"] == pytest.approx(2 * 7.5 / 8, rel=0.01)
+
+
+def test_a_round_lasts_as_long_as_the_longer_of_computing_and_sending() -> None:
+    slow = replace(NETWORK, peak_tflops=1.0)
+    network, compute = attention("zigzag", NETWORK).forward(), attention("zigzag", COMPUTE).forward()
+    assert max(network, compute) <= attention("zigzag", slow).forward() < network + compute
+
+
+def test_a_shared_link_carries_all_ranks_of_a_node_and_a_rail_one() -> None:
+    nodes = replace(NETWORK, gpus_per_node=8, inside_gb_per_s=FREE)
+    shared, rails = nodes, replace(nodes, between_link="rank")
+    ring = attention("zigzag", shared).forward()
+    assert ring == pytest.approx(attention("zigzag", rails).forward())  # one rank of a node sends out
+    far = {"team_size": 8, "placement": "collect_intra"}  # all of them do
+    assert attention("wallfacer", shared, **far).forward() > 4 * attention("wallfacer", rails, **far).forward()
+    assert attention("double_ring", rails, ranks_per_node=8).forward() < ring / 4
+
+
+def test_a_slow_link_between_nodes_is_spared() -> None:
+    nodes = replace(NETWORK, gpus_per_node=8, inside_gb_per_s=FREE)
+    contestants = [
+        attention("zigzag", nodes, 16),
+        attention("zigzag", nodes, 16, ulysses_degree=2),
+        attention("wallfacer", nodes, 16, team_size=2, placement="collect_intra"),
+        attention("wallfacer", nodes, 16, team_size=2, placement="p2p_intra"),
+        attention("wallfacer", nodes, 16, team_size=4),
+    ]
+    fastest = min(contestants, key=lambda cost: cost.forward() + cost.backward())
+    assert fastest.links().between == min(cost.links().between for cost in contestants)
+    assert fastest.links().between < attention("zigzag", nodes, 16).links().between
+
+
+GPT_7B = Workload(
+    layers=32,
+    hidden=4096,
+    ffn=16384,
+    gated=False,
+    heads=32,
+    kv_heads=32,
+    head_dim=128,
+    vocab=50304,
+    parameters=6_650_208_256,
+    matrix_weights=6_648_496_128,
+    element_size=2,
+    micro_batch=1,
+    micro_batches=1,
+)
+
+
+@pytest.mark.parametrize(("nodes", "best"), [("wallfacer_a100_16", 2), ("wallfacer_a100_8", 4)])
+def test_the_best_team_is_the_one_that_wallfacers_paper_found(nodes: str, best: int) -> None:
+    """Section 4.1: C = 2 with 16 GPUs per node, C = 4 with 8, both faster than the ring."""
+    cluster, times = load_cluster(CLUSTERS / f"{nodes}.toml"), {}
+    for team in (1, 2, 4):
+        plans = (
+            make_plan("wallfacer", seq_len=65536, size=32, team_size=team, placement=placement)
+            for placement in ("collect_intra", "p2p_intra")
+        )
+        times[team] = min(predict(GPT_7B, plan, Arrangement(), cluster).time for plan in plans)
+    assert min(times, key=lambda team: times[team]) == best
+    assert times[best] < times[1] / 1.1
+
+
+MEASURED = {
+    ("none", 0, 0): 1218.9,
+    ("none", 1024, 0): 794.8,
+    ("none", 1024, 1024): 442.8,
+    ("attention_boundary", 1024, 0): 270.6,
+    ("attention_boundary", 1024, 1024): 186.6,
+    ("full", 1024, 0): 246.2,
+    ("full", 1024, 1024): 154.1,
+}
+"""MiB at the peak beyond weights and gradients, by recompute policy and chunks: docs/memory.md."""
+
+
+@pytest.mark.parametrize("policy", MEASURED, ids=str)
+def test_activations_are_those_that_were_measured(policy: tuple[str, int, int]) -> None:
+    work = replace(
+        GPT_7B, layers=4, hidden=256, ffn=704, gated=True, heads=8, kv_heads=8, head_dim=32, vocab=8192, element_size=4
+    )
+    recompute, loss_chunk, ffn_chunk = policy
+    arranged = Arrangement(recompute=recompute, loss_chunk=loss_chunk, ffn_chunk=ffn_chunk)
+    found = predict(work, make_plan("ring", seq_len=8192, size=1), arranged, COMPUTE).memory
+    activations = sum(size for part, size in found.items() if not part.startswith("weights")) / 2**20
+    assert activations == pytest.approx(MEASURED[policy], rel=0.1)
+
+
+def test_what_is_divided_takes_less() -> None:
+    plan = make_plan("zigzag", seq_len=65536, size=8)
+
+    def states(strategy: str, **options: int) -> float:
+        arranged = Arrangement(strategy=strategy, **options)  # type: ignore[arg-type]
+        return predict(GPT_7B, plan, arranged, NETWORK).memory["weights, gradients, optimizer"]
+
+    parameters = GPT_7B.parameters
+    assert states("ddp") == pytest.approx((16 + 2) * parameters)
+    assert states("zero1") == pytest.approx((2 + 2 + 4) * parameters)
+    assert states("zero2") == pytest.approx((2 + 2) * parameters)
+    assert states("zero3") == pytest.approx((2 + 2 * 2 / 32) * parameters)
+    assert states("zero3", dp=2) == pytest.approx((1 + 2 * 2 / 32) * parameters)
+    assert states("zero3", dp=2, copies=2) == states("zero3")
+
+
+def test_pipelines_and_tensor_parallelism_divide_compute_and_cost_what_they_send() -> None:
+    plan = make_plan("zigzag", seq_len=65536, size=8)
+    whole = predict(GPT_7B, plan, Arrangement(), COMPUTE)
+    half = predict(GPT_7B, plan, Arrangement(tp=2), COMPUTE)
+    assert half.seconds["linear"] == pytest.approx(whole.seconds["linear"] / 2)
+    assert half.seconds["attention"] == pytest.approx(whole.seconds["attention"] / 2)
+    assert predict(GPT_7B, plan, Arrangement(tp=2), NETWORK).seconds["tensor parallel"] > 0
+    batches = replace(GPT_7B, micro_batches=4)
+    stages = predict(batches, plan, Arrangement(pp=2), COMPUTE)
+    one = predict(batches, plan, Arrangement(), COMPUTE)
+    assert stages.seconds["attention"] == pytest.approx(one.seconds["attention"] / 2 * 5 / 4)  # the bubble
+    again = predict(GPT_7B, plan, Arrangement(recompute="full"), COMPUTE)
+    assert again.seconds["recompute"] > predict(GPT_7B, plan, Arrangement(recompute="selective"), COMPUTE).time * 0.1

@@ -1,0 +1,257 @@
+"""Files appear whole and for good, or not at all; a folder has one writer."""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from runtime.files import InUseError, owned, replacing, write_text
+
+
+def _write_half(error: type[BaseException], *paths: Path) -> None:
+    with replacing(*paths) as names:
+        names[0].write_bytes(b"half")
+        raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_replacing_leaves_nothing_when_interrupted(tmp_path: Path, error: type[BaseException]) -> None:
+    paths = tmp_path / "new" / "d.bin", tmp_path / "new" / "d.idx"
+    with pytest.raises(error):
+        _write_half(error, *paths)
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_replacing_keeps_the_old_and_pairs_the_new(tmp_path: Path) -> None:
+    paths = tmp_path / "d.bin", tmp_path / "d.idx"
+    for path in paths:
+        path.write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt):
+        _write_half(KeyboardInterrupt, *paths)
+    assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == [b"old", b"old"]
+    with replacing(*paths) as names:
+        assert names[0].with_suffix("") == names[1].with_suffix("")
+        for name in names:
+            name.write_bytes(b"new")
+    assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == [b"new", b"new"]
+
+
+def test_it_is_on_disk_before_it_bears_its_name_and_the_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        events.append("fsync folder" if path.is_dir() else f"fsync {path.read_text()}")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", lambda a, b: (events.append(f"rename {Path(b).name}"), replace(a, b))[1])
+    write_text(tmp_path / "a.txt", "whole")
+    assert events == ["fsync whole", "rename a.txt", "fsync folder"]
+
+
+@contextmanager
+def another_process(folder: Path, stem: str | None = None, draft: str = "d.bin") -> Iterator[int]:
+    """A process that owns a folder and is at writing a file, until it is killed; its id."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with owned(folder, stem), replacing(folder / draft) as (name,):
+                name.write_bytes(b"half")
+                os.write(writing, b".")
+                signal.pause()
+        finally:
+            os._exit(1)
+    assert os.read(reading, 1) == b"."
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("stem", [None, "d"])
+def test_a_folder_has_one_owner_and_a_killed_one_leaves_nothing(stem: str | None, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "run"
+    with another_process(folder, stem) as child:
+        before = sorted(folder.iterdir())
+        assert len(before) == 2, "a lock and a draft"
+        with pytest.raises(InUseError, match=rf"{folder} is in use by process {child} on .*wait"), owned(folder, stem):
+            pytest.fail("two owners")
+        assert sorted(folder.iterdir()) == before
+    with owned(folder, stem):
+        (lock,) = folder.iterdir()
+        assert lock.name == (".lock" if stem is None else ".d.lock")
+        assert lock.read_text().startswith(f"process {os.getpid()} on ")
+    assert not list(folder.iterdir())
+
+
+def test_folders_that_were_made_for_nothing_are_gone(tmp_path: Path) -> None:
+    with owned(tmp_path / "new" / "run"):
+        pass
+    assert not list(tmp_path.iterdir())
+    with owned(tmp_path / "new" / "run"):
+        (tmp_path / "new" / "run" / "kept").touch()
+    assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == ["kept"]
+
+
+def test_an_owner_leaves_what_others_write(tmp_path: Path) -> None:
+    (tmp_path / ".hidden.bin").write_text("a user's")
+    with another_process(tmp_path, "d"):
+        kept = {path.name for path in tmp_path.iterdir()}
+        with owned(tmp_path):
+            assert {path.name for path in tmp_path.iterdir()} == kept | {".lock"}
+        with owned(tmp_path, "e"):
+            assert {path.name for path in tmp_path.iterdir()} == kept | {".e.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_children_of_an_owner_do_not_keep_its_lock(tmp_path: Path) -> None:
+    """Workers that read data outlive a killed trainer for some seconds, in which it is started again."""
+    reading, writing = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        with owned(tmp_path):
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            os.write(writing, str(child).encode())
+            signal.pause()
+    child = int(os.read(reading, 20))
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
+    try:
+        with owned(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_lock_that_its_owner_removed_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, opening = [], os.open
+
+    def removing(path: Path, *how: int) -> int:
+        opened.append(opening(path, *how))
+        if len(opened) == 1:
+            os.unlink(path)
+        return opened[-1]
+
+    monkeypatch.setattr(os, "open", removing)
+    with owned(tmp_path):
+        assert len(opened) == 2
+        assert re.match(r"process \d+", (tmp_path / ".lock").read_text())
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    with owned(tmp_path):
+        assert "has no locks (Function not implemented); let one process write there" in capsys.readouterr().err
+
+
+def test_one_process_has_a_folder_once(tmp_path: Path) -> None:
+    """fcntl grants its process a lock again, and the second's end would let go of the first one's."""
+    with owned(tmp_path):
+        with pytest.raises(InUseError, match="in use by this process already"), owned(tmp_path / "." / ""):
+            pytest.fail("two owners")
+        assert (tmp_path / ".lock").exists()
+        with owned(tmp_path, "d"):
+            pass
+    with owned(tmp_path):
+        pass
+
+
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / ".lock").symlink_to("mine")
+    with pytest.raises(InUseError, match=r"\.lock is a symbolic link, which is no lock; remove it"), owned(tmp_path):
+        pytest.fail("a link was followed")
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def _as_nobody(folder: Path, report: int) -> None:
+    """In a child: what comes of owning the folder as another user, who may not look into those above it."""
+    os.chdir(folder)
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    try:
+        with owned(Path()):
+            os.write(report, b"owned")
+    except BaseException as error:
+        os.write(report, f"{type(error).__name__}: {error}".encode())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_killed_runs_lock_is_taken_by_another_user(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    umask = os.umask(0o022)
+    try:
+        with another_process(tmp_path):
+            pass
+    finally:
+        os.umask(umask)
+    for mode, said in {
+        None: "owned",
+        0o600: "InUseError: .lock was left by uid 0 and is closed to you; remove it",
+    }.items():
+        (tmp_path / ".lock").touch()
+        if mode is not None:
+            (tmp_path / ".lock").chmod(mode)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            _as_nobody(tmp_path, writing)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(reading, 999).decode().startswith(said)
+
+
+def test_a_folder_that_its_owner_removed_meanwhile_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner that ends removes the folder that it made, between another's making of it and the lock's opening."""
+    folder, opening, calls = tmp_path / "run", os.open, []
+
+    def removing(path: Path, *how: int) -> int:
+        if not calls:
+            os.rmdir(folder)
+        calls.append(path)
+        return opening(path, *how)
+
+    monkeypatch.setattr(os, "open", removing)
+    with owned(folder):
+        assert [path.name for path in calls] == [".lock"] * 2
+
+
+def test_one_who_waits_has_it_when_the_other_is_killed(tmp_path: Path) -> None:
+    with another_process(tmp_path, "d") as first:
+        waiting, told = os.pipe()
+        (tmp_path / f".d.{'0' * 32}").mkdir()
+        (tmp_path / f".d.{'0' * 32}" / "a.npy").touch()
+        second = os.fork()
+        if second == 0:
+            sys.stderr = os.fdopen(told, "w", buffering=1)
+            try:
+                with owned(tmp_path, "d", wait=True):
+                    found = sorted(path.name for path in tmp_path.iterdir())
+                    print(found, (tmp_path / ".d.lock").read_text(), file=sys.stderr)
+            finally:
+                os._exit(0)
+        os.close(told)
+        assert f"in use by process {first} on" in os.read(waiting, 999).decode()
+    os.waitpid(second, 0)
+    assert os.read(waiting, 999).decode().lstrip().startswith(f"['.d.lock'] process {second} on ")

@@ -1,0 +1,275 @@
+"""How processes join and part."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel.mesh import MeshConfig, joined
+from runtime import processes
+from runtime.processes import LaunchError, join, launched_world_size, leave, meet, process_group
+from testing.ranks import run_ranks
+from tests.runtime.heap import gather
+from train.run import exit_status
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SOON = timedelta(seconds=0.3)
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, **names: object) -> None:
+    """The environment that a launcher leaves."""
+    for name in (*LAUNCHER, "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in names.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port whose owner takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "size"),
+    [
+        ({}, 1),
+        ({"WORLD_SIZE": 1}, 1),
+        ({"RANK": 3, "WORLD_SIZE": 4}, 4),
+        ({"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}, 4),
+    ],
+)
+def test_what_a_launcher_says(names: dict, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, **names)
+    assert launched_world_size() == size
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (
+            {"RANK": "x", "WORLD_SIZE": 2},
+            "RANK is 'x' in the environment; it must be a whole number from 0 to 1, below",
+        ),
+        ({"RANK": "", "WORLD_SIZE": 2}, "RANK is ''"),
+        ({"RANK": -1, "WORLD_SIZE": 2}, "RANK is '-1'"),
+        ({"RANK": 2, "WORLD_SIZE": 2}, "RANK is '2'.* from 0 to 1, below WORLD_SIZE"),
+        ({"RANK": 0}, "RANK is set and WORLD_SIZE is not"),
+        ({"RANK": 0, "WORLD_SIZE": "1.5"}, "WORLD_SIZE is '1.5'"),
+        ({"RANK": 0, "WORLD_SIZE": 0}, "WORLD_SIZE is '0'.* from 1;"),
+        ({"WORLD_SIZE": 4}, "WORLD_SIZE is 4 and RANK is not set"),
+        ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": "zero"}, "LOCAL_RANK is 'zero'"),
+        ({"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 2}, "LOCAL_RANK is '2'.*LOCAL_WORLD_SIZE"),
+        ({"RANK": 0, "WORLD_SIZE": 2}, "RANK is set and MASTER_ADDR is not"),
+        ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}, "RANK is set and MASTER_PORT is not"),
+        ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 65536}, "MASTER_PORT is '65536'"),
+        ({"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}, "rank 1 finds nobody at MASTER_A"),
+        ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}, "MASTER_PORT is '0'"),
+    ],
+)
+def test_a_launch_that_cannot_work_is_one_line(
+    names: dict, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launched(monkeypatch, **names)
+    assert exit_status(lambda _: join(timeout=SOON), []) == 1
+    said = capfd.readouterr().err
+    assert re.match(f"error: {words}", said)
+    assert said.count("\n") == 1, "no stack of torch's either"
+
+
+def test_a_port_that_another_program_uses(
+    port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 cannot have it; the others would wait for ever for what is no store to answer."""
+    monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
+    for rank, words in (
+        (0, f"MASTER_PORT is {port}, which another program"),
+        (1, r"rank 1 is connected to .*, which does not answer as a store .* \(it is silent\)"),
+    ):
+        launched(monkeypatch, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        with pytest.raises(LaunchError, match=words):
+            meet(SOON)
+    assert "frame #" not in capfd.readouterr().err
+
+
+def test_what_answers_as_no_store_is_told_long_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            with suppress(OSError):
+                while True:
+                    server.accept()[0].sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        launched(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=server.getsockname()[1])
+        with pytest.raises(LaunchError, match=r"does not answer as a store of torch.distributed \((?!it is silent)"):
+            meet(timedelta(minutes=5))
+
+
+def test_a_store_that_is_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port takes connections, and the store itself comes later than SECONDS_TO_ANSWER."""
+    monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.1)
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    stores = []
+
+    def serve() -> None:
+        own = {"is_master": True, "wait_for_workers": False, "master_listen_fd": server.detach()}
+        stores.append(dist.TCPStore("127.0.0.1", port, **own))
+
+    later = threading.Timer(1, serve)
+    later.start()
+    launched(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    try:
+        assert meet(timedelta(minutes=5))[1:] == (1, 2)
+    finally:
+        later.join()
+
+
+def workers(rank: int, world_size: int) -> set[int]:
+    """Worker threads of the groups of all kinds."""
+    with joined(MeshConfig(device="cpu", context_parallel_size=2)) as mesh:
+        groups = [dist.group.WORLD, mesh.cp.get_group(), mesh.both.get_group(), dist.new_group([0, 1], timeout=SOON)]
+        groups.append(dist.new_group(backend="cpu:gloo,cuda:gloo"))
+        options = [group._get_backend(torch.device("cpu")).options for group in groups]
+        assert options[3]._timeout == SOON
+        return {options_of._threads for options_of in options}
+
+
+def test_every_group_has_one_worker() -> None:
+    assert run_ranks(workers, 2) == [{1}, {1}]
+
+
+def test_gathers_in_flight_leave_the_heap_alone() -> None:
+    """A short one; the slow test below has the figures."""
+    run_ranks(gather, 1, 1.0)
+
+
+def all_at_once(rank: int, world_size: int) -> list[float]:
+    """Collectives, functional ones and messages of one group, all in flight; waited for from the last to the first."""
+    sums = [torch.full((1000,), float(i)) for i in range(8)]
+    got = [torch.empty(1000) for _ in range(8)]
+    waits: list[Any] = []
+    everyone: Any = dist.group.WORLD
+    for i, total in enumerate(sums):
+        waits.append(dist.irecv(got[i], (rank - 1) % world_size, tag=i))
+        waits.append(dist.all_reduce(total, async_op=True))
+        waits.append(dist.isend(torch.full((1000,), float(rank)), (rank + 1) % world_size, tag=i))
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(total, world_size, everyone.group_name)
+        waits.append(dist.barrier(async_op=True))
+    for wait in reversed(waits):
+        wait.wait()
+    torch.ops._c10d_functional.wait_tensor(gathered)
+    return [total[0].item() for total in sums] + [message[-1].item() for message in got]
+
+
+def test_one_worker_is_enough_for_all_that_is_in_flight() -> None:
+    assert run_ranks(all_at_once, 3) == [[3.0 * i for i in range(8)] + [float((rank - 1) % 3)] * 8 for rank in range(3)]
+
+
+def late(leaves: bool, tries: int) -> int:
+    """How many of ``tries`` one-process groups still hold a tensor of their last collective once they have parted."""
+    count = 0
+    for _ in range(tries):
+        join(store=dist.HashStore())
+        group, tensor = dist.group.WORLD, torch.ones(8)
+        held = weakref.ref(tensor)
+        dist.all_reduce(tensor)
+        del tensor
+        leave() if leaves else dist.destroy_process_group()
+        count += held() is not None
+        del group  # as a script keeps one, so that its threads outlive the parting
+        if count:
+            break
+    return count
+
+
+def parted(rank: int, world_size: int, leaves: bool, tries: int) -> int:
+    dist.destroy_process_group()
+    try:
+        return late(leaves, tries)
+    finally:
+        join(store=dist.HashStore())  # for run_ranks to leave
+
+
+def test_nothing_is_held_by_gloo_after_leaving() -> None:
+    assert run_ranks(parted, 1, True, 100) == [0]
+
+
+@pytest.mark.slow
+def test_without_leaving_a_worker_is_late_every_now_and_then() -> None:
+    """The control of the test above."""
+    assert run_ranks(parted, 1, False, 20_000) == [1]
+
+
+def test_a_process_alone_is_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(alone, 1) == [(1, False)]
+
+
+def alone(rank: int, world_size: int) -> tuple[int, bool]:
+    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        launched(patch)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the body's own"), process_group():
+                raise ValueError("the body's own")
+        with process_group() as group:
+            size = group.size()
+    found = dist.is_initialized()
+    join(store=dist.HashStore())
+    return size, found
+
+
+def readme_example(folder: Path) -> list[str]:
+    """The command that runs the README's example on 4 ranks."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    script = folder / "yours.py"
+    script.write_text(next(block for block in blocks if "process_group" in block) + "print(whole.shape)\n")
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+
+
+def run_example(command: list[str]) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("torch.Size([1, 4096, 8, 64])") == 4
+
+
+def test_the_readmes_example(tmp_path: Path) -> None:
+    run_example(readme_example(tmp_path))
+
+
+@pytest.mark.slow
+def test_the_readmes_example_ends_well_every_time(tmp_path: Path) -> None:
+    command = readme_example(tmp_path)
+    for _ in range(20):
+        run_example(command)
+
+
+def aborts(seconds: float, *flags: str) -> bool:
+    """Whether the reproducer, in a process of its own, does not live to its end."""
+    command = [sys.executable, "-m", "tests.runtime.heap", "--seconds", str(seconds), *flags]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert process.returncode <= 0, process.stderr
+    return process.returncode < 0
+
+
+@pytest.mark.slow
+def test_the_heap_with_and_without_the_remedy() -> None:
+    assert sum(aborts(10) for _ in range(20)) == 0
+    assert any(aborts(10, "--two-workers") for _ in range(20))

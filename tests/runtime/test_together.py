@@ -1,0 +1,102 @@
+import pytest
+import torch.distributed as dist
+
+from runtime import together as module
+from runtime.together import agree, agreed, cpu_group, from_first
+from testing.ranks import run_ranks
+
+
+class DomainError(ValueError):
+    pass
+
+
+class Awkward(ValueError):
+    """Cannot be unpickled: its constructor takes more than a message."""
+
+    def __init__(self, message: str, more: int) -> None:
+        super().__init__(message)
+
+
+ERRORS = {
+    "domain": lambda: DomainError("train.toml: lr is -1"),
+    "disk": lambda: OSError(28, "No space left on device", "/data/x"),
+    "awkward": lambda: Awkward("odd", 1),
+    "defect": lambda: ZeroDivisionError("division by zero"),
+}
+
+
+def _failing(rank: int, size: int, kinds: dict[int, str], as_block: bool) -> tuple[str, str, int]:
+    def body() -> None:
+        if rank in kinds:
+            raise ERRORS[kinds[rank]]()
+
+    try:
+        if as_block:
+            with agreed():
+                body()
+        else:
+            agree(body)
+    except Exception as error:
+        caught = (type(error).__name__, str(error))
+    else:
+        caught = ("none", "")
+    # The ranks are still in step: a later exchange works.
+    return *caught, sum(agree(lambda: rank))
+
+
+@pytest.mark.parametrize("as_block", [True, False])
+def test_every_rank_raises_the_error_of_the_lowest_failing_rank(as_block: bool) -> None:
+    answers = run_ranks(_failing, 4, {3: "disk", 1: "domain"}, as_block)
+    assert answers == [("DomainError", "train.toml: lr is -1", 6)] * 4
+
+
+def test_types_are_kept_where_a_user_can_cause_them() -> None:
+    assert {answer[:2] for answer in run_ranks(_failing, 2, {1: "disk"}, True)} == {
+        ("OSError", "[Errno 28] No space left on device: '/data/x'")
+    }
+    other, own = run_ranks(_failing, 2, {1: "defect"}, True)
+    assert own[:2] == ("ZeroDivisionError", "division by zero")
+    assert other[0] == "RuntimeError"
+    assert "rank 1" in other[1]
+    assert "in body" in other[1], "the other ranks get the traceback"
+    other, own = run_ranks(_failing, 2, {1: "awkward"}, True)
+    assert (own[0], other[0]) == ("Awkward", "RuntimeError")
+    assert "odd" in other[1]
+
+
+def _values(rank: int, size: int) -> tuple[list[int], int]:
+    return agree(lambda: rank * rank), from_first(lambda: 10 + rank)
+
+
+def test_values_are_shared() -> None:
+    assert run_ranks(_values, 3) == [([0, 1, 4], 10)] * 3
+
+
+def test_without_a_process_group_the_body_runs_alone() -> None:
+    assert agree(lambda: 5) == [5]
+    assert from_first(lambda: 6) == 6
+    with pytest.raises(DomainError, match="lr"), agreed():
+        raise ERRORS["domain"]()
+    with cpu_group() as group:
+        assert group is None
+
+
+def _groups(rank: int, size: int) -> list[bool]:
+    pair = dist.new_group([1, 2])
+    with cpu_group() as group:
+        answers = [group is dist.group.WORLD]
+    if rank > 0:
+        with cpu_group(pair) as group:
+            answers += [group is pair, agree(lambda: rank, group) == [1, 2], from_first(lambda: rank, group) == 1]
+    module.dist.get_backend_config = lambda group=None: "cuda:nccl"
+    for _ in range(2):
+        with cpu_group() as group:
+            answers += [group is not dist.group.WORLD, agree(lambda: rank, group) == [0, 1, 2]]
+    if rank > 0:
+        with pytest.raises(ValueError, match="no CPU backend"), cpu_group(pair):
+            pass
+    return answers
+
+
+def test_a_group_without_cpu_tensors_gets_a_gloo_twin() -> None:
+    assert run_ranks(_groups, 3) == [[True] * 5, [True] * 8, [True] * 8]

@@ -1,0 +1,350 @@
+import dataclasses
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, get_type_hints
+
+import pytest
+
+from parallel.context import METHODS, STATE_METHODS
+from train.config import flags
+from train.config.language import Config, ConfigError, TrainConfig, load_config, parse_args, to_toml, validate
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.toml") if "dit_" not in path.name)
+DATA = ["--data-path", "runs/data/x", "--tokenizer-model", "x.model"]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(argv)
+    return str(caught.value)
+
+
+def contradiction(world_size: int, *argv: str) -> str:
+    config = parse_args([*DATA, *argv])
+    with pytest.raises(ConfigError) as caught:
+        validate(config, world_size)
+    return str(caught.value)
+
+
+def test_defaults_and_flags_of_every_kind():
+    assert parse_args([]) == Config()
+    argv = "--lr 1e-3 --num-layers 2 --bf16 --no-eod-mask-loss --context-parallel-method ring --data-path 0.3 a 0.7 b"
+    config = parse_args([*argv.split(), "--exit-duration-in-mins", "5", "--save", "runs/x"])
+    assert (config.optimizer.lr, config.model.num_layers, config.train.bf16) == (1e-3, 2, True)
+    assert (config.data.eod_mask_loss, config.context.context_parallel_method) == (False, "ring")
+    assert config.data.data_path == ("0.3", "a", "0.7", "b")
+    assert (config.train.exit_duration_in_mins, config.checkpoint.save) == (5.0, "runs/x")
+    assert type(config.train.exit_duration_in_mins) is float
+
+
+def test_flags_override_the_file_and_the_rest_stays(tmp_path):
+    path = write(tmp_path, '[train]\nseed = 7\nbf16 = true\n[optimizer]\nlr = 1\n[checkpoint]\nsave = "runs/x"\n')
+    config = parse_args(["--config", str(path), "--no-bf16", "--save", "none"])
+    assert (config.train.seed, config.train.bf16, config.checkpoint.save) == (7, False, None)
+    assert config.optimizer.lr == 1.0
+    assert type(config.optimizer.lr) is float
+
+
+def test_toml_round_trip_of_every_field(tmp_path):
+    changed: dict[str, object] = {
+        "split": "90,5,5",
+        "data_path": ("a b", 'c "d" \\ é'),
+        "position_embedding_type": "learned_absolute",
+        "data_parallel_sharding_strategy": "fsdp",
+        "pipeline_schedule": "Interleaved1F1B",
+        "pipeline_layers": (3, 5),
+    }
+    # Which go with no learned positions, no warm-up in iterations and no use_checkpoint_opt_param_scheduler.
+    alone = {"rotary_base": 0.1 + 0.2, "lr_warmup_fraction": 0.1 + 0.2, "override_opt_param_scheduler": True}
+    linear = {"model_type": "transnormer", "linear_decay": "paper", "no_scale_embedding": True, "softmax_every": 3}
+    for name, field in flags.config_fields(Config).items():
+        if name in changed or name in alone or (name in linear and name != "model_type"):
+            continue
+        one = {bool: not field.default, int: 16, float: 0.1 + 0.2, str: 'a "b" \\ é'}[field.base]
+        changed[name] = next(choice for choice in field.choices if choice != field.default) if field.choices else one
+    for values in ({}, alone, linear, changed):
+        config = flags.build(Config, values)
+        assert load_config(write(tmp_path, to_toml(config))) == config
+        for name, value in values.items():
+            field = flags.config_fields(Config)[name]
+            assert getattr(getattr(config, field.section), name) == value != field.default
+    assert changed.keys() | alone.keys() | linear.keys() == flags.config_fields(Config).keys()
+
+
+def test_an_optional_choice_is_unset_by_none():
+    gpt = ["--model-type", "gpt", "--max-position-embeddings", "64", "--position-embedding-type"]
+    assert parse_args([*gpt, "learned_absolute"]).model.position_embedding_type == "learned_absolute"
+    assert (
+        parse_args([*gpt, "learned_absolute", "--position-embedding-type", "none"]).model == parse_args(gpt[:4]).model
+    )
+    message = refusal(*gpt, "alibi")
+    assert "--position-embedding-type" in message
+    assert "'alibi' is not one of rope, learned_absolute" in message
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_configs_load_and_are_free_of_contradictions(path):
+    config = load_config(path)
+    validate(parse_args(["--config", str(path), *DATA]), 2 * config.mesh.context_parallel_size)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[trian]\nseed = 1", ["unknown section [trian]", "did you mean train?"]),
+        (
+            "[train]\nglobal_batchsize = 1",
+            ["unknown key global_batchsize in [train]", "did you mean global_batch_size?"],
+        ),
+        ("[train]\nzzzzzz = 1", ["unknown key zzzzzz", "known are"]),
+        ("[model]\nnum_classes = 10", ["unknown key num_classes in [model]", "that is for pretrain_dit.py"]),
+        ("[diffusion]\nobjective = 'ddpm'", ["unknown section [diffusion]", "that is for pretrain_dit.py"]),
+        ("[model]\nseq_length = 1", ["seq_length stands in [model]", "move it to [train]"]),
+        ("seq_length = 1", ["seq_length stands outside of a section", "[train]"]),
+        ("train = 1", ["unknown section [train]"]),
+        ("[train]\nseed = 'one'", ["seed is 'one'", "an integer"]),
+        ("[train]\nseed = 1.0", ["seed is 1.0", "an integer"]),
+        ("[train]\nseed = true", ["seed is True", "an integer"]),
+        ("[train]\nbf16 = 1", ["bf16 is 1", "true or false"]),
+        ("[optimizer]\nlr = true", ["lr is True", "a finite number"]),
+        ("[optimizer]\nlr = inf", ["lr is inf", "a finite number"]),
+        ("[data]\ndata_path = 'a'", ["data_path is 'a'", "a list, each a string"]),
+        ("[data]\ndata_path = [1]", ["data_path is 1", "a string"]),
+        ("[context]\ncontext_parallel_method = 'rign'", ["'rign'", "one of ring, striped"]),
+        ("[train]\nseed = ", ["not valid TOML"]),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
+    path = write(tmp_path, text)
+    message = refusal("--config", str(path))
+    assert all(word in message for word in [str(path), *words]), message
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    assert "No such file" in refusal("--config", str(tmp_path / "absent.toml"))
+    assert "cannot be read" in refusal("--config", str(tmp_path))
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    assert "not valid TOML" in refusal("--config", str(tmp_path / "bytes.toml"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--contxt-parallel-size 2", ["--contxt-parallel-size", "did you mean --context-parallel-size?"]),
+        ("--seq 5", ["unknown argument --seq"]),
+        ("stray", ["unknown argument stray"]),
+        ("--num-classes 10", ["unknown argument --num-classes", "that is for pretrain_dit.py"]),
+        ("--num-layers 1.5", ["--num-layers", "'1.5' is not an integer"]),
+        ("--lr nan", ["--lr", "'nan' is not a finite number"]),
+        ("--lr none", ["--lr", "'none'"]),
+        ("--lr", ["--lr", "expected one argument"]),
+        ("--context-parallel-method rign", ["rign", "ring", "striped", "zigzag", "allgather"]),
+        ("--train-iters 0", ["train_iters is 0"]),
+        ("--micro-batch-size -2", ["micro_batch_size is -2"]),
+        ("--context-parallel-size 0", ["context_parallel_size is 0"]),
+        ("--exit-duration-in-mins 0", ["exit_duration_in_mins is 0.0"]),
+        ("--eval-iters -1", ["eval_iters is -1"]),
+        ("--split 95;5", ["split is", "95;5"]),
+        ("--loss-chunk-size -1", ["loss_chunk_size is -1"]),
+        ("--recompute-offload", ["recompute_offload is set", "use full or attention_boundary"]),
+        ("--ckpt-step 5", ["ckpt_step is 5", "--load"]),
+        ("--model-type bert", ["--model-type", "'bert'", "llama", "gpt"]),
+        ("--model-type gpt", ["max_position_embeddings is not set", "position_embedding_type to rope"]),
+        ("--position-embedding-type learned_absolute", ["position_embedding_type is learned_absolute", "gpt"]),
+        ("--exit-on-missing-checkpoint", ["exit_on_missing_checkpoint", "--load"]),
+    ],
+)
+def test_wrong_flags_are_refused_by_name(argv, words):
+    message = refusal(*argv.split())
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("world_size", "argv", "words"),
+    [
+        (6, "--context-parallel-size 4", ["context_parallel_size is 4", "6 processes", "1, 2, 3, 6"]),
+        (2, "--context-parallel-size 4", ["context_parallel_size is 4", "1, 2;", "multiple of 4"]),
+        (6, "--tensor-model-parallel-size 4", ["tensor_model_parallel_size is 4", "6 processes;", "1, 2, 3, 6;"]),
+        (
+            4,
+            "--tensor-model-parallel-size 2 --context-parallel-size 4",
+            [
+                "context_parallel_size is 4",
+                "2 processes that tensor_model_parallel_size 2 leaves of 4",
+                "1, 2;",
+                "of 8",
+            ],
+        ),
+        (
+            3,
+            "--tensor-model-parallel-size 3",
+            ["tensor_model_parallel_size 3", "num_attention_heads 8", "fit this model: 1, 2"],
+        ),
+        (
+            2,
+            "--tensor-model-parallel-size 2 --ffn-hidden-size 31",
+            ["does not divide ffn_hidden_size 31", "fit this model: 1"],
+        ),
+        (
+            4,
+            "--tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 96 --num-query-groups 6",
+            ["num_query_groups is 6", "neither a multiple nor a divisor", "nearest that work: 4 or 12"],
+        ),
+        (4, "--tensor-model-parallel-size 4 --vocab-size 6", ["vocab_size is 6", "--vocab-size 7"]),
+        (
+            4,
+            "--tensor-model-parallel-size 4 --model-type gpt --max-position-embeddings 5 --seq-length 5",
+            ["max_position_embeddings is 5", "--max-position-embeddings 7"],
+        ),
+        (4, "--tensor-model-parallel-size 2 --global-batch-size 3", ["data-parallel size 2", "2 or 4"]),
+        (
+            4,
+            "--micro-batch-size 2 --global-batch-size 10",
+            ["global_batch_size is 10", "data-parallel size 4", "8 or 16"],
+        ),
+        (4, "--global-batch-size 2", ["global_batch_size is 2", "nearest that work: 4"]),
+        (
+            8,
+            "--tensor-model-parallel-size 2 --num-distributed-optimizer-instances 3",
+            ["num_distributed_optimizer_instances is 3", "the 4 data- and context-parallel", "work: 2 or 4"],
+        ),
+        (2, "--num-distributed-optimizer-instances 4", ["instances is 4", "the 2 data-", "nearest that work: 2"]),
+        (2, "--context-parallel-size 2 --context-parallel-method none", ["none", "context_parallel_size 2"]),
+        (1, "--context-parallel-method none --ulysses-degree 2", ["method is none", "leave them out"]),
+        (
+            8,
+            "--context-parallel-size 4 --ulysses-degree 4 --tensor-model-parallel-size 2 --num-attention-heads 4",
+            ["ulysses_degree is 4 with 2 query and 2 key heads", "4 ranks: 1, 2"],
+        ),
+        (1, "--lr-decay-iters 5 --lr-warmup-iters 6", ["lr_warmup_iters is 6", "lr_decay_iters 5"]),
+        (
+            1,
+            "--lr-decay-iters 50 --lr-warmup-fraction 0.5 --lr-decay-style WSD --lr-wsd-decay-iters 26",
+            ["lr_wsd_decay_iters is 26", "only 25 iterations", "lr_decay_iters 50"],
+        ),
+        (
+            1,
+            "--lr-decay-iters 100 --lr-warmup-iters 95 --lr-decay-style WSD --lr-wsd-decay-iters 6",
+            ["lr_wsd_decay_iters is 6", "only 5 iterations", "lr_decay_iters 100"],
+        ),
+        (1, "--attention-backend flash_attn", ["flash_attn", "--bf16"]),
+        (1, "--device cpu --recompute-granularity full --recompute-offload", ["recompute_offload", "host memory"]),
+        (
+            1,
+            "--model-type transnormer --attention-backend aten",
+            ["attention_backend is aten", "auto, chunked, triton"],
+        ),
+        (1, "--attention-backend triton", ["attention_backend is triton", "model_type llama has softmax", "aten"]),
+        (
+            2,
+            "--model-type transnormer --context-parallel-size 2",
+            ["context_parallel_method is striped", "model_type transnormer", "use one of lasp, lasp2, ulysses"],
+        ),
+        (
+            1,
+            "--context-parallel-method lasp",
+            ["context_parallel_method is lasp", "model_type llama has softmax", "use ring, striped"],
+        ),
+        (
+            2,
+            "--model-type transnormer --context-parallel-size 2 --context-parallel-method lasp2 "
+            "--context-parallel-layout zigzag",
+            ["context_parallel_layout is 'zigzag' with method lasp2", "one state", "use contiguous or auto"],
+        ),
+        (
+            2,
+            "--model-type transnormer --context-parallel-size 2 --context-parallel-method lasp "
+            "--attention-backend reference",
+            ["attention_backend is reference with context_parallel_size 2", "auto, chunked or triton"],
+        ),
+        (
+            4,
+            "--model-type linear_transformer --num-attention-heads 2 --tensor-model-parallel-size 4",
+            ["tensor_model_parallel_size 4 does not divide num_attention_heads 2", "sizes that fit this model: 1, 2"],
+        ),
+        (1, "--save-interval 5", ["save_interval is 5", "--save"]),
+        (1, "--wandb-exp-name x", ["wandb_exp_name is x", "--wandb-project"]),
+        (1, "--split 100,0,0", ["split is 100,0,0", "--eval-iters 0"]),
+        (1, "--tokenizer-model none", ["tokenizer_model is not set"]),
+        (
+            1,
+            "--model-type gpt --max-position-embeddings 512 --seq-length 513",
+            ["seq_length is 513", "max_position_embeddings 512", "--position-embedding-type rope"],
+        ),
+    ],
+)
+def test_contradictions_are_refused_with_the_fix(world_size, argv, words):
+    message = contradiction(world_size, *argv.split())
+    assert all(word in message for word in words), message
+
+
+def test_missing_data_is_refused_and_consistent_settings_are_not():
+    with pytest.raises(ConfigError, match="data_path is empty"):
+        validate(Config(), 1)
+    argv = "--context-parallel-size 2 --micro-batch-size 2 --global-batch-size 8 --save runs/x --save-interval 5"
+    validate(parse_args([*DATA, *argv.split()]), 4)
+    for backend in ("auto", "chunked", "reference"):
+        argv = f"--model-type transnormer --context-parallel-method none --attention-backend {backend}"
+        validate(parse_args([*DATA, *argv.split()]), 2)
+    argv = "--tensor-model-parallel-size 4 --num-query-groups 2 --seq-length 251 --vocab-size 37"
+    validate(parse_args([*DATA, *argv.split()]), 4)
+    gpt = "--model-type gpt --max-position-embeddings 251 --loss-chunk-size 50 --ffn-chunk-size 50"
+    validate(parse_args([*DATA, *argv.split(), *gpt.split()]), 4)
+    validate(parse_args([*DATA, "--eval-iters", "0", "--split", "1,0,0"]), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd:
+    odd: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    kept: int | None = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    kind: Literal["a", "b"] = "a"
+    seed: int = 1
+
+
+@pytest.mark.parametrize(("section", "word"), [(Odd, "odd"), (Lost, "kept"), (Again, "seed is a field of both")])
+def test_a_section_that_flags_cannot_carry_is_a_programming_error(section, word):
+    root = dataclasses.make_dataclass("Root", [("train", TrainConfig), ("more", section)])
+    with pytest.raises(TypeError, match=word):
+        flags.config_fields(root)
+
+
+def test_the_methods_offered_are_those_that_exist():
+    offered = set(flags.config_fields(Config)["context_parallel_method"].choices)
+    assert offered == {*METHODS, *STATE_METHODS, "none", "auto"}
+
+
+def test_configs_are_immutable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().train.seed = 2
+    assert replace(Config(), train=TrainConfig(seed=2)) != Config()
+
+
+def test_help_explains_every_flag(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["--help"])
+    assert not ended.value.code
+    done = capsys.readouterr()
+    assert done.err == ""
+    assert done.out.count("torchrun") >= 3
+    sections = get_type_hints(Config)
+    for name, field in flags.config_fields(Config).items():
+        section = sections[field.section]
+        text = flags.attribute_docs(section).get(name, "")
+        assert len(text) > 10, f"{section.__name__}.{name} has no attribute docstring"
+        assert f"  {field.flag}" in done.out
+        assert text.split()[0] in done.out

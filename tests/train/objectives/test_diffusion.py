@@ -1,0 +1,82 @@
+"""The denoising objective: what is drawn for a sample, how it is shared out, and the loss of one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.diffusion import Diffusion, DiffusionConfig
+from model.dit import DiT, patchify
+from model.dit_config import DiTConfig
+from parallel.context import context_parallel
+from testing.ranks import run_ranks
+from train.objectives.diffusion import Denoising
+
+MODEL = DiTConfig(
+    num_layers=1, hidden_size=16, num_attention_heads=2, latent_shape=(3, 6, 6), num_classes=5, class_dropout_prob=0.5
+)
+CPU = torch.device("cpu")
+
+
+def batch(*samples: int) -> dict[str, Tensor]:
+    latents = torch.randn(len(samples), *MODEL.latent_shape, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(len(samples)) % MODEL.num_classes
+    return {"latents": latents, "labels": labels, "sample": torch.tensor(samples)}
+
+
+def objective(seed: int = 1, group: object = None, kind: str = "ddpm") -> Denoising:
+    cp = context_parallel("ring", seq_len=MODEL.num_patches, group=group, causal=False)  # type: ignore[arg-type]
+    diffusion = Diffusion(DiffusionConfig(objective=kind), channels=3)  # type: ignore[arg-type]
+    return Denoising(cp, CPU, MODEL, diffusion, seed)
+
+
+def test_what_is_drawn_depends_on_seed_and_sample_alone() -> None:
+    together, alone = objective().local(batch(7, 8, 9)), objective().local(batch(8))
+    for name in ("noise", "times"):
+        assert torch.equal(together[name][1:2], alone[name])
+        assert not torch.equal(together[name][0], together[name][1])
+        assert not torch.equal(objective(2).local(batch(8))[name], alone[name])
+
+
+def test_noise_times_and_dropped_labels_have_their_distributions() -> None:
+    local = objective().local(batch(*range(400)))
+    assert local["noise"].mean().abs() < 0.02
+    assert abs(local["noise"].std() - 1) < 0.02
+    assert abs(local["times"].mean() - 499.5) < 50
+    dropped = local["labels"] == MODEL.num_classes
+    assert 150 < dropped.sum() < 250
+    kept = batch(*range(400))["labels"]
+    assert torch.equal(local["labels"][~dropped], kept[~dropped])
+
+
+@pytest.mark.parametrize("kind", ["ddpm", "v_prediction", "rectified_flow"])
+def test_the_loss_is_the_naive_one_without_fillers(kind: str) -> None:
+    model, trained, given = DiT(MODEL), objective(kind=kind), batch(3, -1, 5)
+    model.init_weights(0)
+    local = trained.local(given)
+    x0, noise, times = patchify(given["latents"], MODEL), local["noise"], local["times"]
+    assert trained.count(local) == 2 * MODEL.num_patches
+    diffusion = Diffusion(DiffusionConfig(objective=kind))  # type: ignore[arg-type]
+    output = model(diffusion.noised(x0, noise, times), torch.arange(MODEL.num_patches), times, local["labels"])
+    elements = (output - diffusion.target(x0, noise, times)).square()
+    want = elements[[0, 2]].mean() * 2 * MODEL.num_patches
+    torch.testing.assert_close(trained.loss_sum(model, local), want)
+
+
+def shared(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Tensor], int]:
+    found = objective(group=torch.distributed.group.WORLD)
+    local = found.local(batch(4, 5))
+    return local, found.count(local)
+
+
+def test_ranks_have_their_patches_of_the_same_noise_and_no_loss_of_padding(tmp_path: Path) -> None:
+    """Nine patches on two ranks: the second has one of padding."""
+    want = objective().local(batch(4, 5))
+    (first, count), (second, rest) = run_ranks(shared, 2, tmp_path)
+    assert (count, rest) == (2 * 5, 2 * 4)
+    for name in ("noise", "latents", "patches"):
+        assert torch.equal(torch.cat([first[name], second[name][:, :4]], dim=1), want[name])
+    for name in ("times", "labels"):
+        assert torch.equal(first[name], want[name])
+        assert torch.equal(second[name], want[name])

@@ -1,0 +1,212 @@
+"""What the configuration of every entry has, and what contradicts itself in any of them."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from checkpoint.api import CheckpointConfig
+from data.text.megatron import split_shares
+from parallel.context.config import ContextConfig
+from parallel.data import DataParallelConfig
+from parallel.mesh import MeshConfig
+from parallel.pipeline.stages import PipelineConfig
+from parallel.recompute import RecomputeConfig
+from train.config.flags import ConfigError
+from train.metrics import LoggingConfig
+from train.optim import OptimizerConfig
+from train.schedule import schedule_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """What one iteration is, how many there are, and when the run looks at the validation data or stops."""
+
+    train_iters: int = 1000
+    """Iterations (optimizer steps) of the whole run, those before a resume counted in."""
+    micro_batch_size: int = 1
+    """Sequences, or samples, that go through the model at once, per data-parallel rank."""
+    global_batch_size: int | None = None
+    """Sequences, or samples, per iteration over all processes; by default micro_batch_size x data-parallel size;
+    more accumulate."""
+    seed: int = 1234
+    """Seed of the initial weights and of the order of the data; of a diffusion transformer's noise, times, label
+    dropout and pictures too."""
+    bf16: bool = False
+    """Compute in bfloat16; master weights, gradients' sums and the optimizer stay in float32."""
+    eval_interval: int = 100
+    """Iterations between validations; one is made at the end in any case."""
+    eval_iters: int = 10
+    """Global batches per validation; 0 makes none."""
+    exit_interval: int | None = None
+    """Exit after the iteration that this number divides, saving first; the schedule still spans train_iters."""
+    exit_duration_in_mins: float | None = None
+    """Exit once the run has taken this many minutes, saving first."""
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "train_iters", "micro_batch_size", "global_batch_size", "eval_interval", "exit_interval")
+        self._at_least(0, "eval_iters", "seed")
+        if self.exit_duration_in_mins is not None and self.exit_duration_in_mins <= 0:
+            raise ConfigError(f"exit_duration_in_mins is {self.exit_duration_in_mins}; it must be above 0")
+
+    def batch_size(self, dp: int) -> int:
+        """Sequences, or samples, per iteration on ``dp`` data-parallel ranks."""
+        return self.global_batch_size or self.micro_batch_size * dp
+
+    def _at_least(self, least: int, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be {least} or more")
+
+
+class ModelShape(Protocol):
+    """What the parallel dimensions share out of any model, and whom its tokens attend to."""
+
+    @property
+    def num_layers(self) -> int:
+        """Repeated blocks."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of a layer."""
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads of a layer."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+
+    @property
+    def ffn_size(self) -> int:
+        """Width inside of a feed-forward layer."""
+
+
+class Reading(Protocol):
+    """What the loop must know of any data."""
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that read ahead."""
+
+    @property
+    def split(self) -> str:
+        """Shares of the samples for training and validation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonConfig(ABC):
+    """The sections of every entry's configuration; an entry says what its model, data and training are."""
+
+    model: Any
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    data: Any
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token attends to none after it."""
+        return True
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes of the model."""
+        return self.model
+
+    @property
+    def reading(self) -> Reading:
+        """How the data are read."""
+        return self.data
+
+    @staticmethod
+    @abstractmethod
+    def other_entries() -> dict[str, type]:
+        """The configurations of other programs, whose files and flags may be given to this one by mistake."""
+
+    @property
+    @abstractmethod
+    def sequence_length(self) -> int:
+        """Tokens of a sample, before context parallelism shares them out."""
+
+    def trained_for(self) -> dict[str, object]:
+        """What the weights learn to predict: a run cannot go on with another one. JSON-able, by field."""
+        return {}
+
+    def noted(self) -> dict[str, object]:
+        """What else of the entry's settings changes training: going on with another is allowed, and noted.
+
+        JSON-able, by field.
+        """
+        return {}
+
+    def contents(self) -> dict[str, str]:
+        """A digest of what each file that is trained on holds, by name; fast. Raises OSError where one is gone."""
+        return {}
+
+    @abstractmethod
+    def sample_order(self) -> dict[str, object]:
+        """What decides which sample is the n-th: kept in checkpoints, as consumed samples mean nothing without it."""
+
+
+def validate_run(config: CommonConfig) -> None:
+    """Check the schedule, and that what is asked for is not without what it needs.
+
+    Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
+    """
+    train, optimizer = config.train, config.optimizer
+    end = optimizer.lr_decay_iters
+    if end is not None and optimizer.lr_warmup_iters >= end:
+        raise ConfigError(
+            f"lr_warmup_iters is {optimizer.lr_warmup_iters}, but the schedule ends at lr_decay_iters {end}; give "
+            f"--lr-warmup-iters {end // 10}, or raise lr_decay_iters"
+        )
+    wsd, warmup = optimizer.lr_wsd_decay_iters, schedule_of(optimizer, train.train_iters).lr_warmup_iters
+    if end is not None and wsd is not None and wsd > end - warmup:
+        raise ConfigError(
+            f"lr_wsd_decay_iters is {wsd}, but only {end - warmup} iterations lie between the warm-up and "
+            f"lr_decay_iters {end}; lower it"
+        )
+    if config.recompute.recompute_offload and config.mesh.device_type == "cpu":
+        raise ConfigError(
+            "recompute_offload is set and device is cpu, where what is kept lies in host memory already and a copy "
+            "would only add to it; leave it out, or use --device cuda"
+        )
+    if train.eval_iters and not split_shares(config.reading.split)[1]:
+        raise ConfigError(
+            f"split is {config.reading.split}, which leaves nothing to validate on, but eval_iters is "
+            f"{train.eval_iters}; give a split such as 95,5,0, or --eval-iters 0"
+        )
+    needs = (
+        ("save_interval", config.checkpoint.save_interval, "save", config.checkpoint.save),
+        ("wandb_exp_name", config.logging.wandb_exp_name, "wandb_project", config.logging.wandb_project),
+    )
+    for name, value, other, wanted in needs:
+        if value and not wanted:
+            flag = other.replace("_", "-")
+            raise ConfigError(f"{name} is {value}, but {other} is not set; give --{flag}, or leave {name} out")
+
+
+def validate_backend(config: CommonConfig) -> None:
+    """Check that the kernel of softmax attention has something to do, and can do it. Raises ConfigError."""
+    backend, method = config.context.attention_backend, config.context.context_parallel_method
+    if method == "none" and backend != "auto":
+        raise ConfigError(
+            f"attention_backend is {backend} and context_parallel_method is none, which is torch's own SDPA; "
+            "choose a method, or leave the backend out"
+        )
+    if backend == "flash_attn" and not config.train.bf16:
+        raise ConfigError(
+            "attention_backend is flash_attn, which has no float32; give --bf16 or --attention-backend auto"
+        )

@@ -1,0 +1,131 @@
+"""The configuration of a diffusion transformer's run, and what contradicts itself in it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.latents.dataset import DIGITS, LatentDataConfig
+from data.latents.folder import latents_fingerprint
+from model.diffusion import Diffusion, DiffusionConfig
+from model.dit_config import DiTConfig
+from parallel.context.config import FullContextConfig
+from train.config import flags
+from train.config.common import CommonConfig, validate_backend, validate_run
+from train.config.flags import ConfigError
+from train.config.sizes import validate_magnitude, validate_mesh
+from train.ema import EmaConfig
+from train.sampling import SamplingConfig
+
+INTRODUCTION = """\
+Pretrain a diffusion transformer on latents of images or of long videos, shared over processes by context parallelism.
+
+A TOML file under configs/ sets the run and flags override it; "none" unsets a flag that has no default. Examples:
+
+  handwritten digits on 4 processes, data parallel 2 x context parallel 2; goes on where its folder holds a checkpoint
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/dit_tiny.toml --load runs/dit_tiny
+
+  the same with the heads of 3 processes shared out instead of passing keys and values around, in a folder of its own
+    torchrun --standalone --nproc-per-node 3 %(prog)s --config configs/dit_tiny.toml --context-parallel-size 3 \\
+        --context-parallel-method ulysses --save runs/ulysses
+
+  a pipeline of 2: each pair holds half of the layers, and 4 micro-batches follow each other through them
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/dit_tiny.toml --pipeline-model-parallel-size 2 \\
+        --context-parallel-size 2 --micro-batch-size 8 --global-batch-size 32 --save runs/pipeline
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTRunConfig(CommonConfig):
+    """Everything that decides a run, one field per section; a field's name is unique over all sections."""
+
+    model: DiTConfig = field(default_factory=DiTConfig)
+    context: FullContextConfig = field(default_factory=FullContextConfig)
+    data: LatentDataConfig = field(default_factory=LatentDataConfig)
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    @staticmethod
+    def other_entries() -> dict[str, type]:
+        from train.config.language import Config  # which imports this one for the same reason
+
+        return {"pretrain_gpt.py": Config}
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    @property
+    def sequence_length(self) -> int:
+        return self.model.num_patches
+
+    def trained_for(self) -> dict[str, object]:
+        return {"objective": self.diffusion.objective, "num_timesteps": self.diffusion.num_timesteps}
+
+    def noted(self) -> dict[str, object]:
+        return {
+            "logit_normal_mean": self.diffusion.logit_normal_mean,
+            "logit_normal_std": self.diffusion.logit_normal_std,
+            "class_dropout_prob": self.model.class_dropout_prob,
+        }
+
+    def sample_order(self) -> dict[str, object]:
+        return {"seed": self.train.seed, "data_path": list(self.data.data_path), "split": self.data.split}
+
+    def contents(self) -> dict[str, str]:
+        folders = [path for path in self.data.data_path if path != DIGITS]
+        return {f"data_path {folder}": latents_fingerprint(folder) for folder in folders}
+
+
+def parse_args(argv: Sequence[str]) -> DiTRunConfig:
+    """The configuration of a command line without the program's name: `--config FILE`, other flags over it.
+
+    Raises ConfigError; prints the help and exits with status 0 where it is asked for.
+    """
+    return flags.parse(DiTRunConfig, argv, INTRODUCTION)
+
+
+def load_config(path: str | Path) -> DiTRunConfig:
+    """The configuration in a TOML file, defaults where it is silent. Raises ConfigError naming file and key."""
+    return flags.build(DiTRunConfig, flags.read_toml(DiTRunConfig, path))
+
+
+def validate(config: DiTRunConfig, world_size: int) -> None:
+    """Check what no section can see alone, for a run of `world_size` processes; needs no process group.
+
+    Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
+    """
+    validate_magnitude(config, world_size)
+    try:
+        config.sampling.check(diffusion_of(config))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if config.sampling.samples_per_class:
+        config.sampling.check_guidance(config.model.class_dropout_prob)
+    schedule = config.pipeline.pipeline_schedule
+    if schedule == "InterleavedZeroBubble":  # before validate_mesh, which would name a strategy that goes with it
+        raise ConfigError(
+            f"pipeline_schedule is {schedule}, which computes the gradients of weights apart; torch goes back through "
+            "all of a stage's layers for those of the embeddings of times and labels, and thereby frees what the "
+            "layers' own weights still need; use Interleaved1F1B"
+        )
+    validate_mesh(config, world_size)
+    patches, mesh = config.model.num_patches, config.mesh
+    if patches < mesh.context_parallel_size * mesh.tensor_model_parallel_size:
+        raise ConfigError(
+            f"context_parallel_size is {mesh.context_parallel_size} x tensor_model_parallel_size "
+            f"{mesh.tensor_model_parallel_size}, and a sample has {patches} patch{'es' if patches > 1 else ''}, fewer "
+            "than these processes; lower the sizes or patch_size"
+        )
+    validate_run(config)
+    validate_backend(config)
+    if config.recompute.loss_chunk_size:
+        raise ConfigError(
+            f"loss_chunk_size is {config.recompute.loss_chunk_size}, which is for the logits of a vocabulary, and a "
+            "diffusion transformer has none; leave it out"
+        )
+
+
+def diffusion_of(config: DiTRunConfig) -> Diffusion:
+    """The objective's arithmetic. Raises ValueError where the model cannot have it."""
+    return Diffusion(config.diffusion, config.model.learn_sigma, config.model.latent_shape[0])

@@ -1,0 +1,283 @@
+"""Dataclasses filled from TOML files and command-line flags: the mechanism, which knows no field by name.
+
+A root dataclass has one field per section, each a frozen dataclass whose fields are the flags and the TOML keys; their
+attribute docstrings are the help, `Literal` gives the choices, and a name is unique over all sections.
+"""
+
+import argparse
+import ast
+import difflib
+import inspect
+import itertools
+import math
+import textwrap
+import tomllib
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tomli_w
+
+from train.config.megatron_flags import Entry, without_what_is_so
+from train.config.megatron_flags import entries as megatron_flags
+
+Root = TypeVar("Root")
+EXPECTED = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
+LONGEST_TOML = 1_000_000
+METAVAR = {int: "N", float: "X", str: "TEXT"}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names the field, what was found and the fix."""
+
+
+def spelled(name: str, value: Any) -> str:
+    """A field and its value as a command line has them; `value` may be of JSON, whose lists are words."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    words = value if isinstance(value, list) else ["none" if value is None else value]
+    return " ".join([f"--{flag}", *map(str, words)])
+
+
+class Field(NamedTuple):
+    """One field of one section, its annotation taken apart; `base` is bool, int, float or str."""
+
+    section: str
+    name: str
+    base: type
+    choices: tuple[str, ...] | None
+    optional: bool
+    many: bool
+    default: Any
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def expects(self) -> str:
+        one = "one of " + ", ".join(self.choices) if self.choices else EXPECTED[self.base]
+        return f"a list, each {one}" if self.many else one
+
+    def convert(self, value: Any) -> Any:
+        """`value`, as TOML has it, in the field's type; an integer passes for a float. Raises ConfigError."""
+        if self.many and isinstance(value, list):
+            return tuple(self._replace(many=False).convert(item) for item in value)
+        if self.base is float and type(value) is int:
+            value = float(value)
+        fits = not self.many and type(value) is self.base and (self.choices is None or value in self.choices)
+        if not fits or (self.base is float and not math.isfinite(value)):
+            raise ConfigError(f"{self.name} is {value!r}; it must be {self.expects}")
+        if self.base is str and (not value or "\0" in value):  # as from a shell's variable that is not set
+            raise ConfigError(f"{self.name} is {value!r}; it must be a text without zero bytes, or left out")
+        return value
+
+    def parse(self, text: str) -> Any:
+        """One word of a command line in the field's type; `none` unsets an optional field."""
+        if self.optional and text == "none":
+            return None
+        one = self._replace(many=False)
+        try:
+            return one.convert(self.base(text))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {one.expects}") from error
+
+
+def _once(fn: Callable[[type], dict[str, Field]]) -> Callable[[type], dict[str, Field]]:
+    """``cache``, whose own type takes no class for hashable."""
+    return cache(fn)
+
+
+@_once
+def config_fields(root: type) -> dict[str, Field]:
+    """Every field of every section of `root`, by name.
+
+    Raises TypeError for a name used twice and for an annotation or default that no flag can be made of.
+    """
+    table: dict[str, Field] = {}
+    for section, cls in get_type_hints(root).items():
+        hints = get_type_hints(cls)
+        for entry in fields(cls):
+            hint, choices, optional, many = hints[entry.name], None, False, False
+            if get_origin(hint) in (Union, types.UnionType):
+                kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+                hint, optional = (kinds[0], True) if len(kinds) == 1 else (hint, False)
+            if get_origin(hint) is tuple and get_args(hint)[1:] == (...,):
+                hint, many = get_args(hint)[0], True
+            if get_origin(hint) is Literal:
+                hint, choices = str, get_args(hint)
+            # TOML has no null: None can only be kept by leaving the key out, so it must be the default.
+            unfit = entry.default is MISSING or (optional and entry.default is not None)
+            if unfit or hint not in EXPECTED:
+                raise TypeError(f"{cls.__name__}.{entry.name}: no flag can be made of {entry.type} and its default")
+            if entry.name in table:
+                raise TypeError(f"{entry.name} is a field of both {table[entry.name].section} and {section}")
+            table[entry.name] = Field(section, entry.name, hint, choices, optional, many, entry.default)
+    return table
+
+
+def build(root: type[Root], values: dict[str, Any]) -> Root:
+    """A `root` with `values` by field name and defaults elsewhere. Raises ConfigError for a value out of range."""
+    table = config_fields(root)
+    sections = {}
+    for section, cls in get_type_hints(root).items():
+        try:
+            sections[section] = cls(**{name: values[name] for name in values if table[name].section == section})
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    return root(**sections)
+
+
+def _hint(root: type, name: str, known: Sequence[str]) -> str:
+    """What to do about a section, key or flag that `root` does not know, and another entry's configuration may."""
+    for entry, other in getattr(root, "other_entries", dict)().items():
+        table = config_fields(other)
+        if name in table or name in get_type_hints(other) or name in {field.flag for field in table.values()}:
+            return f"that is for {entry}"
+    megatrons = megatron_flags() if name.startswith("--") else {}
+    close = difflib.get_close_matches(name, [*known, *megatrons], n=1, cutoff=0.5)
+    if not close:
+        return f"known are {', '.join(known)}"
+    meant = megatrons.get(close[0])
+    return f"did you mean {close[0]}?" + (f" {meant.answer}" if meant else "")
+
+
+def read_toml(root: type, path: str | Path) -> dict[str, Any]:
+    """The values that a TOML file sets, by field name. Raises ConfigError naming the file, the key and the fix."""
+    try:
+        with Path(path).open(encoding="utf-8-sig") as file:
+            text = file.read(LONGEST_TOML + 1)
+        if len(text) > LONGEST_TOML:
+            raise ConfigError(
+                f"{path}: longer than {LONGEST_TOML:,} characters, which no configuration is; name a TOML file"
+            )
+        tree = tomllib.loads(text)
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name an existing TOML file") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply; a configuration has sections and their keys alone") from error
+    table, sections, values = config_fields(root), list(get_type_hints(root)), {}
+    for section, content in tree.items():
+        if section in table:
+            raise ConfigError(f"{path}: {section} stands outside of a section; move it to [{table[section].section}]")
+        if section not in sections or not isinstance(content, dict):
+            raise ConfigError(f"{path}: unknown section [{section}]; {_hint(root, section, sections)}")
+        for name, value in content.items():
+            if name not in table:
+                raise ConfigError(f"{path}: unknown key {name} in [{section}]; {_hint(root, name, list(table))}")
+            if table[name].section != section:
+                raise ConfigError(f"{path}: {name} stands in [{section}]; move it to [{table[name].section}]")
+            try:
+                values[name] = table[name].convert(value)
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error}") from None
+    return values
+
+
+def write_toml(config: object) -> str:
+    """`config` as TOML, every field that is not None; reading it back gives an equal config."""
+    tree: dict[str, dict[str, Any]] = {section: {} for section in get_type_hints(type(config))}
+    for name, field in config_fields(type(config)).items():
+        value = getattr(getattr(config, field.section), name)
+        if value is not None:
+            tree[field.section][name] = list(value) if field.many else value
+    return tomli_w.dumps(tree)
+
+
+def _hyphened(word: str) -> str:
+    """A flag with hyphens alone; Megatron has --override-opt_param-scheduler, and fields have underscores."""
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """Attribute docstrings by field name, inherited ones too. Python does not keep them: the sources are read."""
+    docs = {}
+    for owner in (owner for owner in reversed(cls.__mro__) if is_dataclass(owner)):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+        assert isinstance(tree.body[0], ast.ClassDef)
+        for entry, text in itertools.pairwise(tree.body[0].body):
+            if isinstance(entry, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                docs[ast.unparse(entry.target)] = inspect.cleandoc(str(text.value.value))
+    return docs
+
+
+def _parser(root: type, introduction: str | None) -> _Parser:
+    """The parser of all flags; with an introduction it carries the help texts too."""
+    parser = _Parser(
+        description=introduction,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=116),
+        usage="%(prog)s [--config FILE] [flags]",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file to begin with, such as those under configs/")
+    table = config_fields(root)
+    for section, cls in get_type_hints(root).items():
+        docs = attribute_docs(cls) if introduction else {}
+        group = parser.add_argument_group(f"[{section}]", inspect.getdoc(cls) if introduction else None)
+        for field in (field for field in table.values() if field.section == section):
+            options: dict[str, Any] = {"help": docs.get(field.name, "").replace("%", "%%")}
+            if field.default not in (None, ()):
+                options["help"] += f" (default: {str(field.default).lower() if field.base is bool else field.default})"
+            if field.base is bool:
+                options["action"] = argparse.BooleanOptionalAction
+            elif field.choices and not field.optional:
+                options["choices"] = field.choices
+            else:
+                metavar = "{" + ",".join(field.choices) + "}" if field.choices else METAVAR[field.base]
+                options |= {"type": field.parse, "metavar": metavar}
+            if field.many:
+                options["nargs"] = "+"
+            group.add_argument(field.flag, **options)
+    return parser
+
+
+def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
+    """The configuration of a command line: `--config FILE`, then every other flag over it.
+
+    `argv` is without the program's name. Raises ConfigError; prints the help, headed by `introduction`, and exits with
+    status 0 where it is asked for.
+    """
+    flags = ["--config", "--help", *(field.flag for field in config_fields(root).values())]
+    try:
+        argv, taken = without_what_is_so([_hyphened(word) for word in argv], flags)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    parser = _parser(root, introduction if {"-h", "--help"} & set(argv) else None)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].partition("=")[0] if unknown[0].startswith("-") else None
+        hint = _hint(root, flag, flags) if flag else "a value follows the flag it belongs to"
+        raise ConfigError(f"unknown argument {unknown[0]}; {hint}")
+    values: dict[str, Any] = vars(given)
+    path = values.pop("config", None)
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    config = build(root, {**(read_toml(root, path) if path is not None else {}), **values})
+    for entry in taken:
+        _check_so(config, entry)
+    return config
+
+
+def _check_so(config: object, entry: Entry) -> None:
+    """Refuse a flag of Megatron's that says what is so with some values of a field alone, where that has another."""
+    if not entry.fits:
+        return
+    field = config_fields(type(config)).get(entry.field)
+    value = getattr(getattr(config, field.section), field.name) if field else None
+    if value not in entry.fits:
+        found = f"{entry.field} is {value}" if field else f"this program has no {entry.field}"
+        raise ConfigError(f"{entry.flag} is given and {found}; it goes with {', '.join(entry.fits)}: {entry.text}")

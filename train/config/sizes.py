@@ -1,0 +1,249 @@
+"""Whether a configuration's sizes fit each other and the number of processes."""
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+from parallel.context.config import HybridConfig
+from parallel.context.errors import ContextError
+from parallel.context.methods.registry import LINEAR_METHODS, METHODS, STATE_METHODS
+from parallel.recompute import RecomputeConfig
+from train.config.flags import ConfigError, config_fields
+
+if TYPE_CHECKING:
+    from train.config.common import CommonConfig, ModelShape
+    from train.config.language import Config
+
+
+LARGEST = dict.fromkeys(("num_layers", "num_virtual_stages_per_pipeline_rank"), 10**5)
+LARGEST |= dict.fromkeys(("num_attention_heads", "num_query_groups"), 10**6)
+LARGEST |= dict.fromkeys(("hidden_size", "ffn_hidden_size", "kv_channels"), 10**7)
+"""Beyond these no model could be held; it would be built for hours, module by module."""
+LARGEST_ELSEWHERE = 10**9 - 1
+MOST_BYTES = 10**13
+"""Of one process: the largest machines have some 10^12."""
+
+
+def validate_magnitude(config: "CommonConfig", world_size: int) -> None:
+    """Raise ConfigError for sizes that no machine can hold, before anything is planned or allocated by them.
+
+    Iterations, intervals and seeds count nothing that is held, and have no bound here.
+    """
+    for name, field in config_fields(type(config)).items():
+        value = getattr(getattr(config, field.section), name)
+        if field.base is not int or name == "seed" or name.endswith(("_iters", "_interval", "_step")):
+            continue
+        largest = LARGEST.get(name, LARGEST_ELSEWHERE)
+        if max((value or (0,)) if field.many else (value or 0,)) > largest:
+            raise ConfigError(f"{name} is {value}, which no machine can hold; it can be {largest:,} at most")
+    readers, most = config.reading.num_workers, max(64, 8 * (os.cpu_count() or 1))
+    if readers > most:
+        raise ConfigError(
+            f"num_workers is {readers}, processes that read ahead for each rank, on {os.cpu_count()} cores; it can "
+            f"be {most} at most"
+        )
+    shape, mesh = config.shape, config.mesh
+    width, shared = shape.hidden_size, mesh.context_parallel_size * mesh.tensor_model_parallel_size
+    matrices = shape.num_layers * width * 2 * (shape.num_attention_heads * shape.head_dim + shape.ffn_size)
+    entries = (getattr(config.model, "vocab_size", None) or 0) * width
+    state = 16 * (matrices + entries) // world_size  # float32 weights and gradients, AdamW's two moments
+    hidden = 4 * config.train.micro_batch_size * config.sequence_length * width // shared
+    for names, what, size in (
+        ("num_layers, hidden_size and vocab_size", "the state of the model", state),
+        ("micro_batch_size, the length and hidden_size", "the hidden states of one layer", hidden),
+    ):
+        if size > MOST_BYTES:
+            raise ConfigError(
+                f"{names} make {what} {size / 1e12:,.0f} TB in each process, which no machine has; lower them, or "
+                "start more processes"
+            )
+
+
+def validate_sizes(config: "Config", world_size: int) -> None:
+    """Raise ConfigError for sizes of a language model's run that do not fit, naming them and the nearest that do."""
+    validate_magnitude(config, world_size)
+    length, table = config.train.seq_length, config.model.max_position_embeddings
+    if table is not None and length > table:
+        raise ConfigError(
+            f"seq_length is {length} with max_position_embeddings {table}, the table of learned positions; lower the "
+            "one, raise the other, or give --position-embedding-type rope --max-position-embeddings none"
+        )
+    _validate_method(config)
+    validate_mesh(config, world_size)
+    _validate_hybrid(config)
+    for name in ("vocab_size", "max_position_embeddings"):
+        if (entries := getattr(config.model, name)) is not None:
+            validate_entries(entries, config.mesh.tensor_model_parallel_size, name)
+
+
+def validate_mesh(config: "CommonConfig", world_size: int) -> None:
+    """Raise ConfigError for sizes of the mesh that do not fit the processes, the model or the batch."""
+    tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
+    pp = config.mesh.pipeline_model_parallel_size
+    _validate_fit("tensor_model_parallel_size", tp, world_size, "")
+    _validate_fit("context_parallel_size", cp, world_size, f"tensor_model_parallel_size {tp}", tp)
+    within = f"tensor_model_parallel_size {tp} x context_parallel_size {cp}"
+    _validate_fit("pipeline_model_parallel_size", pp, world_size, within, tp * cp)
+    if config.context.context_parallel_method == "none" and cp > 1:
+        raise ConfigError(
+            f"context_parallel_method is none with context_parallel_size {cp}; choose a method, or size 1"
+        )
+    _validate_shares(config.shape, tp)
+    _validate_context(config)
+    dp, micro, batch = world_size // (pp * cp * tp), config.train.micro_batch_size, config.train.global_batch_size
+    if batch is not None and batch % (micro * dp):
+        raise ConfigError(
+            f"global_batch_size is {batch}, not a multiple of micro_batch_size {micro} x data-parallel size {dp}; "
+            f"nearest that work: {_nearest_multiples(batch, micro * dp)}"
+        )
+    try:
+        config.pipeline.check(
+            config.shape.num_layers,
+            pp,
+            micro_batches(config, dp),
+            config.data_parallel.strategy,
+            batch=micro * dp,
+            tp=tp,
+            recompute=config.recompute != RecomputeConfig(),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    _validate_copies(config.data_parallel.num_distributed_optimizer_instances, dp * cp)
+
+
+def _validate_copies(copies: int, ranks: int) -> None:
+    """Check that the data- and context-parallel ranks can be divided among copies of the shards."""
+    if ranks % copies:
+        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        nearest = [n for n in divisors if n < copies][-1:] + [n for n in divisors if n > copies][:1]
+        raise ConfigError(
+            f"num_distributed_optimizer_instances is {copies}, which does not divide the {ranks} data- and "
+            f"context-parallel processes; nearest that work: {' or '.join(map(str, nearest))}"
+        )
+
+
+def _validate_method(config: "Config") -> None:
+    """Check that the method passes on what the model's kind of attention needs of other tokens."""
+    kind, linear = config.model.model_type, config.model.linear_attention
+    method, cp = config.context.context_parallel_method, config.mesh.context_parallel_size
+    if linear and cp > 1 and method not in (*LINEAR_METHODS, "auto"):
+        raise ConfigError(
+            f"context_parallel_method is {method} with context_parallel_size {cp}, and model_type {kind} has linear "
+            f"attention: that method neither passes states on nor gives a rank whole sequences; use one of "
+            f"{', '.join(LINEAR_METHODS)}"
+        )
+    if not linear and method in STATE_METHODS:
+        raise ConfigError(
+            f"context_parallel_method is {method}, which passes states of linear attention on, and model_type {kind} "
+            f"has softmax attention; use {', '.join(METHODS)}"
+        )
+    if linear and cp > 1 and method in STATE_METHODS and config.context.attention_backend == "reference":
+        raise ConfigError(
+            f"attention_backend is reference with context_parallel_size {cp} and method {method}, and that form of "
+            "linear attention takes whole sequences; use auto, chunked or triton, or method ulysses"
+        )
+
+
+def _validate_hybrid(config: "Config") -> None:
+    """Check that the softmax layers' method and layout have such layers, and suit the ranks and their heads."""
+    model, hybrid, tp = config.model, config.hybrid, config.mesh.tensor_model_parallel_size
+    if model.softmax_every is None:
+        for name in ("hybrid_softmax_method", "hybrid_softmax_layout"):
+            if (value := getattr(hybrid, name)) != getattr(HybridConfig, name):
+                raise ConfigError(
+                    f"{name} is {value} and softmax_every is not set, so that no layer has softmax attention beside "
+                    "others of linear attention; leave it out, or give a transnormer --softmax-every"
+                )
+        return
+    if config.context.context_parallel_method == "auto":
+        raise ConfigError(
+            f"context_parallel_method is auto and softmax_every is {model.softmax_every}; the planner knows models of "
+            f"one kind of attention; choose one of {', '.join(LINEAR_METHODS)}"
+        )
+    try:
+        hybrid.check(
+            seq_len=config.train.seq_length,
+            size=config.mesh.context_parallel_size,
+            heads=model.num_attention_heads // tp,
+            kv_heads=model.query_groups // tp,
+        )
+    except ContextError as error:
+        # The plan knows one method, and names its options.
+        raise ConfigError(f"hybrid_softmax_method is {hybrid.hybrid_softmax_method}: {error}") from error
+
+
+def _validate_context(config: "CommonConfig") -> None:
+    """Check that the method suits its ranks, and the heads that tensor parallelism leaves to each."""
+    model, mesh, tp = config.shape, config.mesh, config.mesh.tensor_model_parallel_size
+    try:
+        config.context.check(
+            seq_len=config.sequence_length,
+            size=mesh.context_parallel_size,
+            heads=model.num_attention_heads // tp,
+            kv_heads=max(1, model.query_groups // tp),
+            ranks_per_node=mesh.context_ranks_per_node,
+            causal=config.causal,
+        )
+    except ContextError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int = 1) -> None:
+    """Check that ``size`` divides the processes that ``others``, which divide them into ``taken``, leave."""
+    processes = world_size // taken
+    if processes % size:
+        if world_size == 1:
+            raise ConfigError(
+                f"{name} is {size}, and this is one process; start it with torchrun --nproc-per-node "
+                f"{taken * size}, or a multiple of that"
+            )
+        fitting = ", ".join(str(other) for other in range(1, processes + 1) if processes % other == 0)
+        left = f" that {others} leaves of {world_size}" if taken > 1 else ""
+        raise ConfigError(
+            f"{name} is {size}, which does not divide the {processes} processes{left}; "
+            f"sizes that fit them: {fitting}; or start a multiple of {taken * size} processes"
+        )
+
+
+def micro_batches(config: "CommonConfig", dp: int) -> int:
+    """Micro-batches of one iteration on each of ``dp`` data-parallel ranks."""
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    return 1 if batch is None else batch // (micro * dp)
+
+
+def _validate_shares(model: "ModelShape", tp: int) -> None:
+    """Check that ``tp`` ranks can share a layer's heads and channels."""
+    size = f"tensor_model_parallel_size {tp}"
+    both = math.gcd(model.num_attention_heads, model.ffn_size)
+    for name, value in (("num_attention_heads", model.num_attention_heads), ("ffn_hidden_size", model.ffn_size)):
+        if value % tp:
+            sizes = ", ".join(str(other) for other in range(1, both + 1) if both % other == 0)
+            raise ConfigError(f"{size} does not divide {name} {value}; sizes that fit this model: {sizes}")
+    groups = model.query_groups
+    if groups % tp and tp % groups:
+        fitting = [g for g in range(1, model.num_attention_heads + 1) if model.num_attention_heads % g == 0]
+        fitting = [g for g in fitting if g % tp == 0 or tp % g == 0]
+        nearest = [g for g in fitting if g < groups][-1:] + [g for g in fitting if g > groups][:1]
+        raise ConfigError(
+            f"num_query_groups is {groups}, neither a multiple nor a divisor of {size}; "
+            f"nearest that work: {' or '.join(map(str, nearest))}"
+        )
+
+
+def validate_entries(entries: int, tp: int, name: str = "vocab_size") -> None:
+    """Check that all of ``tp`` ranks hold some entries, where each but the last ones holds entries / tp, rounded up."""
+    if _last_is_empty(entries, tp):
+        fits = next(size for size in range(entries + 1, entries + tp * tp) if not _last_is_empty(size, tp))
+        raise ConfigError(
+            f"{name} is {entries}, of which tensor_model_parallel_size {tp} leaves nothing to its last process; "
+            f"nearest that works: --{name.replace('_', '-')} {fits}"
+        )
+
+
+def _last_is_empty(entries: int, tp: int) -> bool:
+    return -(-entries // tp) * (tp - 1) >= entries
+
+
+def _nearest_multiples(value: int, step: int) -> str:
+    below = value - value % step
+    return f"{below} or {below + step}" if below else f"{step}"

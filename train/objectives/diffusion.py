@@ -1,0 +1,96 @@
+"""Denoising of latents, as the training loop sees it.
+
+Shapes: B samples, T patches of this context-parallel rank, W elements of a patch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from data.loader import Batch
+from model.base import generator_of
+from model.diffusion import Diffusion
+from model.dit import patchify
+from model.dit_config import DiTConfig
+from parallel.context import ContextParallel
+from parallel.mesh import Mesh
+from parallel.pipeline.runner import Runner
+from train.assemble import runner_of
+from train.config.diffusion import DiTRunConfig
+
+CONDITIONING = ("t_embedder.", "y_embedder.")
+"""Modules that every pipeline stage has, since hidden states alone pass between stages."""
+
+
+class Denoising:
+    """Adds noise to a batch, shards it over the context-parallel ranks and sums the loss of this rank's patches.
+
+    Noise, time and whether the label is dropped are drawn on the CPU, of whole samples, from the seed and the sample's
+    number alone: every mesh, and a run that goes on, has the same ones.
+    """
+
+    loss_name = "diffusion_loss"
+
+    def __init__(
+        self, cp: ContextParallel, device: torch.device, model: DiTConfig, diffusion: Diffusion, seed: int
+    ) -> None:
+        self._cp, self._device, self._model, self._diffusion, self._seed = cp, device, model, diffusion, seed
+        self._positions = cp.positions.to(device)  # [T]
+        self._real = (self._positions < cp.plan.seq_len).float()  # [T]; what is beyond is padding
+
+    @property
+    def local_length(self) -> int:
+        """Patches of a sample that this rank takes, padding included."""
+        return len(self._positions)
+
+    def local(self, batch: Batch) -> Batch:
+        """This rank's patches [B, T, W] of latents [B, C, (F,) H, W], with what noises and conditions them.
+
+        A sample whose number is below 0 is a filler, and carries no loss.
+        """
+        drawn = [self._drawn(int(sample)) for sample in batch["sample"]]
+        chance, uniform, normal, noise = (torch.stack(values) for values in zip(*drawn, strict=True))
+        times = self._diffusion.times(uniform, normal)
+        labels = batch["labels"].where(chance >= self._model.class_dropout_prob, self._model.num_classes)
+        latents, noise = (self._cp.shard(patchify(x, self._model), dim=1) for x in (batch["latents"], noise))
+        local = {
+            "patches": self._diffusion.noised(latents, noise, times),
+            "latents": latents,
+            "noise": noise,
+            "times": times,
+            "labels": labels,
+            "valid": batch["sample"] >= 0,
+        }
+        return {name: value.to(self._device, non_blocking=True) for name, value in local.items()}
+
+    def _drawn(self, sample: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of one sample: chance of its label, uniform and normal that decide its time, noise as its latents."""
+        generator = generator_of(self._seed, f"noise of sample {sample}")
+        chance, uniform = torch.rand(2, generator=generator)
+        normal = torch.randn((), generator=generator)
+        return chance, uniform, normal, torch.randn(self._model.latent_shape, generator=generator)
+
+    def count(self, local: Batch) -> int:
+        """Patches that carry loss."""
+        return int(local["valid"].sum()) * int(self._real.sum())
+
+    def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
+        """Sum over this rank's patches of the mean loss of their elements, float32; hidden states, where the model is a
+        part without the end, as a part without the beginning has in the place of the patches.
+        """
+        output = model(local["patches"], self._positions, local["times"], local["labels"])
+        if model.final_layer is None:
+            return output
+        latents, noise, times = local["latents"], local["noise"], local["times"]
+        noised = self._diffusion.noised(latents, noise, times)
+        loss = self._diffusion.loss(output, latents, noise, noised, times).mean(-1)  # [B, T]
+        return (loss * local["valid"][:, None] * self._real).sum()
+
+
+def build_runner(config: DiTRunConfig, mesh: Mesh, parts: Sequence[nn.Module], objective: Denoising) -> Runner:
+    """What takes a step's micro-batches through this rank's parts of the model."""
+    shape = (config.train.micro_batch_size, objective.local_length, config.model.patch_width)  # [B, T, W]
+    names = [name for name, _ in parts[0].named_parameters() if name.startswith(CONDITIONING)]
+    tied = dict.fromkeys(names, range(config.pipeline.stages(mesh.pp.size())))
+    return runner_of(config, mesh, parts, objective, ("patches", torch.empty(shape, device="meta")), tied)

@@ -151,6 +151,11 @@ def went_on(resumed: Path, before: Path) -> bool:
     return lines[0] == lines[1]
 
 
+def told(error: Exception) -> str:
+    """One of ``UNREADABLE`` in words."""
+    return str(error) if isinstance(error, RunError) else repr(error)
+
+
 def launch(checkout: Path, command: Sequence[str], title: str) -> None:
     """Run a command of a checkout on its own sources, and tell how long it took.
 
@@ -175,8 +180,10 @@ def launch(checkout: Path, command: Sequence[str], title: str) -> None:
             process.terminate()  # the launcher ends its ranks
             raise
     if process.returncode:
-        print(*output.splitlines()[-30:], sep="\n", file=sys.stderr)
-        raise RunError(f"{title} failed with status {process.returncode}")
+        lines = output.splitlines()
+        print(*lines[-60:], sep="\n", file=sys.stderr)
+        why = next((f": {line}" for line in lines if line.startswith("error: ")), "")
+        raise RunError(f"{title} failed with status {process.returncode}{why}")
     print(f"{title}: {time.monotonic() - started:.0f} s", flush=True)
 
 
@@ -205,14 +212,14 @@ def compare(before: Path, after: Path, configuration: Configuration, data: Path,
         train(before, configuration, data, old, "before")
         want = facts(old)
     except UNREADABLE as error:
-        return Row(configuration=configuration, loss="", grad_norm="", equal=f"no: {error!r}", resumed="no")
+        return Row(configuration=configuration, loss="", grad_norm="", equal=f"no: {told(error)}", resumed="no")
 
     def judged(save: Path, way: str) -> str:
         try:
             train(after, configuration, data, save, way)
             found = verdict(facts(save), want)
         except UNREADABLE as error:
-            return f"no: {error!r}"
+            return f"no: {told(error)}"
         return found if save == new or went_on(save, old) else "no: it began afresh"
 
     equal = judged(new, "after")

@@ -130,8 +130,8 @@ def test_a_run_that_begins_afresh_has_not_gone_on(tmp_path):
 
 
 def test_a_failed_run_is_told(tmp_path, capsys):
-    with pytest.raises(RunError, match="dit-ema, after failed with status 3"):
-        launch(tmp_path, ["-c", "print('what it said'); raise SystemExit(3)"], "dit-ema, after")
+    with pytest.raises(RunError, match=r"dit-ema, after failed with status 3: error: no room$"):
+        launch(tmp_path, ["-c", "print('what it said\\nerror: no room\\nend'); raise SystemExit(3)"], "dit-ema, after")
     assert "what it said" in capsys.readouterr().err
 
 

@@ -256,7 +256,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="where linear-MACHINE.json goes (default: %(default)s)",
     )
     parser.add_argument(
-        "--picture", type=Path, default=Path("docs/linear_throughput.png"), metavar="FILE", help="default: %(default)s"
+        "--picture",
+        type=Path,
+        default=Path("docs/images/linear_throughput.png"),
+        metavar="FILE",
+        help="default: %(default)s",
     )
     return parser
 

@@ -30,7 +30,7 @@ class ContextConfig:
     ] = "striped"
     """Layout and communication of the attention; none is plain SDPA in one process, to compare with. For linear
     attention: lasp, or lasp2, which pass states on, or ulysses. auto takes what the cost model finds fastest on the
-    cluster, once, as the run starts (docs/planner.md)."""
+    cluster, once, as the run starts (docs/concepts/planner.md)."""
     context_parallel_layout: Literal["auto", "contiguous", "striped", "zigzag"] = "auto"
     """Who owns which tokens, for the methods that take any; auto is zigzag where a causal mask must be balanced. Under
     full attention striped and zigzag bring nothing, as layouts and as methods, and run only where this names them."""

@@ -164,7 +164,7 @@ MEASURED = {
     ("full", 1024, 0): 246.2,
     ("full", 1024, 1024): 154.1,
 }
-"""MiB at the peak beyond weights and gradients, by recompute policy and chunks: docs/memory.md."""
+"""MiB at the peak beyond weights and gradients, by recompute policy and chunks: docs/evidence/memory.md."""
 
 
 @pytest.mark.parametrize("policy", MEASURED, ids=str)

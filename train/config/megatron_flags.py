@@ -1,10 +1,6 @@
-"""Megatron-LM's flags that do not exist here by their name: what each is here, and what is so without asking.
-
-`python -m train.config.megatron_flags` writes docs/megatron_flags.md from the same table.
-"""
+"""Megatron-LM's flags that do not exist here by their name: what each is here, and what is so without asking."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 # A line per flag: the flag, what follows it (N: any word; A|B: one of these), then `=` where it says what is so anyway (with
@@ -316,14 +312,14 @@ def _same(value: str, word: str) -> bool:
 
 
 def markdown() -> str:
-    """docs/megatron_flags.md."""
+    """docs/reference/megatron_flags.md."""
     verdicts = {"=": "accepted", ">": "another name", "!": "refused"}
     lines = [
         "# Megatron-LM's flags here",
         "",
         "Most flags have Megatron-LM's names (`python pretrain_gpt.py --help` lists them). These do not exist here by their",
         "name. A flag that says what is so anyway is accepted, so that a command line can be taken over; any other one is",
-        "refused in one line with what this table says. Made by `python -m train.config.megatron_flags`.",
+        "refused in one line with what this table says. Made by `python -m train.config.pages`.",
     ]
     section = ""
     for entry in entries().values():
@@ -334,7 +330,3 @@ def markdown() -> str:
         fits = f" with {entry.field} {', '.join(entry.fits)}" if entry.fits else ""
         lines.append(f"| `{entry.flag}{values}` | {verdicts[entry.verdict]}{fits}: {entry.text} |")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    Path("docs/megatron_flags.md").write_text(markdown())

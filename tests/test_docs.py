@@ -1,0 +1,175 @@
+"""What the pages say: links lead somewhere, commands and paths exist, and prose is readable in an editor."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST_README, WIDEST = 150, 120
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+SPAN = re.compile(r"`([^`]+)`")
+OTHERS_FLAGS = {
+    "--extra-index-url",
+    "--standalone",
+    "--nnodes",
+    "--nproc-per-node",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+}
+OTHERS_FLAGS |= {"--user", "--map-root-user", "--net", "--target"}  # pip's, torchrun's, and of unshare and nsenter
+
+
+def pages(root: Path) -> list[Path]:
+    """The Markdown that people read: the front page, CONTRIBUTING, docs/, and what results say of themselves."""
+    found = [root / "README.md", root / "CONTRIBUTING.md", *root.glob("docs/**/*.md")]
+    return [path for path in [*found, *root.glob("papers/**/*.md"), *root.glob("bench/**/*.md")] if path.exists()]
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def code(page: Path) -> Iterator[str]:
+    """What a page has in blocks of code, continued lines joined, and between backticks."""
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.M | re.S):
+        yield from block.replace("\\\n", " ").splitlines()
+    yield from SPAN.findall(prose(page))
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(root: Path) -> Iterator[str]:
+    for page in pages(root):
+        for link in LINK.findall(SPAN.sub("", prose(page))):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if "://" in link:
+                continue
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                yield f"{page.relative_to(root)}: {link}"
+
+
+def unknown_targets(root: Path) -> Iterator[str]:
+    known = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(encoding="utf-8"), flags=re.M))
+    for page in pages(root):
+        named = {target for line in code(page) for target in re.findall(r"(?:^|[;(] ?)make ([a-z][a-z-]*)", line)}
+        yield from (f"{page.relative_to(root)}: make {target}" for target in sorted(named - known))
+
+
+def unknown_modules(root: Path) -> Iterator[str]:
+    for page in pages(root):
+        for module in {name for line in code(page) for name in re.findall(r"-m ([a-z_][\w.]*\w)", line)}:
+            path = root / module.replace(".", "/")
+            if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
+                yield f"{page.relative_to(root)}: python -m {module}"
+
+
+def unknown_paths(root: Path) -> Iterator[str]:
+    """Files and folders of ours that a page names between backticks, or as a program or a --config."""
+    tops = {path.name for path in root.iterdir() if path.is_dir()} - {"runs"}
+    for page in pages(root):
+        words = {
+            word for line in code(page) for word in re.findall(r"(?<![\w./-])[\w.-]+(?:/[\w.-]+)*/?(?![\w/<*])", line)
+        }
+        for word in sorted(words):
+            if re.search(r"\b[A-Z]+\b", word.removesuffix("README.md")):
+                continue  # a name to put in: NAME, METHOD
+            ours = word.split("/")[0] in tops and "/" in word and not word.startswith("bench/results/")
+            if (ours or re.fullmatch(r"pretrain_\w+\.py", word)) and not (root / word).exists():
+                yield f"{page.relative_to(root)}: {word}"
+
+
+def unknown_flags(root: Path) -> Iterator[str]:
+    """Flags that stand in no source, neither as they are nor as the field that they are made of."""
+    sources = [path for path in root.glob("[a-z]*/**/*.py") if not path.is_relative_to(root / "tests")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in [*sources, root / "Makefile"])
+    for page in pages(root):
+        named = {flag for line in code(page) for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", line)}
+        for flag in sorted(named - OTHERS_FLAGS):
+            field = flag[2:].replace("-", "_")
+            if flag not in text and not re.search(rf"^    ({field}|{field.removeprefix('no_')}): ", text, flags=re.M):
+                yield f"{page.relative_to(root)}: {flag}"
+
+
+def wide_lines(root: Path) -> Iterator[str]:
+    """Lines of prose over 120 characters: tables, code and the targets of links are as long as they must be."""
+    for page in [root / "README.md", *root.glob("docs/**/*.md")]:
+        for line in prose(page).splitlines():
+            shown = SPAN.sub("", re.sub(r"\]\([^)]*\)", "]", line))
+            if len(shown) > WIDEST and not line.startswith("|"):
+                yield f"{page.relative_to(root)}: {line}"
+
+
+def long_readme(root: Path) -> Iterator[str]:
+    length = len((root / "README.md").read_text(encoding="utf-8").splitlines())
+    if length > LONGEST_README:
+        yield f"README.md: {length} lines"
+
+
+def unlisted(root: Path) -> Iterator[str]:
+    """Pages that the index does not name."""
+    index = root / "docs" / "README.md"
+    named = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
+    yield from (str(page.relative_to(root)) for page in root.glob("docs/**/*.md") if page not in {*named, index})
+
+
+CHECKS: list[Callable[[Path], Iterator[str]]] = [
+    broken_links,
+    unknown_targets,
+    unknown_modules,
+    unknown_paths,
+    unknown_flags,
+    wide_lines,
+    long_readme,
+    unlisted,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_pages(check: Callable[[Path], Iterator[str]]) -> None:
+    assert len(pages(ROOT)) > 20
+    assert list(check(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (broken_links, "[a page](docs/none.md)"),
+        (broken_links, "![a picture](docs/none.png)"),
+        (broken_links, "# One\n\n[below](#two)"),
+        (broken_links, "[its part](docs/README.md#none)"),
+        (unknown_targets, "```\nmake nothing  # at all\n```"),
+        (unknown_targets, "`make nothing`"),
+        (unknown_modules, "`python -m tools.none`"),
+        (unknown_paths, "`tools/none.py`"),
+        (unknown_paths, "```\npython pretrain_none.py \\\n    --config configs/none.toml\n```"),
+        (unknown_flags, "`--none 4`"),
+        (wide_lines, "word " * 25),
+        (long_readme, "word\n\n" * 76),
+        (unlisted, ""),
+    ],
+)
+def test_what_is_wrong_is_seen(tmp_path: Path, check: Callable[[Path], Iterator[str]], text: str) -> None:
+    for name, content in {
+        "README.md": "",
+        "Makefile": "some: ## Something\n",
+        "tools/some.py": "parser.add_argument('--some')\nclass C:\n    other: int = 0\n",
+        "configs/some.toml": "",
+        "docs/README.md": "# One\n\n[some](some.md)\n",
+        "docs/some.md": "[the index](README.md#one), `make some`, `python -m tools.some --some 1 --no-other`\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert list(check(tmp_path)) == []
+    (tmp_path / "README.md").write_text(text)
+    if check is unlisted:
+        (tmp_path / "docs" / "lost.md").touch()
+    assert len(list(check(tmp_path))) == (2 if "configs" in text else 1)

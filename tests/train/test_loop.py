@@ -141,6 +141,8 @@ def test_records_are_megatrons_numbers(tmp_path: Path) -> None:
         assert r["learning_rate"] == 0.01
         assert 0 < r["memory_gb"] < 100
     assert records[0]["lm_loss"] == pytest.approx(math.log(VOCABULARY), rel=0.02)  # untrained, it knows nothing
+    page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    assert [name for name in records[-1] if f"| `{name}` |" not in page] == []
 
 
 def test_batch_size_follows_the_ranks_where_none_is_given(tmp_path: Path) -> None:

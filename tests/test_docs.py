@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LONGEST_README, WIDEST = 150, 120
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`]+)`")
+# Of pip, torchrun, srun, unshare and nsenter.
 OTHERS_FLAGS = {
     "--extra-index-url",
     "--standalone",
@@ -18,7 +19,7 @@ OTHERS_FLAGS = {
     "--rdzv-backend",
     "--rdzv-endpoint",
 }
-OTHERS_FLAGS |= {"--user", "--map-root-user", "--net", "--target"}  # pip's, torchrun's, and of unshare and nsenter
+OTHERS_FLAGS |= {"--ntasks-per-node", "--user", "--map-root-user", "--net", "--target"}
 
 
 def pages(root: Path) -> list[Path]:

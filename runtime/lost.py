@@ -25,6 +25,8 @@ TIMED_OUT = re.compile(
     r"(Timed out waiting \d+ ?ms for|wait timeout after|Timed out after \d+ seconds waiting for clients)[^\n.]*", re.I
 )
 GRACE = 1.5  # seconds in which a rank whose connection closed may hear that another one has timed out
+TURN = 0.05  # seconds between two looks at who has answered, on an idle machine
+SLOWED = 10  # times as long as it was meant to take may a roll take on a busy one
 ANSWER = "longmesh/answer of rank {}"
 
 
@@ -84,23 +86,25 @@ def _called(rank: int, waited: bool, seconds: float) -> _Roll | None:
 
     calling = threading.Thread(target=call, daemon=True)
     calling.start()
-    calling.join(seconds + 1)
+    calling.join(SLOWED * seconds + 1)
     return answer[0] if answer else None
 
 
 def _call(rank: int, waited: bool, seconds: float) -> _Roll:
     shared: Any = dist.distributed_c10d._get_default_store()
     store = shared.clone()  # a connection of its own: another thread may be waiting on the shared one
-    size, began = dist.get_world_size(), time.monotonic()
+    size, turns = dist.get_world_size(), 0
     if waited:
         store.set("longmesh/timed out", "")
     store.set(ANSWER.format(rank), "")
     while True:
         waited = waited or store.check(["longmesh/timed out"])
         silent = [other for other in range(size) if not store.check([ANSWER.format(other)])]
-        if not silent or time.monotonic() - began > (seconds if waited else min(GRACE, seconds)):
+        if not silent or turns * TURN > (seconds if waited else min(GRACE, seconds)):
             break
-        time.sleep(0.05)
+        # Turns are counted, not seconds: where others' work slows this rank, it slows those that are waited for too.
+        turns += 1
+        time.sleep(TURN)
     nodes = {other: NODE.format(other) for other in silent}
     named = {other: store.get(key).decode() if store.check([key]) else "" for other, key in nodes.items()}
     return _Roll(named, waited, store.add("longmesh/speaker", 1) == 1)

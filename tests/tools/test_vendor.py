@@ -1,0 +1,184 @@
+"""The attention as a package of another project: alone, on two ranks, and beside this checkout in one process."""
+
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.context import context_parallel
+from tests.starts import PATIENCE, free_port
+from tools import vendor
+
+PROJECT = """
+import sys
+from pathlib import Path
+
+import data, kernels, train  # the project's own
+import torch
+from longmesh_attention import METHODS, context_parallel, make_plan, process_group
+
+def same(a, b):
+    return bool(torch.allclose(a, b, rtol=0, atol=1e-12))
+
+whole = [torch.randn(1, 16, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+alone = [x.clone().requires_grad_() for x in whole[:3]]
+expected = context_parallel("striped", seq_len=16).attend(*alone)
+expected.backward(whole[3])
+naive = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in whole[:3]), is_causal=True)
+with process_group() as group:
+    assert group.size() == 2 and "striped" in METHODS and make_plan("striped", seq_len=16, size=2).size == 2
+    for method in ("striped", "ulysses"):
+        cp = context_parallel(method, seq_len=16, group=group, ulysses_degree=2 if method == "ulysses" else 1)
+        mine = [cp.shard(x, 1).requires_grad_() for x in whole[:3]]
+        out = cp.attend(*mine)
+        out.backward(cp.shard(whole[3], 1))
+        found = [cp.unshard(x, 1) for x in (out, *(x.grad for x in mine))]
+        assert all(same(a, b) for a, b in zip(found, (expected, *(x.grad for x in alone))))
+        assert same(found[0], naive.transpose(1, 2)) and not same(found[0], naive.transpose(1, 2) + 1e-9)
+root, here = Path(sys.argv[1]), Path(__file__).parent
+files = [Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)]
+print("OURS", [str(f) for f in files if f.is_relative_to(root) and f.relative_to(root).parts[0] in sys.argv[2:]])
+print("OWN", all(Path(module.__file__).parents[1] == here for module in (data, kernels, train)))
+"""
+BESIDE = """
+import torch
+from parallel.context import context_parallel
+cp = context_parallel("ring", seq_len=8)
+import longmesh_attention
+x = torch.randn(1, 8, 2, 4)
+cp.attend(x, x, x)
+"""
+
+EMPTY = {
+    "__init__.py": b"",
+    vendor.ORIGIN: json.dumps({"files": {"__init__.py": hashlib.sha256().hexdigest()}}).encode(),
+}
+
+
+def started(script: str, folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    (folder / "main.py").write_text(script)
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.Popen(
+        [sys.executable, "main.py", *arguments],
+        cwd=folder,
+        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_project_with_folders_of_our_names_attends_on_two_ranks(tmp_path: Path) -> None:
+    """Outputs and gradients equal one process, and nothing of this checkout is imported."""
+    assert vendor.main([str(tmp_path)]) == 0
+    for name in ("data", "train", "kernels"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("OWN = True\n")
+    ours = sorted(path.name for path in vendor.ROOT.iterdir() if path.is_dir() and any(path.glob("*.py")))
+    assert {"parallel", "kernels", "runtime", "data", "train"} <= set(ours)
+    port = str(free_port())
+    ranks = [
+        started(
+            *(PROJECT, tmp_path, str(vendor.ROOT), *ours),
+            RANK=str(rank),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        said, _ = rank.communicate(timeout=PATIENCE)
+        assert rank.returncode == 0, said
+        assert "OURS []\nOWN True" in said
+
+
+def test_package_and_checkout_share_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own operators; under one name, the later would silently take the place of the earlier."""
+    vendor.write(tmp_path / "same", vendor.package(namespace=vendor.NAMESPACE))
+    broken = started(BESIDE, tmp_path / "same", PYTHONPATH=str(vendor.ROOT))
+    vendor.write(tmp_path, vendor.package())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mine = [context_parallel("ring", seq_len=length) for length in (8, 16)]
+    package = importlib.import_module(vendor.PACKAGE)
+    theirs = [package.context_parallel("ring", seq_len=length) for length in (24, 8)]
+    for cp in (*mine, *theirs):
+        x = torch.randn(1, cp.plan.seq_len, 2, 4, requires_grad=True)
+        out = cp.attend(x, x, x)
+        out.sum().backward()
+        assert out.shape == x.shape
+    assert package.ContextError is not importlib.import_module("parallel.context").ContextError
+    said, _ = broken.communicate(timeout=PATIENCE)
+    assert broken.returncode != 0
+    assert "longmesh_attention" in said  # a call of the checkout's operator ended in the package
+
+
+def test_the_package_says_where_it_is_from_and_comes_out_the_same(tmp_path: Path) -> None:
+    first, again = vendor.package(), vendor.package()
+    assert first == again
+    origin = json.loads(first[vendor.ORIGIN])
+    assert origin["version"] == "0.1.0"
+    assert origin["commit"].encode() in first["__init__.py"]
+    assert first["LICENSE"] == (vendor.ROOT / "LICENSE").read_bytes()
+    assert not any(b"torch.ops.longmesh." in content or b'"longmesh::' in content for content in first.values())
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    assert vendor._commit(plain).startswith("unknown")
+
+
+def test_only_what_it_wrote_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = vendor.write(tmp_path, EMPTY)
+    (target / "__pycache__").mkdir()
+    (target / "__pycache__" / "a.pyc").write_bytes(b"")
+    assert vendor.write(tmp_path, EMPTY) == target
+    assert sorted(path.name for path in tmp_path.iterdir()) == [vendor.PACKAGE]
+    (target / "own.py").write_text("mine = 1\n")
+    with pytest.raises(vendor.VendorError, match=r"own\.py was added since; move it away"):
+        vendor.write(tmp_path, EMPTY)
+    (target / "own.py").unlink()
+    (target / "__init__.py").write_text("mine = 1\n")
+    with pytest.raises(vendor.VendorError, match=r"__init__\.py was changed since"):
+        vendor.write(tmp_path, EMPTY)
+    (target / vendor.ORIGIN).unlink()
+    assert vendor.main([str(tmp_path)]) == 1
+    assert "was not written by this command" in capsys.readouterr().err
+    assert (target / "__init__.py").read_text() == "mine = 1\n"
+
+
+def test_nothing_stays_of_a_package_that_cannot_be_written(tmp_path: Path) -> None:
+    before = vendor.write(tmp_path, EMPTY)
+    with pytest.raises(OSError, match=r"Is a directory|Not a directory|File exists"):
+        vendor.write(tmp_path, {"a": b"", "a/b.py": b""})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [vendor.PACKAGE]
+    assert (before / "__init__.py").read_bytes() == b""
+
+
+def test_names_are_changed_and_nothing_else() -> None:
+    source = '''"""Of kernels.merge and longmesh::op; é"""
+from kernels import reference
+import parallel.context.plan as plan, os
+from runtime.files import owned as é; é(torch.ops.longmesh.op, "longmesh::op")
+'''
+    expected = '''"""Of kernels.merge and longmesh::op; é"""
+from longmesh_attention.kernels import reference
+import longmesh_attention.context.plan as plan, os
+from longmesh_attention.runtime.files import owned as é; é(torch.ops.longmesh_attention.op, "longmesh_attention::op")
+'''
+    assert vendor.renamed(source.encode(), Path("a.py")).decode() == expected
+    with pytest.raises(vendor.VendorError, match=r"a\.py:1 imports kernels\.merge by its full name"):
+        vendor.renamed(b"import kernels.merge", Path("a.py"))
+
+
+@pytest.mark.parametrize(
+    "line", ["from model import llama", "import train.loop", "from parallel import mesh", "from kernels.lost import x"]
+)
+def test_an_import_of_what_stays_behind_is_refused(line: str) -> None:
+    files = {"kernels/__init__.py": b"", "kernels/a.py": vendor.renamed(line.encode(), Path("kernels/a.py"))}
+    with pytest.raises(vendor.VendorError, match=r"kernels/a\.py of the package imports"):
+        vendor._check_imports(files, {"model", "train", "parallel", "kernels"})

@@ -1,0 +1,253 @@
+"""Write the attention alone, as one package `longmesh_attention` that another project keeps in its own tree.
+
+The package holds parallel/context, kernels and runtime, with their imports and the namespace of their custom operators
+renamed, so that a project with folders of these names can import it, even beside a checkout of Longmesh.
+
+    python -m tools.vendor ../mine          # writes ../mine/longmesh_attention, or brings it up to date
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+if not __package__:  # started as a file: the packages lie one folder up
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from runtime.files import fsync_folder, owned
+from tools.arguments import parser_for, run_command
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "longmesh_attention"
+PARTS = {"parallel.context": "context", "kernels": "kernels", "runtime": "runtime"}
+"""Our packages, and what each is called inside the package."""
+NAMESPACE = "longmesh"
+"""Of our custom operators; a second library of the same name would silently replace them."""
+ORIGIN = "ORIGIN.json"
+
+
+class VendorError(ValueError):
+    """Sources that do not stand alone, or a destination that holds something else; the message names the file."""
+
+
+def package(root: Path = ROOT, namespace: str = PACKAGE) -> dict[str, bytes]:
+    """Every file of the package by its path in it; the same checkout gives the same bytes.
+
+    Args:
+        root: the checkout to take it from.
+        namespace: of the package's custom operators.
+
+    Raises:
+        VendorError: a file imports something of ours that is not in the package, or cannot be renamed.
+    """
+    version, commit = _version(root), _commit(root)
+    files: dict[str, bytes] = {}
+    for module, part in PARTS.items():
+        folder = root.joinpath(*module.split("."))
+        for path in sorted(folder.rglob("*.py")):
+            name = (Path(part) / path.relative_to(folder)).as_posix()
+            files[name] = renamed(path.read_bytes(), path.relative_to(root), namespace)
+    files["__init__.py"] = _face(root, version, commit).encode()
+    files["LICENSE"] = (root / "LICENSE").read_bytes()
+    _check_imports(
+        files, {path.parent.name for path in root.glob("*/*.py")} | {path.stem for path in root.glob("*.py")}
+    )
+    digests = {name: hashlib.sha256(files[name]).hexdigest() for name in sorted(files)}
+    origin = {"project": "longmesh", "version": version, "commit": commit, "files": digests}
+    return {**files, ORIGIN: (json.dumps(origin, indent=1) + "\n").encode()}
+
+
+def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
+    """A source file with our packages and operators under their new names; every other byte as it is.
+
+    Raises:
+        VendorError: an ``import a.b`` without ``as``: its name is used all over the file.
+    """
+    lines = source.splitlines(keepends=True)
+    edits = {edit for node in ast.walk(ast.parse(source)) for edit in _edits(node, lines, path, namespace)}
+    for row, column, old, new in sorted(edits, reverse=True):
+        line = lines[row]
+        assert line[column:].startswith(old), (path, row, old)
+        lines[row] = line[:column] + new + line[column + len(old) :]
+    return b"".join(lines)
+
+
+def _edits(node: ast.AST, lines: list[bytes], path: Path, namespace: str) -> Iterator[tuple[int, int, bytes, bytes]]:
+    """What to replace for one node: row, column in bytes, the old text and the new."""
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level and (new := _moved(node.module)):
+        row, old = node.lineno - 1, node.module.encode()
+        start = re.compile(rb"from\s+").match(lines[row], node.col_offset)
+        assert start is not None, (path, node.lineno)
+        yield row, start.end(), old, new.encode()
+    elif isinstance(node, ast.Import):
+        for alias in node.names:
+            if (new := _moved(alias.name)) and not alias.asname:
+                raise VendorError(f"{path}:{node.lineno} imports {alias.name} by its full name; use from ... import")
+            if new:
+                yield alias.lineno - 1, alias.col_offset, alias.name.encode(), new.encode()
+    elif isinstance(node, ast.Attribute) and node.attr == NAMESPACE and ast.unparse(node.value) == "torch.ops":
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        yield node.end_lineno - 1, node.end_col_offset - len(NAMESPACE), NAMESPACE.encode(), namespace.encode()
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{NAMESPACE}::"):
+        row, old = node.lineno - 1, f"{NAMESPACE}::".encode()
+        yield row, lines[row].index(old, node.col_offset), old, f"{namespace}::".encode()
+
+
+def _moved(module: str) -> str | None:
+    """A module's name in the package, None for what is not ours."""
+    for old, new in PARTS.items():
+        if module == old or module.startswith(f"{old}."):
+            return f"{PACKAGE}.{new}{module[len(old) :]}"
+    return None
+
+
+def _face(root: Path, version: str, commit: str) -> str:
+    """The package's ``__init__.py``: the public names of parallel.context, and how processes join."""
+    tree = ast.parse((root / "parallel/context/__init__.py").read_text(encoding="utf-8"))
+    listed = next(x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
+    names = sorted(ast.literal_eval(listed.value))
+    lines = [
+        '"""Exact attention over sequences that several processes share.',
+        "",
+        "    with process_group() as group:                                 # started by torchrun",
+        '        cp = context_parallel("striped", seq_len=4096, group=group)',
+        "        out = cp.attend(q, k, v)                                   # [B, T_local, H, D], differentiable",
+        "",
+        f"Longmesh {version}, commit {commit}; Apache-2.0, see LICENSE.",
+        "Written by `python -m tools.vendor` of Longmesh; change it there, and write it again.",
+        '"""',
+        "",
+        f"from {PACKAGE}.context import (",
+        *(f"    {name}," for name in names),
+        ")",
+        f"from {PACKAGE}.runtime.processes import process_group",
+        "",
+        f"__version__ = {version!r}",
+        f"__commit__ = {commit!r}",
+        "__all__ = [",
+        *(f'    "{name}",' for name in sorted([*names, "process_group"])),
+        "]",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _check_imports(files: dict[str, bytes], ours: set[str]) -> None:
+    """Raise where a file imports something of ours from outside, or what the package lacks."""
+    modules = {f"{PACKAGE}/{name}".removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files}
+    for name, content in files.items():
+        if not name.endswith(".py"):
+            continue
+        for node in ast.walk(ast.parse(content)):
+            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found = [node.module]
+            for module in found:
+                if module.split(".")[0] in ours - {PACKAGE} or (module.startswith(PACKAGE) and module not in modules):
+                    raise VendorError(f"{name} of the package imports {module}, which is not in it; move what it needs")
+
+
+def write(destination: Path, files: dict[str, bytes]) -> Path:
+    """Put the package into a folder, whole or not at all; the package's path.
+
+    Raises:
+        VendorError: what lies there under its name was not written by this command, or was changed since.
+        InUseError: another process writes there.
+        OSError: a file cannot be written.
+    """
+    target = destination / PACKAGE
+    with owned(destination, PACKAGE):
+        _check_target(target)
+        draft, old = (destination / f".{PACKAGE}.{uuid.uuid4().hex}" for _ in range(2))
+        try:
+            for name, content in files.items():
+                (draft / name).parent.mkdir(parents=True, exist_ok=True)
+                (draft / name).write_bytes(content)
+            if target.exists():
+                target.rename(old)
+            draft.rename(target)
+            fsync_folder(destination)
+        finally:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            for left in (draft, old):
+                shutil.rmtree(left, ignore_errors=True)
+    return target
+
+
+def _check_target(target: Path) -> None:
+    """Raise unless it is free, or holds this package as it was written."""
+    if not target.exists() and not target.is_symlink():
+        return
+    fix = "move it away, or name another folder"
+    try:
+        kept: dict[str, str] = json.loads((target / ORIGIN).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise VendorError(f"{target} was not written by this command (no {ORIGIN} in it); {fix}") from None
+    found = {
+        path.relative_to(target).as_posix()
+        for path in target.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    for name in sorted(found ^ {*kept, ORIGIN}):
+        raise VendorError(f"{target / name} was {'added' if name in found else 'removed'} since; {fix}")
+    for name, digest in kept.items():
+        if hashlib.sha256((target / name).read_bytes()).hexdigest() != digest:
+            raise VendorError(f"{target / name} was changed since; {fix}")
+
+
+def _version(root: Path) -> str:
+    return str(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
+
+
+def _commit(root: Path) -> str:
+    """The checkout's commit, with a note where the package's sources differ from it."""
+    top, head = _git(root, "rev-parse", "--show-toplevel"), _git(root, "rev-parse", "HEAD")
+    if not head or not top or Path(top).resolve() != root.resolve():
+        return "unknown (not taken from a git checkout)"
+    folders = [module.replace(".", "/") for module in PARTS]
+    return f"{head} with changes" if _git(root, "status", "--porcelain", "--", *folders, "LICENSE") else head
+
+
+def _git(root: Path, *command: str) -> str:
+    """What git says; nothing where it is missing or refuses."""
+    try:
+        done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = parser_for("python -m tools.vendor", __doc__)
+    parser.add_argument(
+        "destination", type=Path, metavar="DEST", help=f"folder that gets {PACKAGE}/, such as a project"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        files = package()
+        target = write(args.destination, files)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    origin = json.loads(files[ORIGIN])
+    print(f"wrote {target}: {len(files)} files of longmesh {origin['version']}, commit {origin['commit']}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

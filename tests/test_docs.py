@@ -1,5 +1,7 @@
 """What the pages say: links lead somewhere, commands and paths exist, and prose is readable in an editor."""
 
+import ast
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,6 +102,24 @@ def unknown_flags(root: Path) -> Iterator[str]:
                 yield f"{page.relative_to(root)}: {flag}"
 
 
+def unknown_imports(root: Path) -> Iterator[str]:
+    """What a block of Python takes from modules of ours, which are imported here."""
+    ours = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
+    for page in pages(root):
+        for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S):
+            nodes = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
+            named = {(str(node.module), alias.name) for node in nodes for alias in node.names}
+            wrong = [one for one in sorted(named) if one[0].split(".")[0] in ours and not has(*one)]
+            yield from (f"{page.relative_to(root)}: {module}.{name}" for module, name in wrong)
+
+
+def has(module: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), name)
+    except ImportError:
+        return False
+
+
 def wide_lines(root: Path) -> Iterator[str]:
     """Lines of prose over 120 characters: tables, code and the targets of links are as long as they must be."""
     for page in [root / "README.md", *root.glob("docs/**/*.md")]:
@@ -128,6 +148,7 @@ CHECKS: list[Callable[[Path], Iterator[str]]] = [
     unknown_modules,
     unknown_paths,
     unknown_flags,
+    unknown_imports,
     wide_lines,
     long_readme,
     unlisted,
@@ -153,6 +174,8 @@ def test_the_pages(check: Callable[[Path], Iterator[str]]) -> None:
         (unknown_paths, "`tools/none.py`"),
         (unknown_paths, "```\npython pretrain_none.py \\\n    --config configs/none.toml\n```"),
         (unknown_flags, "`--none 4`"),
+        (unknown_imports, "```python\nfrom kernels.reference import nothing\n```"),
+        (unknown_imports, "```python\nfrom kernels.nothing import attention\n```"),
         (wide_lines, "word " * 25),
         (long_readme, "word\n\n" * 76),
         (unlisted, ""),

@@ -25,13 +25,11 @@ import numpy as np
 
 import pretrain_dit
 from bench.memory import CLEAR, ENVIRONMENT, status
-from data.errors import DataError
 from data.latents.writer import write_latents
 from testing.machine import describe, write_json
 from testing.ranks import run_ranks
 from testing.training import Records, prepared_by
 from tools.arguments import parser_for
-from train.config.flags import ConfigError
 
 CHANNELS, SIDE, PATCH = 4, 64, 2
 METHODS = ("ring", "allgather", "wallfacer", "ulysses", "double_ring")
@@ -148,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
             found: dict[str, Any] = {"benchmark": "long videos, memory of each process", "machine": describe("cpu")}
             found |= {"method": args.method, "shape": asdict(shape), "rows": [asdict(row) for row in rows]}
             write_json(args.json, found)
-    except (ConfigError, DataError, ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

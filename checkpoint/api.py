@@ -14,6 +14,7 @@ from torch import nn
 
 from checkpoint.manifest import CheckpointError, Manifest, checkpoint_folder, describe, read_manifest, write_manifest
 from checkpoint.search import POINTER, find_checkpoint, saved_iterations, to_stderr, what_is_broken
+from runtime.errors import UserError
 from runtime.files import fsync_folder, reason, room, write_text
 from runtime.together import agree, agreed, cpu_group, from_first, is_first
 
@@ -51,11 +52,11 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         if self.save_interval is not None and self.save_interval < 1:
-            raise ValueError(f"save_interval is {self.save_interval}; it must be 1 or more, or left out")
+            raise UserError(f"save_interval is {self.save_interval}; it must be 1 or more, or left out")
         if self.ckpt_step is not None and self.load is None:
-            raise ValueError(f"ckpt_step is {self.ckpt_step} and load is not set; name a run's folder with --load")
+            raise UserError(f"ckpt_step is {self.ckpt_step} and load is not set; name a run's folder with --load")
         if self.exit_on_missing_checkpoint and self.load is None:
-            raise ValueError("exit_on_missing_checkpoint is set and load is not; name a run's folder with --load")
+            raise UserError("exit_on_missing_checkpoint is set and load is not; name a run's folder with --load")
 
 
 def save_checkpoint(

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from runtime.errors import UserError
 from runtime.files import sha256, write_text
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint cannot be written, is broken, or belongs to another model."""
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import flash_attn, reference
+from runtime.errors import UserError
 
 FULL = "full"
 CAUSAL = "causal"
@@ -77,20 +78,20 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
     """The backend of that name for tensors of that device and dtype; ``auto`` takes the fastest that is usable.
 
     Raises:
-        ValueError: the backend is unknown, not installed, broken, or cannot take this device or dtype.
+        UserError: the backend is unknown, not installed, broken, or cannot take this device or dtype.
     """
     if name == "reference":
         return AttentionBackend("reference", reference.block_forward, reference.block_backward)
     if name not in ("auto", "aten", "cudnn", "flash_attn"):
-        raise ValueError(
+        raise UserError(
             f"attention_backend is {name!r}, which does not exist; use auto, aten, cudnn, flash_attn or reference"
         )
     if device_type == "cpu":
         if name in ("cudnn", "flash_attn"):
-            raise ValueError(f"attention_backend {name} needs a cuda device and this one is cpu; use auto or aten")
+            raise UserError(f"attention_backend {name} needs a cuda device and this one is cpu; use auto or aten")
         return AttentionBackend("aten", _aten_cpu_forward, _aten_cpu_backward, causal_leaf=ATEN_CPU_LEAF)
     if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(
+        raise UserError(
             f"attention_backend {name} on {device_type} takes bfloat16 or float16 and got {dtype}; "
             "use --bf16, or --attention-backend reference for a small exact run"
         )
@@ -99,7 +100,7 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
             return AttentionBackend("flash_attn", *flash_attn.load())
         except flash_attn.FlashAttnError as error:
             if name == "flash_attn":
-                raise ValueError(
+                raise UserError(
                     f"attention_backend is flash_attn, {error}; install flash-attn 2.7 or 2.8, or use auto"
                 ) from error
     if name == "cudnn":

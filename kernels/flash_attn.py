@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.errors import UserError
+
 # What 2.7 and 2.8 take, in their order, after the tensors; 2.6 and older take the window as a pair.
 SETTINGS = ["dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes"]
 FORWARD = ["q", "k", "v", *SETTINGS, "return_softmax"]
 BACKWARD = ["dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", *SETTINGS, "deterministic", "rng_state"]
 
 
-class FlashAttnError(ValueError):
+class FlashAttnError(UserError):
     """flash-attn is not there or not usable; the message is the reason, to stand after a comma."""
 
 

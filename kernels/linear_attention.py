@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kernels import linear_scan, reference
 from kernels.linear_scan import rates_of
+from runtime.errors import UserError
 
 BACKENDS = ("chunked", "triton", "reference")
 
@@ -146,24 +147,24 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> str:
     grows with the square of the tokens.
 
     Raises:
-        ValueError: the backend does not exist, or cannot take this device or dtype.
+        UserError: the backend does not exist, or cannot take this device or dtype.
     """
     if name == "auto":  # in float32 torch's matrix products are the faster ones: the kernel's state spills
         fused = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and find_spec("triton") is not None
         return "triton" if fused else "chunked"
     if name not in BACKENDS:
-        raise ValueError(
+        raise UserError(
             f"attention_backend is {name!r}, which has no linear attention; use auto, {', '.join(BACKENDS)}"
         )
     if name == "triton":
         from kernels.triton import interpreted
 
         if find_spec("triton") is None:
-            raise ValueError("attention_backend is triton, which is not installed; use auto or chunked")
+            raise UserError("attention_backend is triton, which is not installed; use auto or chunked")
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ValueError(f"attention_backend triton takes no {dtype}; use chunked")
+            raise UserError(f"attention_backend triton takes no {dtype}; use chunked")
         if device_type != "cuda" and not interpreted():
-            raise ValueError(
+            raise UserError(
                 f"attention_backend triton needs a cuda device and this one is {device_type}; use auto or chunked"
             )
     return name

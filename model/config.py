@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -158,7 +160,7 @@ class ModelConfig:
     def _require(self, ok: bool, name: str, problem: str) -> None:
         if not ok:
             value = getattr(self, name)
-            raise ValueError(f"{name} is {'not set' if value is None else value}; {problem}")
+            raise UserError(f"{name} is {'not set' if value is None else value}; {problem}")
 
     @property
     def linear_attention(self) -> bool:
@@ -203,9 +205,9 @@ class ModelConfig:
 
     @property
     def vocabulary(self) -> int:
-        """Vocabulary entries; ValueError while nothing has set them."""
+        """Vocabulary entries; UserError while nothing has set them."""
         if self.vocab_size is None:
-            raise ValueError("vocab_size is not set; give it, or a tokenizer to take it from")
+            raise UserError("vocab_size is not set; give it, or a tokenizer to take it from")
         return self.vocab_size
 
 

@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from runtime.errors import UserError
+
 Method = Literal["ddim", "ddpm", "euler"]
 
 
@@ -32,15 +34,15 @@ class DiffusionConfig:
 
     def __post_init__(self) -> None:
         if self.num_timesteps < 2:
-            raise ValueError(f"num_timesteps is {self.num_timesteps}; it must be 2 or more, and 1000 is usual")
+            raise UserError(f"num_timesteps is {self.num_timesteps}; it must be 2 or more, and 1000 is usual")
         if not math.isfinite(self.logit_normal_mean):
-            raise ValueError(f"logit_normal_mean is {self.logit_normal_mean}; it must be a finite number, such as 0")
+            raise UserError(f"logit_normal_mean is {self.logit_normal_mean}; it must be a finite number, such as 0")
         if not 0 < self.logit_normal_std < math.inf:
-            raise ValueError(f"logit_normal_std is {self.logit_normal_std}; it must be a number above 0, such as 1")
+            raise UserError(f"logit_normal_std is {self.logit_normal_std}; it must be a number above 0, such as 1")
         flow = self.objective == "rectified_flow"
         for name in ("logit_normal_mean", "logit_normal_std"):
             if not flow and getattr(self, name) != getattr(type(self), name):
-                raise ValueError(
+                raise UserError(
                     f"{name} is {getattr(self, name)}, and objective {self.objective} draws its times uniformly; "
                     "leave it out, or set objective to rectified_flow"
                 )
@@ -52,12 +54,12 @@ class Diffusion:
     def __init__(self, config: DiffusionConfig, learn_sigma: bool = False, channels: int = 1) -> None:
         """learn_sigma: outputs hold, place by place, C predictions and C variances; channels: C.
 
-        Raises ValueError for rectified_flow with learn_sigma: a flow has no variance to learn.
+        Raises UserError for rectified_flow with learn_sigma: a flow has no variance to learn.
         """
         self.config, self.learn_sigma, self.channels = config, learn_sigma, channels
         self.flow = config.objective == "rectified_flow"
         if self.flow and learn_sigma:
-            raise ValueError(
+            raise UserError(
                 "learn_sigma is true and objective rectified_flow has no variance to learn; set learn_sigma to false, "
                 "or objective to ddpm or v_prediction"
             )

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from runtime.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class DiTConfig:
@@ -83,7 +85,7 @@ class DiTConfig:
         if not ok:
             value = getattr(self, name)
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ValueError(f"{name} is {shown}; {problem}")
+            raise UserError(f"{name} is {shown}; {problem}")
 
     @property
     def video(self) -> bool:

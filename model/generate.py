@@ -7,9 +7,10 @@ from torch import Tensor
 
 from model.attention import States
 from model.base import RecurrentModel
+from runtime.errors import UserError
 
 
-class DivergedError(ValueError):
+class DivergedError(UserError):
     """A model's weights make no distribution of the next token."""
 
 

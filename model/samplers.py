@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from model.diffusion import Diffusion, Method, broadcast
+from runtime.errors import UserError
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 """The model with its labels: x_t ``[B, T, W]`` and times ``[B]`` to its output, ``[B, T, W]`` or twice as wide."""
@@ -75,23 +76,23 @@ def draw(
         step_noise: for ddpm, noise as ``noise`` to add after step 0, 1, ... steps - 2.
 
     Raises:
-        ValueError: a method that the objective does not have, steps out of range, or ddpm without step_noise.
+        UserError: a method that the objective does not have, steps out of range, or ddpm without step_noise.
     """
     method = method or diffusion.methods[0]
     if method not in diffusion.methods:
-        raise ValueError(
+        raise UserError(
             f"method is {method}, and the model was trained with objective {diffusion.config.objective}; use "
             + " or ".join(diffusion.methods)
         )
     most = None if method == "euler" else diffusion.config.num_timesteps
     if steps < 1 or (most is not None and steps > most):
-        raise ValueError(f"steps is {steps}; it must be 1 or more" + (f" and at most {most}" if most else ""))
+        raise UserError(f"steps is {steps}; it must be 1 or more" + (f" and at most {most}" if most else ""))
     if method == "euler":
         return _euler(diffusion, denoise, noise, steps)
     if method == "ddim":
         return _ddim(diffusion, denoise, noise, steps)
     if step_noise is None:
-        raise ValueError("step_noise is None; ddpm adds noise at each step: give it, or use ddim")
+        raise UserError("step_noise is None; ddpm adds noise at each step: give it, or use ddim")
     return _ddpm(diffusion, denoise, noise, steps, step_noise)
 
 

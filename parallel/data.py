@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from runtime.errors import UserError
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -33,9 +35,9 @@ class DataParallelConfig:
     def __post_init__(self) -> None:
         copies, name = self.num_distributed_optimizer_instances, self.data_parallel_sharding_strategy
         if copies < 1:
-            raise ValueError(f"num_distributed_optimizer_instances is {copies}; it must be 1 or more")
+            raise UserError(f"num_distributed_optimizer_instances is {copies}; it must be 1 or more")
         if copies > 1 and name in ("ddp", "legacy_ddp"):
-            raise ValueError(
+            raise UserError(
                 f"num_distributed_optimizer_instances is {copies} with data_parallel_sharding_strategy {name}, which "
                 "divides nothing and copies all; use 1, or strategy zero1"
             )

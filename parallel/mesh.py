@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from runtime.errors import UserError
 from runtime.processes import process_group, set_timeout
 
 
-class MeshError(ValueError):
+class MeshError(UserError):
     """Processes that cannot form the mesh."""
 
 
@@ -43,14 +44,14 @@ class MeshConfig:
     def __post_init__(self) -> None:
         for name in SIZES:
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+                raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if not SHORTEST_TIMEOUT <= self.distributed_timeout_minutes <= LONGEST_TIMEOUT:
-            raise ValueError(
+            raise UserError(
                 f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; it must be from "
                 f"{SHORTEST_TIMEOUT} (a second or so) to {LONGEST_TIMEOUT:,} (a week)"
             )
         if self.device == "cpu" and self.distributed_backend == "nccl":
-            raise ValueError("distributed_backend is nccl and device is cpu; use gloo or auto")
+            raise UserError("distributed_backend is nccl and device is cpu; use gloo or auto")
 
     @property
     def device_type(self) -> str:

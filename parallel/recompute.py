@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from kernels.chunks import over_chunks
+from runtime.errors import UserError
 
 ATTENTION = frozenset(
     {
@@ -38,7 +39,7 @@ ATTENTION = frozenset(
 or tokens after it, and what torch's SDPA becomes where a fused kernel fits."""
 
 
-class RecomputeError(ValueError):
+class RecomputeError(UserError):
     """A policy that cannot be applied to this model here."""
 
 

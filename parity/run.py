@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from data.errors import DataError
 from data.text.prepare import Request, prepare
 from parity.cases import (
     DIFFUSION,
@@ -244,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
             lines.append(line)
             failed += not good
         write_text(args.output, report(lines, failed, time.monotonic() - started))
-    except (DataError, ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"\n{len(lines)} rows, {failed} of them not as they should be; wrote {args.output}")

@@ -8,12 +8,14 @@ from typing import Literal, get_args, get_type_hints
 
 import torch
 
+from runtime.errors import UserError
+
 CLUSTERS = Path(__file__).resolve().parents[1] / "configs" / "clusters"
 KINDS = {"H100": "h100_pod", "H200": "h100_pod", "A100": "a100_pod"}
 """The cluster that a GPU's name, as torch tells it, stands for."""
 
 
-class ClusterError(ValueError):
+class ClusterError(UserError):
     """A cluster file that does not describe a cluster; the message names the file, the key and the fix."""
 
 

@@ -15,6 +15,7 @@ from parallel.context.methods.registry import METHODS, STATE_METHODS
 from parallel.context.placement import PLACEMENTS
 from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.step_cost import Arrangement, Prediction, Workload, predict
+from runtime.errors import UserError
 from runtime.together import from_first, is_first
 from train.config.flags import ConfigError
 from train.config.language import Config, load_config
@@ -148,7 +149,7 @@ def arrangements(config: Config, world_size: int) -> Iterator[Config]:
         )
         try:
             recompute = replace(config.recompute, recompute_granularity=policy)  # type: ignore[arg-type]
-        except ValueError:  # offload goes with some policies alone
+        except UserError:  # offload goes with some policies alone
             continue
         yield replace(config, mesh=mesh, recompute=recompute)
 
@@ -163,7 +164,7 @@ def rank(configs: Sequence[Config], world_size: int, cluster: Cluster) -> Rankin
             candidate = replace(config, context=context)
             try:
                 validate_sizes(candidate, world_size)
-            except ConfigError as error:
+            except UserError as error:
                 refused[str(error)] += 1
                 continue
             found = Candidate(candidate, predicted(candidate, world_size, cluster))

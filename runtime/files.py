@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from runtime.errors import UserError
+
 _DRAFT = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{32}(\.[^.]*)?")
 # Process and lock: fcntl grants a process its own lock again, and the second's end would let go of both.
 _HELD: set[tuple[int, str]] = set()
@@ -20,7 +22,7 @@ _HELD: set[tuple[int, str]] = set()
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class InUseError(ValueError):
+class InUseError(UserError):
     """Another writes here, or a lock is in the way that cannot be taken; the message says whose, and where."""
 
 

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime.errors import UserError
+
 NODE = "longmesh/node of rank {}"
 """Where in the store a rank says on which machine it is."""
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 SECONDS_TO_ANSWER = 10.0
 
 
-class LaunchError(ValueError):
+class LaunchError(UserError):
     """Processes that cannot join, by what their launcher says or where it lets them meet."""
 
 

@@ -25,7 +25,7 @@ class _Failure:
 
     @classmethod
     def of(cls, error: Exception) -> "_Failure":
-        """Keep the type of what a user can cause (ValueError, OSError); of a defect, keep the traceback as text."""
+        """Keep the type of a ValueError, hence of any UserError, or an OSError; of a defect, the traceback as text."""
         text = "".join(traceback.format_exception(error))
         if not isinstance(error, (ValueError, OSError)):
             return cls(text, None)
@@ -52,8 +52,8 @@ def agree(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T
     Its result must pickle. Without a process group, ``fn`` alone runs.
 
     Raises:
-        Exception: where ranks fail, the error of the lowest of them, on every rank. A ValueError (hence each of our
-            domain errors) or an OSError keeps its type and message; anything else is raised elsewhere as a
+        Exception: where ranks fail, the error of the lowest of them, on every rank. A ValueError (hence every
+            UserError) or an OSError keeps its type and message; anything else is raised elsewhere as a
             RuntimeError with the failing rank's traceback.
     """
     if not dist.is_initialized():

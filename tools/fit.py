@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from runtime.errors import UserError
 from train.config import diffusion, language
 from train.config.flags import ConfigError
 from train.run import run_entry
@@ -60,7 +61,7 @@ def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[
     for context in sizes:
         try:
             validate(replace(config, mesh=replace(config.mesh, context_parallel_size=context)), size)
-        except ConfigError:
+        except UserError:
             continue
         return size, more + ([] if context == own else ["--context-parallel-size", str(context)])
     return size, more

@@ -127,7 +127,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Config, int, Cluster]:
     """The planner's flags, the configuration to vary, the processes and the cluster.
 
     Raises:
-        ConfigError: flags that do not fit, or too few processes to profile on.
+        UserError: flags that do not fit, or too few processes to profile on.
     """
     args, rest = build_parser().parse_known_args(argv)
     config = parse_args(rest)

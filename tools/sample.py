@@ -16,6 +16,7 @@ from model.base import LanguageModel
 from model.config import architecture_of
 from model.generate import DivergedError, generate
 from model.registry import build_model
+from runtime.errors import UserError
 from tools.arguments import Parser
 from train.config.language import Config, ConfigError, load_config
 from train.objectives.language import with_vocabulary
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     try:
         sample(args)
-    except (ConfigError, DataError, CheckpointError) as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

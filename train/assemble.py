@@ -41,7 +41,7 @@ def softmax_context(
 ) -> tuple[ContextParallel, Attend]:
     """The context-parallel dimension that the configuration names, and the attention that the model calls.
 
-    ``alone`` is that of one process without a method. Raises ConfigError for a backend that cannot do it here.
+    ``alone`` is that of one process without a method. Raises UserError for a backend that cannot do it here.
     """
     method, backend = config.context.context_parallel_method, config.context.attention_backend
     length, tp = config.sequence_length, config.mesh.tensor_model_parallel_size
@@ -50,10 +50,7 @@ def softmax_context(
         # Without a causal mask, the padding that tp asks for would be attended to.
         return cp, alone if config.causal or cp.plan.padded_len == length else cp.attend
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
-    try:
-        select_backend(backend, config.mesh.device_type, dtype)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    select_backend(backend, config.mesh.device_type, dtype)
     if is_first() and (note := passed_over(backend, config.mesh.device_type, dtype)):
         print(f"note: {note}", flush=True)
     width = config.shape.head_dim

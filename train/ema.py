@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.data import reshard
+from runtime.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class EmaConfig:
 
     def __post_init__(self) -> None:
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay is {self.ema_decay}; it must be 0 or more and below 1, such as 0.9999")
+            raise UserError(f"ema_decay is {self.ema_decay}; it must be 0 or more and below 1, such as 0.9999")
 
 
 class Ema:

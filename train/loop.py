@@ -19,6 +19,7 @@ from data.loader import Batch, Batching, Samples, batches, evaluation_batches
 from parallel.data import copies_unseen, finish_gradients
 from parallel.mesh import Mesh
 from parallel.pipeline.runner import Runner
+from runtime.errors import UserError
 from runtime.together import agreed
 from train.config.common import CommonConfig
 from train.continued import kept
@@ -34,7 +35,7 @@ AVERAGED = "ema_decay"
 """What a checkpoint with averages of the weights says beside its tensors."""
 
 
-class TrainingError(RuntimeError):
+class TrainingError(UserError):
     """A run that cannot go on; the message says what a person can do about it."""
 
 

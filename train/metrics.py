@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from runtime.errors import UserError
 from runtime.files import reason, replacing, write_text
 from train.config.flags import ConfigError
 
@@ -38,7 +39,7 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         if self.log_interval < 1:
-            raise ValueError(f"log_interval is {self.log_interval}; it must be 1 or more")
+            raise UserError(f"log_interval is {self.log_interval}; it must be 1 or more")
 
 
 Writer = Callable[[dict[str, Any]], None]

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from runtime.errors import UserError
+
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 
@@ -71,14 +73,14 @@ class OptimizerConfig:
             without = "give --lr-warmup-iters 0 with it, or --lr-warmup-fraction none"
             self._require(not self.lr_warmup_iters, "lr_warmup_iters", f"and lr_warmup_fraction {fraction}; {without}")
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            raise ValueError(
+            raise UserError(
                 "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are set; the one takes this "
                 "configuration's schedule, the other the checkpoint's: leave one out"
             )
 
     def _require(self, ok: bool, name: str, problem: str) -> None:
         if not ok:
-            raise ValueError(f"{name} is {getattr(self, name)}; {problem}")
+            raise UserError(f"{name} is {getattr(self, name)}; {problem}")
 
 
 def build_optimizer(config: OptimizerConfig, *parts: nn.Module) -> torch.optim.AdamW:

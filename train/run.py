@@ -16,11 +16,7 @@ from torch import nn
 
 from checkpoint.api import CheckpointError, find_checkpoint, load_checkpoint, read_manifest, remove_drafts
 from checkpoint.manifest import MANIFEST
-from data.errors import DataError
-from parallel.context import ContextError
-from parallel.mesh import MeshError
-from parallel.recompute import RecomputeError
-from planner.cluster import ClusterError
+from runtime.errors import UserError
 from runtime.files import FULL, InUseError, owned, write_text
 from runtime.lost import tell_lost
 from runtime.processes import LaunchError
@@ -29,23 +25,13 @@ from train.config.common import CommonConfig
 from train.config.flags import ConfigError, spelled, write_toml
 from train.continued import Run, changes, continued
 from train.ema import Ema
-from train.loop import AVERAGED, Progress, TrainingError
+from train.loop import AVERAGED, Progress
 from train.metrics import METRICS, RunLog, check_services, disk_errors
 from train.schedule import shortened
 
 # How long ranks that fail wait for the others, so that a launcher does not end the one that is to speak.
 SECONDS_TO_SPEAK = 5.0
 UNFLUSHED = 120  # Python's own status where output is lost at the end
-USER_ERRORS = (
-    ConfigError,
-    MeshError,
-    ClusterError,
-    ContextError,
-    RecomputeError,
-    DataError,
-    CheckpointError,
-    TrainingError,
-)
 
 
 def exit_status(main: Callable[[list[str]], None], arguments: list[str]) -> int:
@@ -58,7 +44,7 @@ def exit_status(main: Callable[[list[str]], None], arguments: list[str]) -> int:
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)  # by itself: what the ranks would agree by is at fault
         return 1
-    except (*USER_ERRORS, OSError) as error:
+    except (UserError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None and error.errno not in FULL:
             raise
         with one_voice(SECONDS_TO_SPEAK) as speaks:

@@ -26,6 +26,7 @@ from model.hf.folder import (
     write_folder,
 )
 from model.registry import shapes_of
+from runtime.errors import UserError
 
 INDEX = f"{WEIGHTS}.index.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -66,7 +67,7 @@ FAMILIES: dict[str, Family] = {"llama": llama, "gpt": gpt2, "transnormer": trans
 
 def _family(config: ModelConfig) -> Family:
     if config.model_type not in FAMILIES:
-        raise ValueError(
+        raise UserError(
             f"model_type is {config.model_type}, which Hugging Face has no model of; only {_listed(FAMILIES)}"
         )
     return FAMILIES[config.model_type]
@@ -80,40 +81,40 @@ def _listed(names: Iterable[str]) -> str:
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a config.json's contents; keys that change nothing we compute are passed over.
 
-    Without a model_type it is taken for a LLaMA's. ValueError names the key that is missing, of another type, or asks
+    Without a model_type it is taken for a LLaMA's. UserError names the key that is missing, of another type, or asks
     for what we do not support (rope_scaling, another activation, ...).
     """
     by_type = {family.SUPPORTED["model_type"][0]: family for family in FAMILIES.values()}
     kind = hf.get("model_type", "llama")
     if kind not in list(by_type):  # not in the dict: JSON's lists have no hash
-        raise ValueError(f"{CONFIG}: model_type = {shown(kind)} is not supported; only {_listed(by_type)} are")
+        raise UserError(f"{CONFIG}: model_type = {shown(kind)} is not supported; only {_listed(by_type)} are")
     try:
         _check_read(hf, by_type[kind])
         found = by_type[kind].config_from_hf(hf)
     except KeyError as missing:
-        raise ValueError(f"{CONFIG}: {missing.args[0]} is missing; this is no {kind}'s configuration") from None
+        raise UserError(f"{CONFIG}: {missing.args[0]} is missing; this is no {kind}'s configuration") from None
     except ValueError as error:
         reason = str(error).removeprefix(f"{CONFIG}: ")
-        raise ValueError(f"{CONFIG}: {reason}") from None
+        raise UserError(f"{CONFIG}: {reason}") from None
     return found
 
 
 def _check_read(contents: Mapping[str, Any], family: Family) -> None:
-    """ValueError for entries that ask for another model, or that transformers could not read."""
+    """UserError for entries that ask for another model, or that transformers could not read."""
     for key, supported in family.SUPPORTED.items():
         if (value := contents.get(key, supported[0])) not in supported:
             only = " or ".join(map(shown, supported))
-            raise ValueError(f"{CONFIG}: {key} = {shown(value)} is not supported; only {only} is")
+            raise UserError(f"{CONFIG}: {key} = {shown(value)} is not supported; only {only} is")
     for key in TOKEN_IDS:
         several = key == "eos_token_id" and isinstance(contents.get(key), list)
         entry(contents, key, list if several else int, None)
     longest = entry(contents, "max_position_embeddings", int, None)
     if longest is not None and longest < 1:
-        raise ValueError(f"{CONFIG}: max_position_embeddings is below 1; it must be the longest sequence")
+        raise UserError(f"{CONFIG}: max_position_embeddings is below 1; it must be the longest sequence")
     for key in family.UNSAID:
         rate = entry(contents, key, float, None) if key.endswith(("dropout", "pdrop")) else None
         if rate is not None and not 0 <= rate < 1:
-            raise ValueError(f"{CONFIG}: {key} is {shown(contents[key])}; it must be from 0 to below 1")
+            raise UserError(f"{CONFIG}: {key} is {shown(contents[key])}; it must be from 0 to below 1")
 
 
 def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None)
     was read from (`load_hf`), or single ones, such as max_position_embeddings (of a LLaMA: 2048 where nothing says
     so), bos_token_id and eos_token_id (else null). What the configuration decides is written as it says.
 
-    ValueError for a model that theirs cannot be: a LLaMA whose hidden_size is no multiple of its heads, a GPT with
+    UserError for a model that theirs cannot be: a LLaMA whose hidden_size is no multiple of its heads, a GPT with
     rope, fewer key heads or heads of another width, a TransNormer of another decay or epsilon, and a Linear
     Transformer; and for contents of another kind of model.
     """
@@ -132,12 +133,12 @@ def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None)
     _check_read(contents, family)
     longest, table = contents.get("max_position_embeddings"), config.max_position_embeddings
     if table is not None and longest not in (None, table):
-        raise ValueError(
+        raise UserError(
             f"max_position_embeddings is {longest} and the model's table of positions has {table} entries; leave it out"
         )
     pad = contents.get("pad_token_id")
     if pad is not None and not -config.vocabulary <= pad < config.vocabulary:
-        raise ValueError(
+        raise UserError(
             f"{CONFIG}: pad_token_id is {pad} and vocab_size {config.vocabulary}, which transformers does not load; "
             "leave it out of the contents"
         )
@@ -150,7 +151,7 @@ def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None)
 
 
 def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our state dict. ValueError for missing, unknown, misshapen or wrongly tied weights, or no numbers."""
+    """Our state dict. UserError for missing, unknown, misshapen or wrongly tied weights, or no numbers."""
     family = _family(config)
     sizes = {
         "hidden_size": config.hidden_size,
@@ -166,7 +167,7 @@ def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
     if not config.untie_embeddings_and_output_weights and "lm_head.weight" in state:
         output, embedding = state.pop("lm_head.weight"), state.get(family.EMBEDDING)
         if embedding is not None and not torch.equal(output, embedding):
-            raise ValueError(f"lm_head.weight differs from {family.EMBEDDING}, yet tie_word_embeddings is true")
+            raise UserError(f"lm_head.weight differs from {family.EMBEDDING}, yet tie_word_embeddings is true")
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     check_state(state, {name: weight.shape for name, weight in family.to_theirs(empty, config).items()})
     return family.to_ours(state, shapes)
@@ -179,7 +180,7 @@ def _whole_name(name: str, prefix: str) -> str:
 def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """What their module's state_dict() holds for our state dict, a tied lm_head.weight included.
 
-    ValueError for missing, unknown or misshapen weights, and for a model that theirs cannot be.
+    UserError for missing, unknown or misshapen weights, and for a model that theirs cannot be.
     """
     family = _family(config)
     family.check(config)
@@ -196,7 +197,7 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor], dict[st
     The contents of config.json are what `save_hf` takes to keep what our configuration has no field for.
 
     Only safetensors are read, never pickles, and only files directly in the folder, whatever an index names.
-    ValueError names the file and what is wrong with it.
+    UserError names the file and what is wrong with it.
     """
     folder = Path(folder)
     contents = read_json(folder / CONFIG)
@@ -205,15 +206,15 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor], dict[st
         return config, from_hf(read_weights(folder / WEIGHTS), config), contents
     index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-        raise ValueError(f"{folder / INDEX}: weight_map is missing or not a table of file names; download it again")
+        raise UserError(f"{folder / INDEX}: weight_map is missing or not a table of file names; download it again")
     state: dict[str, Tensor] = {}
     for file in sorted(set(index.values())):
         if file != Path(file).name or not file.endswith(".safetensors"):
-            raise ValueError(f"{folder / INDEX}: names {file!r}, which is no safetensors file directly in this folder")
+            raise UserError(f"{folder / INDEX}: names {file!r}, which is no safetensors file directly in this folder")
         shard = read_weights(folder / file)
         lacking = [name for name, where in index.items() if where == file and name not in shard]
         if lacking:
-            raise ValueError(f"{folder / file}: lacks {lacking[0]}, which {INDEX} places there; download it again")
+            raise UserError(f"{folder / file}: lacks {lacking[0]}, which {INDEX} places there; download it again")
         state |= {name: shard[name] for name in shard if index.get(name) == file}
     return config, from_hf(state, config), contents
 
@@ -223,7 +224,7 @@ def save_hf(
 ) -> None:
     """Write config.json and model.safetensors of our state dict; transformers' from_pretrained reads the folder.
 
-    contents as for `config_to_hf`. The folder is made; ValueError where it holds a model already or cannot be written,
+    contents as for `config_to_hf`. The folder is made; UserError where it holds a model already or cannot be written,
     and as `config_to_hf` and `to_hf` raise it; then nothing is written.
     """
     described, theirs = config_to_hf(config, contents), to_hf(state, config)

@@ -25,6 +25,7 @@ from model.hf.folder import (
     shown,
     write_folder,
 )
+from runtime.errors import UserError
 
 NAMES = {"x_embedder": "x_embedder.proj", "y_embedder": "y_embedder.embedding_table"}
 LAYER_NAMES = {"attention.wo": "attn.proj", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
@@ -33,7 +34,7 @@ POSITIONS = "pos_embed"
 
 
 def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """Our state dict. ValueError for missing, unknown or misshapen weights, and for positions that ours are not."""
+    """Our state dict. UserError for missing, unknown or misshapen weights, and for positions that ours are not."""
     sizes = {
         "hidden_size": config.hidden_size,
         "ffn_hidden_size": config.ffn_size,
@@ -62,7 +63,7 @@ def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[st
 def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
     """What the original's state_dict() holds for our state dict, fixed positions included.
 
-    ValueError for missing, unknown or misshapen weights.
+    UserError for missing, unknown or misshapen weights.
     """
     check_state(state, dit_shapes(config))
     positions = position_embedding(torch.arange(config.num_patches), config)[None]
@@ -73,15 +74,15 @@ def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
     """Configuration and our state dict (CPU, dtypes as stored) of a folder as `save_dit` writes it.
 
     For the original's weights, saved as model.safetensors, write the config.json: the fields of DiTConfig. Only
-    safetensors are read, never pickles. ValueError names the file and what is wrong with it.
+    safetensors are read, never pickles. UserError names the file and what is wrong with it.
     """
     folder = Path(folder)
     contents = read_json(folder / CONFIG)
     kind = contents.pop("model_type", "dit")
     if kind != "dit":
-        raise ValueError(f'{folder / CONFIG}: model_type = {shown(kind)} is not supported; only "dit" is')
+        raise UserError(f'{folder / CONFIG}: model_type = {shown(kind)} is not supported; only "dit" is')
     if unknown := sorted(contents.keys() - {field.name for field in dataclasses.fields(DiTConfig)}):
-        raise ValueError(f"{folder / CONFIG}: {unknown[0]} is no field of a DiT's configuration; leave it out")
+        raise UserError(f"{folder / CONFIG}: {unknown[0]} is no field of a DiT's configuration; leave it out")
     kinds = {tuple: list, type(None): int}
     try:
         config = DiTConfig(
@@ -93,14 +94,14 @@ def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
             }
         )
     except ValueError as error:
-        raise ValueError(f"{folder / CONFIG}: {str(error).removeprefix(f'{CONFIG}: ')}") from None
+        raise UserError(f"{folder / CONFIG}: {str(error).removeprefix(f'{CONFIG}: ')}") from None
     return config, dit_from_original(read_weights(folder / WEIGHTS), config)
 
 
 def save_dit(folder: str | Path, config: DiTConfig, state: Mapping[str, Tensor]) -> None:
     """Write config.json and model.safetensors, in the original's naming, of our state dict.
 
-    The folder is made; ValueError where it holds a model already, and as `dit_to_original` raises it.
+    The folder is made; UserError where it holds a model already, and as `dit_to_original` raises it.
     """
     contents: dict[str, Any] = {"model_type": "dit"} | dataclasses.asdict(config)
     write_folder(Path(folder), dit_to_original(state, config), contents)
@@ -146,7 +147,7 @@ def _check_positions(found: Tensor, config: DiTConfig) -> None:
         want = position_embedding(torch.arange(config.num_patches), config)[None]
         if torch.allclose(found.double(), want, rtol=0, atol=_tolerance(found)):
             return
-    raise ValueError(
+    raise UserError(
         f"{POSITIONS} {tuple(found.shape)} is not the sines and cosines {shape} that the configuration makes it; "
         "positions are computed here, never learned or resized: check latent_shape and patch_size"
     )

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.errors import UserError
+
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -22,24 +24,24 @@ _KINDS = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object. ValueError names the file and what is wrong with it."""
+    """A file's JSON object. UserError names the file and what is wrong with it."""
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; give the folder of a Hugging Face model") from None
+        raise UserError(f"{path} does not exist; give the folder of a Hugging Face model") from None
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); download it again") from None
+        raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(contents, dict):
-        raise ValueError(f"{path} holds no JSON object; download it again")
+        raise UserError(f"{path} holds no JSON object; download it again")
     return contents
 
 
 def entry(contents: Mapping[str, Any], key: str, kind: type, *default: Any) -> Any:
     """An entry of config.json that must be an int, a float, a bool or a list (of int); `default` where it is missing.
 
-    null stands for a default of None. Raises KeyError where it is missing and has no default, ValueError for another
+    null stands for a default of None. Raises KeyError where it is missing and has no default, UserError for another
     type, a number that is not finite, and an integer beyond 32 bits, which no shape has.
     """
     if key not in contents and default:
@@ -48,7 +50,7 @@ def entry(contents: Mapping[str, Any], key: str, kind: type, *default: Any) -> A
     if value is None and default == (None,):
         return None
     if not _is(value, kind):
-        raise ValueError(f"{CONFIG}: {key} is {shown(value)}; it must be {_KINDS[kind]}")
+        raise UserError(f"{CONFIG}: {key} is {shown(value)}; it must be {_KINDS[kind]}")
     return float(value) if kind is float else value
 
 
@@ -69,47 +71,47 @@ def shown(value: Any) -> str:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """A safetensors file's tensors, on the CPU. ValueError names the file and what is wrong with it."""
+    """A safetensors file's tensors, on the CPU. UserError names the file and what is wrong with it."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         return load_file(path)
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; only safetensors are read, and all shards are needed") from None
+        raise UserError(f"{path} does not exist; only safetensors are read, and all shards are needed") from None
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}); download it again") from None
+        raise UserError(f"{path} is not a whole safetensors file ({error}); download it again") from None
 
 
 def check_sizes(state: Mapping[str, Tensor], layers: int, sizes: Mapping[str, int]) -> None:
-    """ValueError for more layers or larger sizes than the weights can have, before a model is made of them on paper."""
+    """UserError for more layers or larger sizes than the weights can have, before a model is made of them on paper."""
     largest = max((weight.numel() for weight in state.values()), default=0)
     for name, value in sizes.items():
         if value > largest:
-            raise ValueError(f"{name} is {value}, and the largest weight has {largest} values; they are of two models")
+            raise UserError(f"{name} is {value}, and the largest weight has {largest} values; they are of two models")
     if layers > len(state):
-        raise ValueError(f"num_layers is {layers}, and there are {len(state)} weights; they are of two models")
+        raise UserError(f"num_layers is {layers}, and there are {len(state)} weights; they are of two models")
 
 
 def check_state(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """ValueError for missing, unknown or misshapen weights, and for those that are no finite floating-point numbers."""
+    """UserError for missing, unknown or misshapen weights, and for those that are no finite floating-point numbers."""
     missing, unknown = sorted(shapes.keys() - state.keys()), sorted(state.keys() - shapes.keys())
     for problem, names in (("lacks", missing), ("has the unknown", unknown)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"The state dict {problem} {names[0]}{more}; it is not of this configuration")
+            raise UserError(f"The state dict {problem} {names[0]}{more}; it is not of this configuration")
     for name, shape in shapes.items():
         if state[name].shape != shape:
-            raise ValueError(f"{name} has shape {tuple(state[name].shape)}; the configuration makes it {tuple(shape)}")
+            raise UserError(f"{name} has shape {tuple(state[name].shape)}; the configuration makes it {tuple(shape)}")
     for name, weight in state.items():
         if weight.dtype not in DTYPES:
-            raise ValueError(
+            raise UserError(
                 f"{name} is {_name(weight.dtype)}; weights must be {', '.join(map(_name, DTYPES[:-1]))} or float64: "
                 "take a checkpoint that is not quantized"
             )
         if not (finite := weight.isfinite()).all():
             broken = finite.numel() - int(finite.sum())
-            raise ValueError(
+            raise UserError(
                 f"{name} holds {broken} of {finite.numel()} values that are not finite; take another checkpoint"
             )
 
@@ -117,7 +119,7 @@ def check_state(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -
 def write_folder(folder: Path, weights: Mapping[str, Tensor], contents: Mapping[str, Any]) -> None:
     """Write config.json and model.safetensors, or neither; the folder is made.
 
-    ValueError where it holds a model already or cannot be written.
+    UserError where it holds a model already or cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -125,7 +127,7 @@ def write_folder(folder: Path, weights: Mapping[str, Tensor], contents: Mapping[
     config_path, weights_path = folder / CONFIG, folder / WEIGHTS
     for path in (config_path, weights_path, folder / f"{WEIGHTS}.index.json"):
         if path.exists():
-            raise ValueError(f"{path} exists; choose a new folder, nothing is written over")
+            raise UserError(f"{path} exists; choose a new folder, nothing is written over")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         weights_path.touch()
@@ -142,7 +144,7 @@ def write_folder(folder: Path, weights: Mapping[str, Tensor], contents: Mapping[
         if not isinstance(error, (OSError, SafetensorError)):
             raise
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"cannot write to {folder} ({reason}); free space or choose another folder") from error
+        raise UserError(f"cannot write to {folder} ({reason}); free space or choose another folder") from error
 
 
 def _name(dtype: torch.dtype) -> str:

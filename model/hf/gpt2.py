@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.hf.folder import entry
+from runtime.errors import UserError
 
 # What our model computes, for the keys of config.json that could ask for something else; a missing key means the first.
 # Dropout is not among them: every published GPT-2 names some, and it is no part of what the trained model computes.
@@ -47,7 +48,7 @@ PREFIX = "transformer."
 
 
 def check(config: ModelConfig) -> None:
-    """ValueError where theirs has no such GPT."""
+    """UserError where theirs has no such GPT."""
     needs = (
         ("position_embedding_type", config.position_embedding_type, config.learned_positions, "learned_absolute"),
         (
@@ -65,11 +66,11 @@ def check(config: ModelConfig) -> None:
     )
     for name, value, ok, only in needs:
         if not ok:
-            raise ValueError(f"{name} is {value}, which Hugging Face's GPT-2 does not have; only {only} can be written")
+            raise UserError(f"{name} is {value}, which Hugging Face's GPT-2 does not have; only {only} can be written")
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config.json's contents; KeyError for what is missing, ValueError for what is not supported."""
+    """ModelConfig of a config.json's contents; KeyError for what is missing, UserError for what is not supported."""
     return ModelConfig(
         model_type="gpt",
         num_layers=entry(hf, "n_layer", int),

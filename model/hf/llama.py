@@ -11,6 +11,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.hf.folder import entry, shown
+from runtime.errors import UserError
 
 # What our model computes, for the keys of config.json that could ask for something else; a missing key means the first.
 # Dropout is not among them: it is no part of what the trained model computes.
@@ -42,24 +43,24 @@ PREFIX = ""
 
 
 def check(config: ModelConfig) -> None:
-    """ValueError where theirs has no such LLaMA."""
+    """UserError where theirs has no such LLaMA."""
     if config.hidden_size % config.num_attention_heads:
-        raise ValueError(
+        raise UserError(
             f"hidden_size is {config.hidden_size}, which transformers takes for a LLaMA only as a multiple of "
             f"num_attention_heads {config.num_attention_heads}, whatever kv_channels is; keep it in its checkpoint"
         )
     if config.init_method_std > 1:
-        raise ValueError(
+        raise UserError(
             f"init_method_std is {config.init_method_std}, and transformers takes 1 at most for a LLaMA; set it lower, "
             "since trained weights do not depend on it"
         )
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config.json's contents; KeyError for what is missing, ValueError for what is not supported."""
+    """ModelConfig of a config.json's contents; KeyError for what is missing, UserError for what is not supported."""
     for key in ("rope_parameters", "rope_scaling"):
         if not _is_plain_rope(hf.get(key)):
-            raise ValueError(f"config.json: {key} = {shown(hf[key])} is not supported; only unscaled rotation is")
+            raise UserError(f"config.json: {key} = {shown(hf[key])} is not supported; only unscaled rotation is")
     rope = hf.get("rope_parameters") or {}  # transformers 5 keeps rope_theta in here
     if "rope_theta" not in rope:
         rope = hf

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.hf.folder import entry, shown
+from runtime.errors import UserError
 
 # What our model computes, for the keys of config.json that could ask for something else; a missing key means the first.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -40,9 +41,9 @@ PREFIX = "model."
 
 
 def check(config: ModelConfig) -> None:
-    """ValueError where theirs has no such TransNormer."""
+    """UserError where theirs has no such TransNormer."""
     if config.softmax_every is not None:
-        raise ValueError(
+        raise UserError(
             f"softmax_every is {config.softmax_every}, and a released TransNormer has linear attention in every layer: "
             "its code has no layers of softmax attention to read a hybrid into; keep it in its checkpoint"
         )
@@ -52,22 +53,22 @@ def check(config: ModelConfig) -> None:
     )
     for name, value, only in needs:
         if value != only:
-            raise ValueError(
+            raise UserError(
                 f"{name} is {value}, which a released TransNormer does not have; only {only} can be written"
             )
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config.json's contents; KeyError for what is missing, ValueError for what is not supported."""
+    """ModelConfig of a config.json's contents; KeyError for what is missing, UserError for what is not supported."""
     layers, lrpe = entry(hf, "decoder_layers", int), entry(hf, "linear_use_lrpe_list", list)
     if len(lrpe) != layers or [bool(one) for one in lrpe] != [number == 0 for number in range(len(lrpe))]:
-        raise ValueError(
+        raise UserError(
             f"config.json: linear_use_lrpe_list = {shown(lrpe)} is not supported; only the first layer has LRPE"
         )
     ffn, width = entry(hf, "glu_dim", int), entry(hf, "decoder_embed_dim", int)
     heads, inside = entry(hf, "decoder_attention_heads", int), entry(hf, "hidden_dim", int)
     if heads < 1 or inside % heads:
-        raise ValueError(
+        raise UserError(
             f"config.json: hidden_dim is {inside}; it must be a multiple of decoder_attention_heads {heads}"
         )
     return ModelConfig(

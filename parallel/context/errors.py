@@ -1,5 +1,7 @@
 """The error of this package."""
 
+from runtime.errors import UserError
 
-class ContextError(ValueError):
+
+class ContextError(UserError):
     """A context-parallel configuration that cannot work; the message says why and what would."""

@@ -5,6 +5,7 @@ from itertools import count, pairwise
 from typing import Literal
 
 from parallel.data import Strategy
+from runtime.errors import UserError
 
 Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"]
 SINGLE: tuple[Schedule, ...] = ("1F1B", "GPipe")
@@ -27,14 +28,14 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         virtual, schedule = self.num_virtual_stages_per_pipeline_rank, self.pipeline_schedule
         if virtual < 1:
-            raise ValueError(f"num_virtual_stages_per_pipeline_rank is {virtual}; it must be 1 or more")
+            raise UserError(f"num_virtual_stages_per_pipeline_rank is {virtual}; it must be 1 or more")
         if schedule in SINGLE and virtual > 1:
-            raise ValueError(
+            raise UserError(
                 f"num_virtual_stages_per_pipeline_rank is {virtual} with pipeline_schedule {schedule}, which has one "
                 "stage per process; use Interleaved1F1B, or 1 virtual stage"
             )
         if min(self.pipeline_layers, default=1) < 1:
-            raise ValueError(f"pipeline_layers is {self.pipeline_layers}; each stage needs a layer")
+            raise UserError(f"pipeline_layers is {self.pipeline_layers}; each stage needs a layer")
 
     def check(
         self,
@@ -53,7 +54,7 @@ class PipelineConfig:
             batch: sequences of one micro-batch on all data-parallel ranks.
 
         Raises:
-            ValueError: stages more than layers, fewer micro-batches than ranks, a schedule that does not go with a
+            UserError: stages more than layers, fewer micro-batches than ranks, a schedule that does not go with a
                 data-parallel strategy, with tensor parallelism or with recomputation.
         """
         schedule, stages = self.pipeline_schedule, self.stages(ranks)
@@ -61,14 +62,14 @@ class PipelineConfig:
             default = PipelineConfig()
             names = [f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
             named = [f"{name} is {getattr(self, name)}" for name in names]
-            raise ValueError(
+            raise UserError(
                 f"{', '.join(named)}, and there is no pipeline; give --pipeline-model-parallel-size 2 or more, or "
                 "leave it out"
             )
         if stages > layers:
             virtual = layers // ranks
             other = f"num_virtual_stages_per_pipeline_rank {virtual}" if virtual else f"at most {layers} processes"
-            raise ValueError(
+            raise UserError(
                 f"num_layers is {layers} and there are {stages} pipeline stages, each of which needs a layer; nearest "
                 f"that work: {other}, or num_layers {stages}"
             )
@@ -78,7 +79,7 @@ class PipelineConfig:
             above = next(n for n in count(max(micro_batches, ranks)) if self._rounds(n, ranks))
             nearest = " or ".join(str(n * batch) for n in (*below, above))
             rounds = " in equal rounds of about as many" if schedule not in SINGLE else ""
-            raise ValueError(
+            raise UserError(
                 f"{schedule} takes at least {ranks} micro-batches (pipeline_model_parallel_size) per data-parallel rank"
                 f"{rounds}, and global_batch_size {micro_batches * batch} gives {micro_batches}; nearest that work: "
                 f"global_batch_size {nearest}, or another micro_batch_size"
@@ -86,17 +87,17 @@ class PipelineConfig:
         if schedule != "InterleavedZeroBubble":
             return
         if strategy in ("zero2", "zero3"):
-            raise ValueError(
+            raise UserError(
                 f"pipeline_schedule {schedule} keeps weights and gradients whole until its last micro-batch, and "
                 f"data_parallel_sharding_strategy {strategy} divides them; nearest that work: zero1, or Interleaved1F1B"
             )
         if tp > 1:
-            raise ValueError(
+            raise UserError(
                 f"pipeline_schedule {schedule} takes each backward in two parts, and torch cannot part that of a layer "
                 f"split by tensor_model_parallel_size {tp}; nearest that work: size 1, or Interleaved1F1B"
             )
         if recompute:
-            raise ValueError(
+            raise UserError(
                 f"pipeline_schedule {schedule} takes each backward in two parts, and recompute_granularity, "
                 "loss_chunk_size and ffn_chunk_size would compute again in both; leave them out, or use Interleaved1F1B"
             )
@@ -121,7 +122,7 @@ def stage_layers(config: PipelineConfig, layers: int, ranks: int) -> list[range]
     Layers that do not divide go to the stages in the middle: the first has the embedding and the last the logits.
 
     Raises:
-        ValueError: ``pipeline_layers`` does not name all.
+        UserError: ``pipeline_layers`` does not name all.
     """
     stages = config.stages(ranks)
     equal = [layers // stages] * stages
@@ -130,7 +131,7 @@ def stage_layers(config: PipelineConfig, layers: int, ranks: int) -> list[range]
         equal[stage] += 1
     counts = list(config.pipeline_layers) or equal
     if len(counts) != stages or sum(counts) != layers:
-        raise ValueError(
+        raise UserError(
             f"pipeline_layers is {counts}, {sum(counts)} layers for {len(counts)} stages, and there are {layers} "
             f"layers and {stages} stages; left out, it is {' '.join(map(str, equal))}"
         )

@@ -80,26 +80,23 @@ class DiTRunConfig(CommonConfig):
 def parse_args(argv: Sequence[str]) -> DiTRunConfig:
     """The configuration of a command line without the program's name: `--config FILE`, other flags over it.
 
-    Raises ConfigError; prints the help and exits with status 0 where it is asked for.
+    Raises UserError; prints the help and exits with status 0 where it is asked for.
     """
     return flags.parse(DiTRunConfig, argv, INTRODUCTION)
 
 
 def load_config(path: str | Path) -> DiTRunConfig:
-    """The configuration in a TOML file, defaults where it is silent. Raises ConfigError naming file and key."""
+    """The configuration in a TOML file, defaults where it is silent. UserError names the key or field."""
     return flags.build(DiTRunConfig, flags.read_toml(DiTRunConfig, path))
 
 
 def validate(config: DiTRunConfig, world_size: int) -> None:
     """Check what no section can see alone, for a run of `world_size` processes; needs no process group.
 
-    Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
+    Raises UserError for the first contradiction, naming the fields, their values and the fix.
     """
     validate_magnitude(config, world_size)
-    try:
-        config.sampling.check(diffusion_of(config))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    config.sampling.check(diffusion_of(config))
     if config.sampling.samples_per_class:
         config.sampling.check_guidance(config.model.class_dropout_prob)
     schedule = config.pipeline.pipeline_schedule
@@ -127,5 +124,5 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
 
 
 def diffusion_of(config: DiTRunConfig) -> Diffusion:
-    """The objective's arithmetic. Raises ValueError where the model cannot have it."""
+    """The objective's arithmetic. Raises UserError where the model cannot have it."""
     return Diffusion(config.diffusion, config.model.learn_sigma, config.model.latent_shape[0])

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args,
 
 import tomli_w
 
+from runtime.errors import UserError
 from train.config.megatron_flags import Entry, without_what_is_so
 from train.config.megatron_flags import entries as megatron_flags
 
@@ -30,7 +31,7 @@ LONGEST_TOML = 1_000_000
 METAVAR = {int: "N", float: "X", str: "TEXT"}
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A configuration that cannot run; the message names the field, what was found and the fix."""
 
 
@@ -121,14 +122,11 @@ def config_fields(root: type) -> dict[str, Field]:
 
 
 def build(root: type[Root], values: dict[str, Any]) -> Root:
-    """A `root` with `values` by field name and defaults elsewhere. Raises ConfigError for a value out of range."""
+    """A `root` with `values` by field name and defaults elsewhere. Raises UserError for a value out of range."""
     table = config_fields(root)
     sections = {}
     for section, cls in get_type_hints(root).items():
-        try:
-            sections[section] = cls(**{name: values[name] for name in values if table[name].section == section})
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        sections[section] = cls(**{name: values[name] for name in values if table[name].section == section})
     return root(**sections)
 
 
@@ -249,14 +247,11 @@ def _parser(root: type, introduction: str | None) -> _Parser:
 def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     """The configuration of a command line: `--config FILE`, then every other flag over it.
 
-    `argv` is without the program's name. Raises ConfigError; prints the help, headed by `introduction`, and exits with
+    `argv` is without the program's name. Raises UserError; prints the help, headed by `introduction`, and exits with
     status 0 where it is asked for.
     """
     flags = ["--config", "--help", *(field.flag for field in config_fields(root).values())]
-    try:
-        argv, taken = without_what_is_so([_hyphened(word) for word in argv], flags)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    argv, taken = without_what_is_so([_hyphened(word) for word in argv], flags)
     parser = _parser(root, introduction if {"-h", "--help"} & set(argv) else None)
     given, unknown = parser.parse_known_args(argv)
     if unknown:

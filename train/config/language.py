@@ -106,13 +106,13 @@ A TOML file under configs/ sets the run and flags override it; "none" unsets a f
 def parse_args(argv: Sequence[str]) -> Config:
     """The configuration of a command line without the program's name: `--config FILE`, other flags over it.
 
-    Raises ConfigError; prints the help and exits with status 0 where it is asked for.
+    Raises UserError; prints the help and exits with status 0 where it is asked for.
     """
     return flags.parse(Config, argv, INTRODUCTION)
 
 
 def load_config(path: str | Path) -> Config:
-    """The configuration in a TOML file, defaults where it is silent. Raises ConfigError naming file and key."""
+    """The configuration in a TOML file, defaults where it is silent. UserError names the key or field."""
     return flags.build(Config, flags.read_toml(Config, path))
 
 
@@ -124,7 +124,7 @@ def to_toml(config: Config) -> str:
 def validate(config: Config, world_size: int) -> None:
     """Check what no section can see alone, for a run of `world_size` processes; needs no process group.
 
-    Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
+    Raises UserError for the first contradiction, naming the fields, their values and the fix.
     """
     validate_sizes(config, world_size)
     validate_run(config)

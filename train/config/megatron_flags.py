@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from runtime.errors import UserError
+
 # A line per flag: the flag, what follows it (N: any word; A|B: one of these), then `=` where it says what is so anyway (with
 # those values of a field alone, where some are named), `>` before what to give instead, or `!` before why there is none.
 TABLE = """\
@@ -276,7 +278,7 @@ def without_what_is_so(argv: Sequence[str], known: Sequence[str]) -> tuple[list[
     """A command line without the flags that say what is so anyway, and these; `known` are the program's own flags.
 
     Raises:
-        ValueError: a flag that says what is not so, or is another one here.
+        UserError: a flag that says what is not so, or is another one here.
     """
     table, left, taken = entries(), [], []
     words = list(argv)
@@ -288,17 +290,15 @@ def without_what_is_so(argv: Sequence[str], known: Sequence[str]) -> tuple[list[
             left.append(word)
             continue
         if entry.verdict != "=":
-            raise ValueError(f"unknown argument {flag}; {entry.answer}")
+            raise UserError(f"unknown argument {flag}; {entry.answer}")
         if equals and not entry.values:
-            raise ValueError(f"{flag} takes no value, and {value!r} is given; {entry.answer}")
+            raise UserError(f"{flag} takes no value, and {value!r} is given; {entry.answer}")
         if entry.values:
             if not equals and (not words or words[0].startswith("--")):
-                raise ValueError(f"{flag} has no value; {entry.answer}")
+                raise UserError(f"{flag} has no value; {entry.answer}")
             value = value if equals else words.pop(0)
             if entry.values != ("N",) and not any(_same(value, one) for one in entry.values):
-                raise ValueError(
-                    f"{flag} is {value}, and here it can only be {' or '.join(entry.values)}: {entry.text}"
-                )
+                raise UserError(f"{flag} is {value}, and here it can only be {' or '.join(entry.values)}: {entry.text}")
         taken.append(entry)
     return left, taken
 

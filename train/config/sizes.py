@@ -60,7 +60,7 @@ def validate_magnitude(config: "CommonConfig", world_size: int) -> None:
 
 
 def validate_sizes(config: "Config", world_size: int) -> None:
-    """Raise ConfigError for sizes of a language model's run that do not fit, naming them and the nearest that do."""
+    """Raise UserError for sizes of a language model's run that do not fit, naming them and the nearest that do."""
     validate_magnitude(config, world_size)
     length, table = config.train.seq_length, config.model.max_position_embeddings
     if table is not None and length > table:
@@ -77,7 +77,7 @@ def validate_sizes(config: "Config", world_size: int) -> None:
 
 
 def validate_mesh(config: "CommonConfig", world_size: int) -> None:
-    """Raise ConfigError for sizes of the mesh that do not fit the processes, the model or the batch."""
+    """Raise UserError for sizes of the mesh that do not fit the processes, the model or the batch."""
     tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
     pp = config.mesh.pipeline_model_parallel_size
     _validate_fit("tensor_model_parallel_size", tp, world_size, "")
@@ -96,18 +96,15 @@ def validate_mesh(config: "CommonConfig", world_size: int) -> None:
             f"global_batch_size is {batch}, not a multiple of micro_batch_size {micro} x data-parallel size {dp}; "
             f"nearest that work: {_nearest_multiples(batch, micro * dp)}"
         )
-    try:
-        config.pipeline.check(
-            config.shape.num_layers,
-            pp,
-            micro_batches(config, dp),
-            config.data_parallel.strategy,
-            batch=micro * dp,
-            tp=tp,
-            recompute=config.recompute != RecomputeConfig(),
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    config.pipeline.check(
+        config.shape.num_layers,
+        pp,
+        micro_batches(config, dp),
+        config.data_parallel.strategy,
+        batch=micro * dp,
+        tp=tp,
+        recompute=config.recompute != RecomputeConfig(),
+    )
     _validate_copies(config.data_parallel.num_distributed_optimizer_instances, dp * cp)
 
 
@@ -175,17 +172,14 @@ def _validate_hybrid(config: "Config") -> None:
 def _validate_context(config: "CommonConfig") -> None:
     """Check that the method suits its ranks, and the heads that tensor parallelism leaves to each."""
     model, mesh, tp = config.shape, config.mesh, config.mesh.tensor_model_parallel_size
-    try:
-        config.context.check(
-            seq_len=config.sequence_length,
-            size=mesh.context_parallel_size,
-            heads=model.num_attention_heads // tp,
-            kv_heads=max(1, model.query_groups // tp),
-            ranks_per_node=mesh.context_ranks_per_node,
-            causal=config.causal,
-        )
-    except ContextError as error:
-        raise ConfigError(str(error)) from error
+    config.context.check(
+        seq_len=config.sequence_length,
+        size=mesh.context_parallel_size,
+        heads=model.num_attention_heads // tp,
+        kv_heads=max(1, model.query_groups // tp),
+        ranks_per_node=mesh.context_ranks_per_node,
+        causal=config.causal,
+    )
 
 
 def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int = 1) -> None:

@@ -150,10 +150,7 @@ def _linear_context_of(
 ) -> tuple[ContextParallel, LinearAttend]:
     """Of a model with linear attention: the method's, or of a process that holds whole sequences."""
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
-    try:
-        backend = select_linear_backend(config.context.attention_backend, config.mesh.device_type, dtype)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    backend = select_linear_backend(config.context.attention_backend, config.mesh.device_type, dtype)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
         return linear_attention(q, k, v, log_decay, backend=backend)[0]

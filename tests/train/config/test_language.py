@@ -1,13 +1,13 @@
 import dataclasses
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_type_hints
 
 import pytest
 
 from parallel.context import METHODS, STATE_METHODS
+from runtime.errors import UserError
 from train.config import flags
-from train.config.language import Config, ConfigError, TrainConfig, load_config, parse_args, to_toml, validate
+from train.config.language import Config, TrainConfig, load_config, parse_args, to_toml, validate
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.toml") if "dit_" not in path.name)
@@ -21,14 +21,14 @@ def write(folder: Path, text: str) -> Path:
 
 
 def refusal(*argv: str) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         parse_args(argv)
     return str(caught.value)
 
 
 def contradiction(world_size: int, *argv: str) -> str:
     config = parse_args([*DATA, *argv])
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         validate(config, world_size)
     return str(caught.value)
 
@@ -286,7 +286,7 @@ def test_contradictions_are_refused_with_the_fix(world_size, argv, words):
 
 
 def test_missing_data_is_refused_and_consistent_settings_are_not():
-    with pytest.raises(ConfigError, match="data_path is empty"):
+    with pytest.raises(UserError, match="data_path is empty"):
         validate(Config(), 1)
     argv = "--context-parallel-size 2 --micro-batch-size 2 --global-batch-size 8 --save runs/x --save-interval 5"
     validate(parse_args([*DATA, *argv.split()]), 4)
@@ -300,17 +300,17 @@ def test_missing_data_is_refused_and_consistent_settings_are_not():
     validate(parse_args([*DATA, "--eval-iters", "0", "--split", "1,0,0"]), 1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Odd:
     odd: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Lost:
     kept: int | None = 3
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Again:
     kind: Literal["a", "b"] = "a"
     seed: int = 1
@@ -331,7 +331,7 @@ def test_the_methods_offered_are_those_that_exist():
 def test_configs_are_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().train.seed = 2
-    assert replace(Config(), train=TrainConfig(seed=2)) != Config()
+    assert dataclasses.replace(Config(), train=TrainConfig(seed=2)) != Config()
 
 
 def test_help_explains_every_flag(capsys):

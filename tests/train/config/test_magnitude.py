@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from runtime.errors import UserError
 from train.config import diffusion as dit_config
 from train.config import language as config
 from train.config.flags import LONGEST_TOML, config_fields
-from train.config.language import ConfigError, load_config
+from train.config.language import load_config
 
 DATA = ["--data-path", "x", "--tokenizer-model", "x.model"]
 GPT = [
@@ -28,7 +29,7 @@ DIT = [
 
 
 def refused(module, line: str) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         module.validate(module.parse_args(line.split()), 1)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -77,16 +78,16 @@ def test_counts_of_time_have_no_such_bound() -> None:
 )
 def test_a_file_that_is_no_configuration_is_one_line(content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(content)
-    with pytest.raises(ConfigError, match=words) as caught:
+    with pytest.raises(UserError, match=words) as caught:
         load_config(tmp_path / "run.toml")
     assert str(caught.value).startswith(str(tmp_path / "run.toml"))
     assert "\n" not in str(caught.value)
 
 
 def test_a_folder_and_an_endless_device_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         load_config(tmp_path)
-    with pytest.raises(ConfigError, match="longer than"):
+    with pytest.raises(UserError, match="longer than"):
         load_config("/dev/zero")
 
 

@@ -4,9 +4,10 @@ import re
 
 import pytest
 
+from runtime.errors import UserError
 from train.config import diffusion as dit_config
 from train.config import language as config
-from train.config.flags import ConfigError, config_fields
+from train.config.flags import config_fields
 from train.config.megatron_flags import entries
 
 OURS = {field.flag for root in (config.Config, dit_config.DiTRunConfig) for field in config_fields(root).values()}
@@ -31,7 +32,7 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse) 
     for entry in entries().values():
         line = [entry.flag, *(value.replace("N", "7") for value in entry.values[:1])]
         if entry.verdict != "=":
-            with pytest.raises(ConfigError) as caught:
+            with pytest.raises(UserError) as caught:
                 parse(line)
             assert f"unknown argument {entry.flag}; it is Megatron-LM's" in str(caught.value)
             assert entry.text in str(caught.value)
@@ -73,12 +74,12 @@ def test_what_contradicts_is_refused(line: str, words: str | None) -> None:
     if words is None:
         config.parse_args(line.split())
         return
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         config.parse_args(line.split())
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_what_needs_a_kind_of_model_is_refused_where_there_is_none() -> None:
-    with pytest.raises(ConfigError, match="--swiglu is given and this program has no model_type"):
+    with pytest.raises(UserError, match="--swiglu is given and this program has no model_type"):
         dit_config.parse_args(["--swiglu"])

@@ -17,9 +17,10 @@ from model.registry import build_model
 from parallel.context import METHODS, context_parallel, make_plan
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
+from runtime.errors import UserError
 from testing.ranks import run_ranks
 from tests.data.text.corpora import write_documents
-from train.config.language import Config, ConfigError, TrainConfig
+from train.config.language import Config, TrainConfig
 from train.objectives.language import NextToken, context_of, corpus_entropy
 
 LENGTH = 13  # of which neither 2 nor 3 ranks have equal parts
@@ -142,17 +143,17 @@ def test_linear_attention_of_the_backend_that_is_named(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aten", "triton"])
-def test_a_backend_without_linear_attention_here_is_a_configuration_error(backend: str) -> None:
+def test_a_backend_without_linear_attention_here_is_a_user_error(backend: str) -> None:
     context = ContextConfig(attention_backend=backend)  # type: ignore[arg-type]
     config = Config(model=replace(LLAMA, model_type="transnormer"), context=context, mesh=MeshConfig(device="cpu"))
-    with pytest.raises(ConfigError, match=backend):
+    with pytest.raises(UserError, match=backend):
         context_of(config, None)
 
 
-def test_a_backend_that_the_device_lacks_is_a_configuration_error() -> None:
+def test_a_backend_that_the_device_lacks_is_a_user_error() -> None:
     context = ContextConfig(attention_backend="flash_attn")
     config = Config(context=context, mesh=MeshConfig(device="cpu"), train=TrainConfig(bf16=True))
-    with pytest.raises(ConfigError, match="flash_attn"):
+    with pytest.raises(UserError, match="flash_attn"):
         context_of(config, None)
 
 

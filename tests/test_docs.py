@@ -142,6 +142,17 @@ def unlisted(root: Path) -> Iterator[str]:
     yield from (str(page.relative_to(root)) for page in root.glob("docs/**/*.md") if page not in {*named, index})
 
 
+def unlisted_commands(root: Path) -> Iterator[str]:
+    """Targets of make and programs that the page of commands does not name."""
+    page = (root / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z-]+):.* ## ", (root / "Makefile").read_text(encoding="utf-8"), flags=re.M)
+    programs = [path for path in root.glob("[a-z]*/**/*.py") if path.parts[len(root.parts)] not in ("tests", "runs")]
+    programs = [path for path in programs if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
+    modules = [".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__main__") for path in programs]
+    named = [f"`make {target}`" for target in targets] + [f"`python -m {module}`" for module in modules]
+    yield from (name for name in named if name not in page and name != "`make help`")
+
+
 CHECKS: list[Callable[[Path], Iterator[str]]] = [
     broken_links,
     unknown_targets,
@@ -152,6 +163,7 @@ CHECKS: list[Callable[[Path], Iterator[str]]] = [
     wide_lines,
     long_readme,
     unlisted,
+    unlisted_commands,
 ]
 
 
@@ -179,6 +191,7 @@ def test_the_pages(check: Callable[[Path], Iterator[str]]) -> None:
         (wide_lines, "word " * 25),
         (long_readme, "word\n\n" * 76),
         (unlisted, ""),
+        (unlisted_commands, ""),
     ],
 )
 def test_what_is_wrong_is_seen(tmp_path: Path, check: Callable[[Path], Iterator[str]], text: str) -> None:
@@ -187,13 +200,16 @@ def test_what_is_wrong_is_seen(tmp_path: Path, check: Callable[[Path], Iterator[
         "Makefile": "some: ## Something\n",
         "tools/some.py": "parser.add_argument('--some')\nclass C:\n    other: int = 0\n",
         "configs/some.toml": "",
-        "docs/README.md": "# One\n\n[some](some.md)\n",
+        "docs/README.md": "# One\n\n[some](some.md), [commands](reference/commands.md)\n",
+        "docs/reference/commands.md": "`make some`",
         "docs/some.md": "[the index](README.md#one), `make some`, `python -m tools.some --some 1 --no-other`\n",
     }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(content)
     assert list(check(tmp_path)) == []
     (tmp_path / "README.md").write_text(text)
     if check is unlisted:
         (tmp_path / "docs" / "lost.md").touch()
+    if check is unlisted_commands:
+        (tmp_path / "tools" / "other.py").write_text('if __name__ == "__main__":\n    pass\n')
     assert len(list(check(tmp_path))) == (2 if "configs" in text else 1)

@@ -65,11 +65,13 @@ def test_contradicting_flags(flags: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int) -> None:
-    out = tmp_path / "out"
+def test_interrupted_run_leaves_nothing(
+    tmp_path: Path, default_data: Path, number: signal.Signals, status: int
+) -> None:
+    out, tokenizer = tmp_path / "out", default_data.with_suffix(".model")
     with interruptible():
         process = subprocess.Popen(
-            [sys.executable, "-m", "tools.prepare_data", "--output-prefix", out / "d"],
+            [sys.executable, "-m", "tools.prepare_data", "--output-prefix", out / "d", "--tokenizer-model", tokenizer],
             cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip

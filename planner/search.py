@@ -19,7 +19,7 @@ from runtime.errors import UserError
 from runtime.together import from_first, is_first
 from train.config.flags import ConfigError
 from train.config.language import Config, load_config
-from train.config.sizes import micro_batches, validate_sizes
+from train.config.sizes import validate_sizes
 
 GATED = ("llama", "transnormer")
 RECOMPUTE = ("none", "selective", "attention_boundary", "full")
@@ -64,7 +64,7 @@ def workload_of(config: Config, dp: int) -> Workload:
         matrix_weights=matrix_weights,
         element_size=2 if config.train.bf16 else 4,
         micro_batch=config.train.micro_batch_size,
-        micro_batches=micro_batches(config, dp),
+        micro_batches=config.train.micro_batches(dp),
     )
 
 

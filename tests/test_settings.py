@@ -20,7 +20,7 @@ from tools import plan, plot, prepare_data, prepare_latents, sample, sample_dit
 from train.config import diffusion as dit_config
 from train.config import flags
 from train.config import language as config
-from train.config.diffusion import DiTRunConfig
+from train.config.entries import DiTRunConfig
 from train.config.flags import Field
 from train.config.language import Config
 from train.run import claim_folder

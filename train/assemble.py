@@ -19,7 +19,6 @@ from parallel.recompute import recompute_layers
 from runtime.together import is_first
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError
-from train.config.sizes import micro_batches
 
 
 class Summed(Protocol):
@@ -138,7 +137,7 @@ def runner_of(
         config=config.pipeline,
         mesh=mesh.pp,
         device=mesh.device,
-        micro_batches=micro_batches(config, mesh.dp.size()),
+        micro_batches=train.micro_batches(mesh.dp.size()),
         first_input=first_input,
         hidden=torch.empty(hidden, dtype=torch.bfloat16 if train.bf16 else torch.float32, device="meta"),
         tied=tied,

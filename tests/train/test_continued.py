@@ -10,7 +10,7 @@ import pytest
 from checkpoint.api import CheckpointError
 from data.text.megatron import DataConfig
 from parallel.mesh import MeshConfig
-from train.config.diffusion import DiTRunConfig
+from train.config.entries import DiTRunConfig
 from train.config.language import Config, TrainConfig, parse_args
 from train.continued import changes, continued, kept
 from train.optim import OptimizerConfig

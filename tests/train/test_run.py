@@ -22,7 +22,7 @@ from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, tw
 from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, free_port
 from train import run
-from train.config.diffusion import DiTRunConfig
+from train.config.entries import DiTRunConfig
 from train.config.language import Config, ConfigError, load_config
 from train.loop import Progress
 from train.metrics import METRICS, LoggingConfig

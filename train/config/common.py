@@ -48,6 +48,10 @@ class LoopConfig:
         if self.exit_duration_in_mins is not None and self.exit_duration_in_mins <= 0:
             raise ConfigError(f"exit_duration_in_mins is {self.exit_duration_in_mins}; it must be above 0")
 
+    def micro_batches(self, dp: int) -> int:
+        """Micro-batches of one iteration on each of ``dp`` data-parallel ranks."""
+        return self.batch_size(dp) // (self.micro_batch_size * dp)
+
     def batch_size(self, dp: int) -> int:
         """Sequences, or samples, per iteration on ``dp`` data-parallel ranks."""
         return self.global_batch_size or self.micro_batch_size * dp
@@ -129,11 +133,6 @@ class CommonConfig(ABC):
     def reading(self) -> Reading:
         """How the data are read."""
         return self.data
-
-    @staticmethod
-    @abstractmethod
-    def other_entries() -> dict[str, type]:
-        """The configurations of other programs, whose files and flags may be given to this one by mistake."""
 
     @property
     @abstractmethod

@@ -1,20 +1,14 @@
-"""The configuration of a diffusion transformer's run, and what contradicts itself in it."""
+"""The configuration of a diffusion transformer's run: where it comes from, and what contradicts itself in it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.latents.dataset import DIGITS, LatentDataConfig
-from data.latents.folder import latents_fingerprint
-from model.diffusion import Diffusion, DiffusionConfig
-from model.dit_config import DiTConfig
-from parallel.context.config import FullContextConfig
+from model.diffusion import Diffusion
 from train.config import flags
-from train.config.common import CommonConfig, validate_backend, validate_run
+from train.config.common import validate_backend, validate_run
+from train.config.entries import ENTRIES, DiTRunConfig
 from train.config.flags import ConfigError
 from train.config.sizes import validate_magnitude, validate_mesh
-from train.ema import EmaConfig
-from train.sampling import SamplingConfig
 
 INTRODUCTION = """\
 Pretrain a diffusion transformer on latents of images or of long videos, shared over processes by context parallelism.
@@ -34,60 +28,17 @@ A TOML file under configs/ sets the run and flags override it; "none" unsets a f
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiTRunConfig(CommonConfig):
-    """Everything that decides a run, one field per section; a field's name is unique over all sections."""
-
-    model: DiTConfig = field(default_factory=DiTConfig)
-    context: FullContextConfig = field(default_factory=FullContextConfig)
-    data: LatentDataConfig = field(default_factory=LatentDataConfig)
-    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
-    ema: EmaConfig = field(default_factory=EmaConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-
-    @staticmethod
-    def other_entries() -> dict[str, type]:
-        from train.config.language import Config  # which imports this one for the same reason
-
-        return {"pretrain_gpt.py": Config}
-
-    @property
-    def causal(self) -> bool:
-        return False
-
-    @property
-    def sequence_length(self) -> int:
-        return self.model.num_patches
-
-    def trained_for(self) -> dict[str, object]:
-        return {"objective": self.diffusion.objective, "num_timesteps": self.diffusion.num_timesteps}
-
-    def noted(self) -> dict[str, object]:
-        return {
-            "logit_normal_mean": self.diffusion.logit_normal_mean,
-            "logit_normal_std": self.diffusion.logit_normal_std,
-            "class_dropout_prob": self.model.class_dropout_prob,
-        }
-
-    def sample_order(self) -> dict[str, object]:
-        return {"seed": self.train.seed, "data_path": list(self.data.data_path), "split": self.data.split}
-
-    def contents(self) -> dict[str, str]:
-        folders = [path for path in self.data.data_path if path != DIGITS]
-        return {f"data_path {folder}": latents_fingerprint(folder) for folder in folders}
-
-
 def parse_args(argv: Sequence[str]) -> DiTRunConfig:
     """The configuration of a command line without the program's name: `--config FILE`, other flags over it.
 
     Raises UserError; prints the help and exits with status 0 where it is asked for.
     """
-    return flags.parse(DiTRunConfig, argv, INTRODUCTION)
+    return flags.parse(DiTRunConfig, argv, INTRODUCTION, ENTRIES)
 
 
 def load_config(path: str | Path) -> DiTRunConfig:
     """The configuration in a TOML file, defaults where it is silent. UserError names the key or field."""
-    return flags.build(DiTRunConfig, flags.read_toml(DiTRunConfig, path))
+    return flags.build(DiTRunConfig, flags.read_toml(DiTRunConfig, path, ENTRIES))
 
 
 def validate(config: DiTRunConfig, world_size: int) -> None:

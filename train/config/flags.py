@@ -13,7 +13,7 @@ import math
 import textwrap
 import tomllib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,7 @@ from train.config.megatron_flags import entries as megatron_flags
 Root = TypeVar("Root")
 EXPECTED = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
 LONGEST_TOML = 1_000_000
+NO_OTHERS: Mapping[str, type] = types.MappingProxyType({})
 METAVAR = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -130,9 +131,11 @@ def build(root: type[Root], values: dict[str, Any]) -> Root:
     return root(**sections)
 
 
-def _hint(root: type, name: str, known: Sequence[str]) -> str:
-    """What to do about a section, key or flag that `root` does not know, and another entry's configuration may."""
-    for entry, other in getattr(root, "other_entries", dict)().items():
+def _hint(root: type, name: str, known: Collection[str], entries: Mapping[str, type]) -> str:
+    """What to do about a section, key or flag that `root` does not know, and that of another entry may."""
+    for entry, other in entries.items():
+        if other is root:
+            continue
         table = config_fields(other)
         if name in table or name in get_type_hints(other) or name in {field.flag for field in table.values()}:
             return f"that is for {entry}"
@@ -144,8 +147,11 @@ def _hint(root: type, name: str, known: Sequence[str]) -> str:
     return f"did you mean {close[0]}?" + (f" {meant.answer}" if meant else "")
 
 
-def read_toml(root: type, path: str | Path) -> dict[str, Any]:
-    """The values that a TOML file sets, by field name. Raises ConfigError naming the file, the key and the fix."""
+def read_toml(root: type, path: str | Path, entries: Mapping[str, type] = NO_OTHERS) -> dict[str, Any]:
+    """The values that a TOML file sets, by field name. Raises ConfigError naming the file, the key and the fix.
+
+    ``entries`` is as ``parse`` takes it.
+    """
     try:
         with Path(path).open(encoding="utf-8-sig") as file:
             text = file.read(LONGEST_TOML + 1)
@@ -167,10 +173,10 @@ def read_toml(root: type, path: str | Path) -> dict[str, Any]:
         if section in table:
             raise ConfigError(f"{path}: {section} stands outside of a section; move it to [{table[section].section}]")
         if section not in sections or not isinstance(content, dict):
-            raise ConfigError(f"{path}: unknown section [{section}]; {_hint(root, section, sections)}")
+            raise ConfigError(f"{path}: unknown section [{section}]; {_hint(root, section, sections, entries)}")
         for name, value in content.items():
             if name not in table:
-                raise ConfigError(f"{path}: unknown key {name} in [{section}]; {_hint(root, name, list(table))}")
+                raise ConfigError(f"{path}: unknown key {name} in [{section}]; {_hint(root, name, table, entries)}")
             if table[name].section != section:
                 raise ConfigError(f"{path}: {name} stands in [{section}]; move it to [{table[name].section}]")
             try:
@@ -244,11 +250,11 @@ def _parser(root: type, introduction: str | None) -> _Parser:
     return parser
 
 
-def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
+def parse(root: type[Root], argv: Sequence[str], introduction: str, entries: Mapping[str, type] = NO_OTHERS) -> Root:
     """The configuration of a command line: `--config FILE`, then every other flag over it.
 
     `argv` is without the program's name. Raises UserError; prints the help, headed by `introduction`, and exits with
-    status 0 where it is asked for.
+    status 0 where it is asked for. `entries`: roots by program, one of which what `root` does not know may be for.
     """
     flags = ["--config", "--help", *(field.flag for field in config_fields(root).values())]
     argv, taken = without_what_is_so([_hyphened(word) for word in argv], flags)
@@ -256,12 +262,12 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].partition("=")[0] if unknown[0].startswith("-") else None
-        hint = _hint(root, flag, flags) if flag else "a value follows the flag it belongs to"
+        hint = _hint(root, flag, flags, entries) if flag else "a value follows the flag it belongs to"
         raise ConfigError(f"unknown argument {unknown[0]}; {hint}")
     values: dict[str, Any] = vars(given)
     path = values.pop("config", None)
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    config = build(root, {**(read_toml(root, path) if path is not None else {}), **values})
+    config = build(root, {**(read_toml(root, path, entries) if path is not None else {}), **values})
     for entry in taken:
         _check_so(config, entry)
     return config

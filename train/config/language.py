@@ -1,18 +1,11 @@
-"""The configuration of a run: its sections, where it comes from, and what contradicts itself.
-
-A section is the frozen dataclass that lies beside what it configures; flags.py makes flags and TOML keys of it.
-"""
+"""The configuration of a language model's run: where it comes from, and what contradicts itself in it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.fingerprint import digest, fingerprint
-from data.text.megatron import DataConfig, blend
-from model.config import ModelConfig
-from parallel.context.config import HybridConfig
 from train.config import flags
-from train.config.common import CommonConfig, LoopConfig, validate_backend, validate_run
+from train.config.common import validate_backend, validate_run
+from train.config.entries import ENTRIES, Config, TrainConfig
 from train.config.flags import ConfigError
 from train.config.sizes import validate_sizes
 
@@ -25,56 +18,6 @@ __all__ = [
     "to_toml",
     "validate",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(LoopConfig):
-    """What one iteration is, how many there are, and when the run looks at the validation data or stops."""
-
-    seq_length: int = 1024
-    """Tokens per sequence, before context parallelism shares them out."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._at_least(1, "seq_length")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(CommonConfig):
-    """Everything that decides a run, one field per section; a field's name is unique over all sections."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    hybrid: HybridConfig = field(default_factory=HybridConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-
-    @staticmethod
-    def other_entries() -> dict[str, type]:
-        from train.config.diffusion import DiTRunConfig  # which imports this one for the same reason
-
-        return {"pretrain_dit.py": DiTRunConfig}
-
-    @property
-    def sequence_length(self) -> int:
-        return self.train.seq_length
-
-    def sample_order(self) -> dict[str, object]:
-        return {
-            "seed": self.train.seed,
-            "seq_length": self.train.seq_length,
-            "data_path": list(self.data.data_path),
-            "split": self.data.split,
-        }
-
-    def noted(self) -> dict[str, object]:
-        return {"eod_mask_loss": self.data.eod_mask_loss}
-
-    def contents(self) -> dict[str, str]:
-        tokenizer = self.data.tokenizer_model
-        found: dict[str, str] = {} if tokenizer is None else {"tokenizer_model": digest(Path(tokenizer))}
-        for prefix in blend(self.data.data_path)[0] if self.data.data_path else ():
-            found[f"data_path {prefix}"] = fingerprint(Path(f"{prefix}.idx"), [Path(f"{prefix}.bin")])
-        return found
 
 
 INTRODUCTION = """\
@@ -108,12 +51,12 @@ def parse_args(argv: Sequence[str]) -> Config:
 
     Raises UserError; prints the help and exits with status 0 where it is asked for.
     """
-    return flags.parse(Config, argv, INTRODUCTION)
+    return flags.parse(Config, argv, INTRODUCTION, ENTRIES)
 
 
 def load_config(path: str | Path) -> Config:
     """The configuration in a TOML file, defaults where it is silent. UserError names the key or field."""
-    return flags.build(Config, flags.read_toml(Config, path))
+    return flags.build(Config, flags.read_toml(Config, path, ENTRIES))
 
 
 def to_toml(config: Config) -> str:

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import get_type_hints
 
 from train.config import megatron_flags
-from train.config.diffusion import DiTRunConfig
+from train.config.entries import ENTRIES
 from train.config.flags import METAVAR, Field, attribute_docs, config_fields
-from train.config.language import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
-ENTRIES: dict[str, type] = {"pretrain_gpt.py": Config, "pretrain_dit.py": DiTRunConfig}
 MADE_BY = "Made by `python -m train.config.pages`."
 
 

@@ -2,18 +2,14 @@
 
 import math
 import os
-from typing import TYPE_CHECKING
 
 from parallel.context.config import HybridConfig
 from parallel.context.errors import ContextError
 from parallel.context.methods.registry import LINEAR_METHODS, METHODS, STATE_METHODS
 from parallel.recompute import RecomputeConfig
+from train.config.common import CommonConfig, ModelShape
+from train.config.entries import Config
 from train.config.flags import ConfigError, config_fields
-
-if TYPE_CHECKING:
-    from train.config.common import CommonConfig, ModelShape
-    from train.config.language import Config
-
 
 LARGEST = dict.fromkeys(("num_layers", "num_virtual_stages_per_pipeline_rank"), 10**5)
 LARGEST |= dict.fromkeys(("num_attention_heads", "num_query_groups"), 10**6)
@@ -24,7 +20,7 @@ MOST_BYTES = 10**13
 """Of one process: the largest machines have some 10^12."""
 
 
-def validate_magnitude(config: "CommonConfig", world_size: int) -> None:
+def validate_magnitude(config: CommonConfig, world_size: int) -> None:
     """Raise ConfigError for sizes that no machine can hold, before anything is planned or allocated by them.
 
     Iterations, intervals and seeds count nothing that is held, and have no bound here.
@@ -59,7 +55,7 @@ def validate_magnitude(config: "CommonConfig", world_size: int) -> None:
             )
 
 
-def validate_sizes(config: "Config", world_size: int) -> None:
+def validate_sizes(config: Config, world_size: int) -> None:
     """Raise UserError for sizes of a language model's run that do not fit, naming them and the nearest that do."""
     validate_magnitude(config, world_size)
     length, table = config.train.seq_length, config.model.max_position_embeddings
@@ -76,7 +72,7 @@ def validate_sizes(config: "Config", world_size: int) -> None:
             validate_entries(entries, config.mesh.tensor_model_parallel_size, name)
 
 
-def validate_mesh(config: "CommonConfig", world_size: int) -> None:
+def validate_mesh(config: CommonConfig, world_size: int) -> None:
     """Raise UserError for sizes of the mesh that do not fit the processes, the model or the batch."""
     tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
     pp = config.mesh.pipeline_model_parallel_size
@@ -99,7 +95,7 @@ def validate_mesh(config: "CommonConfig", world_size: int) -> None:
     config.pipeline.check(
         config.shape.num_layers,
         pp,
-        micro_batches(config, dp),
+        config.train.micro_batches(dp),
         config.data_parallel.strategy,
         batch=micro * dp,
         tp=tp,
@@ -119,7 +115,7 @@ def _validate_copies(copies: int, ranks: int) -> None:
         )
 
 
-def _validate_method(config: "Config") -> None:
+def _validate_method(config: Config) -> None:
     """Check that the method passes on what the model's kind of attention needs of other tokens."""
     kind, linear = config.model.model_type, config.model.linear_attention
     method, cp = config.context.context_parallel_method, config.mesh.context_parallel_size
@@ -141,7 +137,7 @@ def _validate_method(config: "Config") -> None:
         )
 
 
-def _validate_hybrid(config: "Config") -> None:
+def _validate_hybrid(config: Config) -> None:
     """Check that the softmax layers' method and layout have such layers, and suit the ranks and their heads."""
     model, hybrid, tp = config.model, config.hybrid, config.mesh.tensor_model_parallel_size
     if model.softmax_every is None:
@@ -169,7 +165,7 @@ def _validate_hybrid(config: "Config") -> None:
         raise ConfigError(f"hybrid_softmax_method is {hybrid.hybrid_softmax_method}: {error}") from error
 
 
-def _validate_context(config: "CommonConfig") -> None:
+def _validate_context(config: CommonConfig) -> None:
     """Check that the method suits its ranks, and the heads that tensor parallelism leaves to each."""
     model, mesh, tp = config.shape, config.mesh, config.mesh.tensor_model_parallel_size
     config.context.check(
@@ -199,13 +195,7 @@ def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int
         )
 
 
-def micro_batches(config: "CommonConfig", dp: int) -> int:
-    """Micro-batches of one iteration on each of ``dp`` data-parallel ranks."""
-    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
-    return 1 if batch is None else batch // (micro * dp)
-
-
-def _validate_shares(model: "ModelShape", tp: int) -> None:
+def _validate_shares(model: ModelShape, tp: int) -> None:
     """Check that ``tp`` ranks can share a layer's heads and channels."""
     size = f"tensor_model_parallel_size {tp}"
     both = math.gcd(model.num_attention_heads, model.ffn_size)

@@ -17,7 +17,7 @@ from parallel.context import ContextParallel
 from parallel.mesh import Mesh
 from parallel.pipeline.runner import Runner
 from train.assemble import runner_of
-from train.config.diffusion import DiTRunConfig
+from train.config.entries import DiTRunConfig
 
 CONDITIONING = ("t_embedder.", "y_embedder.")
 """Modules that every pipeline stage has, since hidden states alone pass between stages."""

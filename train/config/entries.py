@@ -1,0 +1,104 @@
+"""The configuration of each entry: its sections, and what of them its samples, weights and files hang on.
+
+A section is the frozen dataclass that lies beside what it configures; flags.py makes flags and TOML keys of it.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.fingerprint import digest, fingerprint
+from data.latents.dataset import DIGITS, LatentDataConfig
+from data.latents.folder import latents_fingerprint
+from data.text.megatron import DataConfig, blend
+from model.config import ModelConfig
+from model.diffusion import DiffusionConfig
+from model.dit_config import DiTConfig
+from parallel.context.config import FullContextConfig, HybridConfig
+from train.config.common import CommonConfig, LoopConfig
+from train.ema import EmaConfig
+from train.sampling import SamplingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(LoopConfig):
+    """What one iteration is, how many there are, and when the run looks at the validation data or stops."""
+
+    seq_length: int = 1024
+    """Tokens per sequence, before context parallelism shares them out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "seq_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(CommonConfig):
+    """Everything that decides a run, one field per section; a field's name is unique over all sections."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    hybrid: HybridConfig = field(default_factory=HybridConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def sequence_length(self) -> int:
+        return self.train.seq_length
+
+    def sample_order(self) -> dict[str, object]:
+        return {
+            "seed": self.train.seed,
+            "seq_length": self.train.seq_length,
+            "data_path": list(self.data.data_path),
+            "split": self.data.split,
+        }
+
+    def noted(self) -> dict[str, object]:
+        return {"eod_mask_loss": self.data.eod_mask_loss}
+
+    def contents(self) -> dict[str, str]:
+        tokenizer = self.data.tokenizer_model
+        found: dict[str, str] = {} if tokenizer is None else {"tokenizer_model": digest(Path(tokenizer))}
+        for prefix in blend(self.data.data_path)[0] if self.data.data_path else ():
+            found[f"data_path {prefix}"] = fingerprint(Path(f"{prefix}.idx"), [Path(f"{prefix}.bin")])
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTRunConfig(CommonConfig):
+    """Everything that decides a run, one field per section; a field's name is unique over all sections."""
+
+    model: DiTConfig = field(default_factory=DiTConfig)
+    context: FullContextConfig = field(default_factory=FullContextConfig)
+    data: LatentDataConfig = field(default_factory=LatentDataConfig)
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    @property
+    def sequence_length(self) -> int:
+        return self.model.num_patches
+
+    def trained_for(self) -> dict[str, object]:
+        return {"objective": self.diffusion.objective, "num_timesteps": self.diffusion.num_timesteps}
+
+    def noted(self) -> dict[str, object]:
+        return {
+            "logit_normal_mean": self.diffusion.logit_normal_mean,
+            "logit_normal_std": self.diffusion.logit_normal_std,
+            "class_dropout_prob": self.model.class_dropout_prob,
+        }
+
+    def sample_order(self) -> dict[str, object]:
+        return {"seed": self.train.seed, "data_path": list(self.data.data_path), "split": self.data.split}
+
+    def contents(self) -> dict[str, str]:
+        folders = [path for path in self.data.data_path if path != DIGITS]
+        return {f"data_path {folder}": latents_fingerprint(folder) for folder in folders}
+
+
+ENTRIES: dict[str, type[CommonConfig]] = {"pretrain_gpt.py": Config, "pretrain_dit.py": DiTRunConfig}
+"""What is given to the one program by mistake may be for the other."""

@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """What a user can set right; the message is one line that names what was found, where, and the fix.
+    """An error that the user can fix; its message is one line: what was found, where, and the fix.
 
-    Entries and tools print it and exit with status 1. Every other exception is a defect and keeps its traceback.
+    Entries and tools print it and exit with status 1. Any other exception is a bug and keeps its traceback.
     """

@@ -1,4 +1,4 @@
-"""Files that appear whole and for good, or not at all, and folders that one process at a time writes into."""
+"""Write files atomically and durably, and lock folders so that one process at a time writes into them."""
 
 import errno
 import fcntl
@@ -16,28 +16,28 @@ from pathlib import Path
 from runtime.errors import UserError
 
 _DRAFT = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{32}(\.[^.]*)?")
-# Process and lock: fcntl grants a process its own lock again, and the second's end would let go of both.
+# (pid, lock): fcntl grants a process its own lock twice, and closing one of the two would release both.
 _HELD: set[tuple[int, str]] = set()
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class InUseError(UserError):
-    """Another writes here, or a lock is in the way that cannot be taken; the message says whose, and where."""
+    """A folder is in use, or its lock cannot be taken; the message names the lock and its holder."""
 
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
-    """Temporary names in the paths' folders; what is written there bears the paths' names at the end, and stays.
+    """Yield temporary paths beside ``paths``, and rename them to ``paths`` when the block ends.
 
-    Files are fsynced before the renames and the folders after them. The names differ from each other only as the paths
-    do, so that a .bin/.idx pair stays a pair. When the block raises, KeyboardInterrupt included, nothing stays and what
-    stood at the paths is as before.
+    Files are fsynced before the renames, their folders after. The temporary names differ only where ``paths`` do, so
+    that a .bin/.idx pair stays a pair. If the block raises (KeyboardInterrupt included), the temporary files are
+    removed and ``paths`` are as before.
 
     Raises:
         OSError: a file cannot be written.
     """
-    # Suffixes are kept, since readers choose by them. mkstemp would make the files private, against the umask.
+    # Keep suffixes: readers choose by them. mkstemp would ignore the umask and make the files private.
     unique = uuid.uuid4().hex
     temporary = tuple(path.with_name(f".{path.stem}.{unique}{path.suffix}") for path in paths)
     renamed: list[Path] = []
@@ -62,29 +62,28 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Put a text file in place, in UTF-8: a reader sees the old content or the new, never a part."""
+    """Write a UTF-8 text file atomically: a reader sees the old content or the new, never a part."""
     with replacing(path) as (draft,):
         draft.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Iterator[None]:
-    """Keep other processes from writing into a folder, or the files of one stem in it, until the block ends.
+    """Lock a folder, or the files of one stem in it, against other processes until the block ends.
 
-    The lock (fcntl) is on a file ``.lock`` or ``.STEM.lock``, gone at the end, as are folders made for it that are
-    still empty. The lock of a process that was killed dies with it, and drafts that it left, files as of ``replacing``
-    and folders of such a name, are removed here. Other nodes see the lock where their shared file system has locks
-    (NFS; Lustre mounted with ``flock``); where there are none at all, a note says so.
+    The lock (fcntl) is on ``.lock`` or ``.STEM.lock``. The block's end removes that file, and folders made for it that
+    are still empty. A killed process loses its lock; the drafts that it left (files of ``replacing`` and folders named
+    like them) are removed here. Other nodes see the lock if the shared file system has locks (NFS; Lustre mounted with
+    ``flock``); a note says so if it has none.
 
     Args:
-        folder: made where it is missing.
-        stem: what the files' names begin with; None for the whole folder.
-        wait: for another process to end, with a note, instead of an error.
+        folder: created if missing.
+        stem: prefix of the files' names; None locks the whole folder.
+        wait: print a note and wait for the other process, instead of raising.
 
     Raises:
-        InUseError: another process has it, this one has it already, or the lock's file is a link or closed to this
-            user.
-        OSError: the lock's file cannot be made.
+        InUseError: another process or this one holds the lock, or its file is a link or closed to this user.
+        OSError: the lock file cannot be created.
     """
     made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     lock = folder / (".lock" if stem is None else f".{stem}.lock")
@@ -104,7 +103,7 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
     finally:
         _HELD.remove(held)
         if handle is not None:
-            lock.unlink(missing_ok=True)  # before another process can have it
+            lock.unlink(missing_ok=True)  # before another process can take it
             os.close(handle)
         for path in made:
             with suppress(OSError):
@@ -112,7 +111,7 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
 
 
 def _drafts(folder: Path, stem: str | None = None) -> list[Path]:
-    """What killed processes left of one stem; of all where None, but for stems that have an owner of their own."""
+    """List the drafts that killed processes left of one stem; with None, of all stems without a lock of their own."""
     found = [(path, match["stem"]) for path in folder.iterdir() if (match := _DRAFT.fullmatch(path.name))]
     if stem is None:
         return [path for path, of in found if not (folder / f".{of}.lock").exists()]
@@ -120,7 +119,7 @@ def _drafts(folder: Path, stem: str | None = None) -> list[Path]:
 
 
 def _locked(path: Path, wait: bool) -> int:
-    """An open file that this process alone has locked, with who that is in it."""
+    """Open and lock the file, write this process's pid and host into it, and return its handle."""
     while True:
         handle = _opened(path)
         try:
@@ -132,18 +131,18 @@ def _locked(path: Path, wait: bool) -> int:
         except BaseException:
             os.close(handle)
             raise
-        os.close(handle)  # its owner ended, and removed it, after it was opened here
+        os.close(handle)  # its owner removed it after it was opened here
 
 
 def _opened(path: Path) -> int:
-    """A lock's file, made with its folder where it is missing, for every user who may write there."""
+    """Open a lock file, writable by every user; create it and its folder if missing."""
     attempts = 100
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
-            attempts -= 1  # an owner that ends removes the folders that it made
+            attempts -= 1  # an owner that ends removes the folders it made
             if not attempts:
                 raise
         except OSError as error:
@@ -154,8 +153,8 @@ def _opened(path: Path) -> int:
                 raise InUseError(f"{left}; remove it if that run is over") from None
             raise
         else:
-            with suppress(OSError):  # made by another user
-                os.fchmod(handle, 0o666)  # whatever the umask: a killed run's lock is to be taken by others too
+            with suppress(OSError):  # another user's file
+                os.fchmod(handle, 0o666)  # despite the umask: other users must be able to take a killed run's lock
             return handle
 
 
@@ -168,7 +167,7 @@ def _is_at(path: Path, handle: int) -> bool:
 
 def _lock(handle: int, path: Path, wait: bool) -> None:
     try:
-        # Not flock, whose locks outlive their process in the children that it forked.
+        # Not flock: its locks outlive the process in forked children.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
@@ -185,20 +184,20 @@ def _lock(handle: int, path: Path, wait: bool) -> None:
 
 
 def room(folder: Path, needed: int | None = None) -> str:
-    """How many bytes are free where a folder is or would be made, beside how many are needed."""
+    """Say how many bytes are free where ``folder`` is or would be, and how many are needed."""
     where = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     wanted = "" if needed is None else f" and {needed:,} are needed"
     return f"{shutil.disk_usage(where).free:,} bytes are free in {where}{wanted}"
 
 
 def reason(error: OSError, folder: Path, needed: int | None = None) -> str:
-    """Why a file could not be written; of a full disk, how full."""
+    """Say why a file could not be written; for a full disk, with the free bytes."""
     said = error.strerror or str(error)
     return f"{said}: {room(folder, needed)}" if error.errno in FULL else said
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
+    """Return the SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

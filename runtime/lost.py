@@ -1,7 +1,7 @@
-"""What ranks say whose collective failed for a peer's sake: which ranks no longer answer, and where they are.
+"""Name the ranks that no longer answer, and their nodes, when a collective fails because of a peer.
 
-Errors are known by gloo's and the store's texts alone: under NCCL, where this has not been measured, the watchdog ends
-the process in C++ before Python hears of it.
+Errors are recognised by the texts of gloo and the store. Not measured under NCCL, whose watchdog ends the process in
+C++ before Python sees an error.
 """
 
 import os
@@ -24,15 +24,15 @@ CLOSED = re.compile(
 TIMED_OUT = re.compile(
     r"(Timed out waiting \d+ ?ms for|wait timeout after|Timed out after \d+ seconds waiting for clients)[^\n.]*", re.I
 )
-GRACE = 1.5  # seconds in which a rank whose connection closed may hear that another one has timed out
-TURN = 0.05  # seconds between two looks at who has answered, on an idle machine
-SLOWED = 10  # times as long as it was meant to take may a roll take on a busy one
+GRACE = 1.5  # seconds that a rank whose connection closed waits to hear that another rank timed out
+TURN = 0.05  # seconds between two checks of who has answered, on an idle machine
+SLOWED = 10  # on a busy machine a roll call may take this many times as long
 ANSWER = "longmesh/answer of rank {}"
 
 
 @dataclass(frozen=True)
 class _Roll:
-    """Who has answered: ``silent`` ranks have not; ``timed_out`` says whether a rank has waited for them in vain."""
+    """Result of a roll call: the ``silent`` ranks with their nodes, and whether any rank ``timed_out`` waiting."""
 
     silent: dict[int, str]
     timed_out: bool
@@ -40,10 +40,10 @@ class _Roll:
 
 
 def tell_lost(error: RuntimeError, seconds: float) -> bool:
-    """Say in one line that a collective failed for a peer's sake; returns False, in silence, for any other error.
+    """Print one line if a collective failed because of a peer; return False, silently, for any other error.
 
-    Ranks that waited in vain call the roll for up to ``seconds``, by the store, and one of them names those that do not
-    answer: stopped, hanging or gone. A rank whose connection was closed knows no more than that.
+    Ranks that timed out call the roll through the store for up to ``seconds``; one of them names the ranks that do not
+    answer: stopped, hanging or gone. A rank whose connection closed reports only that.
     """
     found = TIMED_OUT.search(str(error)) or CLOSED.search(str(error))
     if found is None:
@@ -51,7 +51,7 @@ def tell_lost(error: RuntimeError, seconds: float) -> bool:
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
     alone = f"rank {rank} ends because a peer of it did ({found[0]})"
     waited = TIMED_OUT.search(str(error)) is not None
-    before = _at_sigterm(alone)  # a launcher ends this rank as soon as it sees that another has ended
+    before = _at_sigterm(alone)  # the launcher ends this rank as soon as it sees that another ended
     roll = _called(rank, waited, seconds)
     if before is not None:
         signal.signal(signal.SIGTERM, before)
@@ -61,7 +61,7 @@ def tell_lost(error: RuntimeError, seconds: float) -> bool:
         _say(alone)
     elif roll.first:
         _say(_naming(roll.silent, found[0]))
-    time.sleep(0.5)  # for the one that speaks: a launcher ends all when the first has ended
+    time.sleep(0.5)  # let the speaker print: the launcher ends all ranks once one has ended
     return True
 
 
@@ -75,7 +75,7 @@ def _naming(silent: dict[int, str], reason: str) -> str:
 
 
 def _called(rank: int, waited: bool, seconds: float) -> _Roll | None:
-    """The roll; None where there is nobody to call, or the store does not answer."""
+    """Call the roll; return None if there is no peer or the store does not answer."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     answer: list[_Roll] = []
@@ -92,7 +92,7 @@ def _called(rank: int, waited: bool, seconds: float) -> _Roll | None:
 
 def _call(rank: int, waited: bool, seconds: float) -> _Roll:
     shared: Any = dist.distributed_c10d._get_default_store()
-    store = shared.clone()  # a connection of its own: another thread may be waiting on the shared one
+    store = shared.clone()  # own connection: another thread may be waiting on the shared one
     size, turns = dist.get_world_size(), 0
     if waited:
         store.set("longmesh/timed out", "")
@@ -102,7 +102,7 @@ def _call(rank: int, waited: bool, seconds: float) -> _Roll:
         silent = [other for other in range(size) if not store.check([ANSWER.format(other)])]
         if not silent or turns * TURN > (seconds if waited else min(GRACE, seconds)):
             break
-        # Turns are counted, not seconds: where others' work slows this rank, it slows those that are waited for too.
+        # Count turns, not seconds: load that slows this rank also slows the ranks it waits for.
         turns += 1
         time.sleep(TURN)
     nodes = {other: NODE.format(other) for other in silent}
@@ -111,7 +111,7 @@ def _call(rank: int, waited: bool, seconds: float) -> _Roll:
 
 
 def _at_sigterm(line: str) -> Any:
-    """Let SIGTERM print the line and end the process; returns what it did before, None where it stays as it is."""
+    """Make SIGTERM print ``line`` and end the process; return the old handler, None if not on the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return None
 

@@ -1,4 +1,4 @@
-"""How processes join and part: what their launcher must say, gloo's one worker, and an end that aborts nothing."""
+"""Join and leave the process group: the launcher's variables, one worker per gloo group, a clean shutdown."""
 
 import os
 import socket
@@ -16,20 +16,20 @@ import torch.distributed as dist
 from runtime.errors import UserError
 
 NODE = "longmesh/node of rank {}"
-"""Where in the store a rank says on which machine it is."""
+"""Store key under which a rank puts its hostname."""
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 SECONDS_TO_ANSWER = 10.0
 
 
 class LaunchError(UserError):
-    """Processes that cannot join, by what their launcher says or where it lets them meet."""
+    """Processes cannot join: the launcher's variables are wrong, or the store cannot be reached."""
 
 
 def launched_world_size() -> int:
-    """Number of processes as their launcher says; 1 where this one was started alone.
+    """Return the number of processes that the launcher started; 1 without a launcher.
 
     Raises:
-        LaunchError: RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is no number, out of range or missing.
+        LaunchError: RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is not a number, out of range or missing.
     """
     if "RANK" not in os.environ:
         if (size := _number("WORLD_SIZE", 1, least=1)) > 1:
@@ -43,7 +43,7 @@ def launched_world_size() -> int:
 
 
 def _number(name: str, default: int | None, *, least: int = 0, below: int | None = None, bound: str = "") -> int:
-    """A whole number of the environment."""
+    """Read an integer from the environment."""
     text = os.environ.get(name)
     if text is None:
         if default is None:
@@ -63,11 +63,11 @@ def _number(name: str, default: int | None, *, least: int = 0, below: int | None
 
 
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The store by which the launcher's processes meet, this one's rank, and their number.
+    """Connect to the launcher's store; return the store, this process's rank and the world size.
 
     Raises:
-        LaunchError: the launcher's variables contradict each other or lack a meeting place, rank 0's port is in use, or
-            what answers there is no store; after ``timeout``, nothing answers or a process is missing.
+        LaunchError: the launcher's variables are inconsistent or lack MASTER_ADDR or MASTER_PORT, rank 0's port is in
+            use, what answers there is not a store, or after ``timeout`` nothing answers or a process is missing.
     """
     launched_world_size()
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -96,9 +96,9 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def _look_for_store(address: str, port: int, timeout: timedelta) -> None:
-    """Wait until the store at that address answers; torch's client would wait for ever for one that is silent.
+    """Wait until the store at that address answers; torch's client would wait forever for a silent one.
 
-    A slow store has until ``timeout``; what answers as no store does is found out within SECONDS_TO_ANSWER or so.
+    A slow store has until ``timeout``; something that is not a store is detected within about SECONDS_TO_ANSWER.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     where = f"MASTER_ADDR {address}, MASTER_PORT {port}"
@@ -143,7 +143,7 @@ def join(
     rank: int = 0,
     world_size: int = 1,
 ) -> None:
-    """Join the processes that the launcher started, or those that share ``store``; without both, this one alone.
+    """Join the launcher's processes, or those that share ``store``; with neither, form a group of one.
 
     Raises:
         LaunchError: see ``meet``.
@@ -160,11 +160,11 @@ def join(
 
 
 def leave() -> None:
-    """Part, with gloo's workers idle. Collective: every process calls it, after its last collective.
+    """Destroy the process group once gloo's workers are idle. Collective; call it after the last collective.
 
-    A worker drops the tensors of a collective some time after the collective has ended. If the interpreter is being
-    taken down by then, it finds no GIL to take and aborts the process (github.com/pytorch/pytorch/issues/190489). A
-    group's only worker works in order: once it has dropped the last tensor, it holds no other.
+    A worker releases a collective's tensors some time after the collective ends. If the interpreter is shutting down
+    by then, the worker cannot take the GIL and aborts the process (github.com/pytorch/pytorch/issues/190489). A
+    group's single worker works in order: once it has released the last tensor, it holds no other.
     """
     groups = [g for g in dist.distributed_c10d._world.pg_map if "gloo" in str(dist.get_backend_config(g))]
     dropped = [_sent_round(group) for group in groups]
@@ -175,18 +175,17 @@ def leave() -> None:
 
 
 def _sent_round(group: dist.ProcessGroup) -> weakref.ref[torch.Tensor]:
-    tensor = torch.zeros(1)  # a barrier would do, but it keeps what came before it alive
+    tensor = torch.zeros(1)  # not a barrier, which keeps earlier tensors alive
     dist.all_reduce(tensor, group=group)
     return weakref.ref(tensor)
 
 
 @contextmanager
 def process_group(backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -> Iterator[dist.ProcessGroup]:
-    """Join the processes that torchrun started, and part at the end of the body so that none aborts when it exits.
+    """Join the processes that torchrun started, and leave at the end of the block so that none aborts at exit.
 
-    For scripts of your own; a process that was started alone is a group of one. ``backend`` may be
-    "cpu:gloo,cuda:nccl". After an error the peers may be stuck in a collective, and waiting for them would turn a
-    message into a hang: only a process alone parts then.
+    For your own scripts; without torchrun, a group of one. ``backend`` may be "cpu:gloo,cuda:nccl". After an error the
+    group is destroyed only if it has one process: peers may be stuck in a collective, and waiting for them would hang.
 
     Yields:
         The group of all processes.
@@ -207,22 +206,21 @@ def process_group(backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """How long the group's collectives and messages may wait from now on."""
+    """Set the timeout of the group's later collectives and point-to-point messages."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
     for_messages: Any = group._get_backend(torch.device("cpu"))
-    if hasattr(for_messages, "set_timeout"):  # what is above is for collectives alone
+    if hasattr(for_messages, "set_timeout"):  # the call above covers collectives only
         for_messages.set_timeout(timeout)
 
 
 def use_one_worker() -> None:
-    """Let every gloo group that is made from now on run its collectives in one thread. Once is enough.
+    """Make every later gloo group run its collectives in one thread. Idempotent.
 
-    torch (seen in 2.13; no release is known to have mended it) gives a group two, and each notes the name of the
-    collective that it has completed in one string of the group, without a lock (``ProcessGroupGloo::runLoop``). Names
-    of 16 characters and more lie on the heap, and two threads that free one of them damage it: ALLGATHER_COALESCED is
-    such a name, and what DTensor gathers by. ``init_process_group`` takes no options for gloo, so the class makes its
-    own. It is changed in place because a subclass would be lost: torch hands a group's backend back as the class that
-    C++ knows.
+    torch gives a group two (seen in 2.13; no release is known to fix it), and both write the name of the collective
+    that they completed to one string of the group, without a lock (``ProcessGroupGloo::runLoop``). Names of 16
+    characters or more are on the heap, so two threads that free one corrupt it: ALLGATHER_COALESCED, which DTensor
+    uses, is one. ``init_process_group`` takes no options for gloo, so ``__init__`` is patched to set them. A subclass
+    would be lost: torch returns a group's backend as the class that C++ knows.
     """
     gloo: Any = dist.distributed_c10d.ProcessGroupGloo
     made_by_torch = gloo.__init__
@@ -239,7 +237,7 @@ def use_one_worker() -> None:
 
 
 def _devices(gloo: Any) -> list[Any]:
-    """The network interfaces that torch itself would choose."""
+    """Return the network devices that torch itself would choose."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not names:
         return [gloo.create_default_device()]

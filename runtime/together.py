@@ -1,4 +1,4 @@
-"""Errors that every rank raises together: a failure on one rank must not leave the others waiting for it."""
+"""Raise errors on all ranks together: a failure on one rank must not leave the others waiting."""
 
 import pickle
 import time
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank tells the others about its exception."""
+    """An exception as sent to the other ranks: its text, and its pickle if its type is kept."""
 
     message: str
     pickled: bytes | None
 
     @classmethod
     def of(cls, error: Exception) -> "_Failure":
-        """Keep the type of a ValueError, hence of any UserError, or an OSError; of a defect, the traceback as text."""
+        """Pickle a ValueError (every UserError is one) or OSError; keep any other exception as its traceback's text."""
         text = "".join(traceback.format_exception(error))
         if not isinstance(error, (ValueError, OSError)):
             return cls(text, None)
@@ -33,7 +33,7 @@ class _Failure:
             pickled = pickle.dumps(error)
             pickle.loads(pickled)
         except Exception:
-            # Its class is local, or its constructor takes more than the message.
+            # Its class is local, or its constructor needs more than the message.
             return cls(text, None)
         return cls(str(error), pickled)
 
@@ -46,15 +46,15 @@ class _Failure:
 
 
 def agree(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Call ``fn`` on every rank of ``group`` and return the results of all, by rank; one collective.
+    """Call ``fn`` on every rank of ``group`` and return all results, by rank. One collective.
 
-    ``fn`` does local work only, such as files: a collective inside it would wait for a rank that has failed already.
-    Its result must pickle. Without a process group, ``fn`` alone runs.
+    ``fn`` must do local work only, such as reading files: a collective inside it would wait for a rank that has failed.
+    Its result must be picklable. Without a process group, call ``fn`` here only.
 
     Raises:
-        Exception: where ranks fail, the error of the lowest of them, on every rank. A ValueError (hence every
-            UserError) or an OSError keeps its type and message; anything else is raised elsewhere as a
-            RuntimeError with the failing rank's traceback.
+        Exception: the error of the lowest rank that failed, on every rank. A ValueError (every UserError is one) or
+            OSError keeps its type and message; other ranks see anything else as a RuntimeError with the failing
+            rank's traceback.
     """
     if not dist.is_initialized():
         return [fn()]
@@ -77,18 +77,18 @@ def agree(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T
 
 
 def from_first(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call ``fn`` on the first rank of ``group`` alone and return its result, or raise its error, on every rank."""
+    """Call ``fn`` on the first rank of ``group`` only; return its result, or raise its error, on every rank."""
     return agree(lambda: fn() if is_first(group) else None, group)[0]  # type: ignore[return-value]
 
 
 def is_first(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether this process is the first rank of ``group``, or alone."""
+    """Return whether this process is the first rank of ``group``, or there is no process group."""
     return not dist.is_initialized() or dist.get_rank(group) == 0
 
 
 @contextmanager
 def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """A block of local work that all ranks of ``group`` leave together, by its end or by one error (see ``agree``)."""
+    """Run a block of local work; if it fails on one rank of ``group``, raise on all (see ``agree``)."""
     error: Exception | None = None
     try:
         yield
@@ -104,11 +104,11 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 @contextmanager
 def one_voice(seconds: float) -> Iterator[bool]:
-    """Whether this rank is the one to say why the run fails: of the ranks that get here, the first one.
+    """Yield whether this rank reports why the run fails: True on the first rank to arrive.
 
-    Works before the processes have joined too, over the store that they would join by. A rank that can reach no store
-    speaks: better twice than not at all. On the way out the ranks wait for each other for at most ``seconds``, because
-    a launcher ends the others once one has gone, and the store may live in any of them.
+    Also works before the process group exists, over the launcher's store. A rank that reaches no store reports: better
+    twice than never. At the end ranks wait for each other for up to ``seconds``, because the launcher ends the others
+    once one exits, and any rank may host the store.
     """
     store: dist.Store | None = None
     size, first = 1, True
@@ -119,7 +119,7 @@ def one_voice(seconds: float) -> Iterator[bool]:
             first = store.add("failed ranks", 1) == 1
     yield first
     deadline = time.monotonic() + seconds
-    # The store breaks off when the rank that holds it leaves, and that one has seen all others here.
+    # The store disconnects when the rank that hosts it leaves, which it does after all others arrived.
     with suppress(RuntimeError):
         if store is not None:
             store.add("ranks that spoke or need not", 1)
@@ -128,7 +128,7 @@ def one_voice(seconds: float) -> Iterator[bool]:
 
 
 def _store(seconds: float) -> dist.Store:
-    """The store of the process group or, before there is one, of the launcher."""
+    """Return the process group's store or, before there is a group, the launcher's."""
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     return meet(timedelta(seconds=seconds))[0]
@@ -136,13 +136,12 @@ def _store(seconds: float) -> dist.Store:
 
 @contextmanager
 def cpu_group(group: dist.ProcessGroup | None = None) -> Iterator[dist.ProcessGroup | None]:
-    """``group`` (default: all ranks) where it carries CPU tensors, else a gloo group of all ranks for the while.
+    """Yield ``group`` (default: all ranks) if it takes CPU tensors, else a temporary gloo group of all ranks.
 
-    Collective. A run initialised with the backend "cpu:gloo,cuda:nccl" never needs the second one. Yields None where
-    no process group is initialised.
+    Collective. With the backend "cpu:gloo,cuda:nccl" no temporary group is needed. Yields None without a process group.
 
     Raises:
-        ValueError: ``group`` is a part of the ranks and carries no CPU tensors.
+        ValueError: ``group`` is a subset of the ranks and takes no CPU tensors.
     """
     if not dist.is_initialized():
         yield None
@@ -152,8 +151,8 @@ def cpu_group(group: dist.ProcessGroup | None = None) -> Iterator[dist.ProcessGr
         yield group
         return
     if group is not dist.group.WORLD:
-        # A twin of a part could be made by its members alone (use_local_synchronization), but torch names such groups
-        # by how many each rank has, so that ranks in unequal numbers of groups wait for one another for ever.
+        # Members of a subset could make one on their own (use_local_synchronization), but torch names such groups by
+        # how many each rank has, so ranks with unequal numbers of groups would wait for each other forever.
         raise ValueError("the group has no CPU backend; make it with new_group(ranks, backend='gloo')")
     gloo = dist.new_group(backend="gloo")
     try:

@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/llama_tiny.toml
 """
 
-import torch.distributed as dist
+from dataclasses import replace
 
 from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
@@ -12,7 +12,7 @@ from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
 from model.registry import TITLES, build_model, flops_per_token, num_parameters
 from parallel.mesh import Mesh, joined
-from planner.search import resolved
+from planner.complete import complete
 from runtime.processes import launched_world_size
 from runtime.together import agreed, from_first, is_first
 from train.assemble import build_parts, summary
@@ -23,8 +23,6 @@ from train.objectives.language import (
     build_runner,
     context_of,
     corpus_entropy,
-    softmax_layout,
-    with_vocabulary,
 )
 from train.optim import build_optimizer
 from train.run import claim_folder, open_log, owning, resume, run_entry
@@ -43,8 +41,7 @@ def prepared(config: Config, mesh: Mesh) -> Trainer:
     claim_folder(config)
     with agreed():
         tokenizer = load_tokenizer(str(config.data.tokenizer_model))
-        config = with_vocabulary(config, tokenizer.vocab_size)
-    config = resolved(config, dist.get_world_size())
+    asked, config = config, complete(config, tokenizer.vocab_size)
     with agreed():
         cp, attend = context_of(config, mesh.cp.get_group())
     train_data, valid_data, _ = build_datasets(config.data, config.train.seq_length, config.train.seed, tokenizer)
@@ -67,7 +64,7 @@ def prepared(config: Config, mesh: Mesh) -> Trainer:
         valid_data=valid_data if config.train.eval_iters else None,
         architecture=architecture,
         flops_per_token=flops_per_token(config.model, config.train.seq_length),
-        log=open_log(config, progress),
+        log=open_log(replace(config, hybrid=asked.hybrid), progress),  # another mesh may have another layout
         validation_constants=corpus_entropy(config.data) if is_first() else {},
         progress=progress,
         contents=contents,
@@ -95,7 +92,7 @@ def described(config: Config, mesh: Mesh) -> str:
     title = f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters"
     method = "linear attention" if alone else config.context.title
     if model.softmax_every is not None and not alone:
-        method += f", softmax layers by {config.hybrid.hybrid_softmax_method}, {softmax_layout(config)}"
+        method += f", softmax layers by {config.hybrid.hybrid_softmax_method}, {config.hybrid.hybrid_softmax_layout}"
     return summary(config, mesh, title, method, f"sequences of {config.train.seq_length} tokens")
 
 

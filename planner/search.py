@@ -1,11 +1,10 @@
-"""Which arrangements of a run there are, what is predicted of each, and the one that ``auto`` takes."""
+"""Which arrangements of a run there are, and what is predicted of each."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
@@ -13,17 +12,15 @@ from model.registry import flops_per_token, num_parameters
 from parallel.context import ContextConfig, make_plan
 from parallel.context.methods.registry import METHODS, STATE_METHODS
 from parallel.context.placement import PLACEMENTS
-from planner.cluster import Cluster, default_cluster, load_cluster
+from planner.cluster import Cluster
 from planner.step_cost import Arrangement, Prediction, Workload, predict
 from runtime.errors import UserError
-from runtime.together import from_first, is_first
 from train.config.flags import ConfigError
-from train.config.language import Config, load_config
+from train.config.language import Config
 from train.config.sizes import validate_sizes
 
 GATED = ("llama", "transnormer")
 RECOMPUTE = ("none", "selective", "attention_boundary", "full")
-CONFIG = "config.toml"
 
 
 @dataclass(frozen=True)
@@ -171,45 +168,6 @@ def rank(configs: Sequence[Config], world_size: int, cluster: Cluster) -> Rankin
             (fitting if found.prediction.bytes <= 1e9 * cluster.memory_gb else too_large).append(found)
     fitting.sort(key=lambda candidate: candidate.prediction.time)
     return Ranking(fitting, refused, too_large)
-
-
-def resolved(config: Config, world_size: int) -> Config:
-    """``config`` with a method in the place of ``auto``: that of the run it goes on with, else the predicted fastest.
-
-    Collective; the first rank chooses.
-
-    Raises:
-        ConfigError: nothing suits these sizes, or fits in memory.
-        ClusterError: the cluster file is no good, or none is about this device.
-    """
-    if config.context.context_parallel_method != "auto":
-        return config
-    context, line = from_first(lambda: _choice(config, world_size))
-    if is_first():
-        print(line, flush=True)
-    return replace(config, context=context)
-
-
-def _choice(config: Config, world_size: int) -> tuple[ContextConfig, str]:
-    """The method, and a line that says why."""
-    earlier = Path(config.checkpoint.load or "") / CONFIG
-    if config.checkpoint.load is not None and earlier.exists():
-        before = load_config(earlier)
-        alike = (before.mesh, before.train.seq_length) == (config.mesh, config.train.seq_length)
-        if alike and before.context.context_parallel_method != "auto":
-            return before.context, f"context parallelism: {before.context.title}, as {earlier} has it"
-    named, per_node = config.context.cluster, config.mesh.context_ranks_per_node
-    cluster = default_cluster(config.mesh.device_type) if named is None else load_cluster(named)
-    if named is None and per_node is not None:
-        cluster = replace(cluster, gpus_per_node=per_node * config.mesh.tensor_model_parallel_size)
-    found = rank([config], world_size, cluster)
-    if not found.candidates:
-        raise ConfigError(nothing_left(found, cluster))
-    best, others = found.candidates[0], len(found.candidates) - 1
-    return best.config.context, (
-        f"context parallelism: {best.config.context.title}, predicted to take {1e3 * best.prediction.time:.4g} ms per "
-        f"iteration on {cluster.name}, the least of {others + 1}"
-    )
 
 
 def nothing_left(found: Ranking, cluster: Cluster) -> str:

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "parallel": {"kernels", "runtime"},
     "checkpoint": {"runtime"},
     "data": {"runtime"},
-    "train": BELOW | {"planner"},
+    "train": BELOW,
     "planner": BELOW | {"train"},
     "entry": BELOW | {"planner", "train"},
     "tools": None,

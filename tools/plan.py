@@ -23,12 +23,12 @@ if not __package__:  # started as a file: the packages lie one folder up
 from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
 from planner.cluster import Cluster, default_cluster, load_cluster
+from planner.complete import with_vocabulary
 from planner.search import Candidate, Ranking, arrangements, nothing_left, rank
 from runtime.files import write_text
 from runtime.processes import launched_world_size
 from tools.arguments import parser_for
 from train.config.language import Config, ConfigError, parse_args, to_toml, validate
-from train.objectives.language import with_vocabulary
 from train.run import exit_status
 
 DEFAULT_TOP = 10

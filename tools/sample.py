@@ -16,10 +16,10 @@ from model.base import LanguageModel
 from model.config import architecture_of
 from model.generate import DivergedError, generate
 from model.registry import build_model
+from planner.complete import with_vocabulary
 from runtime.errors import UserError
 from tools.arguments import Parser
 from train.config.language import Config, ConfigError, load_config
-from train.objectives.language import with_vocabulary
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,9 +8,9 @@ from bench.link.cases import VOCAB_SIZE, batch_of, command_line, method_flags, n
 from bench.link.network import Network
 from bench.link.ranks import profile
 from planner.cluster import load_cluster
+from planner.complete import with_vocabulary
 from planner.search import rank
 from train.config.language import parse_args
-from train.objectives.language import with_vocabulary
 
 CLUSTERS = Path(__file__).parent / "clusters"
 ITERATIONS = 3

@@ -22,6 +22,7 @@ from parallel.data import DataParallelConfig, fill, finish_gradients, reduce_gra
 from parallel.mesh import Mesh, MeshConfig, joined
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_model
+from planner.complete import with_layout
 from tests.parallel.tiny import ARCHITECTURE, save, whole_tensors
 from tests.parallel.whole import gradients_of, weights_of
 from train.config.language import Config, TrainConfig
@@ -95,7 +96,7 @@ def context(
             hybrid=hybrid,
             train=TrainConfig(seq_length=LENGTH),
         )
-        return context_of(run, group)
+        return context_of(with_layout(run), group)
     cp = context_parallel(method, seq_len=LENGTH, group=group, multiple=mesh.tp.size())
     return cp, cp.attend_linear if model_config.linear_attention else cp.attend
 

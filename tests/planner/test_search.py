@@ -1,18 +1,17 @@
 """What the planner enumerates, refuses and takes, and the method auto of a real run."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tomli_w
 
 from model.config import ModelConfig
 from parallel.context import ContextConfig
 from parallel.mesh import MeshConfig
 from planner.cluster import CLUSTERS, load_cluster
-from planner.search import arrangements, contexts, rank, resolved
+from planner.search import arrangements, contexts, rank
 from tests.pretraining import pretrain
-from train.config.language import Config, ConfigError, TrainConfig, load_config
+from train.config.language import Config, TrainConfig, load_config
 
 A100 = load_cluster(CLUSTERS / "wallfacer_a100_8.toml")
 
@@ -47,23 +46,6 @@ def test_one_rank_and_linear_attention_leave_nothing_to_choose() -> None:
     assert len(list(contexts(linear, 8))) == 1
 
 
-@pytest.mark.parametrize("kind", ["transnormer", "linear_transformer"])
-def test_linear_attention_gets_the_faster_of_the_methods_that_pass_states_on(kind: str, tmp_path: Path) -> None:
-    """A state to the next rank waits for all before it: one latency after the other; gathered they hide."""
-    model = ModelConfig(model_type=kind, hidden_size=512, num_attention_heads=8, vocab_size=512)  # type: ignore[arg-type]
-    linear = replace(config(16), model=model)
-    assert {c.config.context.context_parallel_method for c in rank([linear], 16, A100).candidates} == {"lasp", "lasp2"}
-    node = replace(load_cluster(CLUSTERS / "cpu.toml"), gpus_per_node=16, inside_gb_per_s=1e3)
-    chosen = []
-    for latency in (0.0, 1e5):
-        fields = asdict(replace(node, inside_latency_us=latency))
-        path = tmp_path / f"{latency}.toml"
-        path.write_bytes(tomli_w.dumps(fields).encode())
-        wanted = ContextConfig(context_parallel_method="auto", cluster=str(path))
-        chosen.append(resolved(replace(linear, context=wanted), 16).context.context_parallel_method)
-    assert chosen == ["lasp", "lasp2"]
-
-
 def test_what_cannot_be_is_refused_with_its_reason_and_what_is_large_set_aside() -> None:
     found = rank([config(16, heads=4, groups=4)], 16, A100)
     assert found.refused
@@ -92,21 +74,6 @@ def test_all_arrangements_of_four_processes() -> None:
 def test_what_contradicts_auto_is_refused(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ContextConfig(**fields).check(seq_len=64, size=2, heads=4, kv_heads=4, ranks_per_node=None)
-
-
-def test_auto_says_why_it_finds_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "small.toml"
-    path.write_text((CLUSTERS / "cpu.toml").read_text().replace("memory_gb = 8 ", "memory_gb = 0.001 "))
-    wanted = ContextConfig(context_parallel_method="auto", cluster=str(path))
-    with pytest.raises(ConfigError, match=r"memory_gb of .* is 0.001 and the smallest of .* use more processes"):
-        resolved(replace(config(2), context=wanted), 2)
-
-
-def test_a_linear_run_with_auto_trains_by_states(default_data: Path, tmp_path: Path) -> None:
-    flags = ("--context-parallel-size", "2", "--context-parallel-method", "auto", "--train-iters", "2")
-    linear = ("--config", str(CLUSTERS.parent / "transnormer_tiny.toml"), "--num-query-groups", "none")
-    assert len(pretrain(2, default_data, tmp_path / "run", *flags, *linear)) == 2
-    assert load_config(tmp_path / "run" / "config.toml").context.context_parallel_method in ("lasp", "lasp2")
 
 
 def test_a_run_with_auto_trains_and_goes_on_with_what_it_chose(default_data: Path, tmp_path: Path) -> None:

@@ -16,16 +16,12 @@ from kernels.linear_attention import linear_attention
 from kernels.linear_attention import select_backend as select_linear_backend
 from model.attention import Attend, Attends, LinearAttend, sdpa
 from parallel.context import ContextConfig, ContextParallel, context_parallel
-from parallel.context.config import HybridLayout
 from parallel.context.relayout import attend_inside
 from parallel.mesh import Mesh
 from parallel.pipeline.runner import Runner
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
-from planner.cluster import ClusterError, default_cluster
-from planner.hybrid import faster_layout, layout_costs
 from train.assemble import runner_of, softmax_context
-from train.config.language import Config, ConfigError
-from train.config.sizes import validate_entries
+from train.config.language import Config
 
 
 class NextToken:
@@ -108,41 +104,14 @@ def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple
         inside, softmax = softmax_context(replace(config, context=context), group, sdpa)
         outside, linear = _linear_context_of(config, group, inside.plan.local_len)
         return outside, Attends(linear, softmax)
-    context = config.hybrid.context(softmax_layout(config))
+    (layout,) = config.hybrid.layouts  # planner.complete has left one
+    context = config.hybrid.context(layout)
     if config.context.attention_backend == "reference":
         context = replace(context, attention_backend="reference")
     inside, _ = softmax_context(replace(config, context=context), group, sdpa)
     # Padded to the same length, so that tokens can change their layout.
     outside, linear = _linear_context_of(config, group, inside.plan.local_len)
     return outside, Attends(linear, attend_inside(inside, outside))
-
-
-def softmax_layout(config: Config) -> HybridLayout:
-    """The layout of a hybrid's softmax layers. ConfigError for auto on a device that no cluster file is about."""
-    model, mesh = config.model, config.mesh
-    if len(config.hybrid.layouts) == 1:
-        return config.hybrid.layouts[0]
-    try:
-        cluster = default_cluster(mesh.device_type)
-    except ClusterError as error:
-        raise ConfigError(
-            f"hybrid_softmax_layout is auto: no file under configs/clusters is about this device ({error}); "
-            "give --hybrid-softmax-layout zigzag or contiguous"
-        ) from error
-    tp = mesh.tensor_model_parallel_size
-    costs = layout_costs(
-        config.hybrid,
-        seq_len=config.train.seq_length,
-        size=mesh.context_parallel_size,
-        tp=tp,
-        batch=config.train.micro_batch_size,
-        heads=model.num_attention_heads // tp,
-        kv_heads=model.query_groups // tp,
-        head_dim=model.head_dim,
-        element_size=2 if config.train.bf16 else 4,
-        cluster=cluster,
-    )
-    return faster_layout(costs)
 
 
 def _linear_context_of(
@@ -162,15 +131,3 @@ def _linear_context_of(
     method = config.context.context_parallel_method
     cp = context_parallel(method, seq_len=seq_length, group=group, multiple=multiple, backend=backend, timeout=timeout)
     return cp, cp.attend_linear
-
-
-def with_vocabulary(config: Config, entries: int) -> Config:
-    """The configuration with the tokenizer's vocabulary where it names none; ConfigError where it names too few."""
-    size = config.model.vocab_size
-    if size is not None and size < entries:
-        raise ConfigError(
-            f"vocab_size is {size} and the tokenizer has {entries} entries; name the tokenizer that goes with it, or "
-            "leave vocab_size out of a new run"
-        )
-    validate_entries(size or entries, config.mesh.tensor_model_parallel_size)
-    return replace(config, model=replace(config.model, vocab_size=size or entries))

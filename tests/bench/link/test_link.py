@@ -22,10 +22,10 @@ from bench.link.network import Network, NetworkError, check_permission, enter
 from bench.link.planned import CLUSTERS, verdict
 from model.registry import num_parameters
 from planner.cluster import load_cluster
+from planner.complete import with_vocabulary
 from planner.search import rank
 from tests.starts import PATIENCE, interruptible, wait_until
 from train.config.language import Config, parse_args, validate
-from train.objectives.language import with_vocabulary
 
 ROOT = Path(__file__).resolve().parents[3]
 WITHIN_PROTOCOL = 1.10

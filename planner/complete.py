@@ -1,0 +1,117 @@
+"""What a configuration leaves open, decided once as a run starts: the vocabulary, the method, a hybrid's layout."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from parallel.context import ContextConfig
+from planner.cluster import ClusterError, default_cluster, load_cluster
+from planner.hybrid import faster_layout, layout_costs
+from planner.search import nothing_left, rank
+from runtime.together import agreed, from_first, is_first
+from train.config.entries import Config
+from train.config.flags import ConfigError
+from train.config.language import load_config
+from train.config.sizes import validate_entries
+
+CONFIG = "config.toml"
+
+
+def complete(config: Config, entries: int) -> Config:
+    """``config`` with nothing left open, for a tokenizer of so many entries; collective, and says what it chooses.
+
+    Raises:
+        UserError: the vocabulary has fewer entries, no method suits or fits in memory, or no cluster file is about this
+            device.
+    """
+    with agreed():
+        config = with_vocabulary(config, entries)
+    config = with_method(config, dist.get_world_size())
+    with agreed():
+        return with_layout(config)
+
+
+def with_vocabulary(config: Config, entries: int) -> Config:
+    """The configuration with the tokenizer's vocabulary where it names none; ConfigError where it names too few."""
+    size = config.model.vocab_size
+    if size is not None and size < entries:
+        raise ConfigError(
+            f"vocab_size is {size} and the tokenizer has {entries} entries; name the tokenizer that goes with it, or "
+            "leave vocab_size out of a new run"
+        )
+    validate_entries(size or entries, config.mesh.tensor_model_parallel_size)
+    return replace(config, model=replace(config.model, vocab_size=size or entries))
+
+
+def with_method(config: Config, world_size: int) -> Config:
+    """``config`` with a method in the place of ``auto``: that of the run it goes on with, else the predicted fastest.
+
+    Collective; the first rank chooses.
+
+    Raises:
+        ConfigError: nothing suits these sizes, or fits in memory.
+        ClusterError: the cluster file is no good, or none is about this device.
+    """
+    if config.context.context_parallel_method != "auto":
+        return config
+    context, line = from_first(lambda: _choice(config, world_size))
+    if is_first():
+        print(line, flush=True)
+    return replace(config, context=context)
+
+
+def _choice(config: Config, world_size: int) -> tuple[ContextConfig, str]:
+    """The method, and a line that says why."""
+    earlier = Path(config.checkpoint.load or "") / CONFIG
+    if config.checkpoint.load is not None and earlier.exists():
+        before = load_config(earlier)
+        alike = (before.mesh, before.train.seq_length) == (config.mesh, config.train.seq_length)
+        if alike and before.context.context_parallel_method != "auto":
+            return before.context, f"context parallelism: {before.context.title}, as {earlier} has it"
+    named, per_node = config.context.cluster, config.mesh.context_ranks_per_node
+    cluster = default_cluster(config.mesh.device_type) if named is None else load_cluster(named)
+    if named is None and per_node is not None:
+        cluster = replace(cluster, gpus_per_node=per_node * config.mesh.tensor_model_parallel_size)
+    found = rank([config], world_size, cluster)
+    if not found.candidates:
+        raise ConfigError(nothing_left(found, cluster))
+    best, others = found.candidates[0], len(found.candidates) - 1
+    return best.config.context, (
+        f"context parallelism: {best.config.context.title}, predicted to take {1e3 * best.prediction.time:.4g} ms per "
+        f"iteration on {cluster.name}, the least of {others + 1}"
+    )
+
+
+def with_layout(config: Config) -> Config:
+    """``config`` with the layout of a hybrid's softmax layers in the place of ``auto``: the predicted faster one.
+
+    Raises:
+        ConfigError: there are two to choose from, and no cluster file is about this device.
+    """
+    model, mesh, hybrid = config.model, config.mesh, config.hybrid
+    if model.softmax_every is None or hybrid.hybrid_softmax_layout != "auto":
+        return config
+    if mesh.context_parallel_size == 1 or len(hybrid.layouts) == 1:
+        return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout="contiguous"))
+    try:
+        cluster = default_cluster(mesh.device_type)
+    except ClusterError as error:
+        raise ConfigError(
+            f"hybrid_softmax_layout is auto: no file under configs/clusters is about this device ({error}); "
+            "give --hybrid-softmax-layout zigzag or contiguous"
+        ) from error
+    tp = mesh.tensor_model_parallel_size
+    costs = layout_costs(
+        hybrid,
+        seq_len=config.train.seq_length,
+        size=mesh.context_parallel_size,
+        tp=tp,
+        batch=config.train.micro_batch_size,
+        heads=model.num_attention_heads // tp,
+        kv_heads=model.query_groups // tp,
+        head_dim=model.head_dim,
+        element_size=2 if config.train.bf16 else 4,
+        cluster=cluster,
+    )
+    return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout=faster_layout(costs)))

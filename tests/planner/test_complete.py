@@ -1,0 +1,72 @@
+"""What is decided as a run starts, and what is refused then."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from model.config import ModelConfig
+from parallel.context import ContextConfig
+from parallel.context.config import HybridConfig
+from planner.cluster import CLUSTERS, load_cluster
+from planner.complete import with_layout, with_method, with_vocabulary
+from planner.search import rank
+from tests.planner.test_search import A100, config
+from tests.pretraining import pretrain
+from train.config.language import Config, ConfigError, load_config
+
+
+def hybrid(size: int, **fields: str) -> Config:
+    model = ModelConfig(model_type="transnormer", num_attention_heads=4, softmax_every=2, vocab_size=512)
+    return replace(config(size), model=model, hybrid=HybridConfig(**fields))  # type: ignore[arg-type]
+
+
+def test_the_vocabulary_is_the_tokenizers_unless_a_larger_one_is_named() -> None:
+    unset = replace(config(1), model=ModelConfig())
+    assert with_vocabulary(unset, 300).model.vocab_size == 300
+    assert with_vocabulary(config(1), 300) == config(1)
+    with pytest.raises(ConfigError, match="vocab_size is 512 and the tokenizer has 513 entries"):
+        with_vocabulary(config(1), 513)
+
+
+def test_a_layout_is_left_to_no_one() -> None:
+    assert with_layout(config(4)) == config(4)  # no hybrid
+    for size, fields in ((1, {}), (4, {"hybrid_softmax_method": "ulysses"}), (4, {})):
+        chosen = with_layout(hybrid(size, **fields)).hybrid
+        assert chosen.layouts == (chosen.hybrid_softmax_layout,)
+        assert (size == 4 and not fields) or chosen.hybrid_softmax_layout == "contiguous"
+    named = hybrid(4, hybrid_softmax_layout="zigzag")
+    assert with_layout(named) == named
+
+
+@pytest.mark.parametrize("kind", ["transnormer", "linear_transformer"])
+def test_linear_attention_gets_the_faster_of_the_methods_that_pass_states_on(kind: str, tmp_path: Path) -> None:
+    """A state to the next rank waits for all before it: one latency after the other; gathered they hide."""
+    model = ModelConfig(model_type=kind, hidden_size=512, num_attention_heads=8, vocab_size=512)  # type: ignore[arg-type]
+    linear = replace(config(16), model=model)
+    assert {c.config.context.context_parallel_method for c in rank([linear], 16, A100).candidates} == {"lasp", "lasp2"}
+    node = replace(load_cluster(CLUSTERS / "cpu.toml"), gpus_per_node=16, inside_gb_per_s=1e3)
+    chosen = []
+    for latency in (0.0, 1e5):
+        fields = asdict(replace(node, inside_latency_us=latency))
+        path = tmp_path / f"{latency}.toml"
+        path.write_bytes(tomli_w.dumps(fields).encode())
+        wanted = ContextConfig(context_parallel_method="auto", cluster=str(path))
+        chosen.append(with_method(replace(linear, context=wanted), 16).context.context_parallel_method)
+    assert chosen == ["lasp", "lasp2"]
+
+
+def test_auto_says_why_it_finds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text((CLUSTERS / "cpu.toml").read_text().replace("memory_gb = 8 ", "memory_gb = 0.001 "))
+    wanted = ContextConfig(context_parallel_method="auto", cluster=str(path))
+    with pytest.raises(ConfigError, match=r"memory_gb of .* is 0.001 and the smallest of .* use more processes"):
+        with_method(replace(config(2), context=wanted), 2)
+
+
+def test_a_linear_run_with_auto_trains_by_states(default_data: Path, tmp_path: Path) -> None:
+    flags = ("--context-parallel-size", "2", "--context-parallel-method", "auto", "--train-iters", "2")
+    linear = ("--config", str(CLUSTERS.parent / "transnormer_tiny.toml"), "--num-query-groups", "none")
+    assert len(pretrain(2, default_data, tmp_path / "run", *flags, *linear)) == 2
+    assert load_config(tmp_path / "run" / "config.toml").context.context_parallel_method in ("lasp", "lasp2")

@@ -1,8 +1,8 @@
-"""One block of attention, forward and backward: the backends, and where they are chosen.
+"""Attention of one block, forward and backward: the backends and their selection.
 
 Shapes: q ``[B, T, H, D]``, k and v ``[B, S, K, D]`` with H a multiple of K, lse ``[B, T, H]`` float32 or wider.
-Two kinds of block are enough: FULL, any rectangle, and CAUSAL, always square with its diagonal (kernels disagree
-on how to align a rectangular one). No backend may be handed a fully masked row.
+Two kinds of block suffice: FULL, any rectangle, and CAUSAL, always square (kernels disagree on how to align a
+rectangular one). Never pass a backend a fully masked row.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from runtime.errors import UserError
 FULL = "full"
 CAUSAL = "causal"
 
-# aten's CPU kernel goes over keys by 512; of 64 to 1024 this leaf was the fastest at 4096 tokens.
+# aten's CPU kernel steps over keys by 512; of leaves from 64 to 1024 this was the fastest at 4096 tokens.
 ATEN_CPU_LEAF = 128
 
 aten = torch.ops.aten
@@ -26,10 +26,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """A pair of functions (q, k, v, causal, scale) -> (out, lse) and its backward, which takes global out and lse.
+    """A forward (q, k, v, causal, scale) -> (out, lse) and its backward, which takes global out and lse.
 
-    ``causal_leaf`` is the largest CAUSAL block that wastes little: a kernel that goes over keys in large steps computes
-    much of what the mask then hides, and larger squares are better cut. None where the kernel needs no such help.
+    ``causal_leaf`` is the largest CAUSAL block to run whole: a kernel with large key steps computes much that the mask
+    then hides, so larger squares are split. None if the kernel needs no split.
     """
 
     name: str
@@ -44,7 +44,7 @@ class AttentionBackend:
 def block_forward(
     q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float, backend: AttentionBackend | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the queries to these keys alone.
+    """Compute attention of the queries to these keys only.
 
     Returns:
         out ``[B, T, H, D]`` (float32 or wider on the CPU, the inputs' dtype on a GPU) and lse ``[B, T, H]``.
@@ -64,7 +64,7 @@ def block_backward(
     scale: float,
     backend: AttentionBackend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients that pass through this block, given the *global* out and lse of its rows.
+    """Compute the gradients through this block, given the *global* out and lse of its rows.
 
     Returns:
         dq ``[B, T, H, D]``, dk and dv ``[B, S, K, D]``; dtypes as in ``block_forward``.
@@ -75,7 +75,7 @@ def block_backward(
 
 @cache
 def select_backend(name: str, device_type: str, dtype: torch.dtype) -> AttentionBackend:
-    """The backend of that name for tensors of that device and dtype; ``auto`` takes the fastest that is usable.
+    """Return the backend ``name`` for this device and dtype; ``auto`` takes the fastest usable one.
 
     Raises:
         UserError: the backend is unknown, not installed, broken, or cannot take this device or dtype.
@@ -109,7 +109,7 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
 
 
 def passed_over(name: str, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why ``select_backend`` takes no flash-attn where one is installed, a sentence for a person; None if it does."""
+    """Say why ``auto`` does not take the flash-attn that is installed; None if it does, or none is installed."""
     if name != "auto" or not flash_attn.is_installed() or select_backend(name, device_type, dtype).name != "aten":
         return None
     problem = flash_attn.problem() if device_type == "cuda" else None
@@ -123,13 +123,13 @@ def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """[B, T, H, ...] <-> [B, H, T, ...], views; but the kernels take it for granted that a head lies in one piece."""
+    """Swap [B, T, H, ...] and [B, H, T, ...], as views; copy only where a head is not contiguous, as kernels need."""
     in_one_piece = (x if x.ndim < 4 or x.stride(-1) == 1 else x.contiguous() for x in tensors)
     return tuple(x.transpose(1, 2) for x in in_one_piece)
 
 
 def _aten_cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    # bfloat16 is widened first: the kernel would round each partial result, and their sum is what must be exact.
+    # Widen bfloat16 first: the kernel would round each partial result, and their sum must be exact.
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = _heads_first(q.to(wide), k.to(wide), v.to(wide))
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)

@@ -1,4 +1,4 @@
-"""A function of rows, computed a chunk of rows at a time in forward and backward (Liu & Abbeel 2023, blockwise).
+"""Apply a function of rows chunk by chunk, in forward and backward (Liu & Abbeel 2023, blockwise).
 
 Shapes: N rows (tokens), C their width.
 """
@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 OfRows = Callable[[Tensor, slice], Tensor]
-"""Part of the rows [n, C], and which ones they are -> [n, ...], or a scalar that is to be summed."""
+"""(rows [n, C], their slice) -> [n, ...], or a scalar to be summed."""
 
 
 def over_chunks(fn: OfRows, x: Tensor, size: int, parameters: Sequence[Tensor], *, summed: bool = False) -> Tensor:
-    """fn of x [N, C], ``size`` rows at a time: its results side by side [N, ...], or their sum where ``summed``.
+    """Apply fn to x [N, C], ``size`` rows at a time; return the results stacked [N, ...], or their sum if ``summed``.
 
-    Between forward and backward x alone is kept; the backward computes each chunk again, and no more than one chunk's
-    inside exists at a time. Gradients of the parameters add up in float32 at least and are rounded once: autograd's own
-    sum over the chunks of a bfloat16 model would round every partial sum. Differentiable once.
+    Only x is kept between forward and backward; the backward recomputes each chunk, so that the activations of one
+    chunk exist at a time. Parameter gradients accumulate in float32 or wider and are rounded once: autograd would round
+    every partial sum of a bfloat16 model. Differentiable once.
 
     Args:
-        fn: the same function of each row, deterministic (no dropout).
-        parameters: every tensor that fn uses besides x and that may need a gradient.
+        fn: the same deterministic function of each row (no dropout).
+        parameters: every tensor besides x that fn uses and that may need a gradient.
     """
     return _OverChunks.apply(fn, size, summed, x, *parameters)
 
@@ -36,7 +36,7 @@ class _OverChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fn: OfRows, size: int, summed: bool, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.fn, ctx.size, ctx.summed = fn, size, summed
-        # Not among the saved tensors, which a checkpoint around this hands back detached from their gradients' place.
+        # Not in save_for_backward: activation checkpointing around this would return them detached.
         ctx.parameters = parameters
         ctx.save_for_backward(x)
         out: Tensor | None = None
@@ -68,6 +68,6 @@ class _OverChunks(torch.autograd.Function):
                 dx[rows], found = found[0], found[1:]
             for total, one in zip(sums, found, strict=True):
                 total += one
-            del part, out, inputs, found  # or the next chunk would be computed beside this one
+            del part, out, inputs, found  # free this chunk before the next one is computed
         totals = iter(total.to(p.dtype) for total, p in zip(sums, wanted, strict=True))
         return None, None, None, dx, *(next(totals) if needed else None for needed in need)

@@ -1,6 +1,6 @@
-"""The attention of the package flash-attn, of the versions whose interface is known: 2.7 and 2.8.
+"""Load attention from the package flash-attn, versions 2.7 and 2.8.
 
-What is installed under its name may be older or newer, or built for another torch and fail as it is imported.
+The installed package may be older or newer, or built for another torch and fail on import.
 """
 
 import inspect
@@ -14,29 +14,29 @@ from torch import Tensor
 
 from runtime.errors import UserError
 
-# What 2.7 and 2.8 take, in their order, after the tensors; 2.6 and older take the window as a pair.
+# Arguments of 2.7 and 2.8 after the tensors, in order; 2.6 and older take the window as a pair.
 SETTINGS = ["dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes"]
 FORWARD = ["q", "k", "v", *SETTINGS, "return_softmax"]
 BACKWARD = ["dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", *SETTINGS, "deterministic", "rng_state"]
 
 
 class FlashAttnError(UserError):
-    """flash-attn is not there or not usable; the message is the reason, to stand after a comma."""
+    """flash-attn is missing or unusable; the message is the reason, worded to follow a comma."""
 
 
 def is_installed() -> bool:
-    """Whether any version of flash-attn is found, usable or not."""
+    """Return whether any version of flash-attn is installed, usable or not."""
     try:
         return any(find_spec(name) is not None for name in ("flash_attn", "flash_attn_interface"))
-    except ValueError:  # what is imported under the name has lost its spec
+    except ValueError:  # the imported module has no spec
         return True
 
 
 def load() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward as ``AttentionBackend`` has them.
+    """Return forward and backward with the signatures of ``AttentionBackend``.
 
     Raises:
-        FlashAttnError: there is none, its import fails for whatever reason, or its functions take other arguments.
+        FlashAttnError: it is not installed, its import fails, or its functions take other arguments.
     """
     ahead, back = _functions()
 
@@ -58,7 +58,7 @@ def load() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 @cache
 def problem() -> str | None:
-    """Why the flash-attn that is installed cannot be used; None where it can."""
+    """Say why the installed flash-attn cannot be used; None if it can."""
     try:
         _functions()
     except FlashAttnError as error:
@@ -84,7 +84,7 @@ def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _parameters(function: Any) -> list[str]:
-    """Names of what a function or a torch operator takes."""
+    """Return the argument names of a function or torch operator."""
     operator = getattr(function, "_opoverload", None)
     if operator is not None:
         return [argument.name for argument in operator._schema.arguments]

@@ -1,16 +1,16 @@
-"""Linear attention with decay, forward and backward: the backends, and the parts that ranks of one sequence need.
+"""Linear attention with decay, forward and backward: backends, and the parts that context parallelism needs.
 
 With decay a (0 < a <= 1, one per head) the state S_t = a S_(t-1) + k_t v_t^T gives o_t = S_t^T q_t, which is
 sum over s <= t of a^(t-s) (q_t . k_s) v_s (LASP, Sun et al. 2024, section 2; TransNormerLLM, Qin et al. 2023). Factors
-are exponentials of (distance * log a), never quotients, so that none overflows.
+are exponentials of (distance * log a), never quotients, so none overflows.
 
-Everything is one scan over the tokens (``Scan``): the gradients are scans too, of other tensors or backwards in time.
+Everything is one scan over the tokens (``Scan``); gradients are scans of other tensors or backwards in time.
 
     out = scan(q, k, v, S)           dq = scan(dout, v, k, S^T)
     dv = scan_back(k, q, dout, G)    dk = scan_back(v, dout, q, G^T)    G: gradient of the outgoing state
 
-The state is linear in what comes in, so a rank that shares a sequence computes all but ``from_state`` before the state
-of the ranks before it is there.
+The result is linear in the incoming state, so a rank that holds part of a sequence computes all but ``from_state``
+before the state of earlier ranks arrives.
 
 Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]``, states ``[B, H, D, E]`` in float32 or wider.
 """
@@ -33,7 +33,7 @@ BACKENDS = ("chunked", "triton", "reference")
 
 
 class Scan(Protocol):
-    """One pass over the tokens: ``(out, final)`` of queries, keys and values, and of a state that comes in."""
+    """One pass over the tokens: ``(out, final)`` from queries, keys, values and an incoming state."""
 
     def __call__(
         self,
@@ -47,13 +47,12 @@ class Scan(Protocol):
         reverse: bool = False,
         wide: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """out ``[B, T, H, E]``, empty where q is None, and final ``[B, H, D, E]``, in float32 or wider.
+        """Return out ``[B, T, H, E]``, empty if q is None, and final ``[B, H, D, E]`` in float32 or wider.
 
-        out is in v's dtype or wider; with ``wide`` in float32 or wider, for what is yet to be added to it.
+        out is in v's dtype or wider; with ``wide``, in float32 or wider, so that more can be added to it.
 
-        Forwards a token's own key and value are in the state that it reads. Backwards (``reverse``) everything is
-        mirrored in time, and what comes in is a gradient: of the state after the last token, whereas final is that of
-        the state before the first one.
+        Forwards, a token reads a state that includes its own key and value. Backwards (``reverse``), time is mirrored:
+        ``state`` is the gradient of the state after the last token, final that of the state before the first.
         """
 
 
@@ -67,19 +66,19 @@ def linear_attention(
     documents: Sequence[int] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Causal linear attention; differentiable in q, k, v and state.
+    """Compute causal linear attention; differentiable in q, k, v and state.
 
     Args:
-        log_decay: logarithm of each head's decay, H numbers of 0 or less.
-        state: what came before the first token, by default nothing; tokens of the first document alone see it.
-        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); the state starts afresh in each.
+        log_decay: log of each head's decay, H numbers <= 0.
+        state: state before the first token, default zero; only tokens of the first document see it.
+        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); each resets the state.
         backend: as for ``select_backend``.
 
     Returns:
-        out ``[B, T, H, E]`` in v's dtype and the state after the last token, of the last document.
+        out ``[B, T, H, E]`` in v's dtype, and the state after the last token (of the last document).
 
     Raises:
-        ValueError: a decay outside (0, 1], shapes that do not fit.
+        ValueError: a decay outside (0, 1], or shapes that do not match.
     """
     log_decay = tuple(log_decay)
     check(q, k, v, log_decay, state, documents)
@@ -97,10 +96,10 @@ def check(
     state: Tensor | None = None,
     documents: Sequence[int] | None = None,
 ) -> None:
-    """Refuse what ``linear_attention`` cannot take.
+    """Validate the arguments of ``linear_attention``.
 
     Raises:
-        ValueError: with what was found.
+        ValueError: the first argument that is wrong.
     """
     batch, length, heads, width = q.shape
     if k.shape != q.shape or v.shape[:3] != q.shape[:3] or not q.dtype == k.dtype == v.dtype:
@@ -124,10 +123,10 @@ def check(
 
 
 def check_decay(log_decay: Sequence[float], heads: int) -> None:
-    """Refuse decays that are not one number in (0, 1] per head.
+    """Check for one decay in (0, 1] per head.
 
     Raises:
-        ValueError: with the first that is not.
+        ValueError: the number of decays, or the first one out of range.
     """
     if len(log_decay) != heads:
         raise ValueError(f"log_decay has {len(log_decay)} numbers for {heads} heads; give one per head")
@@ -141,15 +140,15 @@ def check_decay(log_decay: Sequence[float], heads: int) -> None:
 
 @cache
 def select_backend(name: str, device_type: str, dtype: torch.dtype) -> str:
-    """The backend for tensors of that device and dtype; ``auto`` takes the fastest that is there.
+    """Return the backend for this device and dtype; ``auto`` takes the fastest available.
 
-    ``chunked`` is torch on any device, ``triton`` the fused kernel of a GPU, ``reference`` the naive form, whose memory
-    grows with the square of the tokens.
+    ``chunked`` is torch on any device, ``triton`` the fused GPU kernel, ``reference`` the naive form, with memory
+    quadratic in the tokens.
 
     Raises:
         UserError: the backend does not exist, or cannot take this device or dtype.
     """
-    if name == "auto":  # in float32 torch's matrix products are the faster ones: the kernel's state spills
+    if name == "auto":  # in float32 torch's matmuls are faster: the kernel's state spills
         fused = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and find_spec("triton") is not None
         return "triton" if fused else "chunked"
     if name not in BACKENDS:
@@ -171,7 +170,7 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> str:
 
 
 def scan_of(backend: str) -> Scan:
-    """The scan of a backend that ``select_backend`` returned."""
+    """Return the scan of a backend that ``select_backend`` returned."""
     if backend == "triton":
         from kernels.triton.linear_attention import scan
 
@@ -188,16 +187,16 @@ def local_state(
     reverse: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """The state after these tokens, had nothing come before: what a rank adds to the state that it passes on.
+    """Compute the state after these tokens from a zero state: what a rank adds to the state that it passes on.
 
-    With ``reverse``, of (q, dout): what it adds to the gradient of the state that it passes back.
+    With ``reverse``, on (q, dout): what it adds to the gradient of the state that it passes back.
     """
     run = scan_of(select_backend(backend, k.device.type, k.dtype))
     return run(None, k, v, log_decay, None, documents, reverse=reverse)[1]
 
 
 def passed_on(state: Tensor, log_decay: Sequence[float], tokens: int) -> Tensor:
-    """A state (or its gradient) beyond ``tokens`` tokens of one document; their ``local_state`` is yet to be added."""
+    """Decay a state (or its gradient) over ``tokens`` tokens of one document, without adding their ``local_state``."""
     rates = rates_of(tuple(log_decay), state.dtype, state.device)
     return state * (rates * tokens).exp()[:, None, None]
 
@@ -205,10 +204,10 @@ def passed_on(state: Tensor, log_decay: Sequence[float], tokens: int) -> Tensor:
 def from_state(
     q: Tensor, state: Tensor, log_decay: Sequence[float], tokens: int | None = None, *, reverse: bool = False
 ) -> Tensor:
-    """What a state that comes in adds to the scan of these tokens, ``[B, T, H, E]`` in the state's dtype.
+    """Compute what an incoming state adds to the scan of these tokens, ``[B, T, H, E]`` in the state's dtype.
 
     Args:
-        tokens: how many see it: those of the first document (the last one with ``reverse``); by default all.
+        tokens: how many see it, those of the first document (the last with ``reverse``); default all.
         reverse: backwards in time, see ``Scan``.
     """
     length = q.shape[1]
@@ -222,7 +221,7 @@ def from_state(
     return out.transpose(1, 2) * weights[..., None]
 
 
-# One operator, so that recompute policies and torch.compile see a single node.
+# One operator: recompute policies and torch.compile see a single node.
 @torch.library.custom_op("longmesh::linear_attention", mutates_args=())
 def _forward_op(
     q: Tensor,
@@ -276,7 +275,7 @@ def backward(
     state: Tensor | None = None,
     documents: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv in their tensors' dtypes, and dstate; ``dfinal`` is the gradient of the final state, None for zero."""
+    """Return dq, dk, dv in the dtypes of q, k, v, and dstate; ``dfinal`` is the final state's gradient, None for 0."""
 
     def turned(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.transpose(-1, -2)

@@ -1,4 +1,4 @@
-"""Linear attention by chunks in torch, on any device: memory and time linear in the number of tokens.
+"""Chunked linear attention in torch, on any device: memory and time linear in the number of tokens.
 
 Shapes: B sequences, T tokens, H heads, D width of queries and keys, E width of values, N chunks of C tokens.
 """
@@ -16,21 +16,21 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Chunks:
-    """How tokens fall into chunks, none of which has tokens of two documents."""
+    """Assignment of tokens to chunks; no chunk spans two documents."""
 
     index: Tensor | None
-    """Token at each place [N * C], any token where the chunk has fewer; None where all places are filled in order."""
+    """Token at each place [N * C], arbitrary at empty places; None if all places are filled in order."""
     places: Tensor | None
-    """Place of each token [T]; None as above. A mask instead would make a GPU tell how many it has."""
+    """Place of each token [T]; None as above. A mask instead would force a GPU sync to count its entries."""
     lengths: Tensor
-    """Tokens of each chunk [N]."""
+    """Tokens per chunk [N]."""
     begins: tuple[bool, ...]
-    """Whether a chunk is its document's first."""
+    """Whether each chunk is the first of its document."""
 
 
 @lru_cache(maxsize=64)  # packed documents differ from batch to batch
 def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.device) -> Chunks:
-    """The chunks of packed documents with these cumulative lengths, by default one of ``length`` tokens."""
+    """Chunk packed documents of these cumulative lengths; by default one document of ``length`` tokens."""
     bounds = documents or (0, length)
     starts, lengths, begins = [], [], []
     for first, end in pairwise(bounds):
@@ -48,7 +48,7 @@ def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.devi
 
 @cache
 def rates_of(log_decay: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The logarithms of the heads' decays as a tensor [H]."""
+    """Return the heads' log decays as a tensor [H]."""
     return torch.tensor(log_decay, dtype=dtype, device=device)
 
 
@@ -63,7 +63,7 @@ def scan(
     reverse: bool = False,
     wide: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """One pass over the tokens, see ``kernels.linear_attention.Scan``; out is wide in any case."""
+    """Scan the tokens as ``kernels.linear_attention.Scan`` does; out is always in float32 or wider."""
     dtype = torch.promote_types(k.dtype, torch.float32)
     chunks = chunks_of(k.shape[1], None if documents is None else tuple(documents), k.device)
     rates = rates_of(tuple(log_decay), dtype, k.device)
@@ -72,7 +72,7 @@ def scan(
     before, after = place.expand_as(filled) + 1, (chunks.lengths[:, None] - 1 - place).clamp(min=0)
     reads, writes = (after, before) if reverse else (before, after)
 
-    # Empty places of k are zero, so that whatever the others hold there adds nothing.
+    # Empty places of k are zero, so what q and v hold there adds nothing.
     keys = _chunked(k, chunks, dtype) * (_power(rates, writes) * filled[:, None, :, None])
     values = _chunked(v, chunks, dtype)  # [B, N, H, C, E]
     added = keys.transpose(-1, -2) @ values  # [B, N, H, D, E]
@@ -99,14 +99,14 @@ def _chunked(x: Tensor, chunks: Chunks, dtype: torch.dtype) -> Tensor:
 
 
 def _power(rates: Tensor, exponents: Tensor) -> Tensor:
-    """decay^exponent [N, H, C, 1] of exponents [N, C] of 0 or more: one exponential, so that nothing overflows."""
+    """Return decay^exponent [N, H, C, 1] for exponents [N, C] >= 0: a single exponential, which cannot overflow."""
     return (rates[:, None] * exponents[:, None, :]).exp()[..., None]
 
 
 def _carry(
     added: Tensor, carried: Tensor, state: Tensor | None, begins: tuple[bool, ...], reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """The states [B, N, H, D, E] that enter the chunks, and the last one that leaves [B, H, D, E]."""
+    """Return the states entering the chunks [B, N, H, D, E] and the final state [B, H, D, E]."""
     running = torch.zeros_like(added[:, 0]) if state is None else state.to(added.dtype)
     entering = torch.empty_like(added)
     count = len(begins)

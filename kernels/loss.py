@@ -1,4 +1,4 @@
-"""Cross entropy of next-token prediction, summed, with little memory beside the logits.
+"""Summed cross entropy of next-token prediction, with little memory beyond the logits.
 
 Shapes: N tokens, V vocabulary entries.
 """
@@ -10,18 +10,26 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Elements of the float32 copy that is alive at a time: 4 MiB stay in a CPU's cache, 128 MiB keep a GPU busy.
+# Elements of the float32 copy alive at a time: 4 MiB fit a CPU's cache, 128 MiB keep a GPU busy.
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """Sum over tokens of -log softmax(logits)[label], and how many tokens that were.
+    """Sum -log softmax(logits)[label] over tokens, and count the tokens.
 
-    logits [..., V] in any floating dtype; labels [...], integers in [0, V), or ignore_index where a token carries no
-    loss (nor gradient, whatever its logits are). Returns (loss_sum, valid_count): a float32 scalar (float64 for float64
-    logits), differentiable once, and an int64 scalar. Computed in float32 (float64) a chunk of rows at a time: between
-    forward and backward nothing of the logits' size is kept but the logits themselves. ValueError for shapes that do
-    not match; a label out of range is an IndexError on the CPU and a device-side assertion on CUDA.
+    Computed in float32 (float64 for float64 logits), a chunk of rows at a time: between forward and backward only the
+    logits themselves are kept at their size.
+
+    Args:
+        logits: ``[..., V]``, any floating dtype.
+        labels: ``[...]``, integers in [0, V), or ignore_index for a token without loss and gradient.
+
+    Returns:
+        loss_sum, a float32 (float64) scalar, differentiable once, and valid_count, an int64 scalar.
+
+    Raises:
+        ValueError: the shapes do not match. A label out of range is an IndexError on the CPU and a device-side
+            assertion on CUDA.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"labels {tuple(labels.shape)} and logits {tuple(logits.shape)} must agree in all but V")
@@ -30,7 +38,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) 
 
 
 def row_chunks(logits: Tensor) -> Iterator[slice]:
-    """Slices of the rows of logits [N, V], to be worked on in float32 one after the other."""
+    """Yield slices of the rows of logits [N, V], to be processed in float32 one at a time."""
     rows = max(1, CHUNK[logits.device.type] // logits.shape[1])
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 

@@ -7,8 +7,8 @@ from torch import Tensor
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Fold one block's result into the running result of the same rows, in place.
 
-    With w = sigmoid(block_lse - lse) the merged rows are out + w (block_out - out); no bare exponential appears,
-    so nothing overflows. A row that nothing has reached yet has lse = -inf and takes the block's values.
+    With w = sigmoid(block_lse - lse) the merged rows are out + w (block_out - out): no bare exponential, so
+    nothing overflows. A row without keys so far has lse = -inf and takes the block's values.
 
     Args:
         out, block_out: ``[B, T, H, D]``; ``out`` float32 or wider.
@@ -20,11 +20,11 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
 
 def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """One result of C partial ones over disjoint keys.
+    """Merge C partial results over disjoint keys into one.
 
     Args:
         out: ``[C, B, T, H, D]``, float32 or wider.
-        lse: ``[C, B, T, H]``; -inf where a part has reached no key of a row, which another part must have.
+        lse: ``[C, B, T, H]``; -inf where a part has no key for a row; every row needs one part that has.
 
     Returns:
         out ``[B, T, H, D]`` and lse ``[B, T, H]``.

@@ -1,7 +1,7 @@
-"""Naive attention, softmax and linear: the truth that every fast path is compared with.
+"""Naive softmax and linear attention: the reference for every fast path.
 
 Shapes: B batch, T queries, S keys, H query heads, K key/value heads (H a multiple of K), D head width. Linear attention
-has as many key heads as query heads, keys D and values E wide.
+has one key head per query head, keys of width D and values of width E.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Softmax attention with every score materialised, in the dtype of its inputs; differentiable.
+    """Compute softmax attention with all scores materialised, in the dtype of the inputs; differentiable.
 
     Args:
         q: ``[B, T, H, D]``.
         k, v: ``[B, S, K, D]``.
         causal: query t sees keys 0..t (needs T == S).
-        scale: of the scores; by default 1 / sqrt(D).
+        scale: factor of the scores; default 1 / sqrt(D).
 
     Returns:
         out ``[B, T, H, D]`` and lse ``[B, T, H]``, the log of each row's sum of exponentials.
@@ -29,7 +29,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | N
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """One block of attention, computed in float32 or wider; shapes as in ``attention``."""
+    """Compute attention of one block in float32 or wider; shapes as in ``attention``."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return attention(q.to(wide), k.to(wide), v.to(wide), causal=causal, scale=scale)
 
@@ -37,7 +37,7 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
 def block_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one block, given the *global* out and lse of its rows (FlashAttention 2, algorithm 2).
+    """Compute the gradients of one block, given the *global* out and lse of its rows (FlashAttention 2, algorithm 2).
 
     Returns:
         dq ``[B, T, H, D]``, dk and dv ``[B, S, K, D]``, in float32 or wider.
@@ -57,7 +57,7 @@ def block_backward(
 
 
 def _scores(q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """Scaled scores ``[B, K, G, T, S]`` with G = H / K queries to a key/value head; -inf where masked."""
+    """Return scaled scores ``[B, K, G, T, S]``, G = H / K query heads per key/value head; -inf where masked."""
     groups = (k.shape[2], q.shape[2] // k.shape[2])
     scores = torch.einsum("btkgd,bskd->bkgts", q.unflatten(2, groups), k) * scale
     if causal:
@@ -83,9 +83,9 @@ def linear_attention(
     *,
     documents: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Linear attention with every score materialised, in the dtype of its inputs; differentiable.
+    """Compute linear attention with all scores materialised, in the dtype of the inputs; differentiable.
 
-    Arguments, results and their shapes as in ``kernels.linear_attention.linear_attention``.
+    Arguments, results and shapes as in ``kernels.linear_attention.linear_attention``.
     """
     length = q.shape[1]
     bounds = torch.tensor(documents or (0, length), device=q.device)
@@ -93,7 +93,7 @@ def linear_attention(
     rates = torch.tensor(log_decay, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)  # [H]
 
     def decay(distance: Tensor, seen: Tensor) -> Tensor:
-        """[H, ...] of distances [...]; 0 where nothing is seen."""
+        """Return decay^distance [H, ...] of distances [...]; 0 where not ``seen``."""
         distance = distance.clamp(min=0).to(rates.dtype)
         return (rates.view(-1, *[1] * distance.ndim) * distance).exp().where(seen, 0).to(q.dtype)
 

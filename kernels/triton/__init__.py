@@ -1,8 +1,8 @@
-"""Kernels written in Triton. Nothing here imports Triton before it is needed."""
+"""Triton kernels. This package does not import Triton until a kernel is needed."""
 
 import os
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs its kernels on the CPU: TRITON_INTERPRET=1 before Triton is imported."""
+    """Return whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 before Triton is imported)."""
     return os.environ.get("TRITON_INTERPRET") == "1"

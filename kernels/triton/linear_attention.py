@@ -1,9 +1,9 @@
-"""The scan of linear attention as one fused Triton kernel: intra-chunk, inter-chunk and the state's update in one pass.
+"""Linear attention's scan as one fused Triton kernel: intra-chunk, inter-chunk and state update in one pass.
 
-One program takes a head of a document and some of its value channels through all chunks, and keeps the state of these
-channels in registers, float32. Forward and backward are the same kernel, see ``kernels.linear_attention``.
+One program runs one head of one document and a block of its value channels through all chunks, and keeps the state of
+these channels in float32 registers. Forward and backward share the kernel, see ``kernels.linear_attention``.
 
-Shapes: B sequences, T tokens, H heads, D width of queries and keys, E width of values; C tokens of a chunk.
+Shapes: B sequences, T tokens, H heads, D width of queries and keys, E width of values, C tokens per chunk.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from kernels.triton import interpreted
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """Matrix product in float32. The interpreter multiplies no bfloat16; widened operands give it the same product."""
+    """Multiply in float32. The interpreter cannot multiply bfloat16; widened operands give the same product."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
@@ -28,7 +28,7 @@ def dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
-    """float32 x in another dtype. The interpreter would cut bfloat16 off; rounded first, nothing is cut."""
+    """Cast float32 x to ``dtype``. The interpreter truncates to bfloat16, so round first."""
     if WIDEN and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
@@ -69,7 +69,7 @@ def scan_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """A scan, see ``kernels.linear_attention.Scan``; out and final are contiguous, channels have stride 1."""
+    """Scan as in ``kernels.linear_attention.Scan``; out and final are contiguous, channels have stride 1."""
     document = tl.program_id(0) % documents
     row = (tl.program_id(0) // documents).to(tl.int64)  # of B * H
     batch, head = row // H, row % H
@@ -83,7 +83,7 @@ def scan_kernel(
     held = (d < D)[:, None] & (e < E)[None, :]
     running = tl.zeros((BLOCK_D, BLOCK_E), dtype=tl.float32)
     if HAS_STATE:
-        # Forwards the state enters the first document, backwards its gradient enters the last one.
+        # Forwards the state enters the first document; backwards its gradient enters the last.
         entry = documents - 1 if REVERSE else 0
         states = state + row * D * E + d[:, None] * state_row + e[None, :] * state_column
         running = tl.load(states, mask=held & (document == entry), other=0.0).to(tl.float32)
@@ -122,7 +122,7 @@ def scan_kernel(
 
 
 class Tile(NamedTuple):
-    """What one program works on at a time."""
+    """Block sizes of one program, and its launch options."""
 
     C: int
     BLOCK_D: int
@@ -132,7 +132,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(width: int, value_width: int, dtype: torch.dtype) -> Tile:
-    """Sizes whose state fits the registers: compiled for sm_80 and sm_90, bfloat16 spills 24 bytes at most, to D 256.
+    """Return sizes whose state fits the registers: on sm_80 and sm_90 bfloat16 spills at most 24 bytes, up to D 256.
 
     float32, for tests and small exact runs, spills from a width of 128 on.
     """
@@ -153,7 +153,7 @@ def scan(
     reverse: bool = False,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """One pass over the tokens, see ``kernels.linear_attention.Scan``."""
+    """Scan the tokens as ``kernels.linear_attention.Scan`` does."""
     batch, length, heads, width = k.shape
     value_width = v.shape[-1]
     bounds = torch.tensor(documents or (0, length), dtype=torch.int32, device=k.device)

@@ -1,4 +1,4 @@
-"""Atomic, verified, reshardable checkpoints."""
+"""Save and load atomic, verified, reshardable checkpoints."""
 
 import json
 import shutil
@@ -70,22 +70,22 @@ def save_checkpoint(
     more: Mapping[str, dict[str, torch.Tensor]] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write ``iter_N`` into a run's folder, so that it is there whole or not at all, and return its path.
+    """Write ``iter_N`` into a run's folder atomically and return its path.
 
     Every rank writes its shards into ``iter_N.tmp`` and hashes them; the first rank writes the manifest, renames the
     folder and points ``latest_checkpointed_iteration.txt`` at it. Collective over ``group`` (default: all ranks).
-    Tensors are kept under the plain model's parameter names, whatever wraps or shards it. The optimizer's tensors
-    (moments, step) are kept; its hyperparameters are not, since they follow from the configuration and the iteration.
+    Tensors keep the plain model's parameter names, whatever wraps or shards it. The optimizer's tensors (moments, step)
+    are saved; its hyperparameters are not, since they follow from the configuration and the iteration.
 
     Args:
         directory: the run's folder, on a file system that all ranks share.
-        architecture: JSON-able description of the model, compared at load.
-        extra: JSON-able rest of the run's state, which ``load_checkpoint`` returns.
+        architecture: JSON-serialisable description of the model, compared at load.
+        extra: JSON-serialisable rest of the run's state, returned by ``load_checkpoint``.
         more: further sections of tensors by name, such as averages of the weights.
 
     Raises:
-        CheckpointError: the iteration's checkpoint exists (a broken one is moved aside instead), or the disk refused;
-            on every rank, and nothing half-written stays.
+        CheckpointError: the iteration has a whole checkpoint (a broken one is moved aside), or the disk refuses;
+            raised on every rank, and nothing half-written stays.
     """
     from checkpoint.tensors import bytes_of, tensors_of, write_shards  # torch.distributed.checkpoint: half a second
 
@@ -119,20 +119,20 @@ def load_checkpoint(
     more: Mapping[str, dict[str, torch.Tensor]] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Load a folder that ``find_checkpoint`` verified into the model's and the optimizer's tensors, bit for bit.
+    """Load a folder that ``find_checkpoint`` verified into the model and optimizer, bit for bit.
 
-    Works on any number of ranks and any sharding; collective over ``group`` (default: all ranks). Gradients are
-    dropped. The optimizer keeps its own hyperparameters.
+    Works with any number of ranks and any sharding; collective over ``group`` (default: all ranks). Gradients are
+    dropped; the optimizer keeps its hyperparameters.
 
     Args:
-        more: further sections, as they were saved.
+        more: further sections of tensors, as saved.
 
     Returns:
-        The ``extra`` that was saved.
+        The saved ``extra``.
 
     Raises:
-        CheckpointError: the architecture, a tensor's name, shape or dtype differs, or a file does not hold what it
-            should. A difference is found before any weight is changed.
+        CheckpointError: the architecture or a tensor's name, shape or dtype differs, or a file is damaged. A
+            difference raises before any weight changes.
     """
     from checkpoint.tensors import compare_tensors, read_metadata, read_shards, spread_copies, tensors_of
 
@@ -144,7 +144,7 @@ def load_checkpoint(
             metadata = read_metadata(folder, manifest)
             optimizer.zero_grad(set_to_none=True)
             stepped = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
-            # Created anew below, unless it was saved before the first step: no state is not zeros whose step is 1.
+            # Recreated below unless saved before the first step: an empty state differs from zeros with step 1.
             optimizer.state.clear()
             state = tensors_of(model, optimizer, create=stepped) | dict(more or {})
         compare_tensors(folder, state, metadata, group, exact_dtype=True)
@@ -161,10 +161,10 @@ def load_model(
     section: str = "model",
     group: dist.ProcessGroup | None = None,
 ) -> Manifest:
-    """Load the weights alone, cast to the dtypes of ``model``; needs no process group. Returns the manifest.
+    """Load only the weights, cast to the dtypes of ``model``, and return the manifest. Needs no process group.
 
     Args:
-        section: where in the checkpoint they are; averages of them are a section of their own.
+        section: section of the checkpoint to read; weight averages have their own.
 
     Raises:
         CheckpointError: as ``load_checkpoint`` does.
@@ -184,7 +184,7 @@ def load_model(
 
 
 def _make_room(folder: Path, draft: Path, group: dist.ProcessGroup | None) -> None:
-    """Leave ``draft`` empty and ``folder`` free, without removing any finished checkpoint."""
+    """Create an empty ``draft`` and free the name ``folder``, without removing any finished checkpoint."""
     if from_first(folder.exists, group):
         problem = what_is_broken(folder, group)
         if problem is None:
@@ -199,7 +199,7 @@ def _make_room(folder: Path, draft: Path, group: dist.ProcessGroup | None) -> No
 
 
 def _move_aside(folder: Path, problem: str) -> None:
-    """A run that fell back behind a broken checkpoint comes by its iteration again."""
+    """Rename a broken checkpoint: a run resumed from an earlier one reaches its iteration again."""
     with _disk_errors(folder):
         number = 1
         while (aside := folder.with_name(f"{folder.name}.broken-{number}")).exists():
@@ -216,13 +216,13 @@ def _start_draft(draft: Path) -> None:
 
 
 def remove_drafts(directory: Path) -> None:
-    """Remove what a killed run left of its saves; for the folder's owner alone, since a run's folder has one writer."""
+    """Remove unfinished saves of a killed run. Only the folder's owner may call this: it is the only writer."""
     for left_over in directory.glob("iter_*.tmp"):
         shutil.rmtree(left_over)
 
 
 def _check_room(draft: Path, needed: int) -> None:
-    """Refuse before anything is written; some file systems do not tell their size."""
+    """Raise before writing if the disk is too small; skip file systems that do not report their size."""
     with _disk_errors(draft):
         size = shutil.disk_usage(draft)
     if size.total and size.free < needed:
@@ -232,7 +232,7 @@ def _check_room(draft: Path, needed: int) -> None:
 
 
 def _own_files(draft: Path, group: dist.ProcessGroup | None) -> list[tuple[str, tuple[int, str]]]:
-    """Name, size and SHA-256 of what this rank wrote: DCP names a rank's files ``__RANK_*``."""
+    """Return name, size and SHA-256 of this rank's files, which DCP names ``__RANK_*``."""
     from checkpoint.tensors import METADATA
 
     rank = dist.get_rank(group) if dist.is_initialized() else 0
@@ -242,7 +242,7 @@ def _own_files(draft: Path, group: dist.ProcessGroup | None) -> list[tuple[str, 
 
 
 def _publish(draft: Path, folder: Path, manifest: Manifest) -> None:
-    """Turn a draft into a checkpoint; up to the rename it does not exist, from there on it is whole."""
+    """Turn a draft into a checkpoint with one rename: before it there is none, after it a whole one."""
     with _disk_errors(draft):
         odd = {path.name for path in draft.iterdir()} ^ manifest.files.keys()
         if odd:
@@ -274,7 +274,7 @@ def _compare_architecture(folder: Path, saved: dict[str, Any], wanted: dict[str,
 
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Say which checkpoint the disk refused."""
+    """Turn an OSError into a CheckpointError that names the checkpoint."""
     try:
         yield
     except OSError as error:

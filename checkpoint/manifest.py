@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: what its folder must hold, with checksums of all of it."""
+"""The manifest of a checkpoint: its files with their checksums."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint folder must hold, and what it was made of."""
+    """The files of a checkpoint folder, and the model and run state that they belong to."""
 
     iteration: int
     architecture: dict[str, Any]
@@ -30,33 +30,33 @@ class Manifest:
     extra: dict[str, Any]
     """The rest of the run's state, such as the consumed samples."""
     files: dict[str, tuple[int, str]]
-    """Size in bytes and SHA-256 of every file in the folder but the manifest."""
+    """Size in bytes and SHA-256 of every file in the folder except the manifest."""
     torch_version: str = str(torch.__version__)
 
 
 def checkpoint_folder(directory: str | Path, iteration: int) -> Path:
-    """The folder of an iteration's checkpoint in a run's folder."""
+    """Return the folder of an iteration's checkpoint in a run's folder."""
     return Path(directory) / f"iter_{iteration:07d}"
 
 
 def describe(path: Path) -> tuple[int, str]:
-    """Size in bytes and SHA-256 of a file."""
+    """Return the size in bytes and the SHA-256 of a file."""
     return path.stat().st_size, sha256(path)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest.json``, which carries a checksum of itself too, since all else is trusted through it."""
-    # Once through JSON, so that the checksum is of what a reader gets (tuples and integer keys change on the way).
+    """Write ``manifest.json`` with a checksum of itself, since everything else is verified against it."""
+    # Round-trip through JSON, so the checksum covers what a reader gets (tuples and integer keys change).
     content = json.loads(json.dumps({"format_version": FORMAT_VERSION, **asdict(manifest)}))
     content["checksum"] = _checksum(content)
     write_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read and check the manifest of a checkpoint folder; the files that it lists are not looked at.
+    """Read and verify the manifest of a checkpoint folder, not the files that it lists.
 
     Raises:
-        CheckpointError: it is missing, cut off, altered, of a newer format, or names a file outside its folder.
+        CheckpointError: it is missing, truncated, altered, of another format, or names a file outside its folder.
     """
     path = Path(folder) / MANIFEST
     try:

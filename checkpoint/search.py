@@ -1,4 +1,4 @@
-"""The newest whole checkpoint of a run's folder, every byte of it verified."""
+"""Find the newest whole checkpoint of a run's folder and verify every byte of it."""
 
 import re
 import sys
@@ -14,11 +14,9 @@ POINTER = "latest_checkpointed_iteration.txt"
 
 
 def what_is_broken(folder: Path, group: dist.ProcessGroup | None = None) -> str | None:
-    """Check a checkpoint folder against its manifest, and that against the folder's name and DCP's table of tensors.
+    """Check a checkpoint folder against its manifest, its name and DCP's table of tensors.
 
-    None if it is whole, else what is wrong, naming the files.
-
-    Collective over ``group``: the files are divided over its ranks.
+    Collective over ``group``, which shares out the files. Returns what is wrong, with the files, or None if whole.
     """
     try:
         manifest = from_first(lambda: read_manifest(folder), group)
@@ -29,7 +27,7 @@ def what_is_broken(folder: Path, group: dist.ProcessGroup | None = None) -> str 
     mine = by_size[rank::size]
     problems = agree(lambda: [_what_differs(folder / name, *manifest.files[name]) for name in mine], group)
     named = [problem for one_rank in problems for problem in one_rank if problem]
-    # The table is a pickle: read with care, and only once its bytes are known to be those that were written.
+    # The table is a pickle: read it with care, and only once its bytes are verified.
     return "; ".join(sorted(named)) or from_first(lambda: _what_is_left_out(folder, manifest), group)
 
 
@@ -49,7 +47,7 @@ def _what_differs(path: Path, size: int, sha256: str) -> str | None:
     try:
         if not path.is_file():
             return f"{path} is missing"
-        # The size comes first: it is free, and a hash of what has another size would be wasted.
+        # Size first: it is free, and hashing a file of the wrong size is wasted work.
         found = path.stat().st_size
         if found != size:
             return f"{path} has {found} bytes instead of {size}"
@@ -59,7 +57,7 @@ def _what_differs(path: Path, size: int, sha256: str) -> str | None:
 
 
 def to_stderr(note: str) -> None:
-    """Say what was broken where it does not mix with a run's output."""
+    """Print a note to stderr, apart from the run's output."""
     print(f"checkpoint: {note}", file=sys.stderr, flush=True)
 
 
@@ -70,19 +68,19 @@ def find_checkpoint(
     group: dist.ProcessGroup | None = None,
     report: Callable[[str], None] = to_stderr,
 ) -> Path | None:
-    """The newest whole checkpoint of a run's folder, every byte of it verified; None where there is none at all.
+    """Return the newest whole checkpoint of a run's folder, every byte verified; None if there are no checkpoints.
 
-    Collective over ``group`` (default: all ranks). ``report`` is called on the first rank, once for each thing that a
-    person should know: a broken checkpoint that was passed over, a save that never finished, a pointer file that
-    names another iteration.
+    Collective over ``group`` (default: all ranks).
 
     Args:
         directory: a run's folder, with ``iter_*`` folders in it.
         step: take exactly this iteration.
+        report: called on the first rank for each broken checkpoint skipped, each unfinished save, and a pointer file
+            that names another iteration.
 
     Raises:
-        CheckpointError: ``step`` is missing or broken; or there are checkpoints and not one is whole, since starting
-            afresh would lose the run silently.
+        CheckpointError: ``step`` is missing or broken, or no checkpoint is whole: starting afresh would silently lose
+            the run.
     """
     directory = Path(directory)
     found = from_first(lambda: saved_iterations(directory), group)
@@ -109,7 +107,7 @@ def find_checkpoint(
 
 
 def saved_iterations(directory: Path) -> list[int]:
-    """Iterations that have a folder in a run's folder, newest first. Raises CheckpointError where it is a file."""
+    """List the iterations that have a folder in a run's folder, newest first. Raises CheckpointError if unreadable."""
     try:
         names = [re.fullmatch(r"iter_(\d{7,})", path.name) for path in directory.iterdir() if path.is_dir()]
     except FileNotFoundError:
@@ -118,13 +116,13 @@ def saved_iterations(directory: Path) -> list[int]:
         return []
     except OSError as error:
         raise CheckpointError(f"{directory} is not a folder that can be read ({error}); name a run's folder") from error
-    # A name with more zeros than ours is not ours.
+    # Ignore names with more leading zeros than ours.
     found = {int(name[1]) for name in names if name}
     return sorted((step for step in found if checkpoint_folder(directory, step).is_dir()), reverse=True)
 
 
 def _remarks(directory: Path, iteration: int) -> list[str]:
-    """What a person may have expected otherwise."""
+    """List unfinished saves, and a pointer file that names another iteration."""
     notes = [f"{path} was never finished; a later save removes it" for path in sorted(directory.glob("iter_*.tmp"))]
     pointer = directory / POINTER
     pointed = " ".join(pointer.read_text(encoding="utf-8", errors="replace").split()) if pointer.is_file() else ""

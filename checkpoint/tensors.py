@@ -1,4 +1,4 @@
-"""Tensors in and out of a checkpoint's folder, through torch.distributed.checkpoint (DCP)."""
+"""Write and read a checkpoint's tensors through torch.distributed.checkpoint (DCP)."""
 
 import pickle
 import warnings
@@ -22,9 +22,9 @@ from runtime.together import agree, from_first
 METADATA = ".metadata"
 State = dict[str, dict[str, torch.Tensor]]
 Model = nn.Module | Sequence[nn.Module]
-"""A model, or the parts of it that a rank holds, with the names that their parameters have in the whole."""
+"""A model, or the parts of it that a rank holds, with parameter names as in the whole model."""
 
-# All that DCP puts into `.metadata` for a state of tensors. None of these does anything but hold data.
+# All classes that DCP puts into `.metadata` for a state of tensors; each only holds data.
 _DATA_CLASSES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -45,16 +45,16 @@ _DATA_CLASSES = {
 
 
 def tensors_of(model: Model, optimizer: torch.optim.Optimizer | None, *, create: bool = False) -> State:
-    """The tensors of a run under the plain model's parameter names: {"model": weights, "optimizer": moments, step}.
+    """Return a run's tensors by the plain model's parameter names: {"model": weights, "optimizer": moments, step}.
 
-    They are the live tensors (DTensors where sharded), not copies: DCP writes them as they are and reads into them,
-    so that nothing is cast on the way. (``set_optimizer_state_dict`` would cast float32 moments to bf16 parameters.)
+    These are the live tensors (DTensors where sharded), not copies: DCP writes and reads them in place, without a cast.
+    (``set_optimizer_state_dict`` would cast float32 moments to bf16 parameters.)
 
     Args:
-        optimizer: left out, there is no "optimizer" part.
-        create: give an optimizer that has made no step yet its (zero) state, to be read into.
+        optimizer: None leaves out the "optimizer" section.
+        create: create the (zero) state of an optimizer that has not stepped, to read into.
     """
-    # The weights come first: an evaluation may have left FSDP modules unsharded, and this reshards them.
+    # Weights first: an evaluation may have left FSDP modules unsharded, and this reshards them.
     state: State = {"model": {}}
     parts = [model] if isinstance(model, nn.Module) else model
     for part in parts:
@@ -78,7 +78,7 @@ def tensors_of(model: Model, optimizer: torch.optim.Optimizer | None, *, create:
 
 @torch.no_grad()
 def spread_copies(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters that several parts hold, of which the last one was read, the same value and moments."""
+    """Copy value and moments of each parameter that several parts hold from the last part, which was read."""
     parts = [model] if isinstance(model, nn.Module) else model
     read = {name: parameter for part in parts for name, parameter in part.named_parameters()}
     for part in parts:
@@ -90,7 +90,7 @@ def spread_copies(model: Model, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its state: a step with gradients of 0 and a learning rate of 0."""
+    """Make an optimizer create its state by a step with zero gradients and learning rate."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -103,7 +103,7 @@ def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> None:
 
 
 def bytes_of(state: State, group: dist.ProcessGroup | None) -> int:
-    """Bytes of a state's tensors over all ranks, those that several ranks hold counted once; collective."""
+    """Sum the bytes of a state's tensors over all ranks, each tensor counted once. Collective."""
 
     def sizes() -> dict[str, int]:
         named = ((f"{part}.{name}", value) for part, values in state.items() for name, value in values.items())
@@ -113,7 +113,7 @@ def bytes_of(state: State, group: dist.ProcessGroup | None) -> int:
 
 
 def write_shards(folder: Path, state: State, group: dist.ProcessGroup | None, needed: int) -> None:
-    """Write and fsync each rank's part of ``state``; collective. Raises CheckpointError on every rank."""
+    """Write and fsync each rank's part of ``state``. Collective; raises CheckpointError on every rank."""
     try:
         with _one_error(f"cannot write {folder}"):
             dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
@@ -123,7 +123,7 @@ def write_shards(folder: Path, state: State, group: dist.ProcessGroup | None, ne
 
 
 def read_shards(folder: Path, state: State, metadata: Metadata, group: dist.ProcessGroup | None) -> None:
-    """Read into the tensors of ``state``, however the writers had sharded them; collective.
+    """Read into the tensors of ``state``, whatever the sharding of the writers. Collective.
 
     Raises:
         CheckpointError: on every rank.
@@ -133,11 +133,11 @@ def read_shards(folder: Path, state: State, metadata: Metadata, group: dist.Proc
 
 
 def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
-    """DCP's table of which tensor lies where, read without running anything that a stranger wrote into it.
+    """Read DCP's table of tensors without executing code that it may contain.
 
     Raises:
-        CheckpointError: it is unreadable, asks for a class that holds no data, points outside of the manifest, or at
-            no file for some tensor.
+        CheckpointError: it is unreadable, asks for a class outside the list above, names a file outside the manifest,
+            or none for some tensor.
     """
     path = folder / METADATA
     if METADATA not in manifest.files:
@@ -153,7 +153,7 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
     except CheckpointError:
         raise
     except Exception as error:
-        # Bytes that are no pickle can raise nearly anything.
+        # A corrupt pickle can raise nearly anything.
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); load another one") from error
     if kinds - {TensorStorageMetadata}:
         raise CheckpointError(f"{path} holds objects besides tensors, which could run code when read; do not trust it")
@@ -167,7 +167,7 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
 def compare_tensors(
     folder: Path, state: State, metadata: Metadata, group: dist.ProcessGroup | None, *, exact_dtype: bool
 ) -> None:
-    """Check names, shapes and (``exact_dtype``) dtypes of ``state`` against a checkpoint's; collective.
+    """Compare names, shapes and (``exact_dtype``) dtypes of ``state`` with a checkpoint's. Collective.
 
     Raises:
         CheckpointError: naming the first few tensors that differ, on every rank.
@@ -188,7 +188,7 @@ def compare_tensors(
         parts = tuple(f"{part}." for part in state)
         return {name for name in metadata.state_dict_metadata if name.startswith(parts)} - wanted.keys()
 
-    # Ranks may hold different parts of the model; what no rank wants is too much.
+    # Ranks may hold different parts of the model; only what no rank wants is surplus.
     unwanted = set.intersection(*agree(surplus, group))
     _refuse(folder, [f"{name} is too many" for name in sorted(unwanted)])
 
@@ -200,7 +200,7 @@ def _refuse(folder: Path, problems: list[str]) -> None:
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """Builds nothing but DCP's own tables; see "Restricting Globals" in the documentation of pickle."""
+    """Unpickle only DCP's own tables; see "Restricting Globals" in the documentation of pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _DATA_CLASSES.get(module, ()) or (
@@ -211,19 +211,19 @@ class _DataUnpickler(pickle.Unpickler):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the shards of a table that was checked before, instead of unpickling it again without a check."""
+    """Read shards by a table that is checked already, instead of unpickling it again unchecked."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self.checked = metadata
 
-    # DCP looks for **kwargs in this signature to decide whether it may try rank-local tables.
+    # No **kwargs: DCP takes them as leave to try rank-local tables.
     def read_metadata(self) -> Metadata:
         return self.checked
 
 
 class _TensorPlanner(dcp.DefaultLoadPlanner):
-    """Never unpickles objects, which DCP does with weights_only=False."""
+    """Refuse to unpickle objects, which DCP does with weights_only=False."""
 
     def load_bytes(self, read_item: Any, value: IO[bytes]) -> None:
         raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor; a checkpoint holds tensors only")
@@ -231,10 +231,10 @@ class _TensorPlanner(dcp.DefaultLoadPlanner):
 
 @contextmanager
 def _one_error(what: str) -> Iterator[None]:
-    """Turn DCP's collection of tracebacks, which it raises on every rank, into one message."""
+    """Turn the tracebacks that DCP raises on every rank into one message."""
     try:
         with warnings.catch_warnings():
-            # One process without a process group is a supported use here, not a mistake.
+            # A single process without a process group is supported here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:

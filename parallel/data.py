@@ -1,6 +1,6 @@
-"""Share a model's weights, gradients and optimizer state among the ranks of dp x cp (FSDP2).
+"""Shard a model's weights, gradients and optimizer state over the ranks of dp x cp (FSDP2).
 
-FSDP and DTensor take a second to import, so functions do it: a command line that is refused waits for neither.
+Functions import FSDP and DTensor, which takes a second: a refused command line does not wait for it.
 """
 
 from collections.abc import Callable
@@ -44,16 +44,17 @@ class DataParallelConfig:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy under the one name that the code knows it by."""
+        """The strategy, with ``fsdp`` resolved to ``zero3``."""
         name = self.data_parallel_sharding_strategy
         return "zero3" if name == "fsdp" else name
 
 
 def sharding_mesh(mesh: DeviceMesh, config: DataParallelConfig) -> DeviceMesh:
-    """``mesh``, of one dimension, over all ranks that share a model, as ``shard_model`` takes it; collective.
+    """Return ``shard_model``'s mesh, made of the one-dimensional ``mesh`` over all ranks that share a model;
+    collective.
 
-    Returns it with N copies as [N, ranks that divide one], and for ``legacy_ddp`` the part of it that is this rank
-    alone. With tensor parallelism ``mesh`` must be part of a larger one that has the dimension tp too.
+    With N copies it is [N, ranks per copy]; for ``legacy_ddp``, this rank alone. With tensor parallelism ``mesh`` must
+    belong to a larger mesh that also has the dimension tp.
     """
     copies = mesh.size() if config.strategy == "legacy_ddp" else config.num_distributed_optimizer_instances
     if copies == 1:
@@ -71,40 +72,41 @@ def shard_model(
 ) -> None:
     """Apply a strategy to each layer and to the rest of the model, in place.
 
-    ``ddp`` replicates, and sums gradients while the backward goes on (Li et al. 2020). ``legacy_ddp`` replicates and
-    leaves each rank's gradients alone until ``finish_gradients`` (fairseq's LegacyDistributedDataParallel, with which
-    LASP was measured). The others are ZeRO's stages (Rajbhandari et al. 2020, section 5); with them float32 master
-    weights lie in shards, as the optimizer's state does.
+    ``ddp`` replicates the model and sums gradients during the backward (Li et al. 2020). ``legacy_ddp`` replicates it
+    and keeps gradients local until ``finish_gradients`` (fairseq's LegacyDistributedDataParallel, with which LASP was
+    measured). The others are ZeRO's stages (Rajbhandari et al. 2020, section 5), which shard the float32 master weights
+    as they shard the optimizer's state.
+
     ``zero1`` and ``zero2`` gather the weights once per step and keep them until its last backward; ``zero3`` (FSDP)
-    gathers each layer for its forward and again for its backward. ``zero1`` adds up the micro-batches' gradients whole
-    and sums them over the ranks once; ``zero2`` and ``zero3`` do so after every micro-batch and keep shards. Which
-    micro-batch is the last one, ``reduce_gradients`` is told.
+    gathers each layer for its forward and again for its backward. ``zero1`` accumulates whole gradients and reduces
+    them once per step; ``zero2`` and ``zero3`` reduce them after every micro-batch and keep shards. Call
+    ``reduce_gradients`` before each backward to mark the last one.
 
-    On a mesh of two dimensions ZeRO divides along the last and copies along the first (hybrid sharding): weights are
-    gathered among the ranks of one copy, and the shards' gradients summed over the copies once per step.
+    On a two-dimensional mesh ZeRO shards along the last dimension and replicates along the first (hybrid sharding):
+    weights are gathered within a copy, and the shards' gradients are summed over the copies once per step.
 
-    Gradients are *summed* over the mesh, in float32, never averaged: the loss is already divided by the global number
+    Gradients are *summed* over the mesh in float32, never averaged: the loss is already divided by the global number
     of valid tokens, and a mean of local means is wrong where ranks hold unequal numbers of them.
 
     Args:
         model: float32, on any device or on the meta device; its weights stay float32 as the optimizer's masters.
         layers: the repeated blocks, gathered one at a time.
-        mesh: what ``sharding_mesh`` made of all ranks that share the model.
-        bf16: gather and compute in bfloat16, but for modules inside of layers that say ``full_precision``.
+        mesh: from ``sharding_mesh``.
+        bf16: gather and compute in bfloat16, except in modules of the layers that set ``full_precision``.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
     if strategy in ("ddp", "legacy_ddp"):
-        # With legacy_ddp each rank is alone for the library, which casts and adds up micro-batches, and sends nothing.
+        # With legacy_ddp the library sees one rank: it casts, accumulates micro-batches, and sends nothing.
         if strategy == "legacy_ddp" and mesh.size() > 1:
             raise ValueError(f"legacy_ddp is applied to one rank alone, not {mesh.size()}; take sharding_mesh's mesh")
-        # Unlike DistributedDataParallel it takes DTensors, and gradients in another dtype than the weights'.
+        # Unlike DistributedDataParallel, it takes DTensors, and gradients of another dtype than the weights.
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
         apply: Callable[..., object] = partial(replicate, mesh=mesh, mp_policy=policy)
     else:
-        reshard = None if strategy == "zero3" else False  # None: but for the outermost module, whose backward is next
+        reshard = None if strategy == "zero3" else False  # None: all but the root, whose backward is next
         apply = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     full = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in layers:
@@ -112,7 +114,7 @@ def shard_model(
             if bf16 and getattr(module, "full_precision", False):
                 apply(module, mp_policy=full)
         apply(layer)
-    # Only layers have their inputs cast: a diffusion model's times are numbers that bfloat16 does not have.
+    # Only layers cast their inputs: bfloat16 cannot represent a diffusion model's times.
     apply(model, mp_policy=replace(policy, cast_forward_inputs=False))
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -122,9 +124,9 @@ def shard_model(
 
 @torch.no_grad()
 def fill(model: nn.Module, device: torch.device, weight_of: Callable[[str, torch.Size], Tensor]) -> None:
-    """Give a sharded model on the meta device its weights, one whole tensor at a time.
+    """Materialize and initialize a sharded model on the meta device, one whole tensor at a time.
 
-    Each rank draws the *whole* parameter and keeps its shard: drawn shard by shard, every shard would hold the same
+    Every rank draws the *whole* parameter and keeps its shard. Drawn shard by shard, all shards would hold the same
     numbers, and the weights would depend on the mesh.
 
     Args:
@@ -142,9 +144,9 @@ def fill(model: nn.Module, device: torch.device, weight_of: Callable[[str, torch
 
 
 def own_shard(whole: Tensor, like: "DTensor") -> Tensor:
-    """The part of a whole tensor that this rank holds of ``like``; nothing is sent.
+    """Return this rank's shard of ``whole``, sharded as ``like``, without communication.
 
-    Where tensor parallelism and FSDP split one dimension, the former, which is the mesh's last dimension, did so first.
+    Where tensor parallelism and FSDP split the same dimension, tensor parallelism (the last of the mesh) split first.
     """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -161,10 +163,10 @@ def own_shard(whole: Tensor, like: "DTensor") -> Tensor:
 
 
 def reduce_gradients(model: nn.Module, last: bool, strategy: Strategy = "zero3") -> None:
-    """Say before each backward whether it is of the ``last`` micro-batch of its step.
+    """Set, before each backward, whether it is that of the step's ``last`` micro-batch.
 
-    Before the last one only ``zero2`` and ``zero3`` send gradients, among the ranks of one copy, and all but ``zero3``
-    keep whole weights.
+    Before the last one, only ``zero2`` and ``zero3`` reduce gradients, within a copy, and all but ``zero3`` keep whole
+    weights.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -175,7 +177,7 @@ def reduce_gradients(model: nn.Module, last: bool, strategy: Strategy = "zero3")
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of the whole weights that forwards have left, so that the next one gathers them from the shards."""
+    """Free the whole weights that forwards left, so that the next forward gathers them from the shards."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -185,10 +187,10 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def finish_gradients(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> None:
-    """Do what a strategy leaves to do after the last backward of a step; collective over ``mesh``, of one dimension.
+    """Reduce the gradients that a step's backwards left unreduced; collective over the one-dimensional ``mesh``.
 
-    ``legacy_ddp`` sums all gradients over the ranks in one all-reduce of one flat float32 buffer; every rank must have
-    the same ones. The others have summed theirs in the backward.
+    ``legacy_ddp`` sums all gradients in one all-reduce of a flat float32 buffer; every rank must have the same ones.
+    The other strategies summed theirs in the backward.
     """
     if strategy != "legacy_ddp":
         return
@@ -203,5 +205,5 @@ def finish_gradients(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> 
 
 
 def copies_unseen(mesh: DeviceMesh, strategy: Strategy) -> int:
-    """How many ranks of ``mesh`` hold each gradient without its DTensor's telling so: for ``gradient_norm``."""
+    """Return how many ranks hold a copy of each gradient without its DTensor knowing, for ``gradient_norm``."""
     return mesh.size() if strategy == "legacy_ddp" else 1

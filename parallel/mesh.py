@@ -1,4 +1,4 @@
-"""Processes and the device mesh they form: pipeline (pp) x data (dp) x context (cp) x tensor parallel (tp)."""
+"""Arrange a run's processes in a device mesh: pipeline (pp) x data (dp) x context (cp) x tensor parallel (tp)."""
 
 import math
 import os
@@ -55,16 +55,16 @@ class MeshConfig:
 
     @property
     def device_type(self) -> str:
-        """``cpu`` or ``cuda``, with auto decided."""
+        """``cpu`` or ``cuda``, with ``auto`` resolved."""
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
     def data_parallel_size(self, world_size: int) -> int:
-        """What the other dimensions leave over of ``world_size`` processes."""
+        """Return ``world_size`` divided by the sizes of pp, cp and tp."""
         return world_size // math.prod(getattr(self, name) for name in SIZES)
 
     @property
     def context_ranks_per_node(self) -> int | None:
-        """Ranks of a context-parallel group in each node as the launcher fills it, tp within; None where unknown."""
+        """Context-parallel ranks per node: the launcher's LOCAL_WORLD_SIZE divided by tp; None if it is not set."""
         launched = os.environ.get("LOCAL_WORLD_SIZE")
         return None if launched is None else max(1, int(launched) // self.tensor_model_parallel_size)
 
@@ -77,10 +77,10 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run, arranged.
+    """A run's device, and the dimensions of its device mesh.
 
-    ``both`` joins dp and cp: the ranks that hold different tokens of the same part of the model, over which FSDP shards
-    that part. Along tp and pp the ranks hold different parts and the same tokens.
+    ``both`` flattens dp and cp: its ranks hold different tokens and the same part of the model, which FSDP shards over
+    them. Along tp and pp, ranks hold different parts and the same tokens.
     """
 
     device: torch.device
@@ -93,11 +93,11 @@ class Mesh:
 
 @contextmanager
 def joined(config: MeshConfig) -> Iterator[Mesh]:
-    """Join the processes that the launcher started and arrange them; part where the body ends cleanly.
+    """Join the launched processes and yield their mesh; destroy the process group if the body ends cleanly.
 
-    Processes that have joined already stay so. The world size must be a multiple of the sizes of pp, cp and tp.
-    tp, which talks most, is the inner dimension, then cp: their ranks are neighbours. pp, which talks least, is the
-    outer one.
+    A process group that is initialized already is used and kept. The world size must be a multiple of pp * cp * tp. tp
+    communicates most and is the innermost dimension, then cp: their ranks are neighbours. pp communicates least and is
+    the outermost.
 
     Raises:
         LaunchError: the processes cannot join (see ``runtime.processes.meet``).
@@ -121,13 +121,13 @@ def joined(config: MeshConfig) -> Iterator[Mesh]:
 
 
 def _arranged(config: MeshConfig, device: torch.device, timeout: timedelta) -> Mesh:
-    """The mesh of the processes that have joined."""
+    """Build the mesh of the joined processes."""
     pp, cp, tp = (getattr(config, name) for name in SIZES)
     sizes = {"pp": pp, "dp": dist.get_world_size() // (pp * cp * tp), "cp": cp, "tp": tp}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     parts = {name: mesh[name] for name in sizes}
     arranged = Mesh(device=device, both=mesh["dp", "cp"]._flatten("dp_cp"), **parts)
     for part in (arranged.pp, arranged.dp, arranged.cp, arranged.tp, arranged.both):
-        # the groups of a mesh do not inherit the timeout of the processes, and wait for 30 minutes
+        # a mesh's groups do not inherit the timeout: they would wait for 30 minutes
         set_timeout(part.get_group(), timeout)
     return arranged

@@ -1,7 +1,7 @@
-"""What a layer keeps for its backward, and what it computes again; what is kept may wait in host memory.
+"""Recompute a layer's activations in the backward, and offload what is kept to host memory.
 
-Applied to the layers of a plain model, before FSDP, in place. A layer has ``attention.attend`` (the core attention) and
-``mlp``. No module is wrapped, so the names in checkpoints stay the plain model's.
+Applied in place to the layers of a plain model, before FSDP. A layer has ``attention.attend`` (the core attention) and
+``mlp``. No module is wrapped, so checkpoints keep the plain model's names.
 """
 
 from collections import deque
@@ -35,12 +35,12 @@ ATTENTION = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
     }
 )
-"""Operators that are a whole attention forward: ours, with the gather that it begins with and the exchange of heads
-or tokens after it, and what torch's SDPA becomes where a fused kernel fits."""
+"""Operators of an attention forward: ours, with the gather before and the exchange of heads or tokens after it, and the
+fused kernels of torch's SDPA."""
 
 
 class RecomputeError(UserError):
-    """A policy that cannot be applied to this model here."""
+    """A policy that cannot be applied to this model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +70,10 @@ class RecomputeConfig:
 
 
 def recompute_layers(layers: nn.ModuleList, config: RecomputeConfig) -> None:
-    """Apply the policy of ``config`` to every layer in place; to be called once, before the model is sharded.
+    """Apply the policy of ``config`` to every layer in place; call once, before the model is sharded.
 
-    The layers then raise RecomputeError where ``attention_boundary`` meets an attention that is no operator of
-    ``ATTENTION``, since it would be computed again in silence.
+    With ``attention_boundary`` the layers raise RecomputeError if their attention is not an operator of ``ATTENTION``:
+    it would silently be recomputed.
     """
     for layer in layers:
         parts: Any = layer
@@ -87,16 +87,16 @@ def recompute_layers(layers: nn.ModuleList, config: RecomputeConfig) -> None:
 
 
 def _in_chunks(module: nn.Module, forward: Callable[[Tensor], Tensor], size: int, x: Tensor) -> Tensor:
-    """``forward`` of x [B, T, C], ``size`` tokens at a time."""
-    # Asked for at every call: while a layer is computed, FSDP puts whole weights in the place of its shards.
+    """Apply ``forward`` to x [B, T, C], ``size`` tokens at a time."""
+    # Read at every call: FSDP replaces the shards by whole weights while a layer runs.
     parameters = tuple(module.parameters())
     return over_chunks(lambda part, _: forward(part), x.flatten(0, -2), size, parameters).unflatten(0, x.shape[:-1])
 
 
 def _again(forward: Callable[..., Tensor], keep_attention: bool, offload: bool, *inputs: Any) -> Tensor:
-    """``forward``, of which the inputs alone are kept, and on demand the results of its attention."""
+    """Run ``forward``, keeping only its inputs and, with ``keep_attention``, the results of its attention."""
     pack, unpack = (_to_host, _to_device) if offload else (_as_it_is, _as_it_is)
-    with saved_tensors_hooks(pack, unpack) if offload else nullcontext():  # around the checkpoint: its inputs alone
+    with saved_tensors_hooks(pack, unpack) if offload else nullcontext():  # packs the checkpoint's inputs
         if not keep_attention:
             return checkpoint(forward, *inputs, use_reentrant=False)
         kept: deque[Any] = deque()
@@ -112,9 +112,9 @@ def _again(forward: Callable[..., Tensor], keep_attention: bool, offload: bool, 
 
 
 class _Keep(TorchDispatchMode):
-    """In the forward: keeps what every attention returns.
+    """Keep what every attention returns in the forward.
 
-    torch's own create_selective_checkpoint_contexts would do, but for a store that cannot lie in host memory.
+    torch's create_selective_checkpoint_contexts does the same, but cannot keep it in host memory.
     """
 
     def __init__(self, kept: deque[Any], pack: Callable[[Tensor], Any]) -> None:
@@ -124,13 +124,13 @@ class _Keep(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.name() in ATTENTION:
-            # Detached: autograd makes the tensors themselves part of the graph that is to be freed.
+            # Detached: autograd ties the tensors themselves to the graph that is to be freed.
             self._kept.append(tree_map_only(Tensor, lambda x: self._pack(x.detach()), out))
         return out
 
 
 class _Reuse(TorchDispatchMode):
-    """In the backward's recomputation: hands out what was kept, in the order of the forward, once."""
+    """Return what was kept, once and in forward order, in the backward's recomputation."""
 
     def __init__(self, kept: deque[Any], unpack: Callable[[Any], Tensor]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: which layers each rank of pp holds, and when micro-batches pass through them.
+"""Run micro-batches through the pipeline stages of each rank of pp.
 
-A stage is a run of layers; the first one also has what comes before the layers, the last one what comes after. Stages
-pass hidden states forward and their gradients back, one micro-batch at a time; the schedules are torch's. The loss is
-divided by the global number of valid tokens, so gradients add up over micro-batches and are never rescaled.
+A stage is a run of layers; the first stage also has what comes before the layers, the last what comes after. Stages
+send hidden states forward and gradients back, one micro-batch at a time, on torch's schedules. The loss is divided by
+the global number of valid tokens, so gradients are summed over micro-batches and never rescaled.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from parallel.pipeline.stages import SINGLE, PipelineConfig
 
 
 class PipelineRunner(Runner):
-    """The same for the stages that this rank of pp holds. Its share of the loss is 0 without the last stage."""
+    """Run a step's micro-batches through this rank's stages; its share of the loss is 0 without the last stage."""
 
     def __init__(
         self,
@@ -38,22 +38,22 @@ class PipelineRunner(Runner):
         hidden: Tensor,
         tied: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """``parts`` are the stages ``config.own`` names.
+        """Build the schedule over ``parts``, the stages that ``config.own`` names.
 
         Args:
-            first_input: what of a micro-batch the first stage takes: its name, and one like it on the meta device.
-            hidden: what passes between stages, on the meta device.
-            tied: names of the parameters of which several stages hold a copy each, and these stages.
+            first_input: key in a micro-batch of the first stage's input, and a meta tensor like it.
+            hidden: a meta tensor like what stages send each other.
+            tied: for each parameter with copies in several stages, these stages.
         """
         super().__init__(parts, loss_sum, strategy)
         self.mesh, self.device = mesh, device
         self.name, like = first_input
         ranks, stages = mesh.size(), config.stages(mesh.size())
         self.tied = {name: sorted({stage % ranks for stage in of}) for name, of in (tied or {}).items()}
-        """Ranks of pp that hold a copy, by parameter; the first of them counts it."""
+        """Ranks of pp that hold a copy, by parameter; the first one counts it."""
         self.own = config.own(mesh.get_local_rank(), ranks)
         self._valid = 1
-        hidden = hidden.detach().requires_grad_()  # torch asks it whether gradients are sent back
+        hidden = hidden.detach().requires_grad_()  # tells torch that gradients are sent back
         self._stages = []
         for part, number in zip(parts, self.own, strict=True):
             last = number == stages - 1
@@ -97,23 +97,23 @@ class PipelineRunner(Runner):
         return self._run(self.schedule.eval, batches).double().sum()
 
     def _run(self, step: Callable[..., Any], batches: Sequence[Batch]) -> Tensor:
-        """The losses of the micro-batches, none without the last stage."""
+        """Run the schedule; return the micro-batches' losses, or one zero without the last stage."""
         others = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
         first, losses = others.pop(self.name), list[Tensor]()
         try:
             step(*([first] if 0 in self.own else []), target=first, losses=losses, return_outputs=False, **others)
         except RuntimeError as error:
-            if isinstance(error.__cause__, ValueError):  # what a user can mend, which torch wraps
+            if isinstance(error.__cause__, ValueError):  # torch wraps what a user can fix
                 raise error.__cause__ from None
             raise
         for stage in self._stages:
-            stage.clear_runtime_states()  # an evaluation leaves every micro-batch's activations
+            stage.clear_runtime_states()  # an evaluation keeps every micro-batch's activations
         if not losses:
             return torch.zeros(1, device=self.device)
         return torch.stack([loss.detach() for loss in losses])
 
     def _sum_copies(self, name: str, holders: Sequence[int]) -> None:
-        """Give all copies of a parameter the sum of their gradients, in one order: they stay equal, to the bit."""
+        """Sum the gradients of a parameter's copies, in one order, so that they stay equal to the bit."""
         copies = [dict(part.named_parameters()).get(name) for part in self.parts]
         own = [_local_gradient(parameter) for parameter in copies if parameter is not None]
         share = torch.stack(own).sum(0) if len(own) > 1 else own[0].contiguous()
@@ -135,10 +135,10 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 class _Part(nn.Module):
-    """A stage's layers as torch's schedules call them: the first tensor of a batch alone, the rest by name.
+    """A stage as torch's schedules call it: the batch's first tensor by position, the rest by name.
 
-    It hides from them whether the model is FSDP's, for which they would hold back every reduction to the end of the
-    step and keep whole weights until then.
+    It hides FSDP from the schedules, which would delay every reduction to the end of the step and keep whole weights
+    until then.
     """
 
     def __init__(self, model: nn.Module, name: str, loss_sum: LossSum) -> None:
@@ -150,9 +150,9 @@ class _Part(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, which reduces gradients as the strategy wants and holds no buffer longer than it is needed.
+    """torch's stage, but with gradients reduced by the strategy and receive buffers freed after use.
 
-    torch allocates buffers to receive all micro-batches at once and keeps them for the whole run.
+    torch allocates the buffers of all micro-batches at once and keeps them for the whole run.
     """
 
     def __init__(self, part: _Part, *where: Any, strategy: Strategy, split_backward: bool, **shapes: Any) -> None:
@@ -181,10 +181,10 @@ class _Stage(PipelineStage):
         self._release("backward", bwd_chunk_id)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Where no backward is a whole one, FSDP's hooks do not run, and the library reduces at the step's end.
+        """Reduce at the step's end where backwards are split, since FSDP's hooks do not run then.
 
-        It does so for an FSDP module that it sees, whose gradients were not to be synchronized until now: over the
-        shards and, where there are several, over the copies.
+        torch does so for an FSDP module that it sees and that has not synchronized yet: over the shards and, where
+        there are several, over the copies.
         """
         if self._split_backward:
             self.submod = self._part.model
@@ -198,7 +198,7 @@ class _Stage(PipelineStage):
                 self._release(direction, other)
         for info in table.get(chunk, []):
             info.buffer = torch.empty_like(info.buffer, device=self.device)
-            # torch before 2.13 asks the buffer whether a gradient is sent back, and decides it once, at the first step
+            # torch before 2.13 reads from the buffer, once at the first step, whether a gradient is sent back
             info.buffer.requires_grad_(direction == "forward" and self.has_backward)
         self._receiving.add((direction, chunk))
 
@@ -208,7 +208,7 @@ class _Stage(PipelineStage):
         self._receiving.discard((direction, chunk))
 
     def _buffers(self, direction: str) -> dict[int, list[Any]]:
-        """By micro-batch, what a tensor is received into."""
+        """Return the receive buffers by micro-batch."""
         table = self.args_recv_info if direction == "forward" else self.grad_recv_info
         return {
             chunk: [info for info in infos if getattr(info, "buffer", None) is not None]

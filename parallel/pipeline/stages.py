@@ -1,4 +1,4 @@
-"""Which layers each rank of a pipeline holds, and which schedules go with what."""
+"""Divide the layers into pipeline stages, and check what each schedule supports."""
 
 from dataclasses import dataclass, fields
 from itertools import count, pairwise
@@ -48,14 +48,14 @@ class PipelineConfig:
         tp: int = 1,
         recompute: bool = False,
     ) -> None:
-        """Refuse what cannot run, or would compute something else in silence, naming the nearest that works.
+        """Refuse what cannot run or would silently compute something else; name the nearest settings that work.
 
         Args:
-            batch: sequences of one micro-batch on all data-parallel ranks.
+            batch: sequences of one micro-batch over all data-parallel ranks.
 
         Raises:
-            UserError: stages more than layers, fewer micro-batches than ranks, a schedule that does not go with a
-                data-parallel strategy, with tensor parallelism or with recomputation.
+            UserError: more stages than layers, fewer micro-batches than ranks, or a schedule that does not support the
+                data-parallel strategy, tensor parallelism or recomputation.
         """
         schedule, stages = self.pipeline_schedule, self.stages(ranks)
         if ranks == 1 and self != PipelineConfig():
@@ -103,26 +103,26 @@ class PipelineConfig:
             )
 
     def _rounds(self, micro_batches: int, ranks: int) -> bool:
-        """Whether every process has work, and an interleaved schedule's rounds are equal."""
+        """Return whether every process has work and an interleaved schedule's rounds are equal."""
         equal = self.pipeline_schedule in SINGLE or not micro_batches % max(1, micro_batches // ranks)
         return micro_batches >= ranks and equal
 
     def stages(self, ranks: int) -> int:
-        """Stages of a pipeline of that many ranks."""
+        """Return the number of stages on that many ranks."""
         return ranks * self.num_virtual_stages_per_pipeline_rank
 
     def own(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """The stages of a rank, ascending: every ``ranks``-th one."""
+        """Return a rank's stages, ascending: every ``ranks``-th one."""
         return tuple(range(rank, self.stages(ranks), ranks))
 
 
 def stage_layers(config: PipelineConfig, layers: int, ranks: int) -> list[range]:
-    """The layers of each stage.
+    """Return the layers of each stage.
 
-    Layers that do not divide go to the stages in the middle: the first has the embedding and the last the logits.
+    The remainder goes to the middle stages, since the first has the embedding and the last the logits.
 
     Raises:
-        UserError: ``pipeline_layers`` does not name all.
+        UserError: ``pipeline_layers`` does not match the stages and layers.
     """
     stages = config.stages(ranks)
     equal = [layers // stages] * stages

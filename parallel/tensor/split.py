@@ -1,10 +1,9 @@
 """Tensor parallelism with sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022, section 4.2.2).
 
-The tp ranks hold the same tokens. Each computes some heads of every attention, some columns of every feed-forward
-layer and the logits of some vocabulary entries. In between, where a token's channels are needed whole (norms, residual
-sums), each holds some of the tokens: what was an all-reduce is a reduce-scatter and an all-gather of the same traffic.
-It stays on whenever tp > 1: then every parameter is a DTensor, and a norm's gradient, of which each rank has a part, is
-summed.
+The tp ranks hold the same tokens. Each computes some heads of every attention, some columns of every feed-forward layer
+and the logits of some vocabulary entries. In between, where all channels of a token are needed (norms, residual sums),
+each holds some of the tokens: the all-reduce becomes a reduce-scatter and an all-gather of the same traffic. Sequence
+parallelism is on whenever tp > 1: every parameter is then a DTensor, and partial gradients of norms are summed.
 
 Shapes: B sequences, T tokens of this context-parallel rank (a multiple of tp), C width of the residual stream, G key
 and value heads, D width of a head, V vocabulary entries. ``Shard(1)`` of [B, T, C] is over tokens, ``Shard(-1)`` over
@@ -36,19 +35,20 @@ from parallel.tensor.styles import (
 def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: int) -> None:
     """Split a transformer on the meta device over the ranks of ``mesh``, in place; before any other parallelism.
 
-    The model may have the modules embedding, position_embedding or sinusoids, layers (each attention_norm, attention
-    with wq, wk, wv and wo, mlp_norm, mlp with up, down and perhaps gate), norm and output; with biases or without. An
-    attention may have log_decay, a number per head, and the modules wu, a gate; lrpe, angles theta of every head; norm,
-    an RMS norm without a weight over all heads. The model takes tokens [B, T], the same on all ranks of ``mesh``, and
-    returns logits [B, T, V] as a DTensor sharded over the vocabulary, for vocabulary.py's ``cross_entropy_sum``.
+    The model may have the modules embedding, position_embedding or sinusoids, layers (each with attention_norm,
+    attention with wq, wk, wv and wo, mlp_norm, and mlp with up, down and optionally gate), norm and output, with or
+    without biases. An attention may have log_decay, one number per head, and the modules wu (a gate), lrpe (angles
+    theta of every head) and norm (an RMS norm over all heads, without a weight). The model takes tokens [B, T], the
+    same on all ranks, and returns logits [B, T, V] as a DTensor sharded over the vocabulary, for vocabulary.py's
+    ``cross_entropy_sum``.
 
-    A pipeline stage lacks some of these. What passes between two stages is hidden states of this rank's tokens
-    [B, T / size, C], a plain tensor.
+    A pipeline stage lacks some of these. Stages send each other hidden states of this rank's tokens [B, T / size, C],
+    as plain tensors.
 
     The query heads and the feed-forward width must be multiples of the mesh's size, and ``kv_heads`` a multiple or a
-    divisor of it: fewer heads than ranks are kept by every rank, which computes the one that its query heads attend to.
-    The vocabulary and the table of positions need not divide: each rank holds V / size entries, rounded up, and the
-    last one the fewer that are left, which must be one at least.
+    divisor of it: with fewer heads than ranks, every rank keeps all and computes the one that its query heads attend
+    to. The vocabulary and the position table need not divide evenly: each rank holds V / size entries, rounded up, and
+    the last one the rest, at least one.
 
     Raises:
         ValueError: the model has a parameter in a module that is none of these.
@@ -81,20 +81,20 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
     _apply(model, mesh, styles)
     model.register_forward_pre_hook(lambda _, inputs: (of_tokens(inputs[0], mesh), *inputs[1:]))
     if getattr(model, "norm", None) is None:
-        # A copy, since FSDP warns of a view.
+        # A copy: FSDP warns about views.
         model.register_forward_hook(lambda _, inputs, x: x.to_local().clone())
 
 
 def split_dit(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split a diffusion transformer, as ``split_model`` a language model.
+    """Split a diffusion transformer as ``split_model`` splits a language model.
 
     The model may have the modules x_embedder, t_embedder, y_embedder, layers (each attention with wq, wk, wv and wo,
-    mlp with up and down, adaLN_modulation) and final_layer. It takes patches [B, T, P], positions [T], times and labels
-    [B], by position and the same on all ranks of ``mesh``, and returns patches [B, T, P'], whole on all of them. What
-    passes between two stages is hidden states of this rank's patches [B, T / size, C].
+    mlp with up and down, adaLN_modulation) and final_layer. It takes the positional arguments patches [B, T, P],
+    positions [T], times and labels [B], the same on all ranks, and returns patches [B, T, P'], whole on all ranks.
+    Stages send each other hidden states of this rank's patches [B, T / size, C].
 
-    Conditions [B, C] are the same on all ranks, which modulate their own patches alone: the gradients of all that makes
-    them and the modulations are parts, and are summed.
+    Conditions [B, C] are the same on all ranks, but each rank modulates only its own patches: the gradients of the
+    modulations and of the conditions' embedders are partial, and are summed.
 
     The heads and the feed-forward width must be multiples of the mesh's size.
 
@@ -120,7 +120,7 @@ def split_dit(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _apply(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
-    """Split the modules of these names, of each layer and of the rest. ValueError for a parameter in no such module."""
+    """Split the named modules, in each layer and outside. Raise ValueError for a parameter in none of them."""
     names = {name: re.sub(r"^layers\.[^.]+\.", "", name) for name, _ in model.named_modules()}
     parallelize_module(model, mesh, {name: styles[kind] for name, kind in names.items() if kind in styles})
     if left := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:

@@ -1,6 +1,6 @@
-"""How one module of a model is split over the tp ranks: what parallel/tensor/split.py's plans are made of.
+"""Parallel styles, each splitting one module over the tp ranks, for the plans of parallel/tensor/split.py.
 
-Shapes as there.
+Shapes as in that file.
 """
 
 from typing import Any
@@ -15,20 +15,20 @@ from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 
 
 def of_tokens(x: Tensor, mesh: DeviceMesh) -> Any:
-    """Hidden states of this rank's tokens as a part of all; token ids, which all ranks have, as they are."""
+    """Wrap this rank's hidden states in a DTensor sharded over tokens; return token ids unchanged."""
     return DTensor.from_local(x, mesh, [Shard(1)], run_check=False) if x.is_floating_point() else x
 
 
 def scattered(part: Tensor, mesh: DeviceMesh) -> DTensor:
-    """The sum over ranks of ``part`` [..., T, C], sharded over T."""
+    """Reduce-scatter ``part`` [..., T, C] over T."""
     return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(part.ndim - 2)])
 
 
 class AllTokens(ParallelStyle):
-    """A module that needs all tokens and gives parts of a sum: [B, T, C], sharded over T outside, plain inside.
+    """A module that takes all tokens and returns partial sums [B, T, C]; outside, both are sharded over T.
 
-    All matrices of the module share one all-gather of its input. Each rank's gradient of that is a part of a sum too.
-    With ``plain`` what is outside are plain tensors of this rank's tokens.
+    All matrices of the module share one all-gather of its input, whose gradient is partial on each rank too. With
+    ``plain``, input and output are plain tensors of this rank's tokens.
     """
 
     def __init__(self, plain: bool = False) -> None:
@@ -50,7 +50,7 @@ class AllTokens(ParallelStyle):
 
 
 class OwnHeads(AllTokens):
-    """An attention, of whose decays per head, where it has any, each rank keeps those of its heads."""
+    """An attention that keeps, of any decays per head, those of this rank's heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rates: Any = getattr(module, "log_decay", None)
@@ -61,9 +61,9 @@ class OwnHeads(AllTokens):
 
 
 class Matrix(ParallelStyle):
-    """A projection split by its output channels (dim 0 of its weight), or by its input channels (1).
+    """A linear layer split by output channels (dim 0 of its weight) or by input channels (dim 1).
 
-    The latter gives parts of a sum, and each rank adds the bias of some output channels to its own.
+    Split by input channels, it returns partial sums, to which each rank adds its shard of the bias.
     """
 
     def __init__(self, dim: int) -> None:
@@ -86,13 +86,13 @@ class Matrix(ParallelStyle):
 
 
 def own_entries(x: DTensor) -> Tensor:
-    """This rank's entries of a sharded vector, and zeros in the place of the others."""
+    """Return this rank's entries of a sharded vector, with zeros in place of the others."""
     first, local = first_entry(x), x.to_local()
     return F.pad(local, (first, len(x) - first - len(local)))
 
 
 class Whole(ParallelStyle):
-    """A linear layer or an embedding that every rank has whole and applies to what is its own; gradients are parts."""
+    """A replicated linear layer or embedding, applied to this rank's own input; its gradients are partial."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def forward(x: Tensor) -> Tensor:
@@ -105,9 +105,9 @@ class Whole(ParallelStyle):
 
 
 class OneHead(ParallelStyle):
-    """A key or value projection of fewer heads than ranks: its weight [G * D, C] is whole on every rank, one head used.
+    """A key or value projection of fewer heads than ranks: each has all of its weight [G * D, C] and uses one head.
 
-    Each rank's gradient is a part: 0 but for its own head, to which other ranks that use it add theirs.
+    Each rank's gradient is partial: 0 except for its head, and summed over the ranks that share that head.
     """
 
     def __init__(self, head_dim: int, head: int) -> None:
@@ -126,7 +126,7 @@ class OneHead(ParallelStyle):
 
 
 class Angles(ParallelStyle):
-    """Angles of positions [H * D], of which each rank has those of its heads; ``turn`` is the module's computation."""
+    """Angles of positions [H * D], sharded by heads; the module's ``turn`` applies them."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def forward(q: Tensor, k: Tensor, positions: Tensor) -> Any:
@@ -136,7 +136,7 @@ class Angles(ParallelStyle):
         turn: Any = module.turn
         module.register_parameter("theta", nn.Parameter(distribute_tensor(whole, device_mesh, [Shard(0)])))
 
-        def theta() -> Any:  # asked for at every call: FSDP puts another in its place
+        def theta() -> Any:  # read at every call: FSDP replaces the parameter
             return module.theta
 
         module.forward = forward
@@ -144,9 +144,9 @@ class Angles(ParallelStyle):
 
 
 class JointNorm(ParallelStyle):
-    """An RMS norm without a weight over the channels of all heads, of which each rank has some: [..., C / size].
+    """An RMS norm without a weight over the channels of all heads; each rank has [..., C / size] of them.
 
-    Ranks add up their squares, and backwards what reaches these. In float32 at least, rounded once.
+    Ranks sum their squares and, in the backward, the gradients of these. In float32 at least, rounded once.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -166,7 +166,7 @@ class JointNorm(ParallelStyle):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, of which each makes something of its own: the gradients of these are summed as well."""
+    """An all-reduce that also sums gradients in the backward, since each rank uses the sum for something else."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -185,7 +185,7 @@ def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class OwnTokens(ParallelStyle):
-    """A function of positions [..., T] without parameters: [..., T, C], of this rank's tokens alone."""
+    """A parameter-free function of positions, [..., T] -> [..., T, C], computed for this rank's tokens only."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def own(module: nn.Module, inputs: Any) -> Any:
@@ -200,9 +200,9 @@ class OwnTokens(ParallelStyle):
 
 
 class Entries(ParallelStyle):
-    """An embedding whose entries are split: [..., T] -> [..., T, C]; one that another rank holds adds 0 here.
+    """An embedding sharded by entries: [..., T] -> [..., T, C]; other ranks' entries contribute 0 here.
 
-    DTensor's own would compute the gradient of all entries on every rank.
+    DTensor's own embedding computes the gradient of all entries on every rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -224,7 +224,7 @@ class Entries(ParallelStyle):
 
 
 class GatheredNorm(SequenceParallel):
-    """The last norm: its output is whole on every rank, for the logits of each rank's vocabulary entries."""
+    """The last norm: gather its output, for the logits of each rank's vocabulary entries."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(module: nn.Module, inputs: Any, x: DTensor) -> DTensor:
@@ -236,6 +236,6 @@ class GatheredNorm(SequenceParallel):
 
 
 def first_entry(x: DTensor, dim: int = 0) -> int:
-    """Index along ``dim`` of the first entry that this rank holds of ``x``, which a mesh of one dimension shards."""
+    """Return the index along ``dim`` of this rank's first entry of ``x``, sharded on a one-dimensional mesh."""
     chunk = -(-x.shape[dim] // x.device_mesh.size())
     return min(chunk * x.device_mesh.get_local_rank(), x.shape[dim])

@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary entries are split over ranks, which never meet in one place.
+"""Cross entropy of logits sharded over the vocabulary, which are never gathered.
 
 Shapes: N tokens, C width of the residual stream, V vocabulary entries, W of them on this rank.
 """
@@ -18,7 +18,7 @@ from kernels.loss import row_chunks
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """As ``kernels.loss.cross_entropy_sum``, also of a DTensor of logits [..., V] sharded over V; collective then.
+    """As ``kernels.loss.cross_entropy_sum``, also for a DTensor of logits [..., V] sharded over V; collective then.
 
     All ranks of the logits' mesh hold the same labels and get the same loss.
     """
@@ -39,10 +39,10 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) 
 def chunked_cross_entropy_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, ignore_index: int = -100
 ) -> Tensor:
-    """The sum of ``cross_entropy_sum`` from what makes the logits: those of ``chunk_size`` tokens exist at once.
+    """Compute the loss of ``cross_entropy_sum`` from hidden states, with the logits of ``chunk_size`` tokens at a time.
 
-    hidden [..., C], output weights [V, C], labels [...]. Where the weights are a DTensor sharded over V, the hidden
-    states are one that every rank holds whole; collective then, and each rank has logits of its own W entries only.
+    Takes hidden [..., C], output weights [V, C] and labels [...]. If the weights are a DTensor sharded over V, hidden
+    is a replicated DTensor; the call is then collective, and each rank computes the logits of its own W entries only.
     """
     from torch.distributed.tensor import DTensor, Partial
 
@@ -54,7 +54,7 @@ def chunked_cross_entropy_sum(
 
         split = first_entry(weight), weight.device_mesh.get_group()
         of_logits = lambda logits, labels: _SplitCrossEntropySum.apply(logits, labels, ignore_index, *split)  # noqa: E731
-        # A rank's own entries give it a part of the gradient of the hidden states.
+        # Each rank's entries give a partial gradient of the hidden states.
         hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
     else:
         of_logits = lambda logits, labels: whole_cross_entropy_sum(logits, labels, ignore_index)[0]  # noqa: E731

@@ -5,7 +5,7 @@ scaled_dot_product_attention in one process with a thread on each of the same co
 contestants take turns, so that whatever else the machine does hits all alike; a step lasts as long as its slowest rank.
 
     python -m bench.attention                              # sequence 8192, 8 heads of 64
-    python -m bench.attention --assert --json cpu.json     # exit status 1 where a target is missed
+    python -m bench.attention --assert --json cpu.jsonl    # exit status 1 where a target is missed
     python -m bench.attention --device cuda                # block kernels and the compute of a ring step on one GPU
 """
 
@@ -22,7 +22,8 @@ import torch
 from bench.processes import ONE_PROCESS, Contestants, Times
 from bench.workload import DTYPES, Workload, check_same
 from parallel.context import METHODS, make_plan
-from testing.machine import OtherLoad, describe, usable_cores, write_json
+from testing.machine import OtherLoad, describe, usable_cores
+from testing.records import write_records
 from tools.arguments import parser_for
 
 DEFAULT_METHODS = ("ring", "striped", "zigzag", "allgather")
@@ -212,7 +213,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--methods", nargs="+", default=list(DEFAULT_METHODS), choices=tuple(METHODS), help="default: %(default)s"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines")
     parser.add_argument(
         "--assert", dest="assert_targets", action="store_true", help="exit with status 1 where a target is missed (cpu)"
     )
@@ -253,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         result = run(args)
         if args.json:
-            write_json(args.json, result)
+            write_records(args.json, result)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

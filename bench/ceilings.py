@@ -1,7 +1,7 @@
 """What a device can do at most, measured: copy bandwidth and matrix multiplication.
 
 python -m bench.ceilings                    # this CPU, on all its cores
-python -m bench.ceilings --device cuda --json ceilings.json
+python -m bench.ceilings --device cuda --json ceilings.jsonl
 """
 
 import argparse
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from bench.workload import DTYPES
-from testing.machine import describe, time_steps, usable_cores, write_json
+from testing.machine import describe, time_steps, usable_cores
+from testing.records import write_records
 
 # Large enough to leave the caches and to fill every multiprocessor; a second or so of work in all.
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="of the CPU (default: one per core)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too, as JSON lines")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("error: --device cuda needs a CUDA GPU, and torch sees none here", file=sys.stderr)
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, rate in found["ceilings"]["matmul_tflops"].items():
         print(f"  matmul {name:12}{rate:10.3f} TFLOP/s")
     if args.json:
-        write_json(args.json, found)
+        write_records(args.json, found)
     return 0
 
 

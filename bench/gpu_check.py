@@ -1,4 +1,4 @@
-"""Check a GPU: its tests, its measured ceilings and the attention on it, into bench/results/<device>.json.
+"""Check a GPU: its tests, its measured ceilings and the attention on it, into bench/results/<device>.jsonl.
 
     make gpu-check
 
@@ -19,7 +19,8 @@ import torch
 from bench import gpu
 from bench.attention import DEFAULT_METHODS
 from bench.workload import Workload
-from testing.machine import device_name, slug, write_json
+from testing.machine import device_name, slug
+from testing.records import write_records
 from tools.arguments import parser_for
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,8 +65,8 @@ def count(report: Path) -> dict[str, Any]:
 
 def write_result(folder: Path, tests: dict[str, Any], measured: dict[str, Any]) -> Path:
     """Write the device's file; returns its path."""
-    path = folder / f"{slug(measured['machine']['device'])}.json"
-    write_json(path, {"tests": tests, **measured})
+    path = folder / f"{slug(measured['machine']['device'])}.jsonl"
+    write_records(path, {"tests": tests, **measured})
     return path
 
 

@@ -35,7 +35,8 @@ from kernels import reference
 from kernels.linear_attention import linear_attention
 from kernels.linear_scan import CHUNK
 from model.transnormer import alibi_slopes
-from testing.machine import OtherLoad, describe, slug, usable_cores, write_json
+from testing.machine import OtherLoad, describe, slug, usable_cores
+from testing.records import write_records
 from tools.arguments import parser_for
 
 CONTESTANTS = ("chunked", "naive", "softmax")
@@ -253,7 +254,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("bench/results"),
         metavar="FOLDER",
-        help="where linear-MACHINE.json goes (default: %(default)s)",
+        help="where linear-MACHINE.jsonl goes (default: %(default)s)",
     )
     parser.add_argument(
         "--picture",
@@ -285,8 +286,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         result = measure(lengths_between(args.min_length, args.max_length), shape, args.repeats, args.max_seconds)
         machine = result["machine"]
-        path = args.results / f"linear-{slug(machine['device'])}-{machine['cores']}-cores.json"
-        write_json(path, result)
+        path = args.results / f"linear-{slug(machine['device'])}-{machine['cores']}-cores.jsonl"
+        write_records(path, result)
         picture(result, args.picture)
         print(f"{machine['device']}, torch {machine['torch']}, one thread; tokens per second\n\n{markdown(result)}")
         print(f"written: {path}, {args.picture}")

@@ -7,7 +7,7 @@ what is left at the end must be nothing. "resident" is a second witness on Linux
 kernel counted (VmHWM), with malloc told to give back every block of 64 KiB or more.
 
     python -m bench.memory                          # sequence 8192, 4 layers of 256
-    python -m bench.memory --json bench/results/memory-NAME.json
+    python -m bench.memory --json bench/results/memory-NAME.jsonl
     python -m bench.memory --device cuda            # with offload too; sequence 65536, 8 layers of 1024, bfloat16
 """
 
@@ -34,7 +34,8 @@ from model.config import ModelConfig
 from model.llama import Llama
 from parallel.context import context_parallel
 from parallel.recompute import ATTENTION, RecomputeConfig, recompute_layers
-from testing.machine import describe, write_json
+from testing.machine import describe
+from testing.records import write_records
 from tools.arguments import parser_for
 from train.objectives.language import NextToken
 
@@ -253,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in DEFAULTS["cpu"]:
         on_cpu, on_cuda = (DEFAULTS[device][name] for device in ("cpu", "cuda"))
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"default: {on_cpu}; on cuda {on_cuda}")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("error: --device cuda needs a CUDA GPU, and torch sees none here", file=sys.stderr)
@@ -270,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
         print(HEADER)
         result = run(shape)
         if args.json:
-            write_json(args.json, result)
+            write_records(args.json, result)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

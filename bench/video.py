@@ -9,7 +9,7 @@ more); "s" is the fastest iteration after the first one, the processes sharing t
 
     python -m bench.video                                           # 4,096 to 32,768 patches on 1 and 4 processes
     python -m bench.video --frames 32 --processes 4 --method ulysses
-    python -m bench.video --json bench/results/video-NAME.json
+    python -m bench.video --json bench/results/video-NAME.jsonl
 """
 
 import argparse
@@ -26,8 +26,9 @@ import numpy as np
 import pretrain_dit
 from bench.memory import CLEAR, ENVIRONMENT, status
 from data.latents.writer import write_latents
-from testing.machine import describe, write_json
+from testing.machine import describe
 from testing.ranks import run_ranks
+from testing.records import write_records
 from testing.training import Records, prepared_by
 from tools.arguments import parser_for
 
@@ -120,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     for name, value in asdict(Shape()).items():
         flag = name.replace("_", "-")
         found.add_argument(f"--{flag}", type=int, default=value, help=f"{SIZES[name]} (default: %(default)s)")
-    found.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too")
+    found.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines")
     return found
 
 
@@ -145,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.json:
             found: dict[str, Any] = {"benchmark": "long videos, memory of each process", "machine": describe("cpu")}
             found |= {"method": args.method, "shape": asdict(shape), "rows": [asdict(row) for row in rows]}
-            write_json(args.json, found)
+            write_records(args.json, found)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

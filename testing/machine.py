@@ -1,7 +1,6 @@
 """The machine that a figure was measured on, how busy others kept it, and how its time is read."""
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -13,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from runtime.files import write_text
 
 
 def usable_cores() -> list[int]:
@@ -112,8 +109,3 @@ class OtherLoad:
                 user, nice, system, _, _, interrupt, soft_interrupt, steal = (int(value) for value in values[:8])
                 ticks += user + nice + system + interrupt + soft_interrupt + steal
         return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file whole or not at all; its folder is made."""
-    write_text(path, json.dumps(content, indent=1) + "\n")

@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
 PACKAGES = set(MAY_IMPORT) - {"entry"}
 FOLDERS = PACKAGES | {"configs", "slurm", "tests", "docs"}
 LONGEST_FILE = 350
+MOST_LINES_OF_RESULTS = 1500
 LAZY = [
     "PIL",
     "datasets",
@@ -115,6 +116,15 @@ def claims(search_path: list[str]) -> list[str]:
 def too_long(root: Path) -> list[str]:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(root)}
     return [f"{path.relative_to(root)}: {length}" for path, length in lengths.items() if length > LONGEST_FILE]
+
+
+def tracked_results(root: Path) -> dict[str, int]:
+    """Lines of every text file of results; what git ignores is left out."""
+    return {
+        str(path.relative_to(root)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in sorted(root.glob("*/results/*"))
+        if path.suffix in (".json", ".jsonl", ".md", ".csv") and not path.name.endswith(".curves.jsonl")
+    }
 
 
 def loaded_by(statements: str) -> set[str]:
@@ -210,6 +220,16 @@ def test_a_long_file_is_seen(tmp_path):
     plant(tmp_path, "train/a.py", "x = 1\n" * (LONGEST_FILE + 1))
     plant(tmp_path, "train/b.py", "x = 1\n" * LONGEST_FILE)
     assert too_long(tmp_path) == [f"train/a.py: {LONGEST_FILE + 1}"]
+
+
+def test_results_are_tables_and_lines_and_no_curves():
+    """A line for each run, in JSON lines alone, whose curves lie outside the tree."""
+    lines = tracked_results(ROOT)
+    assert len(lines) > 5
+    assert sum(lines.values()) < MOST_LINES_OF_RESULTS, lines
+    assert [name for name in lines if name.endswith(".json")] == []
+    longest = max(len(line) for name in lines if name.endswith(".jsonl") for line in (ROOT / name).open())
+    assert longest < 1000
 
 
 def test_a_command_line_is_read_before_anything_heavy_is_loaded():

@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
             result = measure.measure(args, data, tell=lambda line: print(line, flush=True))
         print("\n" + report.markdown(result))
         if args.results:
-            print(f"wrote {report.write(result, args.results)} and its .json")
+            print(f"wrote {report.write(result, args.results)} and its .jsonl")
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

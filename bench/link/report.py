@@ -1,14 +1,16 @@
-"""The link bench's figures as Markdown and JSON."""
+"""The link bench's figures as Markdown and JSON lines."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from bench.link.cases import reference_of
 from bench.link.planned import verdict
 from runtime.files import write_text
-from testing.machine import device_name, slug, usable_cores, write_json
+from testing.machine import device_name, slug, usable_cores
+from testing.records import read_records, write_records
 
+KEY = ("model", "link", "seq_length", "batch")
+"""What tells settings apart."""
 LINK = {"shared": "one link for all ranks", "rails": "a link for each rank"}
 
 
@@ -63,9 +65,9 @@ def _table(setting: dict[str, Any]) -> list[str]:
 
 
 def path_of(folder: Path, machine: dict[str, Any] | None = None) -> Path:
-    """Where a machine's figures stand as JSON; by default this one's."""
+    """Where a machine's figures stand as JSON lines; by default this one's."""
     machine = machine or {"device": device_name("cpu"), "cores": len(usable_cores())}
-    return folder / f"link-{slug(machine['device'])}-{machine['cores']}-cores.json"
+    return folder / f"link-{slug(machine['device'])}-{machine['cores']}-cores.jsonl"
 
 
 def earlier(path: Path, **asked: Any) -> dict[str, Any] | None:
@@ -77,7 +79,7 @@ def earlier(path: Path, **asked: Any) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        before = _joined(read_records(path))
         different = [f"{name} {before[name]}, not {value}" for name, value in asked.items() if before[name] != value]
         since = {"date": before["machine"]["date"], "note": before["note"]}
         settings = [{**since, **setting} for setting in before["settings"]]
@@ -92,7 +94,7 @@ def earlier(path: Path, **asked: Any) -> dict[str, Any] | None:
 
 
 def write(result: dict[str, Any], folder: Path) -> Path:
-    """A JSON and a Markdown file named after the machine; the path of the latter.
+    """A file of JSON lines and a Markdown file named after the machine; the path of the latter.
 
     What an earlier run of the same machine measured, and this one did not, stays, setting by setting and case by case,
     with its date.
@@ -109,7 +111,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
         new = {**since, **measured, "cases": cases}
         settings[_key(new)] = _merged(settings[_key(new)], new) if _key(new) in settings else new
     result = {**result, "settings": [settings[key] for key in sorted(settings)]}
-    write_json(path, result)
+    write_records(path, _apart(result))
     write_text(path.with_suffix(".md"), "# Training over a slow link\n\n" + markdown(result))
     return path.with_suffix(".md")
 
@@ -120,5 +122,28 @@ def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return {**found, "verdict": verdict(found["planner"], found["cases"])} if "planner" in found else found
 
 
-def _key(setting: dict[str, Any]) -> tuple[str, str, int, int]:
-    return setting["model"], setting["link"], setting["seq_length"], setting["batch"]
+def _key(setting: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(setting[name] for name in KEY)
+
+
+def _apart(result: dict[str, Any]) -> dict[str, Any]:
+    """A result whose cases and predictions are rows of their own; a prediction's flags follow from its name."""
+    apart: dict[str, Any] = {**result, "settings": [], "cases": [], "planner": []}
+    for setting in result["settings"]:
+        known = dict(zip(KEY, _key(setting), strict=True))
+        apart["settings"].append({name: value for name, value in setting.items() if name not in ("cases", "planner")})
+        for table in ("cases", "planner"):
+            for name, row in setting.get(table, {}).items():
+                apart[table].append({**known, "name": name, **{k: v for k, v in row.items() if k != "flags"}})
+    return apart
+
+
+def _joined(apart: dict[str, Any]) -> dict[str, Any]:
+    """What ``_apart`` took apart."""
+    result = {name: value for name, value in apart.items() if name not in ("cases", "planner")}
+    settings = {_key(setting): {**setting, "cases": {}} for setting in apart["settings"]}
+    for table in ("cases", "planner"):
+        for row in apart.get(table, []):
+            of = settings[_key(row)].setdefault(table, {})
+            of[row["name"]] = {name: value for name, value in row.items() if name not in (*KEY, "name")}
+    return {**result, "settings": list(settings.values())}

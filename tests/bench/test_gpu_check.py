@@ -9,6 +9,7 @@ import torch
 from bench import attention, ceilings, gpu, gpu_check
 from bench.workload import Workload
 from testing import machine
+from testing.records import read_records
 from tests.starts import PATIENCE
 
 METHODS = ("ring", "striped", "zigzag", "allgather")
@@ -56,7 +57,7 @@ def test_what_is_refused_or_wrong_is_listed_and_has_no_figure(monkeypatch: pytes
     assert [row["kernel"] for row in result["kernels"]] == ["sdpa"]
     assert "differs from scaled_dot_product_attention" in result["skipped"]["aten at 32"]
     assert "needs a cuda device" in result["skipped"]["flash_attn at 32"]
-    assert "skipped: flash_attn at 32: ValueError" in gpu.table(result)
+    assert "skipped: flash_attn at 32: UserError" in gpu.table(result)
 
 
 @without_gpu
@@ -77,9 +78,9 @@ def test_the_result_is_named_by_the_device(tmp_path: Path) -> None:
     measured["machine"]["device"] = "NVIDIA H100 80GB HBM3"
     tests = {"passed": 3, "failed": 0, "skipped": 0, "failures": [], "seconds": 1.0}
     path = gpu_check.write_result(tmp_path / "results", tests, measured)
-    assert path.name == "nvidia-h100-80gb-hbm3.json"
+    assert path.name == "nvidia-h100-80gb-hbm3.jsonl"
     assert list(path.parent.iterdir()) == [path]
-    written = json.loads(path.read_text())
+    written = read_records(path)
     assert written["tests"] == tests
     assert {"device", "date", "python", "torch"} <= set(written["machine"])
     assert written["ceilings"]["copy_gb_per_s"] > 0
@@ -106,7 +107,7 @@ def test_ceilings_are_printed_and_written(tmp_path: Path, capsys: pytest.Capture
         assert ceilings.main(["--threads", "1", "--json", str(path)]) == 0
     finally:
         torch.set_num_threads(threads)
-    found = json.loads(path.read_text())["ceilings"]
+    found = read_records(path)["ceilings"]
     assert set(found["matmul_tflops"]) == {"bfloat16", "float32"}
     assert found["threads"] == 1
     assert f"{found['copy_gb_per_s']:.1f} GB/s" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """The bench of linear against quadratic attention: what it counts, what it computes, and what it reports."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from bench import linear
 from bench.linear import CONTESTANTS, exponent, fits, flops, lengths_between, main, markdown, overtakes, row
 from bench.workload import Workload
 from kernels import linear_attention, linear_scan
+from testing.records import read_records
 
 SHAPE = Workload(seq_length=128, batch=2, num_heads=4, kv_heads=4, head_dim=16)
 
@@ -87,8 +87,8 @@ def test_the_command_writes_figures_and_a_picture(tmp_path: Path, capsys: pytest
     shape = ["--num-heads", "2", "--head-dim", "8", "--min-length", "32", "--max-length", "70", "--repeats", "2"]
     assert main([*shape, "--max-seconds", "0.01", "--results", str(tmp_path), "--picture", str(plot)]) == 0
     assert torch.get_num_threads() == threads
-    (path,) = tmp_path.glob("linear-*-cores.json")
-    result = json.loads(path.read_text())
+    (path,) = tmp_path.glob("linear-*-cores.jsonl")
+    result = read_records(path)
     assert [(row["length"], row["name"]) for row in result["rows"]] == [
         (length, name) for length in (32, 64) for name in CONTESTANTS
     ]

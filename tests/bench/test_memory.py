@@ -1,6 +1,5 @@
 """The account of memory is right to the byte, and the policies come out in their order."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from bench import memory
 from bench.memory import Shape, cases, main, measure
+from testing.records import read_records
 
 SHAPE = Shape(seq_length=256, num_layers=3, hidden_size=64, vocab_size=1024, chunk_size=32, device="cpu")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -67,7 +67,7 @@ def test_the_command_measures_in_fresh_processes(
     out, err = capfd.readouterr()
     assert err == ""
     assert out.splitlines()[2].startswith("none ")
-    result = json.loads((tmp_path / "x.json").read_text())
+    result = read_records(tmp_path / "x.json")
     assert result["cases"]["none"]["attention_forwards"] == 2
     assert result["cases"]["none"]["peak"] > result["cases"]["none"]["kept"] > 128 * 64 * 4 * 2
     assert result["shape"]["num_layers"] == 2

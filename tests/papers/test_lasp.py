@@ -1,12 +1,11 @@
 """LASP's table of convergence: what is run, what is kept, and what is outside the bound."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from papers import lasp
+from papers import lasp, table
 from train.config.language import parse_args, validate
 
 
@@ -15,7 +14,7 @@ def result(without: float, with_lasp: float) -> dict[str, Any]:
     return {
         "settings": {"iterations": 2, "ranks": 4, "sequences": 8, "seq_length": 256, "vocabulary": 1024},
         "machine": {"device": "a processor", "cores": 2, "torch": "2.13.0", "date": "today"},
-        "runs": {name: {"losses": losses, "seconds": 1.0} for name, losses in runs.items()},
+        "runs": {name: {**lasp.figures(losses), "losses": losses, "seconds": 1.0} for name, losses in runs.items()},
     }
 
 
@@ -29,7 +28,7 @@ def test_every_run_is_one_that_the_entry_takes() -> None:
     for row in lasp.rows():
         sizes = []
         for way in lasp.WAYS:
-            config = parse_args(lasp.command_line(row, way, Path("data"), 300))
+            config = parse_args(lasp.command_line(f"{row}/{way}", Path("data"), 300))
             validate(config, lasp.RANKS)
             sizes.append(config.mesh.context_parallel_size)
         assert sizes == [1, 2]
@@ -52,12 +51,20 @@ def test_a_row_is_trained_once_and_kept(tmp_path: Path, capsys: pytest.CaptureFi
     flags = ["--rows", "transnormer/zero1", "--iterations", "3", "--results", str(tmp_path / "results")]
     assert lasp.main([*flags, "--data", str(tmp_path / "stdlib")]) == 0
     assert "transnormer/zero1               lasp" in capsys.readouterr().out
-    kept = json.loads((tmp_path / "results" / "lasp_convergence.json").read_text())
+    path = tmp_path / "results" / "lasp_convergence.jsonl"
+    assert "losses" not in path.read_text()  # a line of figures for each run; the curves lie beside it
+    kept = table.kept(path)
+    assert kept is not None
     without, with_lasp = (kept["runs"][f"transnormer/zero1/{way}"]["losses"] for way in lasp.WAYS)
     assert len(without) == 3
     assert without == pytest.approx(with_lasp, rel=1e-6)
-    assert (tmp_path / "results" / "lasp_convergence.png").stat().st_size > 1000
+    assert kept["runs"]["transnormer/zero1/lasp"]["last"] == with_lasp[-1]
+    assert path.with_suffix(".png").stat().st_size > 1000
+    path.with_suffix(".png").unlink()
+    table.curves_of(path).unlink()
     assert lasp.main([*flags, "--data", str(tmp_path / "nothing")]) == 0  # nothing is trained again, nor prepared
+    assert "no picture: the curves of 2 runs" in capsys.readouterr().out
+    assert not path.with_suffix(".png").exists()
     assert lasp.main([*flags, "--iterations", "4"]) == 1
     assert "holds runs of" in capsys.readouterr().err
 
@@ -79,3 +86,12 @@ def test_the_picture_shows_how_far_the_losses_are_apart(tmp_path: Path) -> None:
     assert difference.get_yscale() == "log"
     assert [line.get_label() for line in difference.lines[:2]] == ["DDP", "ZeRO-1, ZeRO-2"]
     assert difference.lines[0].get_ydata()[-1] == pytest.approx(0.01 / 2)
+
+
+def test_the_committed_table_comes_from_its_lines() -> None:
+    path = table.FOLDER / "results" / "lasp_convergence.jsonl"
+    kept = table.kept(path)
+    assert kept is not None
+    assert len(kept["runs"]) == len(lasp.rows()) * len(lasp.WAYS)
+    assert path.with_suffix(".md").read_text() == lasp.markdown(kept)
+    assert lasp.outside(kept) == []

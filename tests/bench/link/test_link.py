@@ -1,6 +1,5 @@
 """Namespaces come and go, what crosses is what the plans say, and an interrupted bench leaves nothing."""
 
-import json
 import os
 import re
 import shutil
@@ -314,7 +313,7 @@ def test_the_report_has_the_fastest_first(tmp_path: Path) -> None:
     others = [{**setting, "batch": 4}, {**setting, "link": "shared"}]
     report.write({**later, "settings": others}, tmp_path)
     report.write({**later, "settings": [{**setting, "cases": {"ring": {**figures, "median": 2.0}}}]}, tmp_path)
-    kept = json.loads(path.with_suffix(".json").read_text())["settings"]
+    kept = report.earlier(path.with_suffix(".jsonl"))["settings"]
     assert [(found["link"], found["batch"], found["date"]) for found in kept] == [
         ("rails", 4, "later"),
         ("rails", 8, "later"),
@@ -326,13 +325,13 @@ def test_the_report_has_the_fastest_first(tmp_path: Path) -> None:
     }
     with pytest.raises(ValueError, match="rate 100mbit, not 50mbit; give another --results"):
         report.write({**result, "rate": "50mbit"}, tmp_path)
-    path.with_suffix(".json").write_text("{")
+    path.with_suffix(".jsonl").write_text("{")
     with pytest.raises(ValueError, match="is not what this bench writes"):
         report.write(result, tmp_path)
 
 
 def test_results_that_cannot_be_added_to_are_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    committed = ROOT / "bench/results/link-amd-epyc-2-cores.json"
+    committed = ROOT / "bench/results/link-amd-epyc-2-cores.jsonl"
     monkeypatch.setattr(report, "path_of", lambda folder: committed)
     entry.check(entry.build_parser().parse_args(["--results", "bench/results"]))
     with pytest.raises(ValueError, match="repeats 5, not 3"):

@@ -1,0 +1,44 @@
+"""Results in the tree: a line for each row, read back as they were, and a committed table as it is written again."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.link import report
+from testing.records import lines_of, read_records, write_records
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+RESULT = {
+    "benchmark": "of nothing",
+    "machine": {"cores": 2},
+    "skipped": {},
+    "rows": [{"name": "a", "seconds": [1.0, 2.0]}, {"name": "b", "seconds": []}],
+    "ratios": {"a/b": {"ratio": 1 / 3}, "b/a": {"ratio": 3.0}},
+}
+
+
+def test_a_row_is_a_line_and_all_of_it_comes_back(tmp_path: Path) -> None:
+    write_records(tmp_path / "new" / "x.jsonl", RESULT)
+    lines = (tmp_path / "new" / "x.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("of") for line in lines] == [None, "rows", "rows", "ratios", "ratios"]
+    assert json.loads(lines[3]) == {"of": "ratios", "key": "a/b", "ratio": 0.333333333333}
+    found = read_records(tmp_path / "new" / "x.jsonl")
+    assert found == RESULT | {"ratios": {"a/b": {"ratio": 0.333333333333}, "b/a": {"ratio": 3.0}}}
+
+
+def test_what_could_not_be_read_back_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a row of rows has a field 'of'"):
+        lines_of({"rows": [{"of": 1}]})
+    path = tmp_path / "x.jsonl"
+    for text, found in (('{"a": 1}\n{"b"', r"x\.jsonl:2 is not JSON"), ('{"a": 1}\n{"b": 2}', r"x\.jsonl:2 is no row")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=found):
+            read_records(path)
+
+
+def test_the_link_benchs_table_comes_from_its_lines() -> None:
+    (lines,) = RESULTS.glob("link-*.jsonl")
+    result = report.earlier(lines)
+    assert result is not None
+    assert lines.with_suffix(".md").read_text() == "# Training over a slow link\n\n" + report.markdown(result)

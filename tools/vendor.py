@@ -22,6 +22,7 @@ from pathlib import Path
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from runtime.errors import UserError
 from runtime.files import fsync_folder, owned
 from tools.arguments import parser_for, run_command
 
@@ -34,7 +35,7 @@ NAMESPACE = "longmesh"
 ORIGIN = "ORIGIN.json"
 
 
-class VendorError(ValueError):
+class VendorError(UserError):
     """Sources that do not stand alone, or a destination that holds something else; the message names the file."""
 
 
@@ -241,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         files = package()
         target = write(args.destination, files)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     origin = json.loads(files[ORIGIN])

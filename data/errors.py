@@ -1,7 +1,7 @@
-"""The error of this package."""
+"""The error class of data/."""
 
 from runtime.errors import UserError
 
 
 class DataError(UserError):
-    """A file, corpus or data setting that cannot be trained on; the message names it and what to do."""
+    """A file, corpus or setting cannot be used for training; the message names it and the fix."""

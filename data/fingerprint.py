@@ -1,4 +1,4 @@
-"""A digest of what files hold, by which a run that goes on knows its data again; fast for a terabyte too."""
+"""Fingerprint data files, so that a resumed run detects changed data; fast even for a terabyte."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ SAMPLE_BYTES = 1 << 16
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a whole file, computed once for as long as its size and time of change stay."""
+    """Return the SHA-256 of a whole file, cached until its size or mtime changes."""
     status = path.stat()
     return _digest(path, status.st_size, status.st_mtime_ns)
 
@@ -23,10 +23,10 @@ def _digest(path: Path, size: int, changed: int) -> str:
 
 
 def fingerprint(index: Path, contents: Sequence[Path]) -> str:
-    """SHA-256 of an index, of the sizes of the files that it describes, and of samples of what they hold.
+    """Return the SHA-256 of an index, the sizes of the files that it describes, and samples of their bytes.
 
-    The samples are 64 blocks of 64 KiB, evenly spread over the files one after the other, the first and the last bytes
-    among them: up to 4 MiB are read whole, and of a terabyte no more. Names and times do not count.
+    The samples are 64 blocks of 64 KiB, spread evenly over the concatenated files, first and last bytes included; up to
+    4 MiB are read whole. Names and times do not count.
     """
     sizes = [path.stat().st_size for path in contents]
     found = hashlib.sha256(f"{digest(index)} {sizes}".encode())

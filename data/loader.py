@@ -1,7 +1,7 @@
-"""Batches of each data-parallel rank. Legend: B micro-batch size, S sequence length.
+"""Build the batches of each data-parallel rank. Legend: B micro-batch size, S sequence length.
 
-Which samples a step holds depends on the number of samples consumed before it alone: there is no iterator state to
-save, and neither the number of ranks nor the micro-batch size changes the order.
+A step's samples depend only on the number of samples consumed before it: there is no iterator state to save, and
+neither the number of ranks nor the micro-batch size changes the order.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from data.errors import DataError
 
 IGNORE_INDEX = -100
-"""Label that carries no loss."""
+"""Label without loss."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -23,29 +23,29 @@ Batch = dict[str, torch.Tensor]
 class Samples(Protocol):
     """Dataset of dicts of tensors; item None is a filler without loss.
 
-    Of a language they are `tokens`, `labels` (int64 [S]) and `loss_mask` ([S]), which batches have in their labels.
-    Others come in batches as they are.
+    Text samples hold `tokens`, `labels` (int64 [S]) and `loss_mask` ([S]), which batching applies to the labels. Other
+    samples are stacked as they are.
     """
 
     def __len__(self) -> int:
-        """Samples before any repeats."""
+        """Return the number of samples before any repeats."""
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
-        """One sample."""
+        """Return one sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """How data-parallel ranks share out a global batch, cut it into micro-batches and read it."""
+    """How data-parallel ranks divide a global batch, split it into micro-batches and read it."""
 
     global_batch_size: int
     micro_batch_size: int
     dp_rank: int = 0
     dp_size: int = 1
     num_workers: int = 0
-    """Processes that read ahead; 0 reads here."""
+    """Worker processes that read ahead; 0 reads in this process."""
     pin_memory: bool = False
-    """Page-lock the tensors, for copies to a GPU that do not block."""
+    """Page-lock the tensors, for non-blocking copies to a GPU."""
 
     def __post_init__(self) -> None:
         if min(self.global_batch_size, self.micro_batch_size) < 1 or self.global_batch_size % self.together:
@@ -56,31 +56,31 @@ class Batching:
 
     @property
     def together(self) -> int:
-        """Samples that all ranks' micro-batches of one turn hold."""
+        """Samples in one micro-batch of every rank together."""
         return self.micro_batch_size * self.dp_size
 
 
 def batches(dataset: Samples, batching: Batching, consumed_samples: int) -> Iterator[list[Batch]]:
-    """Endless steps, each this rank's micro-batches: dicts of `tokens` and `labels`, int64 [B, S].
+    """Yield steps without end, each this rank's micro-batches: dicts of `tokens` and `labels`, int64 [B, S].
 
-    The ranks' micro-batches of a step together are exactly the samples [consumed, consumed + global_batch_size), then
-    `consumed` moves on by as many. Labels without loss are IGNORE_INDEX.
+    The micro-batches of all ranks in a step are exactly the samples [consumed, consumed + global_batch_size); then
+    `consumed` grows by global_batch_size. Labels without loss are IGNORE_INDEX.
 
     Args:
-        dataset: endless, as `data.text.megatron.build_datasets` gives it.
+        dataset: endless, from `data.text.megatron.build_datasets`.
         consumed_samples: samples of all ranks before this step.
 
     Raises:
-        DataError: when reached, for a bad sample.
+        DataError: a bad sample, when reached.
     """
     return _steps(dataset, batching, count(consumed_samples))
 
 
 def evaluation_batches(dataset: Samples, batching: Batching, samples: int) -> Iterator[list[Batch]]:
-    """As `batches`, but the samples [0, min(samples, len(dataset))), each once.
+    """Yield steps as `batches` does, over the samples [0, min(samples, len(dataset))), each once.
 
-    The last step is filled up with samples whose labels are all IGNORE_INDEX, so that every rank makes the same number
-    of steps and of micro-batches; a loss summed over all ranks and divided by the number of labels left is exact.
+    The last step is padded with samples whose labels are all IGNORE_INDEX, so every rank has the same number of steps
+    and micro-batches; a loss summed over ranks and divided by the number of valid labels is exact.
     """
     wanted: list[int | None] = list(range(min(samples, len(dataset))))
     wanted += [None] * (-len(wanted) % batching.global_batch_size)
@@ -94,7 +94,7 @@ def _steps(dataset: Samples, batching: Batching, indices: Iterator[int | None]) 
         collate_fn=_collate,
         num_workers=batching.num_workers,
         pin_memory=batching.pin_memory,
-        # Its own generator: the loader draws a seed for its workers, which must not move the training's random state.
+        # Own generator: the loader draws a seed for its workers, which must not advance the training's RNG.
         generator=torch.Generator(),
     )
     reader = iter(loader)
@@ -106,14 +106,14 @@ def _steps(dataset: Samples, batching: Batching, indices: Iterator[int | None]) 
 
 
 def _micro_batches(batching: Batching, indices: Iterator[int | None]) -> Iterator[list[int | None]]:
-    """This rank's indices by micro-batch: as in Megatron, rank r takes the r-th of every dp_size micro-batches."""
+    """Yield this rank's indices by micro-batch: as in Megatron, rank r takes the r-th of every dp_size."""
     begin = batching.dp_rank * batching.micro_batch_size
     while together := list(islice(indices, batching.together)):
         yield together[begin : begin + batching.micro_batch_size]
 
 
 class _Reader:
-    """Hands a DataError over as a value: raised in a worker, it would arrive with a traceback as its text."""
+    """Return a DataError as a value: raised in a worker, it would arrive with a traceback as its message."""
 
     def __init__(self, dataset: Samples) -> None:
         self._dataset = dataset

@@ -1,4 +1,4 @@
-"""Tokenizers: sentencepiece models trained here, and Hugging Face's tokenizer.json, behind one small interface."""
+"""Tokenizers behind one small interface: sentencepiece models trained here, and Hugging Face's tokenizer.json."""
 
 import hashlib
 import io
@@ -14,21 +14,21 @@ from data.errors import DataError
 from data.text.indexed import writing
 
 END_OF_TEXT = "<|endoftext|>"
-# End-of-text tokens of well-known tokenizers, looked for where no tokenizer_config.json names one.
+# End-of-text tokens of well-known tokenizers, tried if no tokenizer_config.json names one.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]")
-# Characters to train on: merges of a few thousand entries settle well before, and training stays near a second.
+# Characters to train on: enough for a few thousand merges to settle, and training takes about a second.
 _TRAIN_CHARACTERS = 8_000_000
-# sentencepiece writes a space as this character, so a literal one has to be spelled as its UTF-8 bytes.
+# sentencepiece writes a space as this character, so a literal one must be spelled as its UTF-8 bytes.
 _SPACE_MARK = "▁"
 
 
 class Tokenizer(Protocol):
-    """What the rest of Longmesh, and Megatron's GPTDataset, ask of a tokenizer."""
+    """What Longmesh and Megatron's GPTDataset need of a tokenizer."""
 
     path: str
     """Its file."""
     sha256: str
-    """Digest of the file's content."""
+    """SHA-256 of the file's content."""
     vocab_size: int
     """Number of ids; every id is in [0, vocab_size)."""
     eod: int
@@ -36,28 +36,28 @@ class Tokenizer(Protocol):
     pad: int
     """Id whose labels GPTDataset masks."""
     unique_identifiers: OrderedDict[str, object]
-    """What GPTDataset names its caches by."""
+    """Key by which GPTDataset names its caches."""
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of `text`; special tokens written out in it are ordinary text."""
+        """Return the ids of `text`; special tokens spelled out in it are ordinary text."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`tokenize` of each text, on all cores; the order and the ids do not depend on their number."""
+        """Tokenize each text, on all cores; order and ids do not depend on the number of cores."""
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; special tokens become nothing."""
+        """Return the text of `ids`, without special tokens."""
 
 
 class _Common:
-    # GPTDataset masks every label that equals `pad`, so that a real id here (many tokenizers reuse eod or unk)
-    # would silently take real tokens out of the loss. -1 is no token's id.
+    # GPTDataset masks every label equal to `pad`: a real id here (many tokenizers reuse eod or unk) would silently
+    # drop real tokens from the loss. No token has id -1.
     pad = -1
 
     def __init__(self, path: str, content: bytes, vocab_size: int, eod: int) -> None:
         self.path = path
         self.vocab_size = vocab_size
         self.eod = eod
-        # By content, not by path: a retrained tokenizer at the same path must not find the old one's caches.
+        # By content, not path: a retrained tokenizer at the same path must not reuse the old caches.
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.unique_identifiers: OrderedDict[str, object] = OrderedDict(
             {"class": type(self).__name__, "sha256": self.sha256}
@@ -66,18 +66,18 @@ class _Common:
 
 @contextmanager
 def _undamaged(path: str | os.PathLike[str], kind: str) -> Iterator[None]:
-    """Raise what a tokenizer's library makes of a bad file as a DataError that names it."""
+    """Turn the tokenizer library's exception for a bad file into a DataError that names it."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # the Rust library raises bare Exception, and for its panics a BaseException
+    except BaseException as error:  # the Rust library raises bare Exception, and BaseException for panics
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{path} is no {kind} or is damaged ({reason}); copy or train it again") from error
 
 
 class SentencePieceTokenizer(_Common):
-    """A sentencepiece `.model`. Those of `train_tokenizer` give back every text exactly."""
+    """A sentencepiece `.model`. Those of `train_tokenizer` round-trip every text exactly."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         import sentencepiece
@@ -85,7 +85,7 @@ class SentencePieceTokenizer(_Common):
         content = _read(path)
         with _undamaged(path, "sentencepiece model"):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
-            self._model.id_to_piece(list(range(self._model.vocab_size())))  # raises for those that are no UTF-8
+            self._model.id_to_piece(list(range(self._model.vocab_size())))  # raises for pieces that are not UTF-8
         if self._model.eos_id() < 0:
             raise DataError(f"{path} has no end-of-text token (eos_id is -1); use a tokenizer that has one")
         super().__init__(os.fspath(path), content, self._model.vocab_size(), self._model.eos_id())
@@ -109,10 +109,10 @@ class SentencePieceTokenizer(_Common):
 
 
 class HuggingFaceTokenizer(_Common):
-    """A `tokenizer.json` of Hugging Face's `tokenizers`; no code of the model's repository is ever run.
+    """A `tokenizer.json` of Hugging Face's `tokenizers`; code of the model's repository is never run.
 
-    The end-of-text token is the one that a `tokenizer_config.json` in the same folder names as `eos_token`, else the
-    first well-known one in the vocabulary.
+    The end-of-text token is the `eos_token` of a `tokenizer_config.json` in the same folder, else the first well-known
+    one in the vocabulary.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -121,11 +121,11 @@ class HuggingFaceTokenizer(_Common):
         content = _read(path)
         with _undamaged(path, "Hugging Face tokenizer.json"):
             self._backend = Backend.from_buffer(content)
-        # Documents are data: "</s>" written in one must not become the token that ends it.
+        # Documents are data: "</s>" in the text must not become the end-of-text token.
         self._backend.encode_special_tokens = True
         self._backend.no_truncation()
         self._backend.no_padding()
-        # Added tokens may leave holes, so the number of entries can be less than the highest id.
+        # Added tokens may leave gaps, so the highest id can exceed the number of entries.
         with _undamaged(path, "Hugging Face tokenizer.json"):
             ids = self._backend.get_vocab(with_added_tokens=True).values()
         vocab_size = max(ids, default=-1) + 1
@@ -166,7 +166,7 @@ class HuggingFaceTokenizer(_Common):
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer | HuggingFaceTokenizer:
-    """Tokenizer of a file: `.model` is sentencepiece, `.json` Hugging Face.
+    """Load a tokenizer: `.model` is sentencepiece, `.json` Hugging Face.
 
     Raises:
         DataError: the file is missing, damaged, of another kind, or has no end-of-text token.
@@ -180,16 +180,16 @@ def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer | Hug
 
 
 def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], vocab_size: int) -> Path:
-    """Trains a byte-fallback BPE on the first 8 million characters of `texts` and writes `model_prefix`.model.
+    """Train a byte-fallback BPE on the first 8 million characters of `texts` and write `model_prefix`.model.
 
-    Every text, Python sources included, comes back exactly from its ids: nothing is normalised, no space is added or
-    removed, and what no piece covers is spelled in bytes. The same texts give the same file, byte for byte.
+    Every text, Python sources included, round-trips exactly: nothing is normalised, no space is added or removed, and
+    bytes spell what no piece covers. The same texts give the same file, byte for byte.
 
     Returns:
-        Path of the `.model`, written whole or not at all.
+        Path of the `.model`, written atomically.
 
     Raises:
-        DataError: no text, or a `vocab_size` that the texts cannot fill or that does not hold the 256 bytes.
+        DataError: no text, or a `vocab_size` that the texts cannot fill or that is too small for the 256 bytes.
     """
     import sentencepiece
 
@@ -217,7 +217,7 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
             eos_piece=END_OF_TEXT,
             bos_id=-1,
             pad_id=-1,
-            # The number is written into the model, so one that followed the machine would change the file.
+            # The model file records the number, so it must not depend on the machine.
             num_threads=1,
             minloglevel=2,
         )
@@ -235,7 +235,7 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
 
 
 def _cores() -> int:
-    """Cores that this process may use; Linux alone can tell that from how many there are."""
+    """Return the cores that this process may use; outside Linux, all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -247,7 +247,7 @@ def _read(path: str | os.PathLike[str]) -> bytes:
 
 
 def _lines(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """Lines that hold something, of the first `characters` characters."""
+    """Yield the non-empty lines of the first `characters` characters."""
     for text in texts:
         yield from (line for line in text[:characters].split("\n") if line)
         characters -= len(text)
@@ -256,7 +256,7 @@ def _lines(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def _until_error(lines: Iterator[str], errors: list[DataError]) -> Iterator[str]:
-    """The lines up to a DataError, which goes into `errors`: sentencepiece would print its traceback and go on."""
+    """Yield lines up to a DataError, appended to `errors`: sentencepiece would print its traceback and continue."""
     try:
         yield from lines
     except DataError as error:

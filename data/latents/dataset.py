@@ -40,30 +40,30 @@ class LatentDataConfig:
 
 
 class Source(Protocol):
-    """Samples by row."""
+    """Samples by row number."""
 
     shape: tuple[int, ...]
     labels: np.ndarray
     """int64 [samples]."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Return the number of samples."""
 
     def latents(self, row: int) -> np.ndarray:
-        """One of them, float32 [*shape]."""
+        """Return one sample, float32 [*shape]."""
 
     def where_label(self, row: int) -> tuple[Path, int]:
-        """File and row that a message about a label names."""
+        """Return the file and row of a label, for messages."""
 
     def check_finite(self, rank: int = 0, ranks: int = 1) -> None:
-        """Look at this rank's share of the values."""
+        """Check this rank's share of the values; raise DataError for a NaN or an infinity."""
 
     def record_checked(self) -> None:
-        """Note that all have passed."""
+        """Record that all values have passed."""
 
 
 class Digits:
-    """scikit-learn's handwritten digits, as latents from -1, paper, to 1, ink."""
+    """scikit-learn's handwritten digits as latents from -1 (paper) to 1 (ink)."""
 
     shape: tuple[int, ...] = (1, 8, 8)
 
@@ -90,24 +90,24 @@ class Digits:
         return Path(DIGITS), row
 
     def check_finite(self, rank: int = 0, ranks: int = 1) -> None:
-        """They are finite."""
+        """Do nothing: all values are finite."""
 
     def record_checked(self) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
 
 def load_source(path: str) -> Source:
-    """What one word of data_path names. Raises DataError."""
+    """Open one entry of data_path. Raises DataError."""
     return Digits() if path == DIGITS else LatentFolder(path)
 
 
 class LatentSamples:
-    """Endless: sample n is number n mod len of epoch n // len; every epoch has each row once, in an order of its own.
+    """Endless epochs: sample n is number n mod len of epoch n // len; each epoch has every row once, reshuffled.
 
     Args:
-        sources: where the rows come from, one after the other.
-        rows: those that this dataset holds, int64 [samples].
-        seed: of the order.
+        sources: sources of the rows, concatenated.
+        rows: rows of this dataset, int64 [samples].
+        seed: seed of the order.
     """
 
     def __init__(self, sources: Sequence[Source], rows: np.ndarray, seed: int) -> None:
@@ -117,22 +117,22 @@ class LatentSamples:
         self._epoch, self._order = -1, rows
 
     def __len__(self) -> int:
-        """Samples of one epoch."""
+        """Return the samples of one epoch."""
         return len(self._rows)
 
     def row(self, index: int) -> int:
-        """The row, over all sources, that sample `index` is."""
+        """Return the row of sample `index`, over all sources."""
         epoch, within = divmod(index, len(self._rows))
         if epoch != self._epoch:
-            # RandomState's stream is frozen: the order is the same with every numpy.
+            # RandomState's stream is frozen: every numpy gives the same order.
             shuffled = np.random.RandomState(_hash(self._seed, epoch)).permutation(len(self._rows))
             self._epoch, self._order = epoch, self._rows[shuffled]
         return int(self._order[within])
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
-        """`latents`, float32 [C, (F,) H, W], `labels` and `sample`, the index, int64 [] each.
+        """Return `latents`, float32 [C, (F,) H, W], and `labels` and `sample` (the index), int64 [] each.
 
-        For None a filler that counts nowhere: zeros, label 0 and sample -1. Raises DataError for a bad sample.
+        None gives a filler that never counts: zeros, label 0 and sample -1. Raises DataError for a bad sample.
         """
         if index is None:
             latents, label = np.zeros(self._sources[0].shape, np.float32), 0
@@ -145,23 +145,23 @@ class LatentSamples:
 
 
 def _hash(seed: int, epoch: int) -> int:
-    """32 bits of both: with their sum, epoch 1 of a seed would be epoch 0 of the next."""
+    """Hash both to 32 bits: with their sum, epoch 1 of a seed would equal epoch 0 of the next."""
     return int.from_bytes(hashlib.sha256(f"{seed}, epoch {epoch}".encode()).digest()[:4], "little")
 
 
 def build_latent_datasets(
     config: LatentDataConfig, latent_shape: Sequence[int], num_classes: int, seed: int
 ) -> tuple[LatentSamples, LatentSamples | None]:
-    """Training and validation samples of `config.data_path`; None for a validation share of 0.
+    """Build the training and validation samples of `config.data_path`; None for a validation share of 0.
 
     Sample n is a pure function of (data, split, seed, n).
 
-    Collective where a process group is initialised: all ranks call it, each reads the values of its share of the
-    shards, and a failure on one rank raises on all.
+    Collective over all ranks if a process group is initialised: each checks its share of the shards, and a failure on
+    one rank raises on all.
 
     Raises:
         DataError: latents of another shape than the model's, labels outside [0, num_classes), a NaN or an infinity,
-            a folder that is empty or broken (`LatentFolder`), or a split without a sample; named with file and row.
+            an empty or broken folder (`LatentFolder`), or an empty split; names file and row.
     """
     import torch.distributed as dist
 
@@ -195,7 +195,7 @@ def _check(path: str, source: Source, latent_shape: tuple[int, ...], num_classes
 
 
 def _split(split: str, samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on and to validate on: drawn, since folders often come sorted by class, and once for all seeds."""
+    """Draw rows for training and validation, since folders are often sorted by class; the same for all seeds."""
     train, valid, _ = split_shares(split)
     rows = np.random.RandomState(0).permutation(samples).astype(np.int64)
     held, kept = math.ceil(valid * samples), math.floor(train * samples)

@@ -1,8 +1,8 @@
 """A folder of precomputed latents: shards of samples and the index.json that names them.
 
 index.json: {"version": 1, "shape": [C, H, W] or [C, F, H, W], "dtype": "float32" or "float16",
-"shards": [{"latents": file, "labels": file, "samples": N}, ...]}. A .npy shard holds latents [N, *shape], its labels,
-integers [N], lie in a .npy of their own; a .safetensors shard holds both, by these names, and "labels" is left out.
+"shards": [{"latents": file, "labels": file, "samples": N}, ...]}. A .npy shard holds latents [N, *shape], a second .npy
+its labels, integers [N]; a .safetensors shard holds both under these names, and the entry has no "labels".
 """
 
 import json
@@ -29,22 +29,22 @@ _WRITE = "write the folder again (tools/prepare_latents.py)"
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One file of latents, memory-mapped, whose shape and dtype are as its index says."""
+    """One memory-mapped file of latents, with the shape and dtype that its index says."""
 
     path: Path
     samples: int
     labels: np.ndarray
     """int64 [samples]."""
     labels_path: Path
-    """`path` itself where one file holds both."""
+    """`path` itself if one file holds both."""
     read: Callable[[slice], np.ndarray]
-    """Rows of the latents, [rows, *shape]."""
+    """Read rows of the latents, [rows, *shape]."""
 
     def check_finite(self) -> None:
-        """Read everything; DataError naming the first row that holds a NaN or an infinity."""
+        """Read everything; raise DataError for the first row with a NaN or an infinity."""
         rows = max(1, _BLOCK // max(1, self.path.stat().st_size // max(1, self.samples)))
         for begin in range(0, self.samples, rows):
-            # numpy clips what runs past the end, safetensors refuses it.
+            # numpy clips a slice past the end, safetensors raises.
             block = self.read(slice(begin, min(begin + rows, self.samples)))
             good = np.isfinite(block).reshape(len(block), -1).all(axis=1)
             if not good.all():
@@ -52,19 +52,19 @@ class Shard:
 
 
 def not_finite(path: Path, row: int) -> DataError:
-    """The error of a sample that is no numbers."""
+    """Return the DataError for a sample with a NaN or an infinity."""
     return DataError(f"{path}: row {row} holds a NaN or an infinity; repair or leave out the sample and {_WRITE}")
 
 
 def check_labels(labels: np.ndarray, where: Callable[[int], tuple[Path, int]], num_classes: int | None = None) -> None:
-    """Raises DataError for the first label that is negative or, where their number is given, beyond the classes.
+    """Raise DataError for the first label that is negative or, given num_classes, not below it.
 
     Args:
         labels: int64 [samples].
-        where: file and row of a sample's label.
+        where: returns the file and row of a sample's label.
     """
     negative = labels < 0
-    below = bool(negative.any())  # told first, since no num_classes makes up for it
+    below = bool(negative.any())  # reported first: no num_classes fixes it
     bad = negative if below or num_classes is None else labels >= num_classes
     if bad.any():
         row = int(np.argmax(bad))
@@ -79,7 +79,7 @@ def check_labels(labels: np.ndarray, where: Callable[[int], tuple[Path, int]], n
 
 
 def locate(ends: np.ndarray, row: int) -> tuple[int, int]:
-    """Which of several parts has a row, and its row there; ``ends``, int64 [parts], are the parts' sizes summed up."""
+    """Return the part that holds a row, and its row there; ``ends``, int64 [parts], cumulates the parts' sizes."""
     number = int(np.searchsorted(ends, row, side="right"))
     return number, row - (int(ends[number - 1]) if number else 0)
 
@@ -88,11 +88,11 @@ class LatentFolder:
     """The samples of a folder, in the order of its shards."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Open and check all but the values (`check_finite`).
+        """Open the folder and check everything but the values (`check_finite`).
 
         Raises:
-            DataError: no or a broken index, a shard that is missing, broken or not as the index says, or labels that
-                are no integers; named with the file.
+            DataError: a missing or broken index, a shard that is missing, broken or not as the index says, or labels
+                that are not integers; names the file.
         """
         self.folder = Path(folder)
         index = _index(self.folder)
@@ -105,12 +105,12 @@ class LatentFolder:
         return int(self._ends[-1])
 
     def where_label(self, row: int) -> tuple[Path, int]:
-        """The file that holds the label of sample `row`, and its row there."""
+        """Return the file that holds the label of sample `row`, and its row there."""
         shard, within = self._locate(row)
         return shard.labels_path, within
 
     def latents(self, row: int) -> np.ndarray:
-        """Sample `row`, float32 [*shape]; DataError where it is no numbers."""
+        """Return sample `row`, float32 [*shape]; raise DataError for a NaN or an infinity."""
         shard, within = self._locate(row)
         found = shard.read(slice(within, within + 1))[0].astype(np.float32)
         if not np.isfinite(found).all():
@@ -122,10 +122,10 @@ class LatentFolder:
         return self.shards[number], within
 
     def check_finite(self, rank: int = 0, ranks: int = 1) -> None:
-        """Read the values of this rank's share of the shards that have not passed yet; DataError as `Shard` raises it.
+        """Check the values of this rank's share of the shards not checked before; raise DataError as `Shard` does.
 
-        What has passed stands in checked.json with each file's size and time of change (`record_checked`), so that a
-        large folder is read through once, not at each start.
+        checked.json lists the checked files with size and mtime (`record_checked`), so a large folder is read once, not
+        at every start.
         """
         passed, started, told = _passed(self.folder), time.monotonic(), time.monotonic()
         mine = [shard for shard in self.shards[rank::ranks] if passed.get(shard.path.name) != _stamp(shard.path)]
@@ -137,7 +137,7 @@ class LatentFolder:
                 print(f"{self.folder}: {number + 1} of {len(mine)} shards checked, {seconds:.0f} s", file=sys.stderr)
 
     def record_checked(self) -> None:
-        """Note that all shards have passed; a folder that cannot be written is read again at the next start."""
+        """Record that all shards have passed; a read-only folder is checked again at the next start."""
         stamps = {shard.path.name: _stamp(shard.path) for shard in self.shards}
         if _passed(self.folder) == stamps:
             return
@@ -148,7 +148,7 @@ class LatentFolder:
 
 
 def latents_fingerprint(folder: str | Path) -> str:
-    """`fingerprint` of a folder's index and the files that it names. Raises DataError as `LatentFolder` does."""
+    """Fingerprint a folder's index and the files that it names. Raises DataError as `LatentFolder` does."""
     entries = _index(Path(folder))["shards"]
     names = [entry[part] for entry in entries for part in ("latents", "labels") if entry.get(part)]
     return fingerprint(Path(folder) / INDEX, [Path(folder) / name for name in names])
@@ -168,7 +168,7 @@ def _passed(folder: Path) -> dict[str, Any]:
 
 
 def _index(folder: Path) -> dict[str, Any]:
-    """The index, its form checked."""
+    """Read the index and check its form."""
     path = folder / INDEX
     if not folder.is_dir():
         raise DataError(f"data_path is {folder}, which is no folder; name one that tools/prepare_latents.py wrote")
@@ -184,13 +184,13 @@ def _index(folder: Path) -> dict[str, Any]:
     shape, shards = index.get("shape"), index.get("shards")
     if not isinstance(shape, list) or len(shape) not in (3, 4) or not all(type(n) is int and n > 0 for n in shape):
         raise DataError(f"{path}: shape is {shape}; it must be [channels, (frames,) height, width]; {_WRITE}")
-    if index.get("dtype") not in list(DTYPES):  # not in the dict: JSON's lists have no hash
+    if index.get("dtype") not in list(DTYPES):  # not in the dict: JSON lists are unhashable
         raise DataError(f"{path}: dtype is {index.get('dtype')}; it must be {' or '.join(DTYPES)}; {_WRITE}")
     if not isinstance(shards, list) or not shards:
         raise DataError(f"{path} names no shards, so the folder is empty; {_WRITE}")
     for entry in shards:
         names = [entry.get("latents"), entry.get("labels", "")] if isinstance(entry, dict) else [None]
-        # Plain names: an index must not reach out of its folder.
+        # Plain names only: an index must not point outside its folder.
         if not all(isinstance(name, str) and name == Path(name).name for name in names):
             raise DataError(f"{path}: a shard is {entry}; it must name files of the folder as latents and labels")
         if type(entry.get("samples")) is not int or entry["samples"] < 1:
@@ -219,7 +219,7 @@ def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: st
             f"{labels_path} holds labels {labels.dtype} {list(labels.shape)}; they must be integers [{samples}]; "
             f"{_WRITE}"
         )
-    over = labels > np.iinfo(np.int64).max  # uint64, which would wrap around to other labels
+    over = labels > np.iinfo(np.int64).max  # uint64 would wrap around to other labels
     if over.any():
         row = int(np.argmax(over))
         raise DataError(f"{labels_path}: row {row} has label {labels[row]}, which is no int64; repair the labels")
@@ -237,7 +237,7 @@ def _npy(path: Path) -> np.ndarray:
 
 
 def _safetensors(path: Path) -> tuple[tuple[str, tuple[int, ...]], np.ndarray, Callable[[slice], np.ndarray]]:
-    """Dtype and shape of the latents, the labels, and how to read rows."""
+    """Return the latents' dtype and shape, the labels, and a reader of rows."""
     from safetensors import safe_open
 
     with _readable(path):

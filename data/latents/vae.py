@@ -1,4 +1,4 @@
-"""Pictures to latents and back by a variational autoencoder of diffusers, from a local folder."""
+"""Encode images to latents and decode them with a variational autoencoder of diffusers, from a local folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +11,10 @@ from data.errors import DataError
 
 
 class Vae:
-    """diffusers' AutoencoderKL, frozen; latents are scaled as its configuration says, to a variance of about 1."""
+    """diffusers' AutoencoderKL, frozen; its configuration scales latents to a variance of about 1."""
 
     def __init__(self, folder: str | Path, device: torch.device) -> None:
-        """Load a folder with config.json and safetensors. Raises DataError where it cannot be."""
+        """Load a folder with config.json and safetensors. Raises DataError if it cannot."""
         try:
             from diffusers import AutoencoderKL
         except ImportError as error:
@@ -24,7 +24,7 @@ class Vae:
         if not (Path(folder) / "config.json").is_file():
             raise DataError(f"vae is {folder}, which holds no config.json; name the folder of an AutoencoderKL")
         try:
-            # low_cpu_mem_usage would take another package, and says so where it is missing.
+            # low_cpu_mem_usage needs another package, and warns without it.
             model = AutoencoderKL.from_pretrained(
                 str(folder), use_safetensors=True, local_files_only=True, low_cpu_mem_usage=False
             )
@@ -37,12 +37,12 @@ class Vae:
 
     @torch.no_grad()
     def encode(self, images: np.ndarray) -> np.ndarray:
-        """Latents, float32 [N, C, h, w], of images from -1 to 1, float32 [N, 3, H, W]: the means, without noise."""
+        """Encode images from -1 to 1, float32 [N, 3, H, W], to the mean latents, float32 [N, C, h, w]."""
         found = self._model.encode(torch.from_numpy(images).to(self._device)).latent_dist.mode()
         return ((found - self._shift) * self._scale).float().cpu().numpy()
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raises DataError where latents of this shape, [C, (F,) h, w], are not of its kind."""
+        """Raise DataError if it cannot decode latents of this shape, [C, (F,) h, w]."""
         shown, channels = " ".join(map(str, shape)), self._model.config.latent_channels
         if len(shape) != 3:
             raise DataError(
@@ -56,9 +56,9 @@ class Vae:
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Images from about -1 to 1, float32 [N, 3, H, W] on the CPU, of latents [N, C, h, w].
+        """Decode latents [N, C, h, w] to images from about -1 to 1, float32 [N, 3, H, W] on the CPU.
 
-        Raises DataError for images that hold a NaN or an infinity.
+        Raises DataError for images with a NaN or an infinity.
         """
         found = [self._model.decode(row.to(self._device)[None] / self._scale + self._shift).sample for row in latents]
         images = torch.cat(found).float().cpu()

@@ -1,4 +1,4 @@
-"""Writing a folder of latents, as `data/latents/folder.py` reads it: whole, or nothing of it stays."""
+"""Write a folder of latents for `data/latents/folder.py`: whole, or nothing of it stays."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -21,14 +21,14 @@ def write_latents(
     samples_per_shard: int = 4096,
     kind: Literal["npy", "safetensors"] = "npy",
 ) -> int:
-    """Write batches of latents [n, *shape] and labels [n] as a folder; the number of samples.
+    """Write batches of latents [n, *shape] and labels [n] as a folder; return the number of samples.
 
-    Shards are filled one after the other; the index comes last, so that a writing that was cut short is no folder.
-    Whatever raises, in `batches` too, nothing stays.
+    Shards are filled in order and the index is written last, so a killed write leaves no valid folder. If anything
+    raises, `batches` included, nothing stays.
 
     Raises:
-        DataError: the folder holds an index already, is being written or cannot be, nothing to write, latents that
-            differ in shape or are no numbers (in `dtype` too, whose range is smaller for float16).
+        DataError: the folder has an index, is being written or is not writable, there are no samples, or latents
+            differ in shape or are not finite (also after the cast to `dtype`: float16 has a smaller range).
     """
     folder = Path(folder)
     shards: list[dict[str, Any]] = []
@@ -45,7 +45,7 @@ def write_latents(
 
 @contextmanager
 def _whole_or_gone(folder: Path, shards: list[dict[str, Any]]) -> Iterator[None]:
-    """When the block raises, KeyboardInterrupt included, the shards listed by then are gone."""
+    """Remove the shards listed so far if the block raises, KeyboardInterrupt included."""
     try:
         yield
     except BaseException:
@@ -76,14 +76,14 @@ def _write_shards(
     samples_per_shard: int,
     kind: str,
 ) -> None:
-    """Write the shards, list each in `shards` as the index does, and write the index."""
+    """Write the shards, append the index entry of each to `shards`, and write the index."""
     shape: tuple[int, ...] | None = None
     for latents, labels in _regrouped(batches, samples_per_shard):
         shape = shape or latents.shape[1:]
         if latents.shape[1:] != shape:
             raise DataError(f"sample {len(shards) * samples_per_shard} on is {latents.shape[1:]}, those before {shape}")
-        with np.errstate(over="ignore"):  # an overflow is an infinity, found below
-            # In order: safetensors writes an array's memory as it lies, whatever its strides.
+        with np.errstate(over="ignore"):  # an overflow gives an infinity, found below
+            # Contiguous: safetensors writes an array's memory as is, whatever its strides.
             latents = np.ascontiguousarray(latents, dtype=DTYPES[dtype])
         if not np.isfinite(latents).all():
             row = len(shards) * samples_per_shard + int(
@@ -105,7 +105,7 @@ def _write_shard(folder: Path, number: int, latents: np.ndarray, labels: np.ndar
 
         names = {"latents": f"latents-{number:05d}.safetensors"}
         with replacing(folder / names["latents"]) as (draft,):
-            # Not save_file, which makes its files private, against the umask.
+            # Not save_file: it ignores the umask and makes files private.
             draft.write_bytes(save({"latents": latents, "labels": labels}))
     else:
         names = {what: f"{what}-{number:05d}.npy" for what in ("latents", "labels")}
@@ -116,7 +116,7 @@ def _write_shard(folder: Path, number: int, latents: np.ndarray, labels: np.ndar
 
 
 def _regrouped(batches: Iterable[tuple[np.ndarray, np.ndarray]], size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The same samples in groups of `size`."""
+    """Regroup the samples into batches of `size`."""
     held: list[tuple[np.ndarray, np.ndarray]] = []
     count = 0
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Endless datasets whose sample n is a pure function of n: one file's epochs, and a weighted blend of several."""
+"""Endless datasets whose sample n is a pure function of n: epochs of one file, and a weighted blend of files."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -11,22 +11,22 @@ if TYPE_CHECKING:
     import torch
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
-# A blend repeats its interleaving with this period, so weights are rounded to 1/65536 (and up to one such part).
+# Period of a blend's interleaving: weights are rounded to multiples of 1/65536, at least one.
 _PERIOD = 1 << 16
 
 
 class EpochedDataset:
-    """Sample n is number n mod len of epoch n // len; every epoch has each token once, shuffled anew.
+    """Endless epochs: sample n is number n mod len of epoch n // len; each epoch has every token once, reshuffled.
 
-    Megatron's own way, one index over all epochs that a run will need, makes the order depend on the run's length.
+    Megatron builds one index over all epochs of a run, so that its order depends on the run's length.
 
     Args:
         first: epoch 0.
-        build: gives epoch e, a dataset as long as `first`.
-        name: file that messages name.
+        build: returns epoch e, a dataset as long as `first`.
+        name: file named in messages.
         vocab_size: token ids must be in [0, vocab_size).
-        masked_input: token at whose positions the dataset leaves out the loss, if any.
-        check: raises DataError where the files are no longer what they were, before each sample.
+        masked_input: token at whose positions the dataset masks the loss, if any.
+        check: called before each sample; raises DataError if the files have changed.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class EpochedDataset:
         self._masked_input, self._check = masked_input, check
 
     def __len__(self) -> int:
-        """Samples of one epoch."""
+        """Return the samples of one epoch."""
         return self._length
 
     def __getitem__(self, index: int | None) -> dict[str, "torch.Tensor"]:
-        """Sample `index` >= 0, or for None a filler of the same shape whose loss is masked everywhere.
+        """Return sample `index` >= 0, or for None a filler of the same shape with all loss masked.
 
         Raises:
-            DataError: a token id outside the vocabulary, or a file that was changed, naming the file and the sample.
+            DataError: a token id outside the vocabulary, or a changed file; names the file and the sample.
         """
         epoch, within = (0, None) if index is None else divmod(index, self._length)
         self._check()
@@ -75,7 +75,7 @@ class EpochedDataset:
                     f"entries; give --tokenizer-model the tokenizer that wrote the file, or write the file again"
                 )
         if index is not None:
-            # GPTDataset masks labels equal to its pad id, -1, and then hides them: such an id stood in the file.
+            # GPTDataset masks labels equal to its pad id, -1, and hides them: more masks mean -1 in the file.
             meant = 0 if self._masked_input is None else int((tokens == self._masked_input).sum())
             found = int((loss_mask == 0).sum())
             if found != meant:
@@ -86,20 +86,20 @@ class EpochedDataset:
 
     def _epoch(self, epoch: int) -> "GPTDataset":
         if epoch not in self._epochs:
-            # Reading goes forward: beside the first epoch, which fillers need, only two can be in use at its boundary.
+            # Reading goes forward: keep epoch 0 for fillers, and the previous one, in use at the boundary.
             self._epochs = {e: dataset for e, dataset in self._epochs.items() if e in (0, epoch - 1)}
             self._epochs[epoch] = self._build(epoch)
         return self._epochs[epoch]
 
 
 class BlendedDataset:
-    """Endless datasets interleaved by weight; each gives its own samples in its own order.
+    """Interleave endless datasets by weight; each keeps the order of its samples.
 
     In each period of 65,536 samples, dataset i comes round(65536 * weight_i) times, spread evenly.
 
     Args:
-        datasets: what is blended.
-        weights: each above 0; their sum does not matter.
+        datasets: the datasets to blend.
+        weights: each above 0, of any sum.
     """
 
     def __init__(self, datasets: Sequence[EpochedDataset], weights: Sequence[float]) -> None:
@@ -111,13 +111,13 @@ class BlendedDataset:
         self._owners, self._ranks = owners[order], ranks[order]  # [_PERIOD] each
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Dataset that sample `index` is taken from, and its number there."""
+        """Return the dataset of sample `index` and its number there."""
         period, within = divmod(index, _PERIOD)
         owner = int(self._owners[within])
         return owner, period * int(self._counts[owner]) + int(self._ranks[within])
 
     def __len__(self) -> int:
-        """Samples before one of the datasets begins its second epoch."""
+        """Return the samples before any dataset starts its second epoch."""
         ends = []
         for owner, dataset in enumerate(self._datasets):
             periods, rank = divmod(len(dataset), int(self._counts[owner]))
@@ -125,7 +125,7 @@ class BlendedDataset:
         return min(ends)
 
     def __getitem__(self, index: int | None) -> dict[str, "torch.Tensor"]:
-        """As `EpochedDataset`."""
+        """Return a sample as `EpochedDataset` does."""
         if index is None:
             return self._datasets[0][None]
         owner, number = self.locate(index)
@@ -133,7 +133,7 @@ class BlendedDataset:
 
 
 def _shares(weights: np.ndarray, total: int) -> np.ndarray:
-    """Integers of at least 1 in proportion to `weights` that sum to `total`, by largest remainders."""
+    """Round `weights` to integers of at least 1 that sum to `total`, by largest remainders."""
     exact = weights / weights.sum() * total
     counts = np.maximum(np.floor(exact).astype(np.int64), 1)
     while (missing := total - int(counts.sum())) != 0:

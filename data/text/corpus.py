@@ -1,4 +1,4 @@
-"""Documents to train on: the standard library's sources, text files, folders and .jsonl files, in a fixed order."""
+"""Read training documents in a fixed order: the standard library's sources, text files, folders, .jsonl files."""
 
 import hashlib
 import json
@@ -11,19 +11,19 @@ from data.errors import DataError
 
 
 class Corpus:
-    """Documents of `files`, in their order, until they come to `max_bytes` of UTF-8; can be iterated repeatedly.
+    """Iterate over the documents of `files` in order, up to `max_bytes` of UTF-8. Can be iterated repeatedly.
 
-    A `.jsonl` file holds a document per line under the key `json_key`; any other file is one document. Empty documents
-    are left out.
+    A `.jsonl` file holds one document per line under `json_key`; any other file is one document. Empty documents are
+    skipped.
 
     Args:
-        files: what to read.
-        max_bytes: no document begins once the ones before hold this much; None takes all.
-        skip_undecodable: count files that are not UTF-8 in `skipped`, rather than fail.
+        files: files to read.
+        max_bytes: start no document once this many bytes are read; None reads all.
+        skip_undecodable: list files that are not UTF-8 in `skipped` instead of raising.
         json_key: field of a `.jsonl` file's objects that holds the text.
 
     Raises:
-        DataError: while iterating, for a file that cannot be read, naming it and the line.
+        DataError: while iterating, a file cannot be read; names the file and the line.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Corpus:
         self._skip_undecodable, self._json_key = skip_undecodable, json_key
 
     def size(self) -> int:
-        """About how many bytes will be read."""
+        """Return about how many bytes will be read."""
         size = sum(path.stat().st_size for path in self.files)
         return size if self.max_bytes is None else min(size, self.max_bytes)
 
@@ -107,19 +107,19 @@ def _json_name(value: object) -> str:
 
 
 def stdlib_folder() -> Path:
-    """Where this interpreter's standard library lies."""
+    """Return the folder of this interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def stdlib_files() -> list[Path]:
-    """Python sources of this interpreter's standard library without its test suites and installed packages."""
+    """List the Python sources of the standard library, without test suites and installed packages."""
     root = stdlib_folder()
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     return _shuffled(root, (path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)))
 
 
 def input_files(inputs: Sequence[str | os.PathLike[str]], suffix: str) -> list[Path]:
-    """The files named, and of each folder named all files that end in `suffix`. Raises DataError for a missing one."""
+    """List the named files, and all files that end in `suffix` of the named folders. Raises DataError if missing."""
     files: list[Path] = []
     for path in map(Path, inputs):
         if path.is_dir():
@@ -132,10 +132,10 @@ def input_files(inputs: Sequence[str | os.PathLike[str]], suffix: str) -> list[P
 
 
 def _shuffled(root: Path, paths: Iterable[Path]) -> list[Path]:
-    """Files ordered by their relative names' hashes: the same everywhere, and mixed.
+    """Order files by the hashes of their relative names: mixed, and the same everywhere.
 
-    GPTDataset takes the validation split from the end and max_bytes cuts there. Sorted by name, that would be the last
-    packages of the alphabet rather than a sample of all.
+    GPTDataset takes the validation split from the end, and max_bytes cuts there. Sorted by name, that would be the last
+    packages of the alphabet, not a sample of all.
     """
     names = ((hashlib.sha256(path.relative_to(root).as_posix().encode()).digest(), path) for path in paths)
     return [path for _, path in sorted(names) if path.is_file()]

@@ -1,4 +1,4 @@
-"""Digests of a folder's arrays, which tell that none of them has changed since they were written."""
+"""Digests of a folder's arrays, to detect changes since they were written."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,13 @@ DIGESTS = "digests.json"
 
 
 def write_digests(folder: Path) -> None:
-    """Note the SHA-256 of every .npy file of a folder beside them."""
+    """Write the SHA-256 of every .npy file of a folder into its digests.json."""
     digests = {path.name: sha256(path) for path in sorted(folder.glob("*.npy"))}
     (folder / DIGESTS).write_text(json.dumps(digests, indent=1), encoding="utf-8")
 
 
 def check_digests(folder: Path) -> None:
-    """DataError for an array of the folder that is missing, not as it was written or not of it, naming it."""
+    """Raise DataError if an array of the folder is missing, changed or not listed; names the file."""
     remedy = f"remove {folder}, which is then written anew"
     try:
         noted = dict(json.loads((folder / DIGESTS).read_text(encoding="utf-8")).items())

@@ -1,4 +1,4 @@
-"""Megatron's indexed token files: a `.bin` of token ids and the `.idx` that cuts it into documents.
+"""Megatron's indexed token files: a `.bin` of token ids and an `.idx` that splits it into documents.
 
 Layout of the `.idx` (megatron.core.datasets.indexed_dataset, version 1), little-endian: magic (9 bytes), version (u64),
 dtype code (u8), number of sequences N (u64), number of document bounds D (u64), lengths int32 [N] in tokens,
@@ -21,12 +21,12 @@ from runtime.files import reason, replacing
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-# Megatron's codes of the dtypes that can hold token ids; 6 and 7 are floats.
+# Megatron's codes for dtypes that can hold token ids; 6 and 7 are floats.
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _BLOCK = 1 << 22
-# Ids are checked this many tokens from each end: everything up to 134 million tokens in well under a second, and what
-# a wrong tokenizer or a damaged file shows in corpora so large that reading all of them would delay the start by
-# minutes. A bad id in between is caught when its sample is read.
+# Check this many ids from each end: all of them up to 134 million tokens, in well under a second. In larger corpora,
+# where a full scan takes minutes, this still shows a wrong tokenizer or a damaged file; a bad id in between is caught
+# when its sample is read.
 _SCAN_TOKENS = 1 << 26
 _REWRITE = "write the pair again (tools/prepare_data.py)"
 
@@ -38,24 +38,24 @@ class Indexed:
     prefix: str
     """Path without .bin or .idx."""
     lengths: np.ndarray
-    """Tokens of each sequence, int32 [sequences], memory-mapped; here a document is one sequence."""
+    """Tokens of each sequence, int32 [sequences], memory-mapped; one sequence is one document."""
     tokens: int
     """Tokens of all documents."""
     bounds: np.ndarray
-    """Sequences before each document and, last, all of them; int64 [documents + 1], memory-mapped."""
+    """Sequences before each document, then their total; int64 [documents + 1], memory-mapped."""
     dtype: np.dtype
-    """Type of one token id in the `.bin`."""
+    """Dtype of a token id in the `.bin`."""
 
     def token_ids(self) -> np.ndarray:
-        """All token ids, `dtype` [tokens], memory-mapped."""
+        """Return all token ids, `dtype` [tokens], memory-mapped."""
         return np.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r", shape=(self.tokens,))
 
     def check_tokenizer(self, path: str, sha256: str) -> None:
-        """DataError where what tools/prepare_data.py noted beside the pair is that another tokenizer wrote it."""
+        """Raise DataError if the record of tools/prepare_data.py beside the pair names another tokenizer."""
         try:
             noted = json.loads(Path(f"{self.prefix}.json").read_text(encoding="utf-8"))["prepared"]["tokenizer_sha256"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return  # written by another tool, which leaves no note
+            return  # written by another tool, without a record
         if noted != sha256:
             raise DataError(
                 f"tokenizer {path} is damaged or another than the one that wrote {self.prefix}.bin (SHA-256 "
@@ -63,15 +63,15 @@ class Indexed:
             )
 
     def digest(self) -> str:
-        """SHA-256 of the `.idx`: what sample indices are derived from, and so what a cache of them depends on."""
+        """Return the SHA-256 of the `.idx`, which sample indices and their cache depend on."""
         return digest(Path(f"{self.prefix}.idx"))
 
 
 def open_indexed(prefix: str | os.PathLike[str]) -> Indexed:
-    """Opens the pair `prefix`.bin/.idx after checking the `.idx`'s header and both files' sizes.
+    """Open `prefix`.bin/.idx after checking the `.idx`'s header and both files' sizes.
 
     Raises:
-        DataError: a file is missing, is no such file, or has another size than the `.idx` says.
+        DataError: a file is missing, of another format, or of another size than the `.idx` says.
     """
     prefix = os.fspath(prefix)
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
@@ -108,21 +108,21 @@ def open_indexed(prefix: str | os.PathLike[str]) -> Indexed:
             f"which is {tokens * dtype.itemsize}; {_REWRITE}"
         )
     offset = _HEADER.size + 12 * sequences
-    # An empty array cannot be memory-mapped; `check_indexed` refuses it.
+    # An empty array cannot be memory-mapped; `check_indexed` rejects it.
     ends = np.memmap(index, dtype="<i8", mode="r", offset=offset, shape=(bounds,)) if bounds else np.empty(0, "<i8")
     return Indexed(prefix=prefix, lengths=lengths, tokens=tokens, bounds=ends, dtype=dtype)
 
 
 def check_indexed(prefix: str | os.PathLike[str], vocab_size: int, scan_tokens: int = _SCAN_TOKENS) -> Indexed:
-    """`open_indexed`, and the index's arrays agree with each other, and the token ids are inside the vocabulary.
+    """Open a pair, and check that the index's arrays agree and that token ids are inside the vocabulary.
 
     Args:
         prefix: path without .bin or .idx.
         vocab_size: ids must be in [0, vocab_size).
-        scan_tokens: how many tokens to check from the head and from the tail of the `.bin`.
+        scan_tokens: tokens to check at the head and at the tail of the `.bin`.
 
     Raises:
-        DataError: naming the file, what is wrong with it and what to do.
+        DataError: names the file, what is wrong with it and the fix.
     """
     indexed = open_indexed(prefix)
     _check_arrays(indexed)
@@ -141,10 +141,10 @@ def check_indexed(prefix: str | os.PathLike[str], vocab_size: int, scan_tokens: 
 
 
 class TokenReader:
-    """Reads a `.bin` in the place of megatron.core's readers, and finds it, or its `.idx`, cut while a run reads it.
+    """Read a `.bin` in place of megatron.core's readers, and detect that it or its `.idx` is truncated meanwhile.
 
-    A memory map of a file that was cut ends the process by SIGBUS, and megatron.core's reading without one hands out
-    what was in memory before.
+    With a truncated file, a memory map kills the process by SIGBUS, and megatron.core's other reader returns stale
+    memory.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -153,13 +153,13 @@ class TokenReader:
         self._sizes = [os.fstat(file.fileno()).st_size for file in self._files]
 
     def check(self) -> None:
-        """DataError where a file has another size than at the start."""
+        """Raise DataError if a file's size has changed since the start."""
         for path, file, size in zip(self._paths, self._files, self._sizes, strict=True):
             if (found := os.fstat(file.fileno()).st_size) != size:
                 raise self._changed(path, size, found)
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
-        """`count` token ids from a byte on; as megatron.core's _BinReader has it."""
+        """Read `count` token ids from byte `offset`; the interface of megatron.core's _BinReader."""
         size = count * np.dtype(dtype).itemsize
         found = os.pread(self._files[0].fileno(), size, offset)
         if len(found) < size:
@@ -173,7 +173,7 @@ class TokenReader:
 
 @contextmanager
 def writing(*paths: Path) -> Iterator[tuple[Path, ...]]:
-    """As `runtime.files.replacing`, but a file that cannot be written is a DataError."""
+    """Do as `runtime.files.replacing`, but raise DataError if a file cannot be written."""
     try:
         with replacing(*paths) as temporary:
             yield temporary
@@ -182,13 +182,13 @@ def writing(*paths: Path) -> Iterator[tuple[Path, ...]]:
 
 
 def unwritable(path: Path, error: OSError) -> DataError:
-    """The error of a file that cannot be written."""
+    """Return the DataError for a file that cannot be written."""
     said = reason(error, path.parent)
     return DataError(f"cannot write {path} ({said}); free space or choose a folder that you can write to")
 
 
 def _scan_blocks(tokens: int, scan_tokens: int) -> Iterator[tuple[int, int]]:
-    """Ranges that cover the first and the last `scan_tokens` of `tokens`, each at most a block, none twice."""
+    """Yield disjoint ranges, at most a block each, that cover the first and last `scan_tokens` of `tokens`."""
     head = min(tokens, scan_tokens)
     tail = max(head, tokens - scan_tokens)
     for begin, end in ((0, head), (tail, tokens)):
@@ -197,7 +197,7 @@ def _scan_blocks(tokens: int, scan_tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def _check_arrays(indexed: Indexed) -> None:
-    """Lengths, pointers and document bounds of the `.idx` describe one `.bin` without gaps."""
+    """Check that lengths, pointers and document bounds of the `.idx` describe one `.bin` without gaps."""
     index = f"{indexed.prefix}.idx"
     sequences = len(indexed.lengths)
     pointers = np.memmap(index, dtype="<i8", mode="r", offset=_HEADER.size + 4 * sequences, shape=(sequences,))

@@ -1,4 +1,4 @@
-"""Adapter of megatron.core.datasets: indexed token files to training samples."""
+"""Adapter for megatron.core.datasets: from indexed token files to training samples."""
 
 import hashlib
 import json
@@ -57,22 +57,22 @@ class DataConfig:
 
 
 def split_shares(split: str) -> list[float]:
-    """The three shares in a split such as "95,5,0", summing to 1; those left out are 0. Raises DataError."""
+    """Parse a split such as "95,5,0" into three shares that sum to 1; missing ones are 0. Raises DataError."""
     try:
         shares = [float(share) for share in split.split(",")]
     except ValueError:
         shares = []
-    # Of an "inf" no share could be taken, and "nan" compares with nothing.
+    # An "inf" leaves no shares, and "nan" fails every comparison.
     if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or sum(shares) == 0:
         raise DataError(f'split is "{split}"; it must be one to three shares that are not all 0, such as "95,5,0"')
     return [share / sum(shares) for share in (*shares, 0.0, 0.0)[:3]]
 
 
 def blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights of a data_path; as Megatron has it, prefixes alone are weighted by their sizes (None).
+    """Return prefixes and weights of a data_path. As in Megatron, None weighs prefixes by their sizes.
 
     Raises:
-        DataError: weights and prefixes do not alternate, a weight is not above 0, or a prefix has .bin or .idx on it.
+        DataError: weights and prefixes do not alternate, a weight is not above 0, or a prefix ends in .bin or .idx.
     """
     if not data_path:
         raise DataError("data_path is empty; give the prefix of a .bin/.idx pair (tools/prepare_data.py writes one)")
@@ -101,13 +101,13 @@ def _number(word: str) -> float | None:
 def build_datasets(
     config: DataConfig, seq_length: int, seed: int, tokenizer: "Tokenizer"
 ) -> tuple[Samples, Samples | None, Samples | None]:
-    """Training, validation and test samples of `config.data_path`; None for a split whose share is 0.
+    """Build the training, validation and test samples of `config.data_path`; None for a split whose share is 0.
 
-    Sample n is a pure function of (files, split, seq_length, seed, n). Every sample is a dict of `tokens` and `labels`,
-    int64 [seq_length], labels shifted already, and `loss_mask`, float32 [seq_length].
+    Sample n is a pure function of (files, split, seq_length, seed, n): a dict of `tokens` and `labels`, int64
+    [seq_length], labels already shifted, and `loss_mask`, float32 [seq_length].
 
-    Collective where a process group is initialised: all its ranks call it, rank 0 checks the files and writes the index
-    caches, the others map them. A failure on one rank raises on all.
+    Collective over all ranks if a process group is initialised: rank 0 checks the files and writes the index caches,
+    the others map them. A failure on one rank raises on all.
 
     Raises:
         DataError: a bad file (`check_indexed`), a split without a single sample, or a cache that cannot be written.
@@ -121,9 +121,9 @@ def build_datasets(
     prefixes, weights = blend(config.data_path)
     first = not dist.is_initialized() or dist.get_rank() == 0
     with agreed():
-        megatron_core()  # its seconds of import on all ranks at once, not in turns
+        megatron_core()  # takes seconds: import on all ranks at once, not in turns
     splits: list[list[EpochedDataset | None]] = []
-    # Rank 0 reads through the files and writes; only what it has finished is mapped by the others.
+    # Rank 0 scans the files and writes first; the others map only finished files.
     for turn in (first, not first):
         with agreed():
             if turn:
@@ -137,7 +137,7 @@ def build_datasets(
 
 
 def _join(parts: list[EpochedDataset | None], weights: list[float] | None) -> Samples | None:
-    """One split's datasets, by prefix, as one."""
+    """Join the datasets of one split."""
     present = [part for part in parts if part is not None]
     if not present:
         return None
@@ -147,12 +147,12 @@ def _join(parts: list[EpochedDataset | None], weights: list[float] | None) -> Sa
 
 
 class _Source:
-    """One prefix's way to its splits: the files, GPTDataset's configuration and the cache of its indices."""
+    """The files of one prefix, GPTDataset's configuration and index cache for them, and the splits."""
 
     def __init__(
         self, config: DataConfig, prefix: str, seq_length: int, seed: int, tokenizer: "Tokenizer", check: bool
     ) -> None:
-        # Absolute, since GPTDataset names caches by the path as it is given.
+        # Absolute: GPTDataset names caches by the path as given.
         self.prefix = os.path.abspath(prefix)
         self.config, self.seq_length, self.seed, self.tokenizer = config, seq_length, seed, tokenizer
         self.indexed: Indexed = check_indexed(self.prefix, tokenizer.vocab_size) if check else open_indexed(self.prefix)
@@ -177,7 +177,7 @@ class _Source:
         )
 
     def splits(self) -> list[EpochedDataset | None]:
-        """An endless dataset per split, None where the share is 0."""
+        """Return an endless dataset per split, None where the share is 0."""
         wanted = [index for index, share in enumerate(split_shares(self.config.split)) if share > 0]
         for index in wanted:
             begin, end = self.documents(index)
@@ -199,8 +199,8 @@ class _Source:
                 f"the index cache {cache} cannot be read ({error}); if it is damaged, remove it, and if another "
                 f"machine wrote it, give --data-cache-path a folder that all machines share"
             ) from error
-        # Later epochs' indices are built in memory by whoever reads them, possibly a reader process in the middle of a
-        # run: no collective and no write can happen there. They take a second per 10 million documents or so.
+        # Each reader builds later epochs' indices in memory, possibly a worker process in mid-run, where no collective
+        # and no write can happen. It takes about a second per 10 million documents.
         return EpochedDataset(
             first,
             lambda epoch: self.gpt_dataset(index, epoch, ""),
@@ -211,12 +211,12 @@ class _Source:
         )
 
     def documents(self, index: int) -> tuple[int, int]:
-        """First document of a split and the one after its last, rounded as BlendedMegatronDatasetBuilder does."""
+        """Return a split's range of documents [begin, end), rounded as BlendedMegatronDatasetBuilder does."""
         begin, end = self.gpt_config(0, "").split_matrix[index]
         return round(begin * len(self.indexed.lengths)), round(end * len(self.indexed.lengths))
 
     def gpt_dataset(self, index: int, epoch: int, cache: str) -> "GPTDataset":
-        """One epoch of a split; an empty `cache` keeps its indices in memory."""
+        """Build one epoch of a split; an empty `cache` keeps its indices in memory."""
         import numpy
 
         megatron = megatron_core()
@@ -226,11 +226,11 @@ class _Source:
         )
 
     def cache(self) -> str:
-        """Folder with the first epoch's indices, written by rank 0 where it is missing.
+        """Return the folder of the first epoch's indices, written by rank 0 if missing.
 
-        GPTDataset's own names leave out the data, so that a corpus written anew at the same path would be cut by the
-        old one's indices, and a cache that a killed run left half-written would be taken for whole. Hence a folder per
-        content, which appears whole, by one rename.
+        GPTDataset's own cache names ignore the data: a corpus rewritten at the same path would be cut by the old
+        indices, and a cache half-written by a killed run would pass for whole. Hence one folder per content, put in
+        place by one rename.
         """
         key = {
             "idx": self.indexed.digest(),
@@ -248,7 +248,7 @@ class _Source:
             self.write_cache(folder)
         for path in folder.glob("*.npy"):
             with path.open("rb") as file:
-                # numpy takes any other file for a pickle, and GPTDataset lets it run whatever that says
+                # numpy reads any other file as a pickle, and GPTDataset allows it to execute code
                 if file.read(6) != b"\x93NUMPY":
                     raise DataError(f"{path} is not a numpy array; remove {folder}, which is then written anew")
         if self.writes:
@@ -258,7 +258,7 @@ class _Source:
     def write_cache(self, folder: Path) -> None:
         temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
         try:
-            # A second run waits for the first, and needs no longer than for a cache of its own.
+            # A second run waits for the first, which takes no longer than its own cache would.
             with owned(folder.parent, folder.name, wait=True):
                 if folder.is_dir():
                     return
@@ -269,7 +269,7 @@ class _Source:
                 write_digests(temporary)
                 os.replace(temporary, folder)
         except (OSError, InUseError) as error:
-            # Where there are no locks, another run may have finished the same folder; it is as good as ours.
+            # Without locks another run may have finished the same folder, which is as good as ours.
             if not folder.is_dir():
                 said = error.strerror if isinstance(error, OSError) else error
                 raise DataError(
@@ -282,7 +282,7 @@ class _Source:
 
 @cache
 def megatron_core() -> Any:
-    """The parts of megatron.core used here; imported late, since that takes seconds, and without its warnings."""
+    """Import the parts of megatron.core used here, without its warnings; late, since it takes seconds."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
         from megatron.core import __version__
@@ -290,7 +290,7 @@ def megatron_core() -> Any:
         from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
         from megatron.core.datasets.utils import Split
 
-    # It warns of each later epoch's indices that they are not saved, which is what is asked for.
+    # It warns that each later epoch's indices are not saved, which is intended.
     logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
     return SimpleNamespace(
         version=__version__,

@@ -1,4 +1,4 @@
-"""Text to Megatron's indexed token files: train a tokenizer, tokenise, write, and keep what is there already."""
+"""Prepare text as Megatron's indexed token files: train a tokenizer, tokenise, write, or keep existing data."""
 
 import json
 import os
@@ -41,35 +41,34 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What lies at a prefix."""
+    """Facts about the data at a prefix."""
 
     tokenizer_sha256: str
-    """Content of the tokenizer; its path is the request's, or `prefix`.model, wherever that is moved to."""
+    """SHA-256 of the tokenizer, which is the request's file or `prefix`.model, even if moved."""
     documents: int
     tokens: int
-    """Tokens, with one end-of-document token per document."""
+    """Tokens, including one end-of-document token per document."""
     dtype: str
-    """How a token id is stored."""
+    """Dtype of a token id."""
     text_bytes: int
     """UTF-8 bytes of the documents."""
     skipped_files: int
-    """Files that were not UTF-8."""
+    """Files skipped because they are not UTF-8."""
     unigram_entropy: float
-    """Of the tokens, in nats per token: the loss of a model that knows their frequencies alone."""
+    """Nats per token: the loss of a model that knows only the token frequencies."""
 
 
 def prepare(request: Request, prefix: Path, overwrite: bool = False, progress: bool = True) -> tuple[Prepared, bool]:
-    """Writes `prefix`.bin and .idx, .model where a tokenizer is trained, and .json which says what made them.
+    """Write `prefix`.bin and .idx, .model if a tokenizer is trained, and .json, the record of the request.
 
-    What is there already, whole and made with the same request, is kept. The files appear together at the end or not at
-    all.
+    Complete data of the same request is kept. The files appear together at the end or not at all.
 
     Returns:
-        What is there, and whether it was kept.
+        Facts about the data, and whether it was kept.
 
     Raises:
-        DataError: nothing to read, an unreadable file, a bad tokenizer, something else already at the prefix, or
-            another preparation under way there.
+        DataError: nothing to read, an unreadable file, a bad tokenizer, other data at the prefix, or another process
+            writing there.
     """
     if not prefix.name:
         raise DataError(f"the output prefix {prefix} ends in no file name; give one such as runs/data/mine")
@@ -83,17 +82,17 @@ def prepare(request: Request, prefix: Path, overwrite: bool = False, progress: b
                 raise DataError(f"cannot write {prefix}: {error}") from error
             except OSError as error:
                 raise unwritable(prefix, error) from error
-            if not overwrite and (kept := _existing(request, prefix)):  # finished by another meanwhile
+            if not overwrite and (kept := _existing(request, prefix)):  # another process finished it meanwhile
                 return kept, True
             return _prepare(request, prefix, overwrite, progress), False
-    except OSError as error:  # of writing it is a DataError by now
+    except OSError as error:  # write errors are DataErrors by now
         raise DataError(f"cannot read {error.filename or prefix} ({error.strerror}); check that you may") from error
 
 
 def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool) -> Prepared:
     files = input_files(request.inputs, request.suffix) if request.inputs else stdlib_files()
     corpus = Corpus(files, request.max_bytes, not request.inputs, request.json_key)
-    # Read whole before any work: what cannot be read is told now, and not after hours of training a tokenizer.
+    # Read everything first: an unreadable file must fail now, not after hours of training a tokenizer.
     if not sum(1 for _ in _told(corpus, "checked", progress)):
         if request.inputs:
             raise DataError(
@@ -121,16 +120,16 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool) ->
         record = {"made_with": _made_with(request), "prepared": asdict(prepared), "python": sys.version}
         temporary[2].write_text(json.dumps(record, indent=1) + "\n")
         if overwrite:
-            # So that no moment shows the new .bin beside a record of the old one.
+            # The new .bin must never stand beside the old record.
             _with_end(prefix, ".json").unlink(missing_ok=True)
     return prepared
 
 
 def write_indexed(documents: Iterable[str], prefix: Path, tokenizer: Tokenizer) -> None:
-    """Writes `documents`, each tokenised and ended by `tokenizer.eod`, as `prefix`.bin/.idx, whole or not at all.
+    """Tokenise `documents`, end each with `tokenizer.eod`, and write `prefix`.bin/.idx atomically.
 
     Raises:
-        DataError: there are none, or the tokenizer gives an id outside its own vocabulary.
+        DataError: there are no documents, or the tokenizer gives an id outside its own vocabulary.
     """
     with writing(_with_end(prefix, ".bin"), _with_end(prefix, ".idx")) as (data, index):
         _write(documents, data, index, tokenizer, progress=False)
@@ -139,7 +138,7 @@ def write_indexed(documents: Iterable[str], prefix: Path, tokenizer: Tokenizer) 
 def _write(
     documents: Iterable[str], data: Path, index: Path, tokenizer: Tokenizer, progress: bool
 ) -> tuple[int, int, int, np.ndarray]:
-    """Writes the pair in place; returns the documents, tokens and bytes of text written and each id's count."""
+    """Write the pair in place; return the numbers of documents, tokens and text bytes, and each id's count."""
     from data.text.megatron import megatron_core
 
     megatron = megatron_core()
@@ -150,7 +149,7 @@ def _write(
         for batch in _batched(_told(documents, "tokenised", progress)):
             for ids in tokenizer.tokenize_batch(batch):
                 array = np.array([*ids, tokenizer.eod], dtype=np.int64)
-                # An id beyond the dtype would wrap around to another token's without a word.
+                # An id beyond the dtype would silently wrap around to another token's.
                 if array.min() < 0 or array.max() >= tokenizer.vocab_size:
                     raise DataError(
                         f"the tokenizer gives id {array.max() if array.min() >= 0 else array.min()}, outside its "
@@ -169,7 +168,7 @@ def _write(
 
 
 def _told(documents: Iterable[str], done: str, progress: bool) -> Iterator[str]:
-    """The documents, with a line on stderr every 2 s that says how much of them was `done`."""
+    """Yield the documents, and print to stderr every 2 s how many were `done`."""
     told, size = time.monotonic(), 0
     for count, text in enumerate(documents):
         if progress and time.monotonic() - told > 2:
@@ -193,9 +192,9 @@ def _batched(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 def unigram_entropy(prefix: str | os.PathLike[str], limit: int = 1 << 26) -> float:
-    """Entropy of the token frequencies among the first `limit` tokens of `prefix`.bin, in nats per token.
+    """Return the entropy of the frequencies of the first `limit` tokens of `prefix`.bin, in nats per token.
 
-    What a model reaches that knows how often each token occurs and nothing else. Raises DataError (`open_indexed`).
+    This is the loss of a model that knows only the token frequencies. Raises DataError (`open_indexed`).
     """
     ids = open_indexed(prefix).token_ids()[:limit]
     counts = np.zeros(1, dtype=np.int64)
@@ -212,7 +211,7 @@ def _entropy(counts: np.ndarray) -> float:
 
 
 def _existing(request: Request, prefix: Path) -> Prepared | None:
-    """What lies at the prefix if this request made it, None if nothing does. Raises DataError for anything else."""
+    """Return the data at the prefix if this request made it, None if there is none. Else raise DataError."""
     ends = [".bin", ".idx", ".json"] + ([".model"] if request.tokenizer_model is None else [])
     there = [str(path) for end in ends if (path := _with_end(prefix, end)).exists()]
     if not there:
@@ -226,7 +225,7 @@ def _existing(request: Request, prefix: Path) -> Prepared | None:
         made_with, prepared = content["made_with"], Prepared(**content["prepared"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{record} is not a record of this tool ({error}); {remedy}") from error
-    defaults = {"json_key": "text"}  # before there was a choice
+    defaults = {"json_key": "text"}  # older records lack it
     for name, value in _made_with(request).items():
         if made_with.get(name, defaults.get(name)) != value:
             raise DataError(f"{prefix}.bin was made with {name} {made_with.get(name)}, not {value}; {remedy}")

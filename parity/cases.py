@@ -29,7 +29,7 @@ LINEAR_KINDS: dict[str, tuple[str, ...]] = {
     "transnormer": ("--model-type", "transnormer", "--no-untie-embeddings-and-output-weights"),
     "linear_transformer": ("--model-type", "linear_transformer"),
 }
-"""Of linear attention, on meshes of their own: see `linear_cases`."""
+"""Models of linear attention; `linear_cases` has their meshes."""
 DIMENSIONS = ("pp", "dp", "cp", "tp")
 MOST = 8
 
@@ -56,12 +56,12 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
     def title(self) -> str:
-        """The mesh in a few words; a data-parallel mode where there are ranks that it divides."""
+        """The mesh in a few words, with its data-parallel mode if dp x cp > 1."""
         sizes = [f"{name} {getattr(self, name)}" for name in DIMENSIONS if getattr(self, name) > 1]
         parts = [" x ".join(sizes) or "one process"]
         if self.cp > 1 or self.method == "none":
@@ -87,7 +87,7 @@ class Case:
         return " ".join([self.method, *(f"{words} {value}".rstrip() for words, value, there in shaped if there)])
 
     def flags(self, kind: str, data: Path, iterations: int = 3) -> list[str]:
-        """The command line that trains a kind of model on it."""
+        """Return the command line that trains a kind of model on this mesh."""
         values = {
             "train-iters": iterations,
             "pipeline-model-parallel-size": self.pp,
@@ -118,13 +118,13 @@ LINEAR_REFERENCE = Case()
 
 
 def cases() -> list[Case]:
-    """All of them, each once."""
+    """Return the meshes of the softmax language models, each once."""
     found = (*_alone(), *_teams(), *_together(), *_four_dimensions(), *_modes(), *_pipelines())
     return [case for case in dict.fromkeys(found) if case.ranks <= MOST]
 
 
 def diffusion_cases() -> list[Case]:
-    """Of the diffusion transformer: every method of full attention, each dimension, and how they go together."""
+    """Return the diffusion transformer's meshes: every method of full attention, each dimension, and combinations."""
     ring = partial(Case, method="ring")
     found = [ring(tp=2), ring(pp=2), ring(pp=4), ring(dp=2), ring(cp=3)]
     for size in (2, 4):
@@ -150,7 +150,7 @@ def diffusion_cases() -> list[Case]:
 
 
 def _alone() -> Iterator[Case]:
-    """Each dimension of 2 and of 4, context parallelism by each method."""
+    """Yield each dimension alone, of 2 and of 4 ranks, context parallelism by each method."""
     for size in (2, 4):
         for name in DIMENSIONS:
             if name != "cp":
@@ -159,7 +159,7 @@ def _alone() -> Iterator[Case]:
 
 
 def _teams() -> Iterator[Case]:
-    """WallFacer in every team size, Ulysses around it, and two rings: alone on 8 ranks, on 4 with tp 2 and pp 2."""
+    """Yield WallFacer teams of every size and double rings, also with Ulysses: cp 8, and cp 4 with tp 2 or pp 2."""
     on_eight: tuple[dict[str, Any], ...] = (
         *({"method": "wallfacer", "team": team} for team in (1, 2)),
         {"method": "wallfacer", "team": 2, "placement": "p2p_intra"},
@@ -169,7 +169,7 @@ def _teams() -> Iterator[Case]:
     )
     on_four: tuple[dict[str, Any], ...] = (
         *({"method": "wallfacer", "team": team} for team in (1, 2)),
-        {"method": "wallfacer", "degree": 2},  # and no room for a team but of one
+        {"method": "wallfacer", "degree": 2},  # leaves room only for teams of one
         {"method": "double_ring", "per_node": 2},
         {"method": "double_ring", "per_node": 2, "degree": 2},
     )
@@ -181,7 +181,7 @@ def _teams() -> Iterator[Case]:
 
 
 def _together() -> Iterator[Case]:
-    """All pairs of 2 x 2 and of 2 x 4, and all triples."""
+    """Yield all pairs of dimensions, 2 x 2 and 2 x 4, and all triples."""
     for one, other in combinations(DIMENSIONS, 2):
         yield Case(**{one: 2, other: 2})  # type: ignore[arg-type]
     for one, other in permutations(DIMENSIONS, 2):
@@ -191,7 +191,7 @@ def _together() -> Iterator[Case]:
 
 
 def _four_dimensions() -> Iterator[Case]:
-    """The triples with pipelines and context parallelism, by two methods and two data-parallel modes each."""
+    """Yield pp x cp with tp or dp, by two methods and two data-parallel modes each."""
     for third in ("tp", "dp"):
         for method in ("striped", "zigzag"):
             for mode in ("zero3", "zero1"):
@@ -199,7 +199,7 @@ def _four_dimensions() -> Iterator[Case]:
 
 
 def _modes() -> Iterator[Case]:
-    """Every data-parallel mode with each other dimension."""
+    """Yield every data-parallel mode with each other dimension."""
     for mode in ("ddp", "legacy_ddp", "zero1", "zero2", "zero3"):
         for other in ("cp", "tp", "pp"):
             yield Case(dp=2, mode=mode, **{other: 2})  # type: ignore[arg-type]
@@ -210,7 +210,7 @@ def _modes() -> Iterator[Case]:
 
 
 def _pipelines() -> Iterator[Case]:
-    """Every schedule, layers shared unevenly, and losses in chunks, which are pipelines' last stage's too."""
+    """Yield every schedule, uneven stages, and losses in chunks, which a pipeline's last stage computes too."""
     yield Case(pp=2, schedule="GPipe")
     yield Case(pp=2, tp=2, schedule="GPipe")
     yield Case(pp=2, schedule="Interleaved1F1B", virtual=2)
@@ -227,7 +227,7 @@ def _pipelines() -> Iterator[Case]:
 
 
 def linear_cases() -> list[Case]:
-    """Those of linear attention: each method and tensor parallelism, alone and with the other dimensions."""
+    """Return the meshes of linear attention: each method and tensor parallelism, alone and with other dimensions."""
     methods = ("lasp", "lasp2", "ulysses")
     found = [Case(**{name: 2}) for name in ("pp", "dp", "tp")]  # type: ignore[arg-type]
     found += [Case(tp=4), Case(tp=2, pp=2), Case(tp=2, loss_chunk=50)]

@@ -33,30 +33,30 @@ VARYING = {
     *("iteration_time_ms", "tokens_per_second", "samples_per_second"),
     *("tflops_per_gpu", "mfu", "memory_gb"),
 }
-"""Fields of a record that two equal runs may have different."""
+"""Fields of a record that may differ between equal runs."""
 LOSSES = ("lm_loss", "diffusion_loss")
 METRICS, MANIFEST = "metrics.jsonl", "manifest.json"
 
 
 class RunError(RuntimeError):
-    """A run did not end well, or left something else behind than records and checkpoints."""
+    """A run failed, or left something other than records and checkpoints."""
 
 
 UNREADABLE = (RunError, OSError, ValueError, KeyError)
-"""What keeps a run from being compared, and does not keep the other configurations."""
+"""Errors that stop one comparison, but not those of the other configurations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A configuration's line of the table."""
+    """A configuration's row of the table."""
 
     configuration: Configuration
     loss: str
     grad_norm: str
     equal: str
-    """What the run of AFTER has different from that of BEFORE; "yes" for nothing."""
+    """How the run of AFTER differs from that of BEFORE; "yes" if it does not."""
     resumed: str
-    """The same of the run that goes on from BEFORE's checkpoint."""
+    """The same for the run resumed from BEFORE's checkpoint."""
 
     @property
     def good(self) -> bool:
@@ -76,12 +76,12 @@ HEADER = """\
 
 
 def facts(folder: Path) -> dict[str, str]:
-    """What must be the same in two equal runs, by name: records, manifests and tensors of the run in ``folder``.
+    """Return what must be equal in two runs, by name: records, manifests and tensors of the run in ``folder``.
 
-    Numbers are as they are written, and a tensor is its dtype, its shape and the SHA-256 of its bytes.
+    Numbers are kept as written; a tensor is its dtype, shape and the SHA-256 of its bytes.
 
     Raises:
-        RunError: the run has not all records, or no checkpoint of the last iteration.
+        RunError: records or the checkpoint of the last iteration are missing.
     """
     found: dict[str, str] = {}
     for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
@@ -94,7 +94,7 @@ def facts(folder: Path) -> dict[str, str]:
         raise RunError(f"{folder} lacks records or its checkpoint of iteration {ITERATIONS}")
     for path in checkpoints:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"), parse_float=str)
-        for name in ("files", "checksum", "torch_version"):  # the table of tensors in them has a random identity
+        for name in ("files", "checksum", "torch_version"):  # their table of tensors has a random id
             manifest.pop(name, None)
         for name, value in (leaves(manifest) | tensors(path)).items():
             found[f"{path.name}, {name}"] = value
@@ -102,7 +102,7 @@ def facts(folder: Path) -> dict[str, str]:
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """The values of nested tables by the names on the way to them."""
+    """Flatten nested tables into values by dotted name."""
     found: dict[str, str] = {}
     for name, value in tree.items():
         found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: str(value)}
@@ -110,7 +110,7 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def tensors(checkpoint: Path) -> dict[str, str]:
-    """Dtype, shape and SHA-256 of every tensor of a checkpoint, however the ranks divided it."""
+    """Return dtype, shape and SHA-256 of every tensor of a checkpoint, however the ranks sharded it."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -125,7 +125,7 @@ def tensors(checkpoint: Path) -> dict[str, str]:
     if not state:
         raise RunError(f"{checkpoint} holds no tensors")
     with warnings.catch_warnings():
-        # One process without a process group is meant here.
+        # Loading in one process, without a process group, is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(state, storage_reader=reader, no_dist=True)
     return {
@@ -136,7 +136,7 @@ def tensors(checkpoint: Path) -> dict[str, str]:
 
 
 def verdict(got: dict[str, str], want: dict[str, str]) -> str:
-    """Whether all is equal: "yes", or "no" with the first difference and the number of further ones."""
+    """Return "yes" if all is equal, else "no" with the first difference and the number of further ones."""
     differing = [name for name in want | got if got.get(name) != want.get(name)]
     if not differing:
         return "yes"
@@ -146,18 +146,18 @@ def verdict(got: dict[str, str], want: dict[str, str]) -> str:
 
 
 def went_on(resumed: Path, before: Path) -> bool:
-    """Whether a run kept the records, times included, of the one that it went on from: to begin afresh is no proof."""
+    """Return whether a run kept the records, times included, of the one it resumed: a fresh start proves nothing."""
     lines = [(folder / METRICS).read_text(encoding="utf-8").splitlines()[:MIDDLE] for folder in (resumed, before)]
     return lines[0] == lines[1]
 
 
 def told(error: Exception) -> str:
-    """One of ``UNREADABLE`` in words."""
+    """Return the message of an error in ``UNREADABLE``."""
     return str(error) if isinstance(error, RunError) else repr(error)
 
 
 def launch(checkout: Path, command: Sequence[str], title: str) -> None:
-    """Run a command of a checkout on its own sources, and tell how long it took.
+    """Run a command of a checkout on its own sources, and print how long it took.
 
     Raises:
         RunError: its status is not 0; the end of its output goes to stderr.
@@ -188,7 +188,7 @@ def launch(checkout: Path, command: Sequence[str], title: str) -> None:
 
 
 def command_line(configuration: Configuration, data: Path, save: Path) -> list[str]:
-    """Flags of a run into ``save``, with the corpus at the prefix ``data``."""
+    """Return the flags of a run that saves to ``save``, with the corpus at the prefix ``data``."""
     flags = [*SHARED.split(), *configuration.flags.split(), "--save", str(save)]
     if configuration.entry == "pretrain_dit.py":
         return [*flags, *DIFFUSION.split()]
@@ -197,7 +197,7 @@ def command_line(configuration: Configuration, data: Path, save: Path) -> list[s
 
 
 def train(checkout: Path, configuration: Configuration, data: Path, save: Path, way: str) -> None:
-    """One run into ``save``, from the checkpoint of ``MIDDLE`` where that lies there already. Raises RunError."""
+    """Train into ``save``, from its checkpoint of ``MIDDLE`` if the folder exists. Raises RunError."""
     flags = command_line(configuration, data, save)
     if save.exists():
         flags += ["--load", str(save), "--ckpt-step", str(MIDDLE), "--exit-on-missing-checkpoint"]
@@ -206,7 +206,7 @@ def train(checkout: Path, configuration: Configuration, data: Path, save: Path, 
 
 
 def compare(before: Path, after: Path, configuration: Configuration, data: Path, folder: Path) -> Row:
-    """Train a configuration three times, into folders below ``folder``, and compare what the runs left."""
+    """Train a configuration three times, into folders below ``folder``, and compare what the runs wrote."""
     old, new, resumed = (folder / name for name in ("before", "after", "resumed"))
     try:
         train(before, configuration, data, old, "before")
@@ -237,14 +237,14 @@ def compare(before: Path, after: Path, configuration: Configuration, data: Path,
 
 
 def commit(checkout: Path) -> str:
-    """The commit of a checkout, with a mark where files are changed; its folder's name where git knows none."""
+    """Return a checkout's commit, marked if files are changed; its folder's name if git knows none."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude", "*"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or checkout.name
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command line's parser."""
     found = parser_for("python -m parity.checkouts", __doc__)
     found.add_argument("before", type=Path, metavar="BEFORE", help="folder of the checkout whose numbers are right")
     found.add_argument("after", type=Path, metavar="AFTER", help="folder of the checkout that is judged")
@@ -255,7 +255,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 1 where something differs."""
+    """Run the command; return its exit status, 1 if something differs."""
     args = parser().parse_args(argv)
     before, after = args.before.resolve(), args.after.resolve()
     for checkout in (before, after):

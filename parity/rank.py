@@ -1,4 +1,4 @@
-"""What one process of `make parity` does: train as an entry would, and tell what came out."""
+"""One process of `make parity`: train as an entry script does, and return the results."""
 
 import hashlib
 import resource
@@ -28,9 +28,9 @@ from train.objectives.diffusion import Denoising
 
 @dataclass
 class Found:
-    """What a rank tells: its records, and whole tensors by name and moment of the run.
+    """A rank's results: its records, and whole tensors by name and moment of the run.
 
-    The first rank of each pipeline stage sends the tensors; the others digests of them, which must be equal.
+    The first rank of each pipeline stage sends the tensors, the others their digests, which must be equal.
     """
 
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -39,16 +39,16 @@ class Found:
     memory_mb: float = 0.0
 
     def keep(self, moment: str, values: dict[str, Tensor], send: bool) -> None:
-        """Note tensors, of which DTensors are made whole: collective over their meshes."""
+        """Store tensors, gathering DTensors whole: collective over their meshes."""
         whole = {name: _whole(value) for name, value in values.items()}
         self.digests[moment] = {name: _digest(value) for name, value in whole.items()}
         self.tensors[moment] = whole if send else {}
 
 
 class Masked:
-    """Samples with some labels masked, as a function of the sample alone: ranks get unequal numbers of valid tokens.
+    """Samples with labels masked by the sample's index, so that ranks get unequal numbers of valid tokens.
 
-    Of eight samples one has none, two end early and two start late; a range in the middle goes from the rest.
+    Of eight samples, one has none, two end early, two start late, and the rest lack a range in the middle.
     """
 
     def __init__(self, data: Samples) -> None:
@@ -68,7 +68,7 @@ class Masked:
 
 
 class Left:
-    """Samples of latents of which every fourth, and the sixth of eight, carry no loss."""
+    """Samples of latents of which three in eight carry no loss."""
 
     def __init__(self, data: Samples) -> None:
         self._data = data
@@ -83,7 +83,7 @@ class Left:
 def train(
     rank: int, world_size: int, flags: Sequence[str], sabotage: str | None = None, diffusion: bool = False
 ) -> Found:
-    """Train on the processes that have joined; with ``sabotage``, after breaking what that names."""
+    """Train on the joined processes; with ``sabotage``, break what it names first."""
     if diffusion:
         pretrain_dit.initial_dit_weight = _alive
     before = _peak_mb()
@@ -104,18 +104,18 @@ def train(
 
 
 def _alive(config: DiTConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """The initial value of a DiT's parameter, or small numbers where that is nought."""
+    """Return a DiT parameter's initial value, or small random numbers if it is zero."""
     value = initial_dit_weight(config, name, shape, seed)
     return value if value.any() else value.normal_(0.0, 0.02, generator=generator_of(seed, name))
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
-    """This rank's parameters by name, both copies of a tied one where it holds both stages."""
+    """Return this rank's parameters by name, both copies of a tied one if it holds both stages."""
     return {name: p.detach() for part in trainer.runner.parts for name, p in part.named_parameters()}
 
 
 def state(trainer: Trainer) -> dict[str, Tensor]:
-    """Weights and what the optimizer keeps of each, by name."""
+    """Return the weights and their optimizer state by name."""
     found = weights(trainer)
     for part in trainer.runner.parts:
         for name, parameter in part.named_parameters():
@@ -124,7 +124,7 @@ def state(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _watch(trainer: Trainer, found: Found, send: bool) -> None:
-    """Note the first step's gradients before they are clipped, and what the first checkpoint saves."""
+    """Store the first step's gradients before clipping, and what the first checkpoint saves."""
     clip, save = loop.clip_gradients, loop.save_checkpoint
 
     def noting_clip(parameters: Any, norm: float, largest: float) -> None:
@@ -151,13 +151,13 @@ def _digest(value: Tensor) -> str:
 
 
 def _peak_mb() -> float:
-    """The largest resident set of this process so far."""
+    """Return this process's largest resident set so far, in MB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1e6 if sys.platform == "darwin" else 1e6 / 1024)
 
 
 def _layer_not_reduced() -> None:
-    """legacy_ddp forgets the second layer's gradients."""
+    """Make legacy_ddp skip the second layer's gradients."""
     finish = loop.finish_gradients
 
     def some(model: nn.Module, mesh: DeviceMesh, strategy: parallel.data.Strategy) -> None:
@@ -168,7 +168,7 @@ def _layer_not_reduced() -> None:
 
 
 def _local_mean() -> None:
-    """Each rank divides by its own number of valid tokens, and the means are averaged."""
+    """Divide by each rank's own number of valid tokens, and average the means."""
     next_step = Trainer._next_step
 
     def local(self: Trainer, steps: Any) -> Any:
@@ -179,7 +179,7 @@ def _local_mean() -> None:
 
 
 def _alike_shards() -> None:
-    """Every rank's shard starts as the first one."""
+    """Start every rank's shard with the values of the first."""
 
     def first(whole: Tensor, like: DTensor) -> Tensor:
         local = like.to_local()
@@ -189,7 +189,7 @@ def _alike_shards() -> None:
 
 
 def _stage_without_norm() -> None:
-    """All but the first stage leave most of their parameters out of the gradient norm."""
+    """Leave most parameters of all but the first stage out of the gradient norm."""
     parameters = PipelineRunner.parameters
 
     def some(self: PipelineRunner) -> dict[str, nn.Parameter]:
@@ -199,18 +199,18 @@ def _stage_without_norm() -> None:
 
 
 def _noise_of_ranks() -> None:
-    """The noise depends on the rank that draws it."""
+    """Make the noise depend on the rank that draws it."""
     drawn = Denoising._drawn
     Denoising._drawn = lambda self, sample: drawn(self, 1000 * dist.get_rank() + sample)  # type: ignore[method-assign]
 
 
 def _copies_left_alone() -> None:
-    """The gradients of what several pipeline stages hold are not summed."""
+    """Do not sum the gradients of parameters that several pipeline stages hold."""
     PipelineRunner._sum_copies = lambda *_: None  # type: ignore[method-assign]
 
 
 def _samples_skipped() -> None:
-    """A run begins two samples too late; one might be the wholly masked one, for which another such one comes."""
+    """Start two samples too late; one alone might be the fully masked one, replaced by another such one."""
     batches = loop.batches
 
     def later(dataset: Samples, batching: Batching, consumed_samples: int) -> Iterator[list[Batch]]:

@@ -48,7 +48,7 @@ from tools.prepare_data import DEFAULT_PREFIX
 from train.metrics import loss_name
 
 LOSS, GRADIENTS, NORM = 2e-6, 1e-7, 1e-6
-"""The bounds: of a loss, of each element of a gradient, and of a gradient norm, relative."""
+"""Bounds on the loss, on each element of a gradient, and on the gradient norm (relative)."""
 NOUGHT = "attention.wk.bias"
 CONTROLS: tuple[tuple[str, str, Case], ...] = (
     ("a layer's gradients are not reduced", "llama", Case(dp=2, mode="legacy_ddp")),
@@ -68,7 +68,7 @@ CONTROLS: tuple[tuple[str, str, Case], ...] = (
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, put together from its ranks."""
+    """A finished run, merged from its ranks."""
 
     records: list[dict[str, Any]]
     tensors: dict[str, dict[str, torch.Tensor]]
@@ -92,7 +92,7 @@ class Row:
 
     @property
     def within(self) -> bool:
-        """Whether every bound holds; a difference that is no number is outside."""
+        """Whether every bound holds; NaN does not."""
         bounded = self.loss <= LOSS and self.gradients <= GRADIENTS and self.norm <= NORM
         return bounded and self.same_start and not self.copies_differ
 
@@ -108,14 +108,14 @@ class Row:
 
 
 def trained(kind: str, case: Case, data: Path, sabotage: str | None = None, *more: str, iterations: int = 3) -> Run:
-    """Train a kind of model on a mesh, in processes of their own."""
+    """Train a kind of model on a mesh, in fresh processes."""
     flags = [*case.flags(kind, data, iterations), *more]
     ranks = run_ranks(train, case.ranks, flags, sabotage, kind == DIFFUSION, timeout=300.0)
     return merged(ranks)
 
 
 def merged(ranks: list[Found]) -> Run:
-    """One run out of what its ranks found."""
+    """Merge the results of a run's ranks."""
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     digests: dict[tuple[str, str], set[str]] = {}
     for rank in ranks:
@@ -129,7 +129,7 @@ def merged(ranks: list[Found]) -> Run:
 
 
 def compare(got: Run, want: Run) -> Row:
-    """Differences of a run from the reference."""
+    """Return how far a run is from the reference."""
     pairs, loss = list(zip(got.records, want.records, strict=True)), loss_name(want.records[0])
     moved = {name for name in want.tensors["final"] if not name.endswith(NOUGHT)}
     return Row(
@@ -145,14 +145,14 @@ def compare(got: Run, want: Run) -> Row:
 
 
 def furthest(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
-    """The largest difference of an element; infinite where a name or a shape differs."""
+    """Return the largest difference of any element; infinite if a name or shape differs."""
     if {n: t.shape for n, t in got.items()} != {n: t.shape for n, t in want.items()}:
         return float("inf")
     return max((got[name] - want[name]).abs().max().item() for name in want)
 
 
 def equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
-    """Whether names and bits are the same."""
+    """Return whether the names are equal, and the values to the bit."""
     return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -162,18 +162,18 @@ HEADER = """\
 
 
 def reference_of(kind: str) -> Case:
-    """What meshes are compared with: one process, of softmax attention with plain SDPA."""
+    """Return what meshes are compared with: one process, for softmax attention with plain SDPA."""
     return REFERENCE if kind in KINDS else LINEAR_REFERENCE
 
 
 def chosen_cases(kind: str, only: str) -> list[Case]:
-    """The meshes of a kind of model whose title has a text."""
+    """Return the meshes of a kind of model whose title contains ``only``."""
     found = diffusion_cases() if kind == DIFFUSION else cases() if kind in KINDS else linear_cases()
     return [case for case in found if only in case.title]
 
 
 def rows(kinds: list[str], only: str, data: Path) -> Iterator[tuple[str, bool]]:
-    """Every line of the table as it is measured, and whether it is as it should be."""
+    """Yield each line of the table as it is measured, and whether it is as it should be."""
     references = {kind: trained(kind, reference_of(kind), data) for kind in kinds}
     for kind in kinds:
         title, own = reference_of(kind).title, references[kind]
@@ -191,7 +191,7 @@ def rows(kinds: list[str], only: str, data: Path) -> Iterator[tuple[str, bool]]:
 
 
 def report(lines: list[str], failed: int, seconds: float) -> str:
-    """The table with what it was measured on."""
+    """Return the table, headed by the machine, the verdict and the bounds."""
     machine = describe("cpu")
     verdict = f"{failed} of them not as they should be" if failed else "all as they should be"
     return (
@@ -203,7 +203,7 @@ def report(lines: list[str], failed: int, seconds: float) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command line's parser."""
     found = parser_for("python -m parity.run", __doc__)
     found.add_argument(
         "--kind",
@@ -228,7 +228,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 1 where a row is not as it should be."""
+    """Run the command; return its exit status, 1 if a row is not as it should be."""
     args = parser().parse_args(argv)
     kinds = list(dict.fromkeys(args.kind))
     try:

@@ -1,4 +1,4 @@
-"""The machine that a figure was measured on, how busy others kept it, and how its time is read."""
+"""Describe the machine that figures were measured on, its load from other processes, and time steps on it."""
 
 import importlib.metadata
 import os
@@ -15,14 +15,14 @@ import torch
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may run on, in order."""
+    """Return the cores that this process may run on, in order."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def device_name(device: str) -> str:
-    """The product's name, of the GPU or of the processor."""
+    """Return the product name of the GPU or processor."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
@@ -31,12 +31,12 @@ def device_name(device: str) -> str:
 
 
 def slug(name: str) -> str:
-    """A name in lower-case letters, digits and hyphens, fit for a file."""
+    """Reduce a name to lower-case letters, digits and hyphens, for a file name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Device, versions and date, as they stand beside every figure. Versions of what is not installed are left out."""
+    """Return the device, versions and date that go with every figure; packages not installed are left out."""
     found: dict[str, Any] = {
         "device": device_name(device),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -63,7 +63,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def time_steps(step: Callable[[], object], device: str, repeats: int, warm_up: int = 2) -> list[float]:
-    """Seconds of each of ``repeats`` calls after ``warm_up`` more: CUDA events on a GPU, the clock on a CPU."""
+    """Time ``repeats`` calls after ``warm_up`` more, in seconds: by CUDA events on a GPU, by the clock on a CPU."""
     for _ in range(warm_up):
         step()
     if device == "cuda":
@@ -84,14 +84,14 @@ def time_steps(step: Callable[[], object], device: str, repeats: int, warm_up: i
 
 
 class OtherLoad:
-    """How much of the cores other processes took since this was made, where the system tells (Linux)."""
+    """Measure how many cores other processes use from construction on (Linux only)."""
 
     def __init__(self, cores: list[int]) -> None:
         self._cores = cores
         self._start, self._busy = time.monotonic(), self._busy_seconds()
 
     def cores_taken(self, own_seconds: float) -> float | None:
-        """Cores that others kept busy on average, given the CPU seconds that were ours."""
+        """Return how many cores others kept busy on average, given our own CPU seconds; None if unknown."""
         busy = self._busy_seconds()
         if busy is None or self._busy is None:
             return None

@@ -1,4 +1,4 @@
-"""What the server imports, once, that all ranks here are forked from; a process has one, whoever asks first."""
+"""Imports of the server that all ranks are forked from; a process has one server, whoever asks first."""
 
 import gc
 
@@ -12,6 +12,6 @@ from data.text.megatron import megatron_core
 
 matplotlib.use("Agg")
 megatron_core()
-# A rank's collector would otherwise touch, and so copy, every page of what is shared here.
+# Otherwise a rank's garbage collector would touch, and so copy, every shared page.
 gc.collect()
 gc.freeze()

@@ -23,7 +23,7 @@ _context.set_forkserver_preload(_PRELOADED)
 
 
 def preload(module: str) -> None:
-    """Have the server that ranks are forked from import a module too; before the first of them starts."""
+    """Make the fork server import a module too; call before the first rank starts."""
     _PRELOADED.append(module)
     _context.set_forkserver_preload(_PRELOADED)
 
@@ -31,8 +31,8 @@ def preload(module: str) -> None:
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` processes joined by gloo; return their results by rank.
 
-    ``fn`` is a module-level function; its result must pickle. No process outlives the call, nor
-    this process, whatever ends it.
+    ``fn`` is a module-level function; its result must pickle. No process outlives the call or this process, whatever
+    ends it.
 
     Raises:
         RuntimeError: a rank raised (its traceback is in the message), died, or took longer than ``timeout`` seconds.
@@ -63,8 +63,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Leave Ctrl-C and SIGTERM for later: a process whose start they cut short would run on, its number unknown."""
-    _forkserver.ensure_running()  # which would inherit what is blocked
+    """Defer Ctrl-C and SIGTERM: a process whose start they interrupt would run on with its id unknown."""
+    _forkserver.ensure_running()  # it would inherit the blocked signals
     told = {signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, told)
     try:
@@ -74,7 +74,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def _collect(readers: list[Connection], ranks: Sequence[BaseProcess], deadline: float) -> list[Any]:
-    """Results by rank; the first failure ends the wait, since the other ranks may hang without that one."""
+    """Return results by rank; stop at the first failure, since the other ranks may hang without that one."""
     results: dict[int, Any] = {}
     while len(results) < len(readers):
         waiting = {reader: rank for rank, reader in enumerate(readers) if rank not in results}
@@ -105,7 +105,7 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starter too, which ends this process
-    faulthandler.enable()  # a crash in native code then tells what each thread was at
+    faulthandler.enable()  # a native crash then prints each thread's stack
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     import torch
@@ -127,6 +127,6 @@ def _rank_main(
 
 
 def _end_with(lifeline: Connection) -> None:
-    """End this process when nobody holds the other end any more: the one who started it is gone."""
+    """End this process when the other end closes: its parent is gone."""
     lifeline.poll(None)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Training as an entry does it, for processes whose figures a bench or a paper's table takes."""
+"""Train as an entry script does, in processes that a bench or a paper's table measures."""
 
 import logging
 import warnings
@@ -16,28 +16,29 @@ from train.metrics import RunLog
 
 
 class Records(RunLog):
-    """Keeps a run's records in memory alone, as they are: a loss that is no number stays one."""
+    """Keep a run's records in memory only, unchanged: a NaN loss stays NaN."""
 
     def __init__(self) -> None:
         self._records: list[dict[str, Any]] = []
 
     def write(self, record: dict[str, Any]) -> None:
-        """Note an iteration."""
+        """Keep a record."""
         self._records.append(record)
 
     def sync(self) -> None:
-        """Nothing is written."""
+        """Do nothing: there is no file."""
 
 
 @contextmanager
 def prepared_by(entry: ModuleType, flags: Sequence[str], log: RunLog) -> Iterator[Trainer]:
-    """The trainer that ``entry``, pretrain_gpt or pretrain_dit, makes of ``flags``, with ``log`` on the first rank.
+    """Yield the trainer that ``entry``, pretrain_gpt or pretrain_dit, builds from ``flags``, with ``log`` on the first
+    rank.
 
-    Progress lines go nowhere; the mesh lasts as long as the context. Collective.
+    Progress lines are discarded; the mesh lasts as long as the context. Collective.
     """
-    loop.peak_flops = lambda *_: 1e9  # MFU is not asked for, and measuring its peak takes longer than these steps
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # that making tensors whole is slow
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # which nobody writes to
+    loop.peak_flops = lambda *_: 1e9  # MFU is not needed, and measuring the peak takes longer than these steps
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # no warning that gathering is slow
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes to it
     config = entry.parse_args(list(flags))
     entry.validate(config, launched_world_size())
     with redirect_stdout(StringIO()), joined(config.mesh) as mesh:

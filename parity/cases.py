@@ -159,7 +159,7 @@ def _alone() -> Iterator[Case]:
 
 
 def _teams() -> Iterator[Case]:
-    """Yield WallFacer teams of every size and double rings, also with Ulysses: cp 8, and cp 4 with tp 2 or pp 2."""
+    """Yield WallFacer teams of every size and double rings, some with Ulysses: cp 8; cp 4, also with tp 2 or pp 2."""
     on_eight: tuple[dict[str, Any], ...] = (
         *({"method": "wallfacer", "team": team} for team in (1, 2)),
         {"method": "wallfacer", "team": 2, "placement": "p2p_intra"},

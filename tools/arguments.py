@@ -1,4 +1,4 @@
-"""What command lines share: their parser, types of their arguments, and how they end on a signal."""
+"""Helpers for command lines: a parser, argument types, and a clean end on signals."""
 
 import argparse
 import signal
@@ -9,14 +9,14 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose refusals are one line, as all others are."""
+    """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; --help lists the arguments\n")
 
 
 def parser_for(prog: str, description: str | None) -> Parser:
-    """A parser that takes flags in full alone, and whose help keeps the lines of the description."""
+    """Return a parser that refuses abbreviated flags and keeps the description's line breaks."""
     return Parser(
         prog=prog,
         description=description,
@@ -26,7 +26,7 @@ def parser_for(prog: str, description: str | None) -> Parser:
 
 
 def positive(text: str) -> int:
-    """An integer of 1 or more; argparse names the argument before the message."""
+    """Parse an integer of 1 or more; argparse names the argument before the message."""
     try:
         value = int(text)
     except ValueError:
@@ -37,9 +37,9 @@ def positive(text: str) -> int:
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Call ``main`` and end with its status; SIGTERM and Ctrl-C end it without a traceback.
+    """Call ``main`` and exit with its status; SIGTERM and Ctrl-C exit without a traceback.
 
-    SIGTERM too comes as an exception, so that half-written files are removed and processes ended on the way out.
+    SIGTERM is raised as an exception too, so that half-written files are removed and processes ended on the way out.
     """
     signal.signal(signal.SIGTERM, _terminated)
     try:

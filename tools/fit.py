@@ -1,11 +1,11 @@
-"""What suits a run to this machine: how many processes, and the flags that its configuration lacks for them.
+"""Fit a run to this machine: choose how many processes, and the flags that its configuration lacks for them.
 
     python -m tools.fit pretrain_gpt.py --config configs/llama_tiny.toml
 
-Prints one line for a shell, such as `4`, or on one GPU `1 --bf16 --context-parallel-size 1`, and says on stderr what
-it changed. On GPUs there is one process for each, up to MOST, and softmax attention, whose kernels there take no
-float32, computes in bfloat16. A context-parallel size that does not fit the processes gives way to the nearest that
-does; what the command line says itself stays.
+Prints one line for a shell, such as `4`, or on one GPU `1 --bf16 --context-parallel-size 1`, and reports changes on
+stderr. Each GPU gets one process, up to MOST, and softmax attention computes in bfloat16 there, since its kernels take
+no float32. A context-parallel size that does not fit the processes is replaced by the nearest that does; flags of the
+command line stay.
 """
 
 import os
@@ -30,10 +30,10 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
 
 
 def main(argv: list[str]) -> None:
-    """Print the number of processes and the flags. NPROC in the environment, where it is not empty, is that number."""
+    """Print the number of processes and the flags; a non-empty NPROC in the environment sets the number."""
     entry, *flags = argv
     if {"-h", "--help"} & set(flags):
-        print(1)  # which the entry answers
+        print(1)  # the entry prints the help
         return
     asked = os.environ.get("NPROC", "")
     if asked and not (asked.isdigit() and int(asked)):
@@ -45,11 +45,11 @@ def main(argv: list[str]) -> None:
 
 
 def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[str]]:
-    """The number of processes and the flags to add. Where nothing fits there are none, and the entry says why."""
+    """Return the number of processes and the flags to add; none if nothing fits, and the entry says why."""
     parse, validate = ENTRIES[entry]
     config = parse(flags)
     on_gpu = config.mesh.device_type == "cuda"
-    gpus = torch.cuda.device_count() or 1  # where cuda is asked for and there is none, the entry says so
+    gpus = torch.cuda.device_count() or 1  # the entry reports a missing CUDA device
     size = processes or (min(MOST, gpus) if on_gpu else ON_CPU)
     more = ["--bf16"] if on_gpu and _wants_bf16(config) else []
     if more:
@@ -68,7 +68,7 @@ def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[
 
 
 def _wants_bf16(config: Any) -> bool:
-    """Whether attention would refuse float32, which on a GPU each kernel of softmax attention does."""
+    """Return whether attention would refuse float32, as every GPU kernel of softmax attention does."""
     context, linear = config.context, getattr(config.model, "linear_attention", False)
     softmax = not linear or getattr(config.model, "softmax_every", None) is not None
     plain = context.context_parallel_method == "none" or context.attention_backend == "reference"

@@ -1,4 +1,4 @@
-"""Pictures of a plan: who owns which token, and which (query, key) pairs each rank computes in which round.
+"""Draw a plan: who owns which token, and which (query, key) pairs each rank computes in which round.
 
 Squares are queries x keys in global positions, as the papers draw them.
 """
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which people who see fewer colours tell apart too.
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#4D4D4D")
 MASKED, LATER, INK, FAINT = "#C9CCD1", "#FFFFFF", "#22262B", "#6B7280"
-EARLIER_STRENGTH = 0.28  # of a rank's colour, where it was busy in an earlier round
+EARLIER_STRENGTH = 0.28  # of a rank's colour, for pairs of an earlier round
 NUMBERED_TOKENS = 40  # longer sequences have no room for a rank's number on each token
 
 CAPTIONS = {
@@ -31,7 +31,7 @@ CAPTIONS = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """What a picture shows of one method; S is the padded length, P the ranks."""
+    """What to draw of one method; S is the padded length, P the number of ranks."""
 
     plan: Plan
     owners: np.ndarray
@@ -48,18 +48,18 @@ class Drawing:
 
     @property
     def even(self) -> float:
-        """Pairs of each rank, were the work divided evenly."""
+        """Pairs of each rank if the work were divided evenly."""
         return float(self.work.sum() / self.work.shape[1])
 
 
 def ordinal(number: int) -> str:
-    """1st, 2nd, 3rd, 4th, ..., 11th, ..., 21st."""
+    """Return 1st, 2nd, 3rd, 4th, ..., 11th, ..., 21st."""
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
 
 def drawing(method: str, seq_length: int, size: int, causal: bool = True) -> Drawing:
-    """What to draw of a method.
+    """Compute what to draw of a method.
 
     Raises:
         ContextError: as ``make_plan``.
@@ -77,7 +77,7 @@ def drawing(method: str, seq_length: int, size: int, causal: bool = True) -> Dra
 
 
 def _computed(plan: Plan, index: int) -> np.ndarray:
-    """Rank that computes each pair in round ``index``, from the tiles; -1 for none."""
+    """Return the rank that computes each pair in round ``index``, from the tiles; -1 for none."""
     computed = np.full((plan.padded_len, plan.padded_len), -1)
     for rank in range(plan.size):
         step, queries = plan.rounds(rank)[index], plan.positions(rank).numpy()
@@ -92,7 +92,7 @@ def _computed(plan: Plan, index: int) -> np.ndarray:
 
 
 def draw(drawings: list[Drawing]) -> "Figure":
-    """One band per method: its tokens, its rounds, and a time line of its ranks."""
+    """Draw one band per method: its tokens, its rounds, and a time line of its ranks."""
     from matplotlib.figure import Figure
 
     columns = max(len(d.rounds) for d in drawings)
@@ -156,7 +156,7 @@ def _strip(axes: "Axes", shown: Drawing) -> None:
 
 
 def _square(axes: "Axes", shown: Drawing, index: int) -> None:
-    """One round: busy pairs in their rank's colour, earlier ones pale, masked ones grey."""
+    """Draw one round: its pairs in their rank's colour, earlier ones pale, masked ones grey."""
     tokens, size = len(shown.owners), shown.plan.size
     ever = np.max(shown.rounds, axis=0)
     image = _colours(np.zeros((tokens, tokens), dtype=int), size)
@@ -194,7 +194,7 @@ def _round_title(plan: Plan, index: int) -> str:
 
 
 def _time_line(axes: "Axes", shown: Drawing, longest: int) -> None:
-    """What each rank does over time, a unit being one (query, key) pair; a round ends with its slowest rank."""
+    """Draw what each rank does over time, in (query, key) pairs; a round ends with its slowest rank."""
     size = shown.plan.size
     ends = np.cumsum(shown.work.max(axis=1))
     for index, end in enumerate(ends):
@@ -252,7 +252,7 @@ def _legend(figure: "Figure", shown: Drawing) -> None:
 
 
 def colour(rank: int, size: int) -> str:
-    """The colour of a rank, as #RRGGBB; past eight ranks a ramp from dark to light."""
+    """Return a rank's colour as #RRGGBB; beyond eight ranks, from a ramp from dark to light."""
     if size <= len(PALETTE):
         return PALETTE[rank]
     from matplotlib import colormaps
@@ -274,7 +274,7 @@ def _faded(colour: str) -> Any:
 
 
 def ink_on(colour: str) -> str:
-    """The colour of text that is readable on this one."""
+    """Return the colour of text that is readable on ``colour``."""
     red, green, blue = _rgb(colour)
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 

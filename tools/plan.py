@@ -37,13 +37,13 @@ SHOWN_REASONS = 3
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate, and the seconds of an iteration where it was profiled."""
+    """A candidate, with its seconds per iteration if it was profiled."""
 
     candidate: Candidate
     measured: float | None = None
 
     def entry(self) -> dict[str, Any]:
-        """What --json writes of it."""
+        """Return the row as --json writes it."""
         config, found = self.candidate.config, self.candidate.prediction
         return {
             "context": asdict(config.context),
@@ -60,7 +60,7 @@ class Row:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags that are the planner's own."""
+    """Build the parser of the planner's own flags."""
     parser = parser_for("python -m tools.plan", __doc__)
     parser.add_argument("--world-size", type=int, help="processes to plan for")
     parser.add_argument("--all", action="store_true", help="vary tp, pp, cp, dp and recompute too")
@@ -74,13 +74,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def milliseconds(seconds: float) -> str:
-    """Four significant digits below 1,000, and whole ones from there on."""
+    """Format as milliseconds: four significant digits below 1,000, whole numbers above."""
     found = 1e3 * seconds
     return f"{found:.4g}" if found < 999.95 else f"{found:.0f}"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown."""
+    """Format the rows as Markdown."""
     lines = [
         "| | method | mesh | recompute | predicted ms | measured ms | inside nodes GB | between GB | memory GB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -108,7 +108,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def discarded(found: Ranking, cluster: Cluster, top: int) -> str:
-    """How many there are, how many were discarded, and why."""
+    """Say how many candidates there are, how many were discarded, and why."""
     shown = f", of which the best {top} are shown (--top)" if top < len(found.candidates) else ""
     sums = f"{found.refused.total()} refused, {len(found.too_large)} too large"
     lines = [f"{len(found.candidates)} candidates{shown}; {sums}"]
@@ -158,7 +158,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Config, int, Cluster]:
 
 
 def plan(argv: list[str]) -> None:
-    """Rank, profile where asked to, print and write."""
+    """Rank the candidates, profile them if asked, print and write."""
     args, config, world_size, cluster = prepare(argv)
     varied = list(arrangements(config, world_size)) if args.all else [config]
     found = rank(varied, world_size, cluster)
@@ -172,7 +172,7 @@ def plan(argv: list[str]) -> None:
         seconds = measure([candidate.config for candidate in best], args.profile_iters, quiet=args.json)
         measured = [Row(candidate, time) for candidate, time in zip(best, seconds, strict=True)]
         rows = sorted(measured, key=lambda row: row.measured or 0.0) + rows[len(best) :]
-    if os.environ.get("RANK", "0") != "0":  # the profile has parted the processes
+    if os.environ.get("RANK", "0") != "0":  # profiling has ended the process group
         return
     if args.json:
         why = {"refused": dict(found.refused), "too_large": len(found.too_large)}
@@ -189,7 +189,7 @@ def plan(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     return exit_status(plan, argv)
 
 

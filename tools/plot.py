@@ -27,7 +27,7 @@ LARGEST_TEAMS = 64
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command line's parser."""
     parser = parser_for("plot", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     layout = commands.add_parser("layout", help="who owns which token, and each round's tiles", allow_abbrev=False)
@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def layout_figure(methods: list[str] | None, seq_length: int, size: int, causal: bool) -> "Figure":
-    """The picture of these methods, or of those that are known by their layout.
+    """Draw these methods, by default those of ``CAPTIONS``.
 
     Raises:
         ValueError: an unknown method, or a picture too large to read.
@@ -70,7 +70,7 @@ def layout_figure(methods: list[str] | None, seq_length: int, size: int, causal:
 
 
 def teams_figure(args: argparse.Namespace) -> "Figure":
-    """The picture of WallFacer over these ranks.
+    """Draw WallFacer over these ranks.
 
     Raises:
         ValueError: teams that do not fit the ranks, or a picture too large to read.
@@ -86,10 +86,10 @@ def teams_figure(args: argparse.Namespace) -> "Figure":
 
 
 def read_losses(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """(iteration, value) of a run by field; a repeated iteration, as after a resume, counts as last written.
+    """Read a run's (iteration, value) pairs by field; a repeated iteration, as after a resume, counts as last written.
 
     Raises:
-        ValueError: no file, or a line that is no record of an iteration.
+        ValueError: the file is missing, or a line is not the record of an iteration.
     """
     from train.metrics import read_metrics
 
@@ -107,7 +107,7 @@ def read_losses(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def loss_figure(runs: list[Path], learning_rate: bool = False) -> "Figure":
-    """Training loss as a line and validation loss as marks, a colour for each run; below it, if wanted, their rates."""
+    """Draw training loss as a line, validation loss as marks, a colour per run; optionally the learning rates below."""
     from matplotlib.figure import Figure
 
     from tools.layout_picture import PALETTE
@@ -140,7 +140,7 @@ def loss_figure(runs: list[Path], learning_rate: bool = False) -> "Figure":
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     args = build_parser().parse_args(argv)
     try:
         if args.command == "layout":

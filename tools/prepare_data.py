@@ -25,7 +25,7 @@ DEFAULT_VOCAB_SIZE = 4096
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command line's parser."""
     parser = parser_for("prepare_data", __doc__)
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.input and not args.output_prefix:

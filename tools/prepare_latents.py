@@ -30,7 +30,7 @@ from tools.arguments import parser_for, positive, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status."""
+    """Run the command; return its exit status."""
     args = _parse(argv)
     try:
         if args.check is not None:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _batches(images: Path, size: int, vae: Path | None, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Latents [n, C, h, w] and labels [n] of a folder's images."""
+    """Yield latents [n, C, h, w] and labels [n] of a folder's images."""
     (rows, decode), encode = _image_folder(images), _encoder(vae)
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
@@ -68,9 +68,9 @@ def _batches(images: Path, size: int, vae: Path | None, batch_size: int) -> Iter
 
 
 def _image_folder(folder: Path) -> tuple[Any, Callable[[Any], Any]]:
-    """The images, undecoded, and labels of a local folder, by datasets' own builder: no download, no code of others.
+    """Return a local folder's images, undecoded, with labels, and a function that decodes an image.
 
-    And how to decode an image: datasets itself does not tell which file it could not.
+    Uses datasets' own builder: no download, no remote code. datasets' own decoding does not say which file failed.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         raise DataError(f"input is {folder}, which is no folder with anything in it; name one with a folder per class")
@@ -81,7 +81,7 @@ def _image_folder(folder: Path) -> tuple[Any, Callable[[Any], Any]]:
         raise DataError(
             "input is a folder of images, which takes datasets: pip install datasets (make venv EXTRAS=images)"
         ) from error
-    disable_progress_bars()  # they write into the line of an error
+    disable_progress_bars()  # they would write into an error's line
     try:
         found = load_dataset("imagefolder", data_dir=str(folder), split="train", drop_labels=False)
     except (OSError, ValueError, DatasetGenerationError) as error:
@@ -102,13 +102,13 @@ def _decoded(feature: Any, image: dict[str, Any]) -> Any:
 
 
 def _square(image: Any, size: int) -> np.ndarray:
-    """The middle square of an image, resized: float32 [3, size, size] from -1 to 1."""
+    """Crop an image to its middle square and resize it: float32 [3, size, size] from -1 to 1."""
     from PIL import Image
 
     image = image.convert("RGB")
     side = min(image.size)
     left, top = ((length - side) // 2 for length in image.size)
-    # Not by resize's own box, which lets the filter reach the pixels around it.
+    # Not by resize's own box: its filter would reach pixels outside of the square.
     square = image.crop((left, top, left + side, top + side))
     pixels = np.asarray(square.resize((size, size), Image.Resampling.BICUBIC), dtype=np.float32)
     return pixels.transpose(2, 0, 1) / 127.5 - 1

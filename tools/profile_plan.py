@@ -1,4 +1,4 @@
-"""A few real iterations of each candidate, on the processes at hand."""
+"""Run a few real iterations of each candidate on the processes at hand."""
 
 import gc
 import statistics
@@ -17,7 +17,7 @@ from train.config.language import Config
 
 
 def measure(configs: Sequence[Config], iterations: int, *, quiet: bool = False) -> list[float]:
-    """Median seconds of ``iterations`` of each, all from the same seed, after one that is not counted. Collective."""
+    """Return the median seconds of ``iterations`` of each, from the same seed, after one warm-up. Collective."""
     found = []
     with joined(configs[0].mesh):
         for number, config in enumerate(configs, 1):
@@ -34,7 +34,7 @@ def measure(configs: Sequence[Config], iterations: int, *, quiet: bool = False) 
 
 
 def _short(config: Config, iterations: int) -> Config:
-    """The same run, a few iterations of it, which keeps nothing; its learning rates stay those of the whole."""
+    """Shorten a run to a few iterations that save nothing, with the learning rates of the whole run."""
     train, optimizer = config.train, config.optimizer
     whole = optimizer.lr_decay_iters or train.train_iters
     return replace(
@@ -66,14 +66,14 @@ def _as_it_is() -> Iterator[None]:
 
 @contextmanager
 def released_groups(number: int) -> Iterator[None]:
-    """Destroy at the end the process groups that the body made, in the order of their making; collective.
+    """Destroy the process groups that the body created, in order of creation; collective.
 
-    torch names a group by its ranks and how many groups there are, so that a later one may have a destroyed one's
-    name, and would find its dead addresses in the store: each ``number`` has a part of the store to itself.
+    torch names a group by its ranks and the number of groups, so a later group may get a destroyed one's name and find
+    its dead addresses in the store: each ``number`` has its own part of the store.
     """
     from torch.distributed.tensor.debug import (
         _clear_sharding_prop_cache,
-    )  # private: a torch without it fails here alone
+    )  # private: a torch without it fails only here
 
     groups = dist.distributed_c10d._world.pg_map
     before, everyone = set(groups), dist.distributed_c10d._get_default_group()
@@ -83,4 +83,4 @@ def released_groups(number: int) -> Iterator[None]:
     groups[everyone] = backend, store
     for group in [group for group in groups if group not in before]:
         dist.destroy_process_group(group)
-    _clear_sharding_prop_cache()  # whose tensors' meshes have these groups, and are equal to later ones
+    _clear_sharding_prop_cache()  # its meshes hold these groups and compare equal to later ones

@@ -38,11 +38,11 @@ from train.run import check_writable, run_entry
 from train.sampling import Sampler, SamplingConfig, by_class, not_finite, write_grid
 
 MOST_CLASSES = 10
-"""Classes that are drawn where none are named."""
+"""Number of classes drawn if none are named."""
 
 
 def main(argv: list[str]) -> None:
-    """Run the command line."""
+    """Run the command."""
     args = _parse(argv)
     config = fitted(config_of(args.load), launched_world_size())
     classes = _classes(args.classes, config.model.num_classes)
@@ -75,7 +75,7 @@ def _draw(
 
 
 def config_of(run: Path) -> DiTRunConfig:
-    """The configuration that a run left in its folder. Raises ConfigError."""
+    """Load the configuration of the run in a folder. Raises ConfigError."""
     if not (run / "config.toml").is_file():
         raise ConfigError(f"load is {run}, which holds no config.toml; name the run's folder, that it was saved to")
     return load_config(run / "config.toml")
@@ -90,9 +90,10 @@ def load_sampler(
     step: int | None = None,
     no_ema: bool = False,
 ) -> tuple[Sampler, int]:
-    """What draws with the averaged weights of a run's newest whole checkpoint, or of iteration `step`; its iteration.
+    """Return a sampler of a run's newest whole checkpoint, or of iteration `step`, and the checkpoint's iteration.
 
-    Collective. Weights as trained where `no_ema` says so or the run keeps no averages. Raises CheckpointError.
+    Takes the averaged weights, or the trained ones with `no_ema` or without averages. Collective. Raises
+    CheckpointError.
     """
     folder = find_checkpoint(run, step)
     if folder is None:
@@ -109,7 +110,7 @@ def load_sampler(
 
 
 def check_finite(latents: Tensor, checkpoint: Path, guidance: float) -> None:
-    """Raises CheckpointError for samples that hold a NaN or an infinity."""
+    """Raise CheckpointError if samples hold NaN or infinity."""
     if broken := not_finite(latents):
         raise CheckpointError(
             f"{checkpoint} draws values that are not finite in {broken} of {len(latents)} samples: its training "
@@ -118,7 +119,7 @@ def check_finite(latents: Tensor, checkpoint: Path, guidance: float) -> None:
 
 
 def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
-    """The run's configuration on so many processes, without pipeline stages, which would wait for each other."""
+    """Fit the run's configuration to ``processes``, without pipeline stages, which would wait for each other."""
     mesh = replace(config.mesh, pipeline_model_parallel_size=1)
     if processes % (mesh.tensor_model_parallel_size * mesh.context_parallel_size):
         mesh = replace(mesh, tensor_model_parallel_size=1, context_parallel_size=1)
@@ -148,7 +149,7 @@ def _classes(asked: Sequence[int] | None, num_classes: int) -> list[int]:
 
 
 def _write(folder: Path, pictures: Tensor, classes: Sequence[int], each: int) -> None:
-    """A grid of every class, near to square, and one with a row for each class; older ones go once these are there."""
+    """Write a nearly square grid of every class, and one with a row per class; then remove older grids."""
     paths = [*(folder / f"class_{label:04d}.png" for label in classes), folder / "all.png"]
     older = [path for path in (*folder.glob("class_*.png"), folder / "all.png") if path.exists()]
     with replacing(*paths) as (*own, whole):

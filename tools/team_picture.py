@@ -1,4 +1,4 @@
-"""A picture of WallFacer's teams, placement and rings, and of what methods send inside and between nodes."""
+"""Draw WallFacer's teams, placement and rings, and what methods send inside and between nodes."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ class Links:
 
 
 def links(size: int, ranks_per_node: int, heads: int, kv_heads: int) -> list[Links]:
-    """Every method and team size that suits ``size`` ranks, with the bytes inside nodes and between them."""
+    """Return the traffic inside and between nodes of every method and team size that suits ``size`` ranks."""
     contestants: list[tuple[str, str, dict[str, Any]]] = [("ring", "zigzag", {})]
     if size % ranks_per_node == 0:
         contestants.append(("double ring", "double_ring", {"ranks_per_node": ranks_per_node}))
@@ -42,7 +42,7 @@ def links(size: int, ranks_per_node: int, heads: int, kv_heads: int) -> list[Lin
         plan = make_plan(method, seq_len=size * TOKENS_PER_RANK, size=size, **options)
         try:
             plan.check_heads(heads, kv_heads)
-        except ContextError:  # this degree needs other heads: not among the contestants
+        except ContextError:  # this degree does not fit these heads
             continue
         found.append(_measured(label, plan, ranks_per_node, heads, kv_heads))
     return found
@@ -60,7 +60,7 @@ def _measured(label: str, plan: Plan, ranks_per_node: int, heads: int, kv_heads:
 
 
 def draw(plan: Plan, ranks_per_node: int, heads: int, kv_heads: int) -> "Figure":
-    """Teams as columns and their members as rows, above what each method sends over which links."""
+    """Draw teams as columns and their members as rows, above what each method sends over which links."""
     from matplotlib.figure import Figure
 
     measured = links(plan.size, ranks_per_node, heads, kv_heads)
@@ -74,7 +74,7 @@ def draw(plan: Plan, ranks_per_node: int, heads: int, kv_heads: int) -> "Figure"
 
 
 def _teams(axes: "Axes", plan: Plan, ranks_per_node: int) -> None:
-    """A cell for each rank, in its node's colour, with the KV it holds after the placement; arrows are rings."""
+    """Draw a cell per rank, in its node's colour, with the KV it holds after the placement; arrows are rings."""
     from matplotlib.patches import FancyArrowPatch, Rectangle
 
     nodes = -(-plan.size // ranks_per_node)

@@ -29,9 +29,9 @@ from tools.arguments import parser_for, run_command
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "longmesh_attention"
 PARTS = {"parallel.context": "context", "kernels": "kernels", "runtime": "runtime"}
-"""Our packages, and what each is called inside the package."""
+"""Our packages, and their names inside the package."""
 NAMESPACE = "longmesh"
-"""Of our custom operators; a second library of the same name would silently replace them."""
+"""Namespace of our custom operators; a second library of the same name would silently replace them."""
 ORIGIN = "ORIGIN.json"
 
 
@@ -40,7 +40,7 @@ class VendorError(UserError):
 
 
 def package(root: Path = ROOT, namespace: str = PACKAGE) -> dict[str, bytes]:
-    """Every file of the package by its path in it; the same checkout gives the same bytes.
+    """Return the package's files by relative path; the same checkout gives the same bytes.
 
     Args:
         root: the checkout to take it from.
@@ -67,7 +67,7 @@ def package(root: Path = ROOT, namespace: str = PACKAGE) -> dict[str, bytes]:
 
 
 def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
-    """A source file with our packages and operators under their new names; every other byte as it is.
+    """Rename our packages and operators in a source file; every other byte stays as it is.
 
     Raises:
         VendorError: an ``import a.b`` without ``as``: its name is used all over the file.
@@ -82,7 +82,7 @@ def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
 
 
 def _edits(node: ast.AST, lines: list[bytes], path: Path, namespace: str) -> Iterator[tuple[int, int, bytes, bytes]]:
-    """What to replace for one node: row, column in bytes, the old text and the new."""
+    """Yield the edits of one node: row, column in bytes, old text and new text."""
     if isinstance(node, ast.ImportFrom) and node.module and not node.level and (new := _moved(node.module)):
         row, old = node.lineno - 1, node.module.encode()
         start = re.compile(rb"from\s+").match(lines[row], node.col_offset)
@@ -104,7 +104,7 @@ def _edits(node: ast.AST, lines: list[bytes], path: Path, namespace: str) -> Ite
 
 
 def _moved(module: str) -> str | None:
-    """A module's name in the package, None for what is not ours."""
+    """Return a module's name in the package; None if it is not ours."""
     for old, new in PARTS.items():
         if module == old or module.startswith(f"{old}."):
             return f"{PACKAGE}.{new}{module[len(old) :]}"
@@ -112,7 +112,7 @@ def _moved(module: str) -> str | None:
 
 
 def _face(root: Path, version: str, commit: str) -> str:
-    """The package's ``__init__.py``: the public names of parallel.context, and how processes join."""
+    """Return the package's ``__init__.py``: the public names of parallel.context, and process_group."""
     tree = ast.parse((root / "parallel/context/__init__.py").read_text(encoding="utf-8"))
     listed = next(x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
     names = sorted(ast.literal_eval(listed.value))
@@ -142,7 +142,7 @@ def _face(root: Path, version: str, commit: str) -> str:
 
 
 def _check_imports(files: dict[str, bytes], ours: set[str]) -> None:
-    """Raise where a file imports something of ours from outside, or what the package lacks."""
+    """Raise VendorError if a file imports something of ours that the package lacks."""
     modules = {f"{PACKAGE}/{name}".removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files}
     for name, content in files.items():
         if not name.endswith(".py"):
@@ -157,7 +157,7 @@ def _check_imports(files: dict[str, bytes], ours: set[str]) -> None:
 
 
 def write(destination: Path, files: dict[str, bytes]) -> Path:
-    """Put the package into a folder, whole or not at all; the package's path.
+    """Write the package into a folder, whole or not at all; return its path.
 
     Raises:
         VendorError: what lies there under its name was not written by this command, or was changed since.
@@ -185,7 +185,7 @@ def write(destination: Path, files: dict[str, bytes]) -> Path:
 
 
 def _check_target(target: Path) -> None:
-    """Raise unless it is free, or holds this package as it was written."""
+    """Raise VendorError unless the target is free, or holds this package as it was written."""
     if not target.exists() and not target.is_symlink():
         return
     fix = "move it away, or name another folder"
@@ -210,7 +210,7 @@ def _version(root: Path) -> str:
 
 
 def _commit(root: Path) -> str:
-    """The checkout's commit, with a note where the package's sources differ from it."""
+    """Return the checkout's commit, with a note if the package's sources differ from it."""
     top, head = _git(root, "rev-parse", "--show-toplevel"), _git(root, "rev-parse", "HEAD")
     if not head or not top or Path(top).resolve() != root.resolve():
         return "unknown (not taken from a git checkout)"
@@ -219,7 +219,7 @@ def _commit(root: Path) -> str:
 
 
 def _git(root: Path, *command: str) -> str:
-    """What git says; nothing where it is missing or refuses."""
+    """Return git's output; an empty string if git is missing or fails."""
     try:
         done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=False)
     except OSError:
@@ -228,7 +228,7 @@ def _git(root: Path, *command: str) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command line's parser."""
     parser = parser_for("python -m tools.vendor", __doc__)
     parser.add_argument(
         "destination", type=Path, metavar="DEST", help=f"folder that gets {PACKAGE}/, such as a project"
@@ -237,7 +237,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     args = build_parser().parse_args(argv)
     try:
         files = package()

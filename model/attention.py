@@ -1,7 +1,7 @@
-"""Grouped-query attention whose core is injected, so that the model knows nothing of who else holds the sequence.
+"""Grouped-query attention with an injected core, so that the model does not know how the sequence is sharded.
 
 Shapes: B sequences, T tokens, H query heads, G key and value heads, D width of a head, C width of the residual stream.
-In linear attention queries and keys are D wide and values E.
+In linear attention queries and keys have width D, values width E.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one device that holds the whole sequence in order; see Attend for the shapes."""
+    """Compute causal attention on one device that holds the whole sequence in order; shapes as in Attend."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or G, T, D]
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
@@ -27,42 +27,42 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @runtime_checkable
 class EarlyAttend(Protocol):
-    """An Attend that can start on k and v while q is not there yet."""
+    """An Attend that can start on k and v before q is ready."""
 
     def begin(self, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
-        """q -> the attention to k and v, to be called once and before any other attention of this object."""
+        """Return q -> attention to k and v, to be called once, before any other attention of this object."""
 
 
 def begin(attend: Attend, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
-    """q -> attend(q, k, v), of which an EarlyAttend starts now what it can."""
+    """Return q -> attend(q, k, v); an EarlyAttend starts on k and v now."""
     return attend.begin(k, v) if isinstance(attend, EarlyAttend) else lambda q: attend(q, k, v)
 
 
 LinearAttend = Callable[[Tensor, Tensor, Tensor, Sequence[float]], Tensor]
-"""q and k [B, T, H, D], v [B, T, H, E], logarithms of H decays -> [B, T, H, E]; causal, without a scale."""
+"""q and k [B, T, H, D], v [B, T, H, E], log of H decays -> [B, T, H, E]; causal, unscaled."""
 
 
 def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
-    """Linear attention of one device that holds the whole sequence in order; see LinearAttend for the shapes."""
+    """Compute linear attention on one device that holds the whole sequence in order; shapes as in LinearAttend."""
     return linear_attention(q, k, v, log_decay)[0]
 
 
 class Attends(NamedTuple):
-    """The cores of a hybrid, whose layers are of two kinds."""
+    """The two attention cores of a hybrid model."""
 
     linear: LinearAttend = linear
     softmax: Attend = sdpa
 
 
 States = list[Tensor | None] | None
-"""Per layer what the tokens so far have left, None before the first; None as a whole: no generation.
+"""Per layer the state after the tokens so far, None before the first; None as a whole outside generation.
 
-A state [B, H, D, E] of linear attention; of softmax attention all keys and values, [2, B, T, G, D].
+Linear attention keeps a state [B, H, D, E], softmax attention all keys and values, [2, B, T, G, D].
 """
 
 
 def continued(q: Tensor, k: Tensor, v: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Causal attention of tokens that follow those whose keys and values ``past`` has, and what has theirs too.
+    """Compute causal attention of new tokens to a KV cache and themselves; return it and the extended cache.
 
     q [B, T, H, D], k and v [B, T, G, D] of the new tokens, past [2, B, S, G, D] -> [B, T, H, D], [2, B, S + T, G, D].
     """
@@ -76,12 +76,12 @@ def continued(q: Tensor, k: Tensor, v: Tensor, past: Tensor | None) -> tuple[Ten
 
 
 class LinearCore(nn.Module):
-    """The core of linear attention: injected, or for generation the recurrence, whose state a caller keeps."""
+    """The core of linear attention: injected, or in generation the recurrence on states that the caller keeps."""
 
     attend: LinearAttend
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], states: States, layer: int) -> Tensor:
-        """The attention's output [B, T, H, E]; with states, that of this layer goes in and is replaced."""
+        """Return the attention's output [B, T, H, E]; with states, read and replace this layer's."""
         if states is None:
             return self.attend(q, k, v, log_decay)
         out, states[layer] = linear_attention(q, k, v, log_decay, states[layer])
@@ -89,9 +89,9 @@ class LinearCore(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections, rotary positions where there are any, attend, output projection: [B, T, C] -> [B, T, C].
+    """Projections, optional rotary positions, attend, output projection: [B, T, C] -> [B, T, C].
 
-    The projections stay separate linears, so that tensor parallelism can split each along its heads.
+    The projections are separate linears, so that tensor parallelism can split each by heads.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class Attention(nn.Module):
         self.wo = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
 
     def forward(self, x: Tensor, rotary: Rotary | None, states: States = None, layer: int = 0) -> Tensor:
-        """With states, that of this layer goes in and is replaced."""
-        # -1 rather than the number of heads: under tensor parallelism a device holds some of them.
-        # k and v first: with several devices they may be on their way while q is projected.
+        """Apply the attention; with states, read and replace this layer's."""
+        # -1, not the number of heads: under tensor parallelism a device holds some of them.
+        # k and v first: with several devices they may be in transit while q is projected.
         k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))  # [B, T, G, D]
         attention = self._begun(k if rotary is None else rotary.rotate(k), v, states, layer)
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]

@@ -1,6 +1,6 @@
-"""The shape of a language model, whatever its kind, with Megatron-LM's names.
+"""The configuration of language models of every kind, with Megatron-LM's names.
 
-model/registry.py has the module that each model_type names.
+model/registry.py maps each model_type to its module.
 """
 
 import math
@@ -72,7 +72,7 @@ class ModelConfig:
         self._check_positions()
 
     def _check_kind(self) -> None:
-        """What goes with linear attention alone, and what does not go with it."""
+        """Check settings that need linear attention, and those that it excludes."""
         kind, linear = self.model_type, self.linear_attention
         self._require(
             self.linear_decay is None or kind == "transnormer",
@@ -164,23 +164,23 @@ class ModelConfig:
 
     @property
     def linear_attention(self) -> bool:
-        """Whether the attention is linear, with a state in the place of keys and values; in a hybrid that of most."""
+        """Whether attention is linear, with a state instead of keys and values; in a hybrid, in most layers."""
         return self.model_type in ("transnormer", "linear_transformer")
 
     def has_softmax(self, layer: int) -> bool:
-        """Whether this layer, counted from 0, has softmax attention."""
+        """Return whether this layer, counted from 0, has softmax attention."""
         if self.softmax_every is not None:
             return (layer + 1) % self.softmax_every == 0
         return not self.linear_attention
 
     @property
     def embedding_scale(self) -> float:
-        """What a model with linear attention multiplies its embeddings by (Vaswani et al. 2017, section 3.4)."""
+        """Factor of the embeddings in a model with linear attention (Vaswani et al. 2017, section 3.4)."""
         return 1.0 if self.no_scale_embedding else math.sqrt(self.hidden_size)
 
     @property
     def learned_positions(self) -> bool:
-        """Whether positions are learned, one embedding each, rather than rotary."""
+        """Whether positions are learned embeddings, not rotary."""
         if self.position_embedding_type is None:
             return self.model_type == "gpt"
         return self.position_embedding_type == "learned_absolute"
@@ -205,14 +205,14 @@ class ModelConfig:
 
     @property
     def vocabulary(self) -> int:
-        """Vocabulary entries; UserError while nothing has set them."""
+        """Vocabulary entries; raises UserError if not set."""
         if self.vocab_size is None:
             raise UserError("vocab_size is not set; give it, or a tokenizer to take it from")
         return self.vocab_size
 
 
 def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str | None]:
-    """What decides the shapes and the function of the model, defaults resolved: two equal ones share checkpoints."""
+    """Return all that decides the model's shapes and function, defaults resolved; if equal, checkpoints fit."""
     positions = "learned_absolute" if config.learned_positions else "rope"
     linear: dict[str, int | float | bool | str | None] = {}
     if config.linear_attention:

@@ -1,9 +1,8 @@
-"""What a diffusion model is trained towards; model/samplers.py draws samples from it.
+"""Training objectives of diffusion models; model/samplers.py draws samples.
 
-Elementwise throughout: patches ``[B, T, W]`` of any part of a sample give that part of the result, so that ranks which
-share a sample each compute their own. Legend: B samples, T patches, W = N x C values of a patch, N places of C channels
-each, the channels innermost; x0 data, x_t data with noise, times ``[B]`` as the model's timestep embedding takes them:
-from 0, data, to num_timesteps, noise.
+All functions are elementwise on patches ``[B, T, W]``, so ranks that share a sample each compute their part. Legend: B
+samples, T patches, W = N x C values per patch, N places of C channels, channels innermost; x0 data, x_t noisy data,
+times ``[B]`` as the model's timestep embedding takes them, from 0 (data) to num_timesteps (noise).
 """
 
 import math
@@ -49,10 +48,10 @@ class DiffusionConfig:
 
 
 class Diffusion:
-    """The arithmetic of one objective, in the dtype of the data; tables in float64."""
+    """The arithmetic of one objective, in the data's dtype; tables in float64."""
 
     def __init__(self, config: DiffusionConfig, learn_sigma: bool = False, channels: int = 1) -> None:
-        """learn_sigma: outputs hold, place by place, C predictions and C variances; channels: C.
+        """Set up the schedule. With learn_sigma, outputs hold C predictions and C variances per place; channels is C.
 
         Raises UserError for rectified_flow with learn_sigma: a flow has no variance to learn.
         """
@@ -67,11 +66,11 @@ class Diffusion:
 
     @property
     def methods(self) -> tuple[Method, ...]:
-        """Samplers that the objective has, the usual one first."""
+        """Samplers of the objective, the default first."""
         return ("euler",) if self.flow else ("ddim", "ddpm")
 
     def times(self, uniform: Tensor, normal: Tensor) -> Tensor:
-        """Times ``[B]``, float32, to train at, of draws ``[B]`` from [0, 1) and from the standard normal."""
+        """Return training times ``[B]``, float32, from draws ``[B]`` from [0, 1) and the standard normal."""
         count = self.config.num_timesteps
         if self.flow:
             logit = self.config.logit_normal_mean + self.config.logit_normal_std * normal.double()
@@ -79,12 +78,12 @@ class Diffusion:
         return (count * uniform.double()).floor().clamp(max=count - 1).float()
 
     def noised(self, x0: Tensor, noise: Tensor, times: Tensor) -> Tensor:
-        """x_t of the data and the noise, both ``[B, ...]``, at times ``[B]``."""
+        """Return x_t from data and noise, both ``[B, ...]``, at times ``[B]``."""
         signal, sigma = self._levels(times, x0)
         return signal * x0 + sigma * noise
 
     def target(self, x0: Tensor, noise: Tensor, times: Tensor) -> Tensor:
-        """What the model should say: the noise, v = alpha noise - sigma x0, or the velocity noise - x0."""
+        """Return the model's target: the noise, v = alpha noise - sigma x0, or the velocity noise - x0."""
         if self.config.objective == "ddpm":
             return noise
         if self.flow:
@@ -93,11 +92,11 @@ class Diffusion:
         return signal * noise - sigma * x0
 
     def loss(self, output: Tensor, x0: Tensor, noise: Tensor, x_t: Tensor, times: Tensor) -> Tensor:
-        """Loss of every element, as x0, in its dtype (float32 or float64); a sample's loss is their mean.
+        """Return the loss of every element, in x0's shape and dtype (float32 or float64); its mean is a sample's loss.
 
-        The squared error, and with learn_sigma the variational bound's term in bits besides, which trains the variance
-        alone (Nichol and Dhariwal 2021, "hybrid" loss). Its weight is 1, as the original DiT trains; with
-        rescale_learned_sigmas, which it leaves off, its code weighs by num_timesteps / 1000, the same at 1000 steps.
+        It is the squared error and, with learn_sigma, the variational bound's term in bits, which trains only the
+        variance (Nichol and Dhariwal 2021, "hybrid" loss). Its weight is 1, as in the original DiT; with
+        rescale_learned_sigmas (off there) it would be num_timesteps / 1000, the same at 1000 steps.
         """
         prediction, variance = self.split(output.to(x0.dtype))
         error = (prediction - self.target(x0, noise, times)).square()
@@ -106,21 +105,21 @@ class Diffusion:
         return error + self._bound(prediction.detach(), variance, x0, x_t, times)
 
     def split(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The prediction ``[..., W]`` of an output and, with learn_sigma, its variances ``[..., W]``."""
+        """Split an output into its prediction ``[..., W]`` and, with learn_sigma, variances ``[..., W]``."""
         if not self.learn_sigma:
             return output, None
         prediction, variance = output.unflatten(-1, (-1, 2 * self.channels)).chunk(2, dim=-1)  # [..., N, C] each
         return prediction.flatten(-2), variance.flatten(-2)
 
     def join(self, prediction: Tensor, variance: Tensor | None) -> Tensor:
-        """The inverse of `split`."""
+        """Invert `split`."""
         if variance is None:
             return prediction
         places = [part.unflatten(-1, (-1, self.channels)) for part in (prediction, variance)]  # [..., N, C]
         return torch.cat(places, dim=-1).flatten(-2)
 
     def data_and_noise(self, prediction: Tensor, x_t: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-        """x0 and noise that a prediction at x_t amounts to."""
+        """Return the x0 and noise that a prediction at x_t implies."""
         signal, sigma = self._levels(times, x_t)
         if self.config.objective == "ddpm":
             return (x_t - sigma * prediction) / signal, prediction
@@ -129,7 +128,7 @@ class Diffusion:
         return signal * x_t - sigma * prediction, sigma * x_t + signal * prediction
 
     def _levels(self, times: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of the data and of the noise in x_t, ``[B, 1, ...]``."""
+        """Return the factors of data and noise in x_t, ``[B, 1, ...]``."""
         if self.flow:
             sigma = times.double() / self.config.num_timesteps
             signal = 1 - sigma
@@ -139,7 +138,7 @@ class Diffusion:
         return broadcast(signal, like), broadcast(sigma, like)
 
     def _bound(self, prediction: Tensor, variance: Tensor, x0: Tensor, x_t: Tensor, times: Tensor) -> Tensor:
-        """The bound's term at ``times``, in bits: a KL divergence or, at time 0, the likelihood of 8-bit data."""
+        """Return the bound's term at ``times``, in bits: a KL divergence; at time 0, the likelihood of 8-bit data."""
         schedule, index = self.schedule.to(times.device), times.long()
         guessed, _ = self.data_and_noise(prediction, x_t, times)
         log_variance = schedule.log_variance(variance, index)
@@ -158,20 +157,20 @@ class Diffusion:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Tables ``[steps]``, float64, of a chain of noising steps; the whole one or one that skips times."""
+    """Tables ``[steps]``, float64, of a chain of noising steps, complete or with times skipped."""
 
     betas: Tensor
     kept: Tensor
     """Share of the data's variance in x_t, "alpha bar"."""
     small: Tensor
-    """Variance of the step before, given x0 and x_t; the first, which would be 0, is the second's."""
+    """Variance of the step before, given x0 and x_t; the first, which would be 0, repeats the second."""
     from_data: Tensor
     from_x_t: Tensor
     """Factors of x0 and x_t in the mean of the step before (Ho et al. 2020, equation 7)."""
 
     @classmethod
     def of(cls, betas: Tensor) -> "Schedule":
-        """The tables of a chain whose steps have these variances."""
+        """Build the tables of a chain whose steps have these variances."""
         kept = torch.cumprod(1 - betas, dim=0)
         before = torch.cat([kept.new_ones(1), kept[:-1]])
         small = betas * (1 - before) / (1 - kept)
@@ -181,33 +180,33 @@ class Schedule:
         return cls(betas, kept, small, betas * before.sqrt() / (1 - kept), from_x_t)
 
     def skipping(self, chosen: Tensor) -> "Schedule":
-        """The chain that visits the ``chosen`` times alone, with the same noise at each (Nichol and Dhariwal 2021)."""
+        """Return the chain of only the ``chosen`` times, with the same noise at each (Nichol and Dhariwal 2021)."""
         kept = self.kept[chosen]
         return Schedule.of(1 - kept / torch.cat([kept.new_ones(1), kept[:-1]]))
 
     def to(self, device: torch.device) -> "Schedule":
-        """The tables on a device."""
+        """Copy the tables to a device."""
         return Schedule(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
 
     def mean(self, x0: Tensor, x_t: Tensor, index: Tensor) -> Tensor:
-        """Mean of the step before step ``index`` ``[B]``."""
+        """Return the mean of the step before step ``index`` ``[B]``."""
         return broadcast(self.from_data[index], x_t) * x0 + broadcast(self.from_x_t[index], x_t) * x_t
 
     def log_variance(self, variance: Tensor, index: Tensor) -> Tensor:
-        """What an output's variance means: from -1, the smallest, to 1, the largest the step can have."""
+        """Map an output's variance from [-1, 1] to the log of the smallest to the largest variance of the step."""
         share = (variance + 1) / 2
         largest, smallest = self.betas[index].log(), self.small[index].log()
         return share * broadcast(largest, variance) + (1 - share) * broadcast(smallest, variance)
 
 
 def linear_betas(count: int) -> Tensor:
-    """Variances of the noising steps, float64, as Ho et al. 2020 and the original DiT, scaled to ``count`` steps."""
-    # beyond 1 in the rare chain of fewer than 20 steps
+    """Return the noising variances of Ho et al. 2020 and the original DiT, float64, scaled to ``count`` steps."""
+    # above 1 with fewer than 20 steps
     return torch.linspace(0.1 / count, 20 / count, count, dtype=torch.float64).clamp(max=0.999)
 
 
 def discretized_gaussian_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-    """Log-likelihood, in nats, of data in 256 levels from -1 to 1 under a Gaussian; elementwise (Ho et al. 2020)."""
+    """Return the log-likelihood, in nats, of data in 256 levels from -1 to 1 under a Gaussian (Ho et al. 2020)."""
     centred, inverse = x - mean, (-log_scale).exp()
     above = _normal_cdf(inverse * (centred + 1 / 255))
     below = _normal_cdf(inverse * (centred - 1 / 255))
@@ -217,11 +216,11 @@ def discretized_gaussian_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tens
 
 
 def _normal_cdf(x: Tensor) -> Tensor:
-    """The approximation that the original has, so that losses are the same."""
+    """Approximate the normal CDF as the original does, so that losses are the same."""
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def broadcast(values: Tensor, like: Tensor) -> Tensor:
-    """``[B]`` as ``[B, 1, ...]``, in the dtype of ``like`` where it is not an index."""
+    """Reshape ``[B]`` to ``[B, 1, ...]``, in the dtype of ``like`` unless it is an index."""
     shaped = values.view(-1, *[1] * (like.dim() - 1))
     return shaped.to(like.dtype) if values.is_floating_point() else shaped

@@ -1,7 +1,7 @@
-"""Diffusion transformers with adaLN-Zero (Peebles & Xie 2023, arXiv:2212.09748), of images and of video.
+"""Diffusion transformers with adaLN-Zero (Peebles & Xie 2023, arXiv:2212.09748), for images and video.
 
-Shapes: B samples, T patches, C width of the residual stream, P elements of a patch; of latents F frames, H height, W
-width. The elements of a patch, which go in and come out, stand in the order frames, height, width, channels.
+Shapes: B samples, T patches, C width of the residual stream, P elements of a patch; latents have F frames, H height, W
+width. The elements of a patch, in inputs and outputs, are in the order frames, height, width, channels.
 """
 
 import math
@@ -18,35 +18,35 @@ from model.dit_config import DiTConfig
 from model.layers import MLP, LayerNorm
 
 FREQUENCIES = 256
-"""Sines and cosines of a time."""
+"""Sines and cosines per time."""
 
 
 def full_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention without a mask of one device that holds all patches: [B, T, H, D] each -> [B, T, H, D]."""
+    """Compute attention without a mask on one device that holds all patches: [B, T, H, D] each -> [B, T, H, D]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def patchify(latents: Tensor, config: DiTConfig) -> Tensor:
-    """Patches [B, T, P] of latents [B, channels, (F,) H, W], any channels; row by row, frame by frame."""
+    """Cut latents [B, channels, (F,) H, W], any channels, into patches [B, T, P], row by row, frame by frame."""
     (frames, height, width), (pt, ph, pw) = config.patch_grid, config.patch_shape
     x = latents.reshape(len(latents), -1, frames, pt, height, ph, width, pw)  # [B, channels, f, pt, h, ph, w, pw]
     return x.permute(0, 2, 4, 6, 3, 5, 7, 1).flatten(4).flatten(1, 3)
 
 
 def unpatchify(patches: Tensor, config: DiTConfig) -> Tensor:
-    """The latents [B, channels, (F,) H, W] of all patches [B, T, P], as many channels as P makes them."""
+    """Assemble all patches [B, T, P] to latents [B, channels, (F,) H, W]; P determines the channels."""
     x = patches.unflatten(1, config.patch_grid).unflatten(4, (*config.patch_shape, -1))
     x = x.permute(0, 7, 1, 4, 2, 5, 3, 6)  # [B, channels, f, pt, h, ph, w, pw]
     return x.reshape(len(x), -1, *config.latent_shape[1:])
 
 
 def position_embedding(positions: Tensor, config: DiTConfig) -> Tensor:
-    """Sines and cosines [T, C] of patches' places in the grid, float64; positions [T] are global integers.
+    """Return sines and cosines [T, C] of patches' places in the grid, float64; positions [T] are global integers.
 
-    Half of the channels are of the column and half of the row, as get_2d_sincos_pos_embed of the original has them. For
-    video the first quarter is of the frame and the rest as of an image, as in diffusers' get_3d_sincos_pos_embed.
-    Positions beyond the grid, which are padding, get those of its last row or frame.
+    Half of the channels encode the column and half the row, as the original's get_2d_sincos_pos_embed. For video the
+    first quarter encodes the frame and the rest is as for an image, as in diffusers' get_3d_sincos_pos_embed. Positions
+    beyond the grid (padding) take its last row or frame.
     """
     frames, height, width = config.patch_grid
     row = positions // width
@@ -61,14 +61,14 @@ def position_embedding(positions: Tensor, config: DiTConfig) -> Tensor:
 
 
 def _sines(size: int, channels: int, device: torch.device) -> Tensor:
-    """[size, channels]: sin, then cos of i / 10000^(2 j / channels)."""
+    """Return [size, channels]: sin, then cos of i / 10000^(2 j / channels)."""
     steps = torch.arange(channels // 2, dtype=torch.float64, device=device)
     angles = torch.outer(torch.arange(size, dtype=torch.float64, device=device), 10000 ** (-steps / (channels // 2)))
     return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
 class TimeEmbedding(nn.Module):
-    """Times [B] -> [B, C]: cosines and sines in float32, as the original computes them, and two linears."""
+    """Times [B] -> [B, C]: cosines and sines in float32, as in the original, and two linears."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -83,17 +83,17 @@ class TimeEmbedding(nn.Module):
 
 
 def modulation(width: int, parts: int) -> nn.Sequential:
-    """Conditions [B, C] -> what modulates a layer [B, parts * C]."""
+    """Build the module conditions [B, C] -> shifts, scales and gates [B, parts * C]."""
     return nn.Sequential(nn.SiLU(), nn.Linear(width, parts * width))
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x [B, T, C] times 1 + scale, plus shift, [B, C] each."""
+    """Return x [B, T, C] times 1 + scale, plus shift, [B, C] each."""
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
 class Block(nn.Module):
-    """One layer: [B, T, C] and conditions [B, C] -> [B, T, C]; the identity while its modulation is 0."""
+    """One layer: [B, T, C] and conditions [B, C] -> [B, T, C]; the identity when modulation is 0."""
 
     def __init__(self, config: DiTConfig, attend: Attend) -> None:
         super().__init__()
@@ -125,13 +125,13 @@ class FinalLayer(nn.Module):
 
 
 class DiT(nn.Module):
-    """Noisy patches -> what the objective predicts. Its weights mean something after init_weights or load_state_dict.
+    """Noisy patches -> the objective's prediction. Weights are undefined until init_weights or load_state_dict.
 
-    What `keep` has dropped is None.
+    Modules that `keep` dropped are None.
     """
 
     def __init__(self, config: DiTConfig, attend: Attend = full_sdpa) -> None:
-        """attend: full attention of [B, T, H, D] each, scaled by 1 / sqrt(D)."""
+        """Build the modules; attend is full attention of [B, T, H, D] each, scaled by 1 / sqrt(D)."""
         super().__init__()
         self.config = config
         self.x_embedder: nn.Linear | None = nn.Linear(config.patch_width, config.hidden_size)
@@ -141,10 +141,10 @@ class DiT(nn.Module):
         self.final_layer: FinalLayer | None = FinalLayer(config)
 
     def forward(self, x: Tensor, positions: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Patches [B, T, out_width] of noisy patches [B, T, patch_width] at the global positions [T].
+        """Predict patches [B, T, out_width] from noisy patches [B, T, patch_width] at global positions [T].
 
-        times [B] are numbers, labels [B] are integers, num_classes standing for none. A part that `keep` made takes
-        hidden states [B, T, C] of the layers before it in the place of patches, and returns them where layers follow.
+        times [B] are numbers, labels [B] integers; label num_classes means none. A part that `keep` made takes hidden
+        states [B, T, C] of earlier layers instead of patches, and returns hidden states if layers follow.
         """
         if self.x_embedder is not None:
             x = self.x_embedder(x.to(self.x_embedder.weight.dtype))
@@ -155,10 +155,10 @@ class DiT(nn.Module):
         return x if self.final_layer is None else self.final_layer(x, conditions)
 
     def keep(self, layers: range) -> None:
-        """Become the part of the model that these layers are; parameters keep their names.
+        """Reduce the model to these layers; parameters keep their names.
 
-        The embedding of patches stays with the first layer, the final layer with the last, those of times and labels
-        with every part.
+        The patch embedding stays with the first layer, the final layer with the last, time and label embeddings with
+        every part.
         """
         total = len(self.layers)
         drop_layers(self.layers, layers)
@@ -169,17 +169,17 @@ class DiT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every weight to its `initial_dit_weight`. For whole tensors: call it before anything is sharded."""
+        """Set every weight to its `initial_dit_weight`. Call it before sharding."""
         for name, weight in self.named_parameters():
             weight.copy_(initial_dit_weight(self.config, name, weight.shape, seed))
 
 
 def initial_dit_weight(config: DiTConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """The initial value (float32, on the CPU) of the whole parameter `name`, a function of its name and the seed alone.
+    """Return the initial value (float32, on the CPU) of the whole parameter `name`; it depends on name and seed only.
 
-    As the original's initialize_weights: biases, modulations and the last linear at 0, the time and label embeddings as
-    normals of standard deviation init_method_std, the others as Xavier's uniforms, for which queries, keys and values
-    count as the one matrix that they are in the original.
+    As in the original's initialize_weights: biases, modulations and the last linear are 0, time and label embeddings
+    normal with standard deviation init_method_std, the others Xavier uniform, where queries, keys and values count as
+    one matrix, as in the original.
     """
     if name.endswith(".bias") or "adaLN_modulation" in name or name == "final_layer.linear.weight":
         return torch.zeros(*shape)
@@ -192,19 +192,19 @@ def initial_dit_weight(config: DiTConfig, name: str, shape: Sequence[int], seed:
 
 
 def dit_shapes(config: DiTConfig) -> dict[str, torch.Size]:
-    """The shape of every parameter by its name in the state dict."""
+    """Return the shape of every parameter by its name in the state dict."""
     return {name: weight.shape for name, weight in _on_meta(config).state_dict().items()}
 
 
 def num_dit_parameters(config: DiTConfig) -> int:
-    """Trainable parameters; positions, which are fixed, are none."""
+    """Count the trainable parameters; positions are fixed and have none."""
     return sum(shape.numel() for shape in dit_shapes(config).values())
 
 
 def multiply_adds(config: DiTConfig) -> int:
-    """Multiplications with their additions, counted as one, in the forward of one sample.
+    """Count the multiply-adds in the forward of one sample.
 
-    The paper's tables call these flops (Peebles & Xie 2023, table 4). Attention's are 2 * T^2 * C per layer.
+    The paper calls these flops (Peebles & Xie 2023, table 4). Attention has 2 * T^2 * C per layer.
     """
     total = 2 * config.num_layers * config.num_patches**2 * config.hidden_size
     for name, module in _on_meta(config).named_modules():
@@ -215,9 +215,9 @@ def multiply_adds(config: DiTConfig) -> int:
 
 
 def dit_flops_per_patch(config: DiTConfig) -> float:
-    """Floating-point operations that training one patch takes, forward and backward: 6 per multiplication and addition.
+    """Return the FLOPs of training on one patch, forward and backward: 6 per multiply-add, which counts as two.
 
-    What is computed once per sample is shared out among its patches. A multiplication and its addition are two here.
+    Work done once per sample is divided among its patches.
     """
     return 6 * multiply_adds(config) / config.num_patches
 

@@ -1,4 +1,4 @@
-"""The shape of a diffusion transformer and of the latents that it denoises."""
+"""The configuration of a diffusion transformer and of the latents that it denoises."""
 
 import math
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class DiTConfig:
     """Standard deviation of the initial weights of the time and label embeddings."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "latent_shape", tuple(self.latent_shape))  # TOML and command line give lists
+        object.__setattr__(self, "latent_shape", tuple(self.latent_shape))  # TOML and the command line give lists
         for name in ("num_layers", "hidden_size", "num_attention_heads", "patch_size", "patch_size_t", "num_classes"):
             self._require(getattr(self, name) >= 1, name, "it must be 1 or more")
         ffn = self.ffn_hidden_size
@@ -109,19 +109,19 @@ class DiTConfig:
 
     @property
     def patch_shape(self) -> tuple[int, int, int]:
-        """Frames, height and width of a patch."""
+        """Frames, height and width of one patch."""
         return self.patch_size_t, self.patch_size, self.patch_size
 
     @property
     def patch_grid(self) -> tuple[int, int, int]:
-        """Patches along frames, height and width; along frames 1 for images."""
+        """Patches along frames (1 for images), height and width."""
         sizes = (self.latent_shape[1] if self.video else 1, *self.latent_shape[-2:])
         frames, height, width = (size // patch for size, patch in zip(sizes, self.patch_shape, strict=True))
         return frames, height, width
 
     @property
     def num_patches(self) -> int:
-        """Patches of a sample, the length of the model's sequences."""
+        """Patches per sample, the model's sequence length."""
         return math.prod(self.patch_grid)
 
     @property
@@ -140,7 +140,7 @@ def _fitting(size: int) -> str:
 
 
 def architecture_of(config: DiTConfig) -> dict[str, int | float | bool | str | None]:
-    """What decides the shapes and the function of the model, defaults resolved: two equal ones share checkpoints."""
+    """Return all that decides the model's shapes and function, defaults resolved; if equal, checkpoints fit."""
     return {
         "model_type": "dit",
         "num_layers": config.num_layers,

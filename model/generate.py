@@ -1,4 +1,4 @@
-"""Text from a trained model: one token at a time."""
+"""Generate text with a trained model, one token at a time."""
 
 from typing import Protocol
 
@@ -11,11 +11,11 @@ from runtime.errors import UserError
 
 
 class DivergedError(UserError):
-    """A model's weights make no distribution of the next token."""
+    """The model overflows, so that the next token has no distribution."""
 
 
 class LanguageModel(Protocol):
-    """What generate needs of a model, as every LanguageModel has it."""
+    """What `generate` needs of a model; every LanguageModel has it."""
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor: ...
 
@@ -31,13 +31,16 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Continue tokens [B, T] by max_new_tokens; returns int64 [B, T + max_new_tokens], the prompt included.
+    """Continue tokens [B, T] by max_new_tokens; return int64 [B, T + max_new_tokens], the prompt included.
 
-    Draws from softmax(logits / temperature) over the top_k likeliest tokens (all by default), in float32 and with
-    `generator` (of the tokens' device); temperature 0 takes the likeliest. A RecurrentModel reads each token once and
-    keeps its states, with the keys and values of a hybrid's layers of softmax attention. For the others there is no KV
-    cache: every new token costs a forward over all tokens so far, which is meant for looking at a few lines. ValueError
-    for an empty prompt, a negative temperature or a top_k below 1; DivergedError where the model overflows.
+    Samples from softmax(logits / temperature) over the top_k likeliest tokens (all by default), in float32 and with
+    `generator` (on the tokens' device); temperature 0 takes the likeliest. A RecurrentModel reads each token once and
+    keeps its states, including the KV cache of a hybrid's softmax layers. Other models have no KV cache: each new token
+    costs a forward over all tokens so far, which suits a few lines.
+
+    Raises:
+        ValueError: an empty prompt, a negative temperature or a top_k below 1.
+        DivergedError: the model overflows.
     """
     if tokens.shape[1] == 0:
         raise ValueError("the prompt has no tokens; give at least one")
@@ -61,19 +64,19 @@ def generate(
 
 
 def _check(hidden: Tensor, logits: Tensor) -> None:
-    """Raises DivergedError for hidden states [B, C] or logits [B, V] that overflowed."""
+    """Raise DivergedError if hidden states [B, C] or logits [B, V] overflowed."""
     if not logits.isfinite().all():
         raise DivergedError("the logits of the next token are not finite")
-    # A norm whose squares overflow divides by infinity: without this, every token would be as likely as any other.
+    # A norm whose squares overflow divides by infinity: without this check, all tokens would be equally likely.
     if not hidden.any(-1).all():
         raise DivergedError("the last hidden states are all 0, since a norm overflowed")
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """One token [B, 1] from logits [B, V]."""
+    """Draw one token [B, 1] from logits [B, V]."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    kept, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # [B, K]: ties never widen the choice
-    kept = kept - kept[:, :1]  # so that a tiny temperature overflows to -inf alone, which softmax takes
+    kept, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # [B, K], also with ties
+    kept = kept - kept[:, :1]  # a tiny temperature overflows only to -inf, which softmax takes
     choice = torch.multinomial((kept / temperature).softmax(-1), 1, generator=generator)
     return ids.gather(-1, choice)

@@ -1,4 +1,4 @@
-"""GPT (Radford et al. 2019): LayerNorm, GELU, biases; positions learned as in GPT-2, or rotary.
+"""GPT (Radford et al. 2019): LayerNorm, GELU, biases; learned positions as in GPT-2, or rotary.
 
 Shapes: B sequences, T tokens, C width of the residual stream.
 """
@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class GPT(LanguageModel):
-    """The language model: token ids -> logits."""
+    """GPT language model: token ids -> logits."""
 
     only_first = ("position_embedding",)
 
@@ -44,9 +44,9 @@ class GPT(LanguageModel):
         self.output = output_module(config)
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """As in LanguageModel. Every learned position, that of padding too, must lie below max_position_embeddings.
+        """Do as in LanguageModel. Learned positions, also of padding, must be below max_position_embeddings.
 
-        ValueError for more tokens than that without positions of their own.
+        Raises ValueError for more tokens than that without explicit positions.
         """
         length, table = tokens.shape[1], self.config.max_position_embeddings
         if positions is None:

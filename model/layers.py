@@ -1,4 +1,4 @@
-"""Layers that models share: RMSNorm, LayerNorm, rotary positions, SwiGLU, SGLU, GELU feed-forward.
+"""Shared layers: RMSNorm, LayerNorm, rotary positions, SwiGLU, SGLU, GELU feed-forward.
 
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """
@@ -7,31 +7,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Normalises in float32 for 16-bit inputs and rounds once, at the end (Zhang & Sennrich 2019, eq. 4); the fused kernel
-# saves x and one number per token. Hugging Face rounds before the weight too, which a quarter of bf16 outputs show.
+# Normalises 16-bit inputs in float32 and rounds once, at the end (Zhang & Sennrich 2019, eq. 4); the fused kernel saves
+# x and one number per token. Hugging Face also rounds before the weight, which changes a quarter of bf16 outputs.
 RMSNorm = nn.RMSNorm
 
-# Weight and bias; it too computes in float32 inside and rounds once.
+# With weight and bias; also computes in float32 and rounds once.
 LayerNorm = nn.LayerNorm
 
 
 class Rotary:
-    """Rotary position embedding (Su et al. 2021) of explicit global positions, in Hugging Face's half-split convention.
+    """Rotary position embedding (Su et al. 2021) for explicit global positions, in Hugging Face's half-split layout.
 
-    Channel i turns with channel i + D/2 by the angle position * base^(-2i/D). Angles are computed in float64: a float32
-    angle is off by up to 0.03 rad at position 512K. Made once per forward and handed to every layer. Deliberately not a
-    tensor, tuple or dataclass: FSDP's mixed precision casts the tensors that it finds in a layer's inputs to bf16.
+    Channels i and i + D/2 rotate by position * base^(-2i/D) rad. Angles are computed in float64: float32 is off by up
+    to 0.03 rad at position 512K. Created once per forward and passed to every layer. Deliberately not a tensor, tuple
+    or dataclass: FSDP's mixed precision casts tensors that it finds in a layer's inputs to bf16.
     """
 
     def __init__(self, positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> None:
-        """positions: integers [T] or [B, T]; dtype: the activations' (cos and sin are at least float32)."""
+        """Compute cos and sin, float32 or wider, for integer positions [T] or [B, T]; dtype is the activations'."""
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim  # [D/2]
         angles = positions.to(torch.float64)[..., None, None] * base**-exponents  # [T, 1, D/2] or [B, T, 1, D/2]
         dtype = torch.promote_types(dtype, torch.float32)
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """x [B, T, H, D] turned by its tokens' angles, in x's dtype (computed in float32 at least)."""
+        """Rotate x [B, T, H, D] by its tokens' angles; computed in float32 or wider, returned in x's dtype."""
         first, second = x.to(self.cos.dtype).chunk(2, dim=-1)  # [B, T, H, D/2] each
         turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return torch.cat(turned, dim=-1).to(x.dtype)
@@ -58,7 +58,7 @@ class SGLU(SwiGLU):
 
 
 class MLP(nn.Module):
-    """Feed-forward with biases, down(gelu(up(x))), in GELU's tanh form (Hendrycks & Gimpel 2016), as GPT-2 has it."""
+    """Feed-forward with biases, down(gelu(up(x))), with GPT-2's tanh form of GELU (Hendrycks & Gimpel 2016)."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()

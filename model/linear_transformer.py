@@ -1,6 +1,6 @@
-"""Linear Transformer (Katharopoulos et al. 2020): the GPT's layers with linear attention, features elu + 1, no decay.
+"""Linear Transformer (Katharopoulos et al. 2020): GPT layers with linear attention, features elu + 1, no decay.
 
-Sinusoidal positions (Vaswani et al. 2017, section 3.5), added to the embeddings, know no longest sequence.
+Sinusoidal positions (Vaswani et al. 2017, section 3.5) are added to the embeddings and set no maximum length.
 
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """
@@ -16,19 +16,19 @@ from model.layers import MLP, LayerNorm
 
 
 def features(x: Tensor) -> Tensor:
-    """elu(x) + 1, without the sum that would round it to 0 for channels far below 0: their products are a divisor."""
+    """Return elu(x) + 1, not as a sum, which would round to 0 for very negative channels: a divisor uses them."""
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:
-    """[..., C] of integer positions [...]: sines, then cosines, of angles position * 10000^(-2 i / C); float64."""
+    """Return [..., C] of integer positions [...], float64: sines, then cosines, of position * 10000^(-2 i / C)."""
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width  # [C/2]
     angles = positions.to(torch.float64)[..., None] * 10000.0**-exponents
     return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
 class Sinusoids(nn.Module):
-    """``sinusoids`` as a module, whose tokens tensor parallelism can divide."""
+    """``sinusoids`` as a module, so that tensor parallelism can split its tokens."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Sinusoids(nn.Module):
 
 
 class LinearAttention(LinearCore):
-    """Projections with biases, features, linear attention divided by its weights' sum, output projection."""
+    """Projections with biases, features, linear attention normalised by the sum of weights, output projection."""
 
     def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class LinearAttention(LinearCore):
 
     def forward(self, x: Tensor, states: States = None) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]
-        # One more value channel of ones makes the normaliser z: its state travels with that of the others.
+        # An extra value channel of ones computes the normaliser z, so its state travels with the others.
         v = F.pad(v, (0, 1), value=1.0)  # [B, T, H, D + 1]
         out = self.core(features(q), features(k), v, (0.0,) * q.shape[2], states, self.layer)
         return self.wo((out[..., :-1] / out[..., -1:]).flatten(-2))
@@ -73,7 +73,7 @@ class Layer(nn.Module):
 
 
 class LinearTransformer(RecurrentModel):
-    """The language model: token ids -> logits."""
+    """Linear Transformer language model: token ids -> logits."""
 
     def __init__(self, config: ModelConfig, attend: LinearAttend = linear) -> None:
         super().__init__()

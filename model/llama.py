@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Llama(LanguageModel):
-    """The language model: token ids -> logits."""
+    """LLaMA language model: token ids -> logits."""
 
     def __init__(self, config: ModelConfig, attend: Attend = sdpa) -> None:
         super().__init__()

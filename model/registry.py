@@ -1,4 +1,4 @@
-"""Models by model_type, and what is counted of any of them."""
+"""Build models by model_type, and count their parameters, FLOPs and states."""
 
 import torch
 from torch import nn
@@ -26,33 +26,32 @@ TITLES = {
 
 
 def build_model(config: ModelConfig, attend: Attend | LinearAttend | Attends | None = None) -> LanguageModel:
-    """The module that config.model_type names, on torch's default device, weights not yet meaningful.
+    """Build the model of config.model_type on torch's default device, with uninitialised weights.
 
-    attend is the core of its attention, linear where the model's is, both in a hybrid, by default those of one device.
+    attend is its attention core: softmax or linear as the model, both for a hybrid; by default that of one device.
     """
     kind = MODELS[config.model_type]
     return kind(config) if attend is None else kind(config, attend)
 
 
 def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
-    """The shape of every parameter by its name in the state dict."""
+    """Return the shape of every parameter by its name in the state dict."""
     return {name: weight.shape for name, weight in _on_meta(config).state_dict().items()}
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Trainable parameters, embeddings included; tied output weights are counted once."""
+    """Count the trainable parameters, embeddings included and tied output weights once."""
     return sum(shape.numel() for shape in shapes_of(config).values())
 
 
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:
-    """Floating-point operations that training one token takes, forward and backward, without recomputation.
+    """Return the FLOPs of training on one token, forward and backward, without recomputation.
 
-    6 per weight of every matrix product, the output projection included and the embeddings' lookups not (they multiply
-    nothing), as PaLM counts (Chowdhery et al. 2022, appendix B). Attention adds 12 * layers * heads * head width *
-    seq_length for a full mask; the causal mask needs half, and half is counted, as Megatron-LM's
-    num_floating_point_operations does. PaLM and nanoGPT count the full square and so report a higher utilisation.
-    Linear attention adds 12 per element of a layer's state, into which each token writes and from which it reads. In a
-    hybrid each layer counts as its kind.
+    Counts 6 per weight of every matrix product, including the output projection but not embedding lookups, as PaLM does
+    (Chowdhery et al. 2022, appendix B). Attention adds 12 * layers * heads * head width * seq_length for a full mask;
+    the causal mask needs half, and half is counted, as in Megatron-LM's num_floating_point_operations. PaLM and nanoGPT
+    count the full square and so report a higher utilisation. Linear attention adds 12 per element of a layer's state,
+    which each token writes and reads. Each layer of a hybrid counts as its kind.
     """
     model = _on_meta(config)
     matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
@@ -63,12 +62,12 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
 
 
 def softmax_layers(config: ModelConfig) -> int:
-    """Layers with softmax attention."""
+    """Count the layers with softmax attention."""
     return sum(map(config.has_softmax, range(config.num_layers)))
 
 
 def state_elements(config: ModelConfig) -> int:
-    """Numbers in the states of all layers of linear attention, per sequence: what the past comes to."""
+    """Count the state elements of all linear attention layers, per sequence."""
     one, layers = config.num_attention_heads * config.head_dim**2, config.num_layers - softmax_layers(config)
     if config.model_type == "transnormer":
         return one * (layers + (not config.has_softmax(0)))  # LRPE doubles the first layer's keys

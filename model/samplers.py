@@ -1,6 +1,6 @@
-"""How samples are drawn from a diffusion model: DDIM, DDPM and Euler's method, with guidance.
+"""Draw samples from a diffusion model: DDIM, DDPM and Euler's method, with guidance.
 
-Elementwise, as model/diffusion.py, whose legend holds here too.
+Elementwise as model/diffusion.py, with the same legend.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from model.diffusion import Diffusion, Method, broadcast
 from runtime.errors import UserError
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
-"""The model with its labels: x_t ``[B, T, W]`` and times ``[B]`` to its output, ``[B, T, W]`` or twice as wide."""
+"""A model with fixed labels: x_t ``[B, T, W]``, times ``[B]`` -> its output, ``[B, T, W]`` or twice as wide."""
 
 
 def guided(
@@ -23,15 +23,15 @@ def guided(
     diffusion: Diffusion,
     channels: int | None = None,
 ) -> Denoise:
-    """The model ``(x, times, labels)`` with classifier-free guidance (Ho and Salimans 2021); ``scale`` 1 is without.
+    """Add classifier-free guidance (Ho and Salimans 2021) to a model ``(x, times, labels)``; ``scale`` 1 adds none.
 
-    What is not guided, and the variances, are those of the asked class.
+    Unguided channels and the variances are those of the requested class.
 
     Args:
         labels: classes, int64 ``[B]``.
-        null: label that stands for no class.
-        channels: how many channels of the prediction are guided, the first ones; by default all. The original DiT
-            guides 3 of 4, for exact reproduction, as it says, of its figures (models.py, forward_with_cfg).
+        null: label that means no class.
+        channels: guide only the first channels of the prediction; by default all. The original DiT guides 3 of 4, to
+            reproduce its figures exactly, as it says (models.py, forward_with_cfg).
     """
     if scale == 1:
         return lambda x, times: model(x, times, labels)
@@ -50,7 +50,7 @@ def guided(
 
 
 def chosen_times(count: int, steps: int) -> list[int]:
-    """``steps`` of the times 0 to count - 1, ascending and evenly spaced, both ends included; one is the last."""
+    """Choose ``steps`` evenly spaced times, ascending, from 0 to count - 1 inclusive; one step takes the last."""
     if steps == 1:
         return [count - 1]
     return [round(i * (count - 1) / (steps - 1)) for i in range(steps)]
@@ -66,17 +66,16 @@ def draw(
     method: Method | None = None,
     step_noise: Callable[[int], Tensor] | None = None,
 ) -> Tensor:
-    """Samples ``[B, T, W]`` that begin as ``noise``, in its dtype.
+    """Draw samples ``[B, T, W]`` starting from ``noise``, in its dtype.
 
     Args:
-        steps: times that the model is asked; for ddim and ddpm num_timesteps at most.
-        method: ddim: without further noise (Song et al. 2021, eta 0); ddpm: with noise at each step, of the learned
-            variance where there is one, else the smaller fixed one; euler: along the velocity. By default the
-            objective's usual one.
-        step_noise: for ddpm, noise as ``noise`` to add after step 0, 1, ... steps - 2.
+        steps: model evaluations; at most num_timesteps for ddim and ddpm.
+        method: ddim adds no noise (Song et al. 2021, eta 0); ddpm adds noise at each step, with the learned variance
+            if there is one, else the smaller fixed one; euler follows the velocity. Default: the objective's first.
+        step_noise: for ddpm, returns noise shaped like ``noise`` to add after step 0, 1, ... steps - 2.
 
     Raises:
-        UserError: a method that the objective does not have, steps out of range, or ddpm without step_noise.
+        UserError: the objective does not have the method, steps are out of range, or ddpm has no step_noise.
     """
     method = method or diffusion.methods[0]
     if method not in diffusion.methods:

@@ -1,8 +1,8 @@
 """TransNormerLLM (Qin et al. 2023, arXiv:2307.14995), as its released models compute.
 
-Linear attention with decay, its output normalised and gated, and a feed-forward layer that is gated without an
-activation. The norms have no weights. With softmax_every it is a hybrid, some of whose layers have softmax attention
-with rotary positions instead, as every eighth of MiniMax-01 (2025, arXiv:2501.08313) has.
+Linear attention with decay, its output normalised and gated, and a gated feed-forward without an activation. The norms
+have no weights. With softmax_every the model is a hybrid: every so many-th layer has softmax attention with rotary
+positions, as every eighth in MiniMax-01 (2025, arXiv:2501.08313).
 
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """
@@ -20,10 +20,10 @@ from model.layers import SGLU, RMSNorm, Rotary
 
 
 def log_decay_of(config: ModelConfig, layer: int) -> tuple[float, ...]:
-    """Logarithms of the heads' decays in a layer, counted from 0; deeper layers forget less.
+    """Return the log decays of the heads in a layer, counted from 0; deeper layers forget less.
 
     released: -slope of the head * (1 - layer / (layers - 1) + 1e-5), with ALiBi's slopes. paper: -8 h / H * (1 - l / L)
-    with h and l counted from 1, so that the last layer forgets nothing.
+    with h and l counted from 1: the last layer forgets nothing.
     """
     heads, layers = config.num_attention_heads, config.num_layers
     if config.linear_decay == "paper":
@@ -33,7 +33,7 @@ def log_decay_of(config: ModelConfig, layer: int) -> tuple[float, ...]:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """2^(-8 h / H), h from 1; between powers of two every other slope of twice as many fills up (Press et al. 2022)."""
+    """Return slopes 2^(-8 h / H), h from 1; if H is no power of two, fill up from the next one (Press et al. 2022)."""
     whole = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (head + 1) / whole) for head in range(whole)]
     return slopes if whole == heads else slopes + alibi_slopes(2 * whole)[::2][: heads - whole]
@@ -42,12 +42,12 @@ def alibi_slopes(heads: int) -> list[float]:
 class LRPE(nn.Module):
     """Linearized relative positions (Qin et al. 2023b): x -> [x cos(theta t), x sin(theta t)], twice as wide.
 
-    A product of two such turns with theta (s - t). theta is learned, one angle per head and channel, [H * D]. It stays
-    in float32 where all else computes in bfloat16, whose angles are off by up to 2 radians at position 1000.
+    The product of two such vectors turns by theta (s - t). theta [H * D] is learned, an angle per head and channel. It
+    stays in float32 when the rest is bfloat16, whose angles are off by up to 2 radians at position 1000.
     """
 
     full_precision = True
-    """What parallel/data.py and LanguageModel.cast go by."""
+    """Read by parallel/data.py and LanguageModel.cast."""
 
     def __init__(self, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -55,11 +55,11 @@ class LRPE(nn.Module):
         self.theta = nn.Parameter(torch.empty(heads * head_dim))
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k [B, T, H, D] of positions [T] or [B, T] -> [B, T, H, 2 D] each, in their dtype."""
+        """Map q and k [B, T, H, D] at positions [T] or [B, T] to [B, T, H, 2 D] each, in their dtype."""
         return self.turn(q, k, self.theta, positions)
 
     def turn(self, q: Tensor, k: Tensor, theta: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The same with the angles of these heads, [H * D]: under tensor parallelism a device holds some of them."""
+        """Do as `forward` with theta [H * D] of these heads: under tensor parallelism a device holds some of them."""
         angles = theta.unflatten(0, (-1, self.head_dim)).double()  # [H, D]
         turns = torch.remainder(angles * positions[..., None, None], 2 * math.pi)  # exact far beyond float32's reach
         turns = turns.to(torch.promote_types(q.dtype, torch.float32))  # [T, H, D] or [B, T, H, D]
@@ -103,11 +103,11 @@ class Layer(nn.Module):
         self.mlp = SGLU(width, config.ffn_size)
 
     def mixer(self, config: ModelConfig, layer: int, attends: Attends) -> nn.Module:
-        """The attention."""
+        """Build the attention of this layer."""
         return TokenMixer(config, layer, attends.linear)
 
     def mix(self, x: Tensor, positions: Tensor, states: States) -> Tensor:
-        """Its output for normalised x."""
+        """Apply the attention to normalised x."""
         return self.attention(x, positions, states)
 
     def forward(self, x: Tensor, positions: Tensor, states: States = None) -> Tensor:
@@ -116,7 +116,7 @@ class Layer(nn.Module):
 
 
 class SoftmaxLayer(Layer):
-    """The same with softmax attention, whose positions are rotary."""
+    """A layer with softmax attention and rotary positions."""
 
     def mixer(self, config: ModelConfig, layer: int, attends: Attends) -> nn.Module:
         self.layer, self.head_dim, self.rotary_base = layer, config.head_dim, config.rotary_base
@@ -129,7 +129,7 @@ class SoftmaxLayer(Layer):
 
 
 class TransNormer(RecurrentModel):
-    """The language model: token ids -> logits."""
+    """TransNormer language model: token ids -> logits."""
 
     def __init__(self, config: ModelConfig, attend: LinearAttend | Attends = linear) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Hugging Face and other published formats <-> ours; a family in a file each."""
+"""Convert between published formats, such as Hugging Face's, and ours; one file per family."""
 
 from model.hf.api import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
 

@@ -1,7 +1,7 @@
-"""Hugging Face models <-> ours: configurations, state dicts and safetensors folders.
+"""Convert between Hugging Face models and ours: configurations, state dicts and safetensors folders.
 
-What differs from family to family stands in llama.py (LlamaForCausalLM), gpt2.py (GPT2LMHeadModel) and
-transnormer.py (the released TransNormerLLM checkpoints).
+Each family has its file: llama.py (LlamaForCausalLM), gpt2.py (GPT2LMHeadModel) and transnormer.py (the released
+TransNormerLLM checkpoints).
 """
 
 import re
@@ -31,25 +31,25 @@ from runtime.errors import UserError
 INDEX = f"{WEIGHTS}.index.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOT_KEPT = {"auto_map", "dtype", "quantization_config", "torch_dtype", "transformers_version", "_name_or_path"}
-"""Entries that tell of the files they were read with, not of the model."""
+"""Entries that describe the files, not the model."""
 
 
 class Family(Protocol):
-    """What a module about one family has."""
+    """Interface of a family's module."""
 
     SUPPORTED: dict[str, tuple[Any, ...]]
-    """Keys of config.json that could ask for what our model does not compute, and the values that do not; a missing key
+    """Keys of config.json that may ask for what our model does not compute, with the supported values; a missing key
     means the first."""
     UNSAID: dict[str, Any]
-    """What an export says of what our model does not decide, where nothing was read."""
+    """Defaults of an export for keys that our model does not determine."""
     REPLACED: set[str]
-    """Other ways to say what an export says already."""
+    """Aliases of keys that an export writes already."""
     EMBEDDING: str
-    """Their name of the embedding's weight, to which lm_head.weight can be tied."""
+    """Their name of the embedding's weight, which lm_head.weight may be tied to."""
     DERIVED: re.Pattern[str]
-    """Names in old checkpoints that hold no weights."""
+    """Names in old checkpoints that are not weights."""
     PREFIX: str
-    """What all names but lm_head's begin with, and some files leave out."""
+    """Prefix of all names but lm_head's, which some files omit."""
 
     def check(self, config: ModelConfig) -> None: ...
 
@@ -79,14 +79,14 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config.json's contents; keys that change nothing we compute are passed over.
+    """Build a ModelConfig from a config.json's contents; ignore keys that do not change the computation.
 
-    Without a model_type it is taken for a LLaMA's. UserError names the key that is missing, of another type, or asks
-    for what we do not support (rope_scaling, another activation, ...).
+    Without a model_type, assume a LLaMA. Raises UserError naming a key that is missing, of the wrong type, or not
+    supported (rope_scaling, another activation, ...).
     """
     by_type = {family.SUPPORTED["model_type"][0]: family for family in FAMILIES.values()}
     kind = hf.get("model_type", "llama")
-    if kind not in list(by_type):  # not in the dict: JSON's lists have no hash
+    if kind not in list(by_type):  # not in the dict: JSON lists are unhashable
         raise UserError(f"{CONFIG}: model_type = {shown(kind)} is not supported; only {_listed(by_type)} are")
     try:
         _check_read(hf, by_type[kind])
@@ -100,7 +100,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _check_read(contents: Mapping[str, Any], family: Family) -> None:
-    """UserError for entries that ask for another model, or that transformers could not read."""
+    """Raise UserError for entries of an unsupported model, or that transformers cannot read."""
     for key, supported in family.SUPPORTED.items():
         if (value := contents.get(key, supported[0])) not in supported:
             only = " or ".join(map(shown, supported))
@@ -118,15 +118,15 @@ def _check_read(contents: Mapping[str, Any], family: Family) -> None:
 
 
 def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The contents of a config.json that transformers reads as the same model.
+    """Return the contents of a config.json that transformers reads as the same model.
 
-    contents are entries that our configuration has none of, and they are kept: those of the config.json that the model
-    was read from (`load_hf`), or single ones, such as max_position_embeddings (of a LLaMA: 2048 where nothing says
-    so), bos_token_id and eos_token_id (else null). What the configuration decides is written as it says.
+    contents are entries that our configuration does not have, and are kept: those of the config.json that the model was
+    read from (`load_hf`), or single ones such as max_position_embeddings (default 2048 for a LLaMA), bos_token_id and
+    eos_token_id (default null). The configuration's own entries override them.
 
-    UserError for a model that theirs cannot be: a LLaMA whose hidden_size is no multiple of its heads, a GPT with
-    rope, fewer key heads or heads of another width, a TransNormer of another decay or epsilon, and a Linear
-    Transformer; and for contents of another kind of model.
+    Raises UserError for contents of another kind of model, and for a model that transformers cannot express: a LLaMA
+    whose hidden_size is not a multiple of its heads, a GPT with rope, fewer key heads or another head width, a
+    TransNormer with another decay or epsilon, a Linear Transformer.
     """
     family, contents = _family(config), contents or {}
     family.check(config)
@@ -145,13 +145,13 @@ def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None)
     kept = {key: value for key, value in contents.items() if key not in NOT_KEPT | family.REPLACED}
     kept = {key: value for key, value in kept.items() if value is not None or key not in family.UNSAID}
     fixed = {key: values[0] for key, values in family.SUPPORTED.items() if values[0] is not None}
-    # Their defaults are the ids of their own vocabularies, which another one may not have.
+    # transformers' defaults are ids of its own vocabularies, which this one may not have.
     unsaid = {"bos_token_id": None, "eos_token_id": None} | family.UNSAID
     return unsaid | fixed | kept | family.config_to_hf(config)
 
 
 def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our state dict. UserError for missing, unknown, misshapen or wrongly tied weights, or no numbers."""
+    """Return our state dict. Raises UserError for missing, unknown, misshapen, wrongly tied or non-finite weights."""
     family = _family(config)
     sizes = {
         "hidden_size": config.hidden_size,
@@ -178,9 +178,9 @@ def _whole_name(name: str, prefix: str) -> str:
 
 
 def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """What their module's state_dict() holds for our state dict, a tied lm_head.weight included.
+    """Return the state dict of their module for ours, a tied lm_head.weight included.
 
-    UserError for missing, unknown or misshapen weights, and for a model that theirs cannot be.
+    Raises UserError for missing, unknown or misshapen weights, and for a model that transformers cannot express.
     """
     family = _family(config)
     family.check(config)
@@ -192,12 +192,12 @@ def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
 
 
 def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Any]]:
-    """Configuration, our state dict (CPU, dtypes as stored) and config.json of a Hugging Face folder, sharded or not.
+    """Load a Hugging Face folder, sharded or not: configuration, our state dict (CPU, dtypes as stored), config.json.
 
-    The contents of config.json are what `save_hf` takes to keep what our configuration has no field for.
+    Pass the contents of config.json to `save_hf` to keep entries that our configuration has no field for.
 
-    Only safetensors are read, never pickles, and only files directly in the folder, whatever an index names.
-    UserError names the file and what is wrong with it.
+    Reads only safetensors, never pickles, and only files directly in the folder, whatever an index names. Raises
+    UserError naming the file and what is wrong with it.
     """
     folder = Path(folder)
     contents = read_json(folder / CONFIG)
@@ -222,10 +222,10 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor], dict[st
 def save_hf(
     folder: str | Path, config: ModelConfig, state: Mapping[str, Tensor], contents: Mapping[str, Any] | None = None
 ) -> None:
-    """Write config.json and model.safetensors of our state dict; transformers' from_pretrained reads the folder.
+    """Write our state dict as config.json and model.safetensors, for transformers' from_pretrained.
 
-    contents as for `config_to_hf`. The folder is made; UserError where it holds a model already or cannot be written,
-    and as `config_to_hf` and `to_hf` raise it; then nothing is written.
+    contents as for `config_to_hf`. Creates the folder. Raises UserError, and writes nothing, if the folder holds a
+    model or is not writable, and as `config_to_hf` and `to_hf` do.
     """
     described, theirs = config_to_hf(config, contents), to_hf(state, config)
     if not config.untie_embeddings_and_output_weights:

@@ -1,7 +1,7 @@
-"""The original DiT's checkpoints (github.com/facebookresearch/DiT) <-> ours: state dicts and safetensors folders.
+"""Convert the original DiT's checkpoints (github.com/facebookresearch/DiT): state dicts and safetensors folders.
 
-Theirs keeps queries, keys and values side by side in one matrix, the patch embedding as a convolution, and the fixed
-positions. Of video, which the original has none of, the convolution has a dimension for frames.
+The original fuses queries, keys and values in one matrix, has a convolution as patch embedding, and stores the fixed
+positions. For video, which it does not have, the convolution has a frames dimension.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ POSITIONS = "pos_embed"
 
 
 def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """Our state dict. UserError for missing, unknown or misshapen weights, and for positions that ours are not."""
+    """Return our state dict. Raises UserError for missing, unknown or misshapen weights, or other positions."""
     sizes = {
         "hidden_size": config.hidden_size,
         "ffn_hidden_size": config.ffn_size,
@@ -61,9 +61,9 @@ def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[st
 
 
 def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """What the original's state_dict() holds for our state dict, fixed positions included.
+    """Return the original's state dict for ours, fixed positions included.
 
-    UserError for missing, unknown or misshapen weights.
+    Raises UserError for missing, unknown or misshapen weights.
     """
     check_state(state, dit_shapes(config))
     positions = position_embedding(torch.arange(config.num_patches), config)[None]
@@ -71,10 +71,10 @@ def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str,
 
 
 def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
-    """Configuration and our state dict (CPU, dtypes as stored) of a folder as `save_dit` writes it.
+    """Load configuration and our state dict (CPU, dtypes as stored) from a folder that `save_dit` wrote.
 
-    For the original's weights, saved as model.safetensors, write the config.json: the fields of DiTConfig. Only
-    safetensors are read, never pickles. UserError names the file and what is wrong with it.
+    To load the original's weights, save them as model.safetensors and write a config.json with the fields of DiTConfig.
+    Reads only safetensors, never pickles. Raises UserError naming the file and what is wrong with it.
     """
     folder = Path(folder)
     contents = read_json(folder / CONFIG)
@@ -99,16 +99,16 @@ def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
 
 
 def save_dit(folder: str | Path, config: DiTConfig, state: Mapping[str, Tensor]) -> None:
-    """Write config.json and model.safetensors, in the original's naming, of our state dict.
+    """Write our state dict as config.json and model.safetensors, with the original's names.
 
-    The folder is made; UserError where it holds a model already, and as `dit_to_original` raises it.
+    Creates the folder. Raises UserError if it holds a model, and as `dit_to_original` does.
     """
     contents: dict[str, Any] = {"model_type": "dit"} | dataclasses.asdict(config)
     write_folder(Path(folder), dit_to_original(state, config), contents)
 
 
 def _their_name(name: str) -> tuple[str, int | None]:
-    """Their name for one of ours, and of a fused weight which third it is."""
+    """Return their name of our parameter, and for a fused weight which third it is."""
     module, kind = name.rsplit(".", 1)
     if not module.startswith("layers."):
         return f"{NAMES.get(module, module)}.{kind}", None
@@ -131,13 +131,13 @@ def _to_original(ours: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Ten
 
 
 def _to_convolution(weight: Tensor, config: DiTConfig) -> Tensor:
-    """[C, frames * height * width * channels] -> [C, channels, (frames,) height, width]."""
+    """Map [C, frames * height * width * channels] to [C, channels, (frames,) height, width]."""
     weight = weight.unflatten(1, (*config.patch_shape, -1)).movedim(-1, 1)
     return (weight if config.video else weight.squeeze(2)).contiguous()
 
 
 def _to_linear(weight: Tensor) -> Tensor:
-    """[C, channels, (frames,) height, width] -> [C, frames * height * width * channels]."""
+    """Map [C, channels, (frames,) height, width] to [C, frames * height * width * channels]."""
     return weight.movedim(1, -1).flatten(1).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""The files of a model's folder, config.json and model.safetensors: reading them without trust, writing them whole."""
+"""Read untrusted config.json and model.safetensors files of a model's folder, and write them whole."""
 
 import json
 import math
@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object. UserError names the file and what is wrong with it."""
+    """Read a JSON object from a file. Raises UserError naming the file and what is wrong with it."""
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -39,10 +39,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def entry(contents: Mapping[str, Any], key: str, kind: type, *default: Any) -> Any:
-    """An entry of config.json that must be an int, a float, a bool or a list (of int); `default` where it is missing.
+    """Return an entry of config.json of the given kind: int, float, bool or list (of int); `default` if missing.
 
-    null stands for a default of None. Raises KeyError where it is missing and has no default, UserError for another
-    type, a number that is not finite, and an integer beyond 32 bits, which no shape has.
+    null means a default of None. Raises KeyError if missing without a default, UserError for another type, a non-finite
+    number, or an integer beyond 32 bits, which no shape has.
     """
     if key not in contents and default:
         return default[0]
@@ -65,13 +65,13 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value as config.json has it, in a length that fits a message."""
+    """Format a value as JSON, cut to fit a message."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """A safetensors file's tensors, on the CPU. UserError names the file and what is wrong with it."""
+    """Read the tensors of a safetensors file to the CPU. Raises UserError naming the file and what is wrong."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -84,7 +84,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def check_sizes(state: Mapping[str, Tensor], layers: int, sizes: Mapping[str, int]) -> None:
-    """UserError for more layers or larger sizes than the weights can have, before a model is made of them on paper."""
+    """Raise UserError for more layers or larger sizes than the weights can have, before building a meta model."""
     largest = max((weight.numel() for weight in state.values()), default=0)
     for name, value in sizes.items():
         if value > largest:
@@ -94,7 +94,7 @@ def check_sizes(state: Mapping[str, Tensor], layers: int, sizes: Mapping[str, in
 
 
 def check_state(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """UserError for missing, unknown or misshapen weights, and for those that are no finite floating-point numbers."""
+    """Raise UserError for missing, unknown or misshapen weights, and for non-float or non-finite ones."""
     missing, unknown = sorted(shapes.keys() - state.keys()), sorted(state.keys() - shapes.keys())
     for problem, names in (("lacks", missing), ("has the unknown", unknown)):
         if names:
@@ -117,9 +117,9 @@ def check_state(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -
 
 
 def write_folder(folder: Path, weights: Mapping[str, Tensor], contents: Mapping[str, Any]) -> None:
-    """Write config.json and model.safetensors, or neither; the folder is made.
+    """Write config.json and model.safetensors, or neither; create the folder.
 
-    UserError where it holds a model already or cannot be written.
+    Raises UserError if it holds a model or is not writable.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -135,7 +135,7 @@ def write_folder(folder: Path, weights: Mapping[str, Tensor], contents: Mapping[
         save_file(
             {name: weight.detach().contiguous() for name, weight in weights.items()}, weights_path, {"format": "pt"}
         )
-        weights_path.chmod(mode)  # safetensors makes its files private, against the umask
+        weights_path.chmod(mode)  # safetensors ignores the umask and makes files private
         config_path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
     except BaseException as error:
         if folder.is_dir():

@@ -1,6 +1,6 @@
-"""Hugging Face's GPT2LMHeadModel <-> ours: configurations and state dicts.
+"""Convert between Hugging Face's GPT2LMHeadModel and ours: configurations and state dicts.
 
-Theirs keeps weights as [in, out] (its Conv1D) and the query, key and value projections side by side in one.
+Theirs stores weights as [in, out] (its Conv1D) and fuses the query, key and value projections.
 """
 
 import re
@@ -14,8 +14,8 @@ from model.config import ModelConfig
 from model.hf.folder import entry
 from runtime.errors import UserError
 
-# What our model computes, for the keys of config.json that could ask for something else; a missing key means the first.
-# Dropout is not among them: every published GPT-2 names some, and it is no part of what the trained model computes.
+# Supported values of the keys of config.json that may ask for something else; a missing key means the first.
+# Dropout is not listed: every published GPT-2 sets some, and a trained model does not use it.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),  # one function under three names
@@ -25,7 +25,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 UNSAID = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-# Theirs takes these names too, for n_positions and the like.
+# Names that theirs accepts as aliases, for n_positions and the like.
 REPLACED = {"n_ctx", "max_position_embeddings", "hidden_size", "num_attention_heads", "num_hidden_layers"}
 EMBEDDING = "transformer.wte.weight"
 TOP_NAMES = {
@@ -42,13 +42,13 @@ LAYER_NAMES = {
     "mlp.down": "mlp.c_proj",
 }
 FUSED, PARTS = "attn.c_attn", ("attention.wq", "attention.wk", "attention.wv")
-# Old checkpoints carry the causal mask, and those of the bare GPT2Model leave this prefix out.
+# Old checkpoints include the causal mask, and those of the bare GPT2Model omit this prefix.
 DERIVED = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
 PREFIX = "transformer."
 
 
 def check(config: ModelConfig) -> None:
-    """UserError where theirs has no such GPT."""
+    """Raise UserError if GPT2LMHeadModel cannot express the model."""
     needs = (
         ("position_embedding_type", config.position_embedding_type, config.learned_positions, "learned_absolute"),
         (
@@ -70,7 +70,7 @@ def check(config: ModelConfig) -> None:
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config.json's contents; KeyError for what is missing, UserError for what is not supported."""
+    """Build a ModelConfig from a config.json's contents. Raises KeyError if missing, UserError if unsupported."""
     return ModelConfig(
         model_type="gpt",
         num_layers=entry(hf, "n_layer", int),
@@ -87,7 +87,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """What a config.json that transformers reads as the same model says of our fields."""
+    """Return the entries of a config.json, for transformers, that our fields determine."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "n_layer": config.num_layers,
@@ -103,7 +103,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_ours(theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Our state dict of `names`: the same tensors where the layouts agree, copies of their transposes elsewhere."""
+    """Return our state dict of `names`: the same tensors where layouts agree, transposed copies elsewhere."""
     ours = {}
     for name in names:
         module, kind = name.rsplit(".", 1)
@@ -121,7 +121,7 @@ def to_ours(theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Ten
 
 
 def to_theirs(ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Their state dict: the same tensors where the layouts agree, copies elsewhere."""
+    """Return their state dict: the same tensors where layouts agree, copies elsewhere."""
     theirs = {}
     for name, weight in ours.items():
         module, kind = name.rsplit(".", 1)

@@ -1,6 +1,6 @@
-"""Hugging Face's LlamaForCausalLM <-> ours: configurations and state dicts.
+"""Convert between Hugging Face's LlamaForCausalLM and ours: configurations and state dicts.
 
-Both keep rotary pairs in the half-split convention and weights as [out, in], so that only names change.
+Both use half-split rotary pairs and weights [out, in], so only names change.
 """
 
 import re
@@ -13,8 +13,8 @@ from model.config import ModelConfig
 from model.hf.folder import entry, shown
 from runtime.errors import UserError
 
-# What our model computes, for the keys of config.json that could ask for something else; a missing key means the first.
-# Dropout is not among them: it is no part of what the trained model computes.
+# Supported values of the keys of config.json that may ask for something else; a missing key means the first.
+# Dropout is not listed: a trained model does not use it.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),
     "hidden_act": ("silu", "swish"),
@@ -37,13 +37,13 @@ LAYER_NAMES = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-# Old checkpoints carry the rotary frequencies, which follow from the configuration.
+# Old checkpoints include the rotary frequencies, which follow from the configuration.
 DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 PREFIX = ""
 
 
 def check(config: ModelConfig) -> None:
-    """UserError where theirs has no such LLaMA."""
+    """Raise UserError if LlamaForCausalLM cannot express the model."""
     if config.hidden_size % config.num_attention_heads:
         raise UserError(
             f"hidden_size is {config.hidden_size}, which transformers takes for a LLaMA only as a multiple of "
@@ -57,7 +57,7 @@ def check(config: ModelConfig) -> None:
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config.json's contents; KeyError for what is missing, UserError for what is not supported."""
+    """Build a ModelConfig from a config.json's contents. Raises KeyError if missing, UserError if unsupported."""
     for key in ("rope_parameters", "rope_scaling"):
         if not _is_plain_rope(hf.get(key)):
             raise UserError(f"config.json: {key} = {shown(hf[key])} is not supported; only unscaled rotation is")
@@ -81,7 +81,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _is_plain_rope(rope: Any) -> bool:
-    """Whether these rope parameters ask for nothing beyond the unscaled rotation of all channels."""
+    """Return whether these rope parameters mean unscaled rotation of all channels."""
     if rope is None:
         return True
     if not isinstance(rope, dict):
@@ -92,7 +92,7 @@ def _is_plain_rope(rope: Any) -> bool:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """What a config.json that transformers 4 and 5 read as the same model says of our fields."""
+    """Return the entries of a config.json, for transformers 4 and 5, that our fields determine."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": config.num_layers,
@@ -111,17 +111,17 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_ours(theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Our state dict of `names`, holding the same tensors."""
+    """Return our state dict of `names`, with the same tensors."""
     return {name: theirs[_hf_name(name)] for name in names}
 
 
 def to_theirs(ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Their state dict, holding the same tensors."""
+    """Return their state dict, with the same tensors."""
     return {_hf_name(name): weight for name, weight in ours.items()}
 
 
 def _hf_name(name: str) -> str:
-    """Hugging Face's name of our parameter."""
+    """Return Hugging Face's name of our parameter."""
     module = name.removesuffix(".weight")
     if module.startswith("layers."):
         _, layer, module = module.split(".", 2)

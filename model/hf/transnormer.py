@@ -1,7 +1,7 @@
-"""The released TransNormerLLM checkpoints (OpenNLPLab/TransNormerLLM-385M, -1B, -7B) <-> ours.
+"""Convert the released TransNormerLLM checkpoints (OpenNLPLab/TransNormerLLM-385M, -1B, -7B).
 
-Names and layouts are those of modeling_transnormer.py that is released beside the weights (copyright 2024 OpenNLPLab,
-Apache-2.0), which transformers runs with trust_remote_code. Its norms have no weights, and their epsilon is 1e-6.
+Names and layouts follow modeling_transnormer.py, released with the weights (copyright 2024 OpenNLPLab, Apache-2.0),
+which transformers runs with trust_remote_code. Its norms have no weights, and epsilon 1e-6.
 """
 
 import re
@@ -15,7 +15,7 @@ from model.config import ModelConfig
 from model.hf.folder import entry, shown
 from runtime.errors import UserError
 
-# What our model computes, for the keys of config.json that could ask for something else; a missing key means the first.
+# Supported values of the keys of config.json that may ask for something else; a missing key means the first.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model_type": ("transnormer",),
     "norm_type": ("simplermsnorm",),
@@ -41,7 +41,7 @@ PREFIX = "model."
 
 
 def check(config: ModelConfig) -> None:
-    """UserError where theirs has no such TransNormer."""
+    """Raise UserError if the released code cannot express the model."""
     if config.softmax_every is not None:
         raise UserError(
             f"softmax_every is {config.softmax_every}, and a released TransNormer has linear attention in every layer: "
@@ -59,7 +59,7 @@ def check(config: ModelConfig) -> None:
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config.json's contents; KeyError for what is missing, UserError for what is not supported."""
+    """Build a ModelConfig from a config.json's contents. Raises KeyError if missing, UserError if unsupported."""
     layers, lrpe = entry(hf, "decoder_layers", int), entry(hf, "linear_use_lrpe_list", list)
     if len(lrpe) != layers or [bool(one) for one in lrpe] != [number == 0 for number in range(len(lrpe))]:
         raise UserError(
@@ -87,7 +87,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """What a config.json that the released code reads as the same model says of our fields; no length is among them."""
+    """Return the entries of a config.json, for the released code, that our fields determine; none is a length."""
     return {
         "architectures": ["TransnormerForCausalLM"],
         "decoder_layers": config.num_layers,
@@ -104,7 +104,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_ours(theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Our state dict of `names`, holding the same tensors or views of them."""
+    """Return our state dict of `names`, with the same tensors or views of them."""
     ours = {}
     for name in names:
         if name == THETA:
@@ -124,7 +124,7 @@ def to_ours(theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Ten
 
 
 def to_theirs(ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Their state dict: the same tensors, but for the projections side by side in one."""
+    """Return their state dict: the same tensors, but with the projections fused."""
     theirs = {}
     for name, weight in ours.items():
         if name == THETA:

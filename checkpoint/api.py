@@ -87,7 +87,7 @@ def save_checkpoint(
         CheckpointError: the iteration has a whole checkpoint (a broken one is moved aside), or the disk refuses;
             raised on every rank, and nothing half-written stays.
     """
-    from checkpoint.tensors import bytes_of, tensors_of, write_shards  # torch.distributed.checkpoint: half a second
+    from checkpoint.tensors import bytes_of, tensors_of, write_shards  # imports DCP, which takes half a second
 
     folder = checkpoint_folder(directory, iteration)
     draft = folder.with_name(folder.name + ".tmp")

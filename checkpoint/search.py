@@ -34,7 +34,7 @@ def what_is_broken(folder: Path, group: dist.ProcessGroup | None = None) -> str 
 def _what_is_left_out(folder: Path, manifest: Manifest) -> str | None:
     if folder.name != checkpoint_folder(folder.parent, manifest.iteration).name:
         return f"{folder} holds iteration {manifest.iteration}, not the one that its name says; rename it"
-    from checkpoint.tensors import read_metadata  # torch.distributed.checkpoint: half a second
+    from checkpoint.tensors import read_metadata  # imports DCP, which takes half a second
 
     try:
         read_metadata(folder, manifest)

@@ -217,7 +217,7 @@ class _Reader(dcp.FileSystemReader):
         super().__init__(folder)
         self.checked = metadata
 
-    # No **kwargs: DCP takes them as leave to try rank-local tables.
+    # No **kwargs: with them DCP would try rank-local tables.
     def read_metadata(self) -> Metadata:
         return self.checked
 

@@ -158,7 +158,7 @@ def _aten_cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
 def _aten_cuda_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # there is no dropout to repeat
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
     lengths = (q.shape[1], k.shape[1])
     dout, q, k, v, out, lse = _heads_first(dout, q, k, v, out.to(q.dtype), lse.float())
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
@@ -179,7 +179,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # there is no dropout to repeat
+    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # unused without dropout
     lengths = (q.shape[1], k.shape[1])
     dout, q, k, v, out, lse = _heads_first(dout, q, k, v, out.to(q.dtype), lse.float())
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(

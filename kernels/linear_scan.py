@@ -93,7 +93,7 @@ def scan(
 
 
 def _chunked(x: Tensor, chunks: Chunks, dtype: torch.dtype) -> Tensor:
-    """[B, T, H, D] -> [B, N, H, C, D]."""
+    """Map [B, T, H, D] to [B, N, H, C, D]."""
     x = x if chunks.index is None else x.index_select(1, chunks.index)
     return x.unflatten(1, (-1, CHUNK)).transpose(2, 3).to(dtype)
 

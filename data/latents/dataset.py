@@ -82,11 +82,11 @@ class Digits:
         return len(self.labels)
 
     def latents(self, row: int) -> np.ndarray:
-        """As `Source`."""
+        """Do as in `Source`."""
         return self.images[row]
 
     def where_label(self, row: int) -> tuple[Path, int]:
-        """As `Source`."""
+        """Do as in `Source`."""
         return Path(DIGITS), row
 
     def check_finite(self, rank: int = 0, ranks: int = 1) -> None:

@@ -23,18 +23,18 @@ _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What decides the content of prepared data."""
+    """The settings that determine prepared data."""
 
     inputs: tuple[str, ...] = ()
-    """Files and folders; none stands for the standard library's sources."""
+    """Files and folders; empty means the standard library's sources."""
     suffix: str = ".txt"
-    """Ending of the files that are taken from a folder."""
+    """Suffix of the files to read from a folder."""
     tokenizer_model: str | None = None
     """An existing tokenizer; None trains one."""
     vocab_size: int | None = 4096
-    """Entries of the tokenizer that is trained; None with an existing one."""
+    """Entries of the tokenizer to train; None with an existing one."""
     max_bytes: int | None = None
-    """Bytes of text to stop at."""
+    """Bytes of text after which to stop; None reads all."""
     json_key: str = "text"
     """Field of a .jsonl file's objects that holds the text."""
 

@@ -132,7 +132,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(width: int, value_width: int, dtype: torch.dtype) -> Tile:
-    """Return sizes whose state fits the registers: on sm_80 and sm_90 bfloat16 spills at most 24 bytes, up to D 256.
+    """Return sizes whose state fits the registers: compiled for sm_80 and sm_90, bfloat16 spills <= 24 bytes to D 256.
 
     float32, for tests and small exact runs, spills from a width of 128 on.
     """

@@ -36,7 +36,7 @@ LAYER_NAMES = {
 }
 FUSED, PARTS = "token_mixer.qkvu_proj", ("attention.wq", "attention.wk", "attention.wv", "attention.wu")
 THETA, THEIR_THETA = "layers.0.attention.lrpe.theta", "model.layers.0.token_mixer.lrpe.theta"  # [H * D], [H, 1, D]
-DERIVED = re.compile(r"(?!)")  # nothing
+DERIVED = re.compile(r"(?!)")  # matches nothing
 PREFIX = "model."
 
 

@@ -27,7 +27,7 @@ from testing.records import write_records
 from tools.arguments import parser_for
 
 DEFAULT_METHODS = ("ring", "striped", "zigzag", "allgather")
-SETTLE_SECONDS = 0.02  # an OpenMP thread looks for work a moment longer than there is any
+SETTLE_SECONDS = 0.02  # OpenMP threads spin for a moment after their work ends
 MINIMUM_REPEATS = 3
 CPU_DEFAULTS: dict[str, Any] = {
     "seq_length": 8192,
@@ -43,11 +43,11 @@ CUDA_DEFAULTS: dict[str, Any] = {
     "dtype": "bfloat16",
     "context_parallel_size": 8,
 }
-DISTURBED = 0.05  # of the cores taken by others, from which the clock no longer tells the contestants' own time
+DISTURBED = 0.05  # share of the cores taken by others, beyond which the clock misleads
 
 
 class Target(NamedTuple):
-    """A ratio of two contestants' medians, and what it is to be."""
+    """A ratio of two contestants' medians, and its bounds."""
 
     slower: str
     faster: str
@@ -63,7 +63,7 @@ TARGETS = (
 
 
 def slowest_pairs(method: str, seq_length: int, size: int) -> int:
-    """(query, key) pairs of the slowest rank in each round, summed: counted in the plan, not timed."""
+    """Sum the (query, key) pairs of the slowest rank in each round: counted in the plan, not timed."""
     plan = make_plan(method, seq_len=seq_length, size=size)
     by_rank = [[step.pairs for step in plan.rounds(rank)] for rank in range(size)]
     return sum(max(pairs) for pairs in zip(*by_rank, strict=True))
@@ -95,7 +95,7 @@ def measure_cpu(
             spent = time.monotonic() - start
             if len(rounds) >= MINIMUM_REPEATS and spent + spent / len(rounds) > max_seconds:
                 break
-            turn = len(rounds) % len(names)  # nobody always follows the same one
+            turn = len(rounds) % len(names)  # so that none always follows the same one
             times: dict[str, list[Times]] = {}
             for name in names[turn:] + names[:turn]:
                 time.sleep(SETTLE_SECONDS)
@@ -117,7 +117,7 @@ def measure_cpu(
 
 
 def summary(steps: list[list[Times]], work: Workload, limit: int | None, ranks: int) -> dict[str, Any]:
-    """The figures of one contestant; a step is the times of its ranks. ``limit`` is ``slowest_pairs``."""
+    """Summarize one contestant; a step is the times of its ranks, ``limit`` its ``slowest_pairs``."""
     seconds = [max(times.wall for times in step) for step in steps]
     threads = ranks if limit is None else 1
     middle = median(seconds)
@@ -133,7 +133,7 @@ def summary(steps: list[list[Times]], work: Workload, limit: int | None, ranks: 
 
 
 def compare(found: dict[str, dict[str, Any]], ranks: int, work: Workload) -> dict[str, Any]:
-    """Ratios of ring to each method and of each method to the one process, and the targets among them.
+    """Return the ratios of ring to each method and of each method to one process, and the targets among them.
 
     ``limit`` is the same ratio of pairs counted in the plans; ``paired`` the quartiles of the ratio inside each round;
     ``cpu`` the ratio of the busiest rank's CPU time, which other processes on the cores disturb less than the clock.
@@ -161,7 +161,7 @@ def compare(found: dict[str, dict[str, Any]], ranks: int, work: Workload) -> dic
 
 
 def table(result: dict[str, Any]) -> str:
-    """The figures of ``measure_cpu`` for reading."""
+    """Format the figures of ``measure_cpu`` as a table."""
     work, machine, load = result["workload"], result["machine"], result["load"]
     taken = load["cores_taken_by_others"]
     lines = [
@@ -196,7 +196,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command line's parser."""
     parser = parser_for("attention", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--seq-length", type=int, help="default: 8192; on cuda several, 2048 to 32768")
@@ -246,7 +246,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     args = build_parser().parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("error: --device cuda needs a CUDA GPU, and torch sees none here", file=sys.stderr)

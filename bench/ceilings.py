@@ -23,14 +23,14 @@ REPEATS = {"cpu": 5, "cuda": 20}
 
 
 def copy_bandwidth(device: str) -> float:
-    """GB/s (10^9 bytes) of a copy inside the device's memory, bytes read and bytes written both counted."""
+    """Measure a copy inside the device's memory in GB/s (10^9 bytes), counting bytes read and written."""
     source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / median(time_steps(lambda: target.copy_(source), device, REPEATS[device])) / 1e9
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
-    """TFLOP/s of the product of two square matrices, at the size that does best."""
+    """Measure the product of two square matrices in TFLOP/s, at the fastest size."""
     rates = []
     for size in MATMUL_SIZES[device]:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -44,7 +44,7 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
 
 
 def measure(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
-    """Every ceiling of a device: ``copy_gb_per_s`` and ``matmul_tflops`` by dtype; a CPU's threads stand beside."""
+    """Measure a device's ceilings: ``copy_gb_per_s``, ``matmul_tflops`` by dtype and, on a CPU, ``threads``."""
     found: dict[str, Any] = {"copy_gb_per_s": copy_bandwidth(device)}
     found["matmul_tflops"] = {name: matmul_rate(device, DTYPES[name]) for name in dtypes}
     if device == "cpu":
@@ -53,7 +53,7 @@ def measure(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="ceilings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -32,7 +32,7 @@ SHOWN = 10
 
 
 def learnt(seed: int = 0) -> tuple[Any, float]:
-    """A classifier of images [N, 1, 8, 8] from -1 to 1, and its share of right answers on digits it has not seen."""
+    """Train a classifier of images [N, 1, 8, 8] from -1 to 1; return it and its accuracy on unseen digits."""
     from sklearn.svm import SVC
 
     digits = Digits()
@@ -43,7 +43,7 @@ def learnt(seed: int = 0) -> tuple[Any, float]:
 
 
 def agreement(classifier: Any, images: np.ndarray, labels: Sequence[int] | np.ndarray) -> float:
-    """Share of the images [N, 1, 8, 8] that the classifier takes for their labels [N]."""
+    """Return the share of the images [N, 1, 8, 8] that the classifier takes for their labels [N]."""
     return float((classifier.predict(_flat(images)) == np.asarray(labels)).mean())
 
 
@@ -52,7 +52,7 @@ def _flat(images: np.ndarray) -> np.ndarray:
 
 
 def report(latents: Tensor, labels: Sequence[int], picture: Path) -> bool:
-    """Print what the classifier says of the drawn digits, write the picture; whether both bounds are met."""
+    """Print how the classifier reads the drawn digits and write the picture; return whether both bounds are met."""
     classifier, accuracy = learnt()
     images, each = latents.numpy(), len(labels) // 10
     found = agreement(classifier, images, labels)
@@ -69,7 +69,7 @@ def report(latents: Tensor, labels: Sequence[int], picture: Path) -> bool:
 
 
 def main(argv: list[str]) -> None:
-    """Run the command line."""
+    """Run the command."""
     args = _parse(argv)
     config = fitted(config_of(args.load), launched_world_size())
     if config.model.latent_shape != Digits.shape or config.model.num_classes != 10:

@@ -1,7 +1,7 @@
-"""The attention on one device: block kernels beside torch's own, and the compute of a ring step without its traffic.
+"""Measure attention on one device: block kernels beside torch's own, and a ring step's compute without its traffic.
 
-Runs on the CPU with the same code, which is how its tests run. What a device or a library refuses is listed with the
-reason under ``skipped``; no figure stands for it.
+The same code runs on the CPU, as in its tests. What a device or a library refuses is listed under ``skipped`` with the
+reason and has no figure.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from testing.machine import describe, time_steps
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn"), "cpu": ("aten",)}
 WORST_ERROR = 2e-2
-"""Relative difference from torch's own in the 2-norm beyond which a kernel's time would mean nothing."""
+"""Relative difference from torch's own, in the 2-norm, beyond which a kernel is not timed."""
 
 Step = Callable[[], Any]
 
@@ -33,7 +33,7 @@ Step = Callable[[], Any]
 def measure(
     device: str, work: Workload, lengths: tuple[int, ...], methods: tuple[str, ...], ranks: int, repeats: int
 ) -> dict[str, Any]:
-    """Ceilings, kernels at every length, and the simulated steps, where ``work.seq_length`` is one rank's share."""
+    """Measure ceilings, kernels at every length, and simulated steps with ``work.seq_length`` positions per rank."""
     skipped: dict[str, str] = {}
     result = {
         "benchmark": "attention on one device, causal",
@@ -55,7 +55,7 @@ def measure(
 
 
 def _try(label: str, skipped: dict[str, str], measured: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    """What ``measured`` returns, or None with the refusal (no memory, not installed, not supported) noted."""
+    """Return ``measured()``, or None and note the refusal (no memory, not installed, not supported)."""
     try:
         return measured()
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -66,7 +66,7 @@ def _try(label: str, skipped: dict[str, str], measured: Callable[[], dict[str, A
 
 
 def _kernels(device: str, shape: Workload, repeats: int, skipped: dict[str, str]) -> list[dict[str, Any]]:
-    """torch's own attention first, then each backend of ours."""
+    """Time torch's own attention, then each of our backends."""
     q, k, v, dout = shape.tensors(device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     truth: list[Tensor] = []
@@ -99,7 +99,7 @@ def _kernels(device: str, shape: Workload, repeats: int, skipped: dict[str, str]
 
 
 def _error(got: list[Tensor], want: list[Tensor]) -> float:
-    """The worst relative difference of a pair of tensors in the 2-norm; nan if any is."""
+    """Return the largest relative difference of a pair of tensors in the 2-norm; NaN if any is."""
     pairs = ((a.double(), b.double()) for a, b in zip(got, want, strict=True))
     return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()
 
@@ -117,7 +117,7 @@ def _row(name: str, shape: Workload, forward: list[float], backward: list[float]
 
 
 class _Alone(Transport):
-    """One rank's links without the others: what would arrive from them is what would be sent to them."""
+    """One rank's links without peers: it receives what it would send."""
 
     def _new_group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
         return None
@@ -135,7 +135,7 @@ class _Alone(Transport):
 def _simulate(
     device: str, local: Workload, methods: tuple[str, ...], ranks: int, repeats: int, skipped: dict[str, str]
 ) -> dict[str, Any]:
-    """Every rank's forward + backward of every method, one after the other; a method is as fast as its slowest rank."""
+    """Time each rank's forward + backward of every method in turn; a method is as fast as its slowest rank."""
     whole = Workload(**{**vars(local), "seq_length": local.seq_length * ranks})
     tensors = local.tensors(device)
     steps: dict[str, Any] = {}
@@ -179,7 +179,8 @@ def _whole(device: str, whole: Workload, ranks: int, repeats: int) -> dict[str, 
 
 
 def _ratios(steps: dict[str, Any], alone: dict[str, Any] | None) -> dict[str, dict[str, float]]:
-    """Ring to each method, and each method to its share of the whole done alone; limits by counted pairs."""
+    """Return ratios of ring to each method and of each method to its share of the whole sequence; limits count
+    pairs."""
     ratios = {}
     for name, step in steps.items():
         if "ring" in steps and name != "ring":
@@ -196,7 +197,7 @@ def _ratios(steps: dict[str, Any], alone: dict[str, Any] | None) -> dict[str, di
 
 
 def table(result: dict[str, Any]) -> str:
-    """The figures of ``measure`` for reading."""
+    """Format the figures of ``measure`` as a table."""
     machine, work, ceilings = result["machine"], result["workload"], result["ceilings"]
     ceiling = ceilings["matmul_tflops"][work["dtype"]]
     lines = [

@@ -32,7 +32,7 @@ RANKS = 8
 
 
 def run_tests(marker: str, limit: float, paths: tuple[str, ...] = ()) -> dict[str, Any]:
-    """pytest of the tests with that marker: counts of ``passed``, ``failed``, ``skipped``, names of what failed.
+    """Run the tests with that marker; return counts of ``passed``, ``failed``, ``skipped``, and names of what failed.
 
     Raises:
         RuntimeError: it took longer than ``limit`` seconds, or ended without a report.
@@ -51,7 +51,7 @@ def run_tests(marker: str, limit: float, paths: tuple[str, ...] = ()) -> dict[st
 
 
 def count(report: Path) -> dict[str, Any]:
-    """The outcome in a JUnit file."""
+    """Read the outcome from a JUnit file."""
     outcome: dict[str, Any] = {"passed": 0, "skipped": 0, "failed": 0, "failures": []}
     for case in ElementTree.parse(report).iter("testcase"):
         tags = {child.tag for child in case}
@@ -71,7 +71,7 @@ def write_result(folder: Path, tests: dict[str, Any], measured: dict[str, Any]) 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     parser = parser_for("gpu_check", __doc__)
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="default: bench/results")
     args = parser.parse_args(argv)

@@ -41,28 +41,28 @@ from tools.arguments import parser_for
 
 CONTESTANTS = ("chunked", "naive", "softmax")
 KEPT_BYTES = 1 << 30
-"""Of all T x T matrices that naive keeps for the backward: their size at most."""
+"""Limit on the size of the T x T matrices that naive keeps for the backward."""
 SCANS = 4
-"""Of the chunked form: the forward's one, and one for each of dq, dk and dv."""
+"""Scans of the chunked form: one in the forward, and one each for dq, dk and dv."""
 MINIMUM_SECONDS = 0.5  # of all contestants at a length; a step at the shortest takes a millisecond
 MINIMUM_ROUNDS = 3
 
 
 def lengths_between(shortest: int, longest: int) -> list[int]:
-    """Powers of two times ``shortest``, up to ``longest``."""
+    """Return ``shortest`` times powers of two, up to ``longest``."""
     return [shortest << n for n in range(int(math.log2(longest / shortest)) + 1)]
 
 
 def fits(work: Workload) -> bool:
-    """Whether the scores and the decays that naive keeps for the backward take at most ``KEPT_BYTES``."""
+    """Return whether the scores and decays that naive keeps for the backward take at most ``KEPT_BYTES``."""
     return 4 * (work.batch + 1) * work.num_heads * work.seq_length**2 <= KEPT_BYTES
 
 
 def flops(name: str, work: Workload) -> int:
-    """Floating-point operations of matrix products, forward and backward; a multiply-add is two.
+    """Count floating-point operations of matrix products, forward and backward; a multiply-add is two.
 
-    softmax takes the unmasked half of the scores, and computes them again in the backward. naive takes all of them,
-    once, and the state that leaves. Each scan of chunked takes 64 scores per token, and the state, written and read.
+    softmax computes the unmasked half of the scores, and again in the backward. naive computes all of them once, and
+    the final state. Each scan of chunked computes 64 scores per token, and writes and reads the state.
     """
     width, rows = work.head_dim, work.batch * work.num_heads
     if name == "softmax":
@@ -74,7 +74,7 @@ def flops(name: str, work: Workload) -> int:
 
 
 def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The output ``[B, T, H, D]`` of one contestant. Decays are those of a TransNormer's first layer."""
+    """Return one contestant's output ``[B, T, H, D]``, with the decays of a TransNormer's first layer."""
     if name == "softmax":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
@@ -85,7 +85,7 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def step_of(name: str, work: Workload) -> Callable[[], list[Tensor]]:
-    """A function that attends forward and backward, and returns out, dq, dk and dv."""
+    """Return a function that attends forward and backward, and returns out, dq, dk and dv."""
     *leaves, dout = work.tensors()
     leaves = [x.requires_grad_() for x in leaves]
 
@@ -97,11 +97,11 @@ def step_of(name: str, work: Workload) -> Callable[[], list[Tensor]]:
 
 
 def measure(lengths: Sequence[int], shape: Workload, repeats: int = 5, max_seconds: float = 15.0) -> dict[str, Any]:
-    """Time all contestants at every length of heads as in ``shape``.
+    """Time all contestants at every length, with the heads of ``shape``.
 
     Args:
         repeats: rounds at each length, and more until half a second is over.
-        max_seconds: no further round at a length after this long, but for three.
+        max_seconds: no further round at a length after this long, once there are three.
 
     Raises:
         RuntimeError: chunked and naive differ in out, dq, dk or dv.
@@ -124,9 +124,9 @@ def measure(lengths: Sequence[int], shape: Workload, repeats: int = 5, max_secon
 
 
 def _at(work: Workload, repeats: int, max_seconds: float) -> list[dict[str, Any]]:
-    """A row for each contestant that can take this length."""
+    """Return a row for each contestant that can take this length."""
     steps = {name: step_of(name, work) for name in CONTESTANTS if name != "naive" or fits(work)}
-    prints = {name: fingerprint(step()).tolist() for name, step in steps.items()}  # the warm-up too
+    prints = {name: fingerprint(step()).tolist() for name, step in steps.items()}  # also warms up
     if "naive" in prints:
         check_same("chunked", prints["chunked"], prints["naive"], work.dtype, "the naive form")
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -141,14 +141,14 @@ def _at(work: Workload, repeats: int, max_seconds: float) -> list[dict[str, Any]
 
 
 def _enough(rounds: int, spent: float, repeats: int, max_seconds: float) -> bool:
-    """Whether a length has been timed as often as it is to be."""
+    """Return whether a length has been timed often enough."""
     if rounds >= min(repeats, MINIMUM_ROUNDS) and spent > max_seconds:
         return True
     return rounds >= repeats and spent >= MINIMUM_SECONDS
 
 
 def row(name: str, work: Workload, seconds: list[float]) -> dict[str, Any]:
-    """The figures of one contestant at one length."""
+    """Summarize one contestant at one length."""
     middle = median(seconds)
     return {
         "name": name,
@@ -164,19 +164,19 @@ def row(name: str, work: Workload, seconds: list[float]) -> dict[str, Any]:
 
 
 def by_length(result: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
-    """The rows of a contestant."""
+    """Return the rows of a contestant by length."""
     return {row["length"]: row for row in result["rows"] if row["name"] == name}
 
 
 def overtakes(result: dict[str, Any], name: str) -> int | None:
-    """The length from which chunked is faster than ``name`` at all lengths measured of both, None for never."""
+    """Return the length from which chunked is faster than ``name`` at all lengths measured of both; None for never."""
     ours, theirs = by_length(result, "chunked"), by_length(result, name)
     slower = [n for n in theirs if ours[n]["median"] >= theirs[n]["median"]]
     return min((n for n in theirs if n > max(slower, default=0)), default=None)
 
 
 def exponent(result: dict[str, Any], name: str) -> float | None:
-    """p in time ~ length^p between the last two lengths of a contestant."""
+    """Return p in time ~ length^p between the last two lengths of a contestant."""
     *_, before, last = [None, *by_length(result, name).values()]
     if before is None:
         return None
@@ -184,7 +184,7 @@ def exponent(result: dict[str, Any], name: str) -> float | None:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Tokens per second of each contestant at each length, and what follows from them."""
+    """Format tokens per second of each contestant at each length, growth exponents and crossovers."""
     found = {name: by_length(result, name) for name in CONTESTANTS}
     lines = ["| tokens | chunked | naive | softmax | chunked / softmax |", "| ---: | ---: | ---: | ---: | ---: |"]
     for length, ours in found["chunked"].items():
@@ -206,7 +206,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def picture(result: dict[str, Any], path: Path) -> None:
-    """Tokens per second over length, both axes logarithmic."""
+    """Plot tokens per second over length, both axes logarithmic."""
     from matplotlib.figure import Figure
 
     from tools.layout_picture import PALETTE
@@ -233,7 +233,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command line's parser."""
     parser = parser_for("linear", __doc__)
     parser.add_argument("--min-length", type=int, default=256, help="shortest sequence (default: %(default)s)")
     parser.add_argument(
@@ -267,7 +267,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     args = build_parser().parse_args(argv)
     try:
         if not 1 <= args.min_length <= args.max_length:

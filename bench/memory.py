@@ -69,7 +69,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
 
 
 def cases(shape: Shape) -> dict[str, RecomputeConfig]:
-    """What is compared: the policies, alone and with chunks."""
+    """Return the policies to compare, alone and with chunks."""
     size, found = shape.chunk_size, {"none": RecomputeConfig()}
     for name in get_args(Granularity):
         found[f"{name}, loss in chunks"] = RecomputeConfig(recompute_granularity=name, loss_chunk_size=size)
@@ -82,13 +82,13 @@ def cases(shape: Shape) -> dict[str, RecomputeConfig]:
 
 
 def measure(shape: Shape, chosen: RecomputeConfig) -> dict[str, Any]:
-    """One step in this process, which should be a fresh one: bytes, seconds, attention forwards per layer, loss.
+    """Measure one step in this process, a fresh one: bytes, seconds, attention forwards per layer, loss.
 
     Raises:
-        RuntimeError: the allocations recorded do not add up to nothing, or the loss is not finite.
+        RuntimeError: the recorded allocations do not add up to zero, or the loss is not finite.
     """
     tiny = Shape(**{**asdict(shape), "seq_length": 64, "num_layers": 1, "chunk_size": 32})
-    for part in _step(tiny, chosen):  # what the first step of a process loads and keeps is no policy's
+    for part in _step(tiny, chosen):  # what a process's first step loads and keeps is not the policy's
         part()
     forward, backward = _step(shape, chosen)
     watch = _watch_cuda if shape.device == "cuda" else _watch_cpu
@@ -104,7 +104,7 @@ def measure(shape: Shape, chosen: RecomputeConfig) -> dict[str, Any]:
 
 
 class Attentions(TorchDispatchMode):
-    """Counts the attention forwards that are computed."""
+    """Count the attention forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Attentions(TorchDispatchMode):
 
 
 def _step(shape: Shape, chosen: RecomputeConfig) -> tuple[Callable[[], None], Callable[[], float]]:
-    """The two halves of a step on a model whose gradients are allocated; the second returns the loss."""
+    """Return the forward and backward of a step, with gradients allocated; the backward returns the loss."""
     device = torch.device(shape.device)
     cp = context_parallel("ring", seq_len=shape.seq_length)
     heads = max(1, shape.hidden_size // 64)
@@ -149,7 +149,7 @@ def _step(shape: Shape, chosen: RecomputeConfig) -> tuple[Callable[[], None], Ca
 
 @contextmanager
 def _watch_cuda() -> Iterator[dict[str, Any]]:
-    """Runs parts of a step by ``found["after"](part)``: ``now`` is what they left, ``peak`` the most there was."""
+    """Run parts of a step by ``found["after"](part)``: ``now`` is what they left allocated, ``peak`` the maximum."""
     torch.cuda.synchronize()
     start = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -169,11 +169,11 @@ def _watch_cuda() -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _watch_cpu() -> Iterator[dict[str, Any]]:
-    """As ``_watch_cuda``; seconds are the processor's in user mode, which page faults and other load disturb least."""
+    """As ``_watch_cuda``; seconds are user-mode CPU time, which page faults and other load disturb least."""
     found: dict[str, Any] = {"now": 0, "peak": 0, "seconds": 0.0, "resident": None}
     resident = status("VmRSS")
     if resident is not None:
-        CLEAR.write_text("5")  # VmHWM begins anew
+        CLEAR.write_text("5")  # resets VmHWM
 
     def after(part: Callable[[], Any]) -> None:
         with _no_messages(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -193,7 +193,7 @@ def _watch_cpu() -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _no_messages() -> Iterator[None]:
-    """Keeps what the profiler's library writes to stderr, by whatever settings, from between the figures."""
+    """Discard what the profiler's library writes to stderr, whatever its settings."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -206,7 +206,7 @@ def _no_messages() -> Iterator[None]:
 
 
 def status(field: str) -> int | None:
-    """Bytes in a line of Linux's account of this process; None elsewhere."""
+    """Return a field of /proc/self/status in bytes; None where there is none."""
     if not (STATUS.exists() and CLEAR.exists()):
         return None
     found = re.search(rf"^{field}:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
@@ -239,7 +239,7 @@ HEADER = f"{'MiB':42}{'peak':>9}{'of none':>9}{'kept':>9}{'resident':>10}{'s':>8
 
 
 def row(name: str, found: dict[str, Any], most: int) -> str:
-    """One line of the table; ``attention`` is forwards per layer and step."""
+    """Format one line of the table; ``attention`` is forwards per layer and step."""
     resident = "" if found["resident"] is None else f"{found['resident'] / 2**20:.1f}"
     return (
         f"{name:42}{found['peak'] / 2**20:9.1f}{found['peak'] / most:9.1%}{found['kept'] / 2**20:9.1f}{resident:>10}"
@@ -248,7 +248,7 @@ def row(name: str, found: dict[str, Any], most: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     parser = parser_for("memory", __doc__)
     parser.add_argument("--device", choices=tuple(DEFAULTS), default="cpu", help="default: %(default)s")
     for name in DEFAULTS["cpu"]:

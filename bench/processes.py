@@ -1,6 +1,6 @@
-"""Contestants on the CPU, each where it belongs: ranks pinned to one core each, one process with all those cores.
+"""Contestants on the CPU: ranks pinned to one core each, and one process with all those cores.
 
-Every process waits in a blocking read for its next step, so that nobody spins while another is timed.
+Every process waits for its next step in a blocking read, so that none spins while another is timed.
 """
 
 import multiprocessing
@@ -42,7 +42,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Seat:
-    """A process's place: its cores and threads, and its rank among ``ranks``; the one process has no rank."""
+    """A process's cores and threads, and its rank among ``ranks``; the single process has no rank."""
 
     cores: tuple[int, ...]
     threads: int
@@ -81,19 +81,19 @@ class Contestants:
         self._folder.cleanup()
 
     def step(self, name: str) -> list[Times]:
-        """One forward + backward of a method (or ``ONE_PROCESS``); times by rank."""
+        """Run one forward + backward of a method (or ``ONE_PROCESS``); return times by rank."""
         return [Times(*times) for times in self._ask(name, "step")]
 
     def fingerprint(self, name: str) -> list[float]:
-        """Sums of squares of out, dq, dk and dv over the whole sequence; also warms up."""
+        """Return the sums of squares of out, dq, dk and dv over the whole sequence; also warm up."""
         return list(self._ask(name, "fingerprint")[0])
 
     def matmul_tflops(self) -> float:
-        """The one process's rate in plain matrix multiplication, on all its threads."""
+        """Return the single process's matrix multiplication rate in TFLOP/s, on all its threads."""
         return float(self._ask(ONE_PROCESS, "matmul")[0])
 
     def cpu_seconds(self) -> float:
-        """CPU time that all these processes have used."""
+        """Return the CPU seconds that all these processes have used."""
         return sum(self._ask(ONE_PROCESS, "cpu_seconds")) + (sum(self._ask("", "cpu_seconds")) if self._ranks else 0.0)
 
     def _start(self, seat: Seat) -> Connection:
@@ -133,13 +133,13 @@ class _Step:
         self._attend, self._leaves, self._dout = attend, [x.requires_grad_() for x in (q, k, v)], dout
 
     def __call__(self) -> list[Tensor]:
-        """out, dq, dk, dv."""
+        """Return out, dq, dk and dv."""
         out = self._attend(*self._leaves)
         return [out.detach(), *torch.autograd.grad(out, self._leaves, self._dout)]
 
 
 def _serve(pipe: Connection, seat: Seat, work: Workload) -> None:
-    """The life of a process: take its seat, then answer requests until the other end closes."""
+    """Run a process: take its seat, then answer requests until the other end closes."""
     try:
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, seat.cores)  # before any thread is started, so that all inherit it

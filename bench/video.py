@@ -38,7 +38,7 @@ METHODS = ("ring", "allgather", "wallfacer", "ulysses", "double_ring")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is trained, and how often."""
+    """The model to train, and the number of iterations."""
 
     num_layers: int = 2
     hidden_size: int = 64
@@ -75,19 +75,19 @@ HEADER = """\
 
 
 def train(rank: int, world_size: int, flags: Sequence[str]) -> tuple[float, list[dict[str, Any]]]:
-    """Bytes that this process grew by during the iterations, and their records, on the first rank."""
+    """Return the bytes that this process grew by in the iterations, and on the first rank their records."""
     log = Records()
     with prepared_by(pretrain_dit, flags, log) as trainer:
         before = status("VmRSS")
         if before is not None:
-            CLEAR.write_text("5")  # VmHWM begins anew
+            CLEAR.write_text("5")  # resets VmHWM
         trainer.run()
         after = status("VmHWM")
     return float("nan") if before is None or after is None else after - before, log.records
 
 
 def measure(folder: Path, frames: int, processes: int, method: str, shape: Shape) -> Row:
-    """One case, on processes of its own; the latents are written where they are not yet."""
+    """Measure one case in fresh processes; write the latents if they are missing."""
     data = folder / str(frames)
     if not data.exists():
         noise = np.random.RandomState(0).standard_normal((2, CHANNELS, frames, SIDE, SIDE)).astype(np.float32)
@@ -113,7 +113,7 @@ def measure(folder: Path, frames: int, processes: int, method: str, shape: Shape
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command line's parser."""
     found = parser_for("python -m bench.video", __doc__)
     found.add_argument("--frames", type=int, nargs="+", default=[4, 8, 16, 32], help="lengths, 1,024 patches a frame")
     found.add_argument("--processes", type=int, nargs="+", default=[1, 4], help="default: 1 4")
@@ -126,9 +126,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     args = parser().parse_args(argv)
-    os.environ.update(ENVIRONMENT)  # before the processes' server starts, whose malloc reads it
+    os.environ.update(ENVIRONMENT)  # before the fork server starts: its malloc reads it
     shape = Shape(**{name: getattr(args, name) for name in asdict(Shape())})
     try:
         if shape.train_iters < 2 or min(*args.frames, *args.processes, 1) < 1:

@@ -15,7 +15,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
 MISMATCH = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
-"""Relative difference of a fingerprint from which two computations count as different."""
+"""Relative difference of a fingerprint beyond which two computations count as different."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,11 @@ class Workload:
         return self.seq_length * (self.seq_length + 1) // 2
 
     def flops(self, pairs: int, products: int = FORWARD_PRODUCTS + BACKWARD_PRODUCTS) -> int:
-        """Floating-point operations for that many pairs: matrix products alone, a multiply-add as two."""
+        """Count the floating-point operations of that many pairs: matrix products only, a multiply-add as two."""
         return 2 * products * pairs * self.batch * self.num_heads * self.head_dim
 
     def tensors(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and the gradient of the output: the same numbers in every process, whatever the device."""
+        """Return q, k, v and the gradient of the output: the same numbers in every process and on every device."""
         generator = torch.Generator().manual_seed(0)
         q, k, v, dout = (
             torch.randn(self.batch, self.seq_length, heads, self.head_dim, generator=generator)
@@ -59,14 +59,14 @@ class Workload:
 
 
 def fingerprint(tensors: list[Tensor]) -> Tensor:
-    """Sum of squares of each tensor: float64 ``[len(tensors)]``. Two of the same computation agree in it."""
+    """Return the sum of squares of each tensor, float64 ``[len(tensors)]``, by which to compare computations."""
     return torch.stack([x.double().square().sum() for x in tensors])
 
 
 def check_same(
     name: str, got: list[float], want: list[float], dtype: str, truth: str = "scaled_dot_product_attention"
 ) -> None:
-    """Refuse to time something that computes something else than ``truth``.
+    """Refuse to time what does not compute the same as ``truth``.
 
     Raises:
         RuntimeError: the fingerprints differ by more than ``MISMATCH``.

@@ -23,11 +23,11 @@ from bench.link.network import check_permission
 from tools.arguments import parser_for
 
 LINKS = ("shared", "rails")
-PROFILED_RATE = "100mbit"  # that the cluster files are about
+PROFILED_RATE = "100mbit"  # of the cluster files
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command line's parser."""
     parser = parser_for("python -m bench.link", __doc__)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="default: all")
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS), help="default: both")
@@ -66,9 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse numbers that no run can have, and results to which no figure of this run could be added.
+    """Refuse numbers that no run can have, and results that this run's figures could not join.
 
-    Models that have none of the named cases are left out of ``args``.
+    Removes models without any of the named cases from ``args``.
 
     Raises:
         ValueError: with the flag, the value and what it must be.
@@ -101,10 +101,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     args = build_parser().parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, here and by the ranks' server
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # namespaces have no name server, which torch remarks on
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that namespaces have no name server
     signal.signal(signal.SIGTERM, _stop)
     try:
         check(args)

@@ -1,4 +1,4 @@
-"""What is compared: models, context-parallel configurations, and the command line that trains them."""
+"""The models and context-parallel configurations to compare, and the command line that trains them."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from parallel.context import ContextConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-VOCAB_SIZE = 512  # the embedding's gradient crosses the link too, and is not what is compared
+VOCAB_SIZE = 512  # small, since the embedding's gradient crosses the link too
 
 # Small layers and many tokens, so that keys and values outweigh all else that crosses. Eight heads, for Ulysses on
 # 8 ranks.
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def name_of(context: ContextConfig) -> str:
-    """The name that ``CASES`` has, or would have, for what the planner proposes."""
+    """Return the name that ``CASES`` has, or would have, for what the planner proposes."""
     team, degree = context.context_parallel_team_size, context.ulysses_degree
     name = context.context_parallel_method + (f"_c{team}" if team > 1 else "")
     name += "_p2p_intra" if context.context_parallel_placement == "p2p_intra" else ""
@@ -55,14 +55,14 @@ def name_of(context: ContextConfig) -> str:
 
 
 def method_flags(context: ContextConfig, ranks: int) -> tuple[str, ...]:
-    """The flags that ask for what the planner proposes on that many ranks."""
+    """Return the flags of what the planner proposes on that many ranks."""
     name, team, degree = context.context_parallel_method, context.context_parallel_team_size, context.ulysses_degree
     return _method(
         name, team=team, placement=context.context_parallel_placement, degree=ranks if name == "ulysses" else degree
     )
 
 
-# Of linear attention: LASP and what its paper compares it with. Megatron-SP is tensor parallelism on all ranks.
+# Linear attention: LASP and what its paper compares it with. Megatron-SP is tensor parallelism on all ranks.
 LINEAR_CASES: dict[str, tuple[str, ...]] = {
     "lasp": _method("lasp"),
     "lasp2": _method("lasp2"),
@@ -72,27 +72,27 @@ LINEAR_CASES: dict[str, tuple[str, ...]] = {
 
 
 def batch_of(args: argparse.Namespace, length: int) -> int:
-    """Sequences of a step: as many as named, whatever their length, or those that make up its tokens."""
+    """Return the sequences of a step: --batch-size if given, else --tokens over the length."""
     return args.batch_size or args.tokens // length
 
 
 def cases_of(model: str) -> dict[str, tuple[str, ...]]:
-    """The configurations that a model can have, by name."""
+    """Return a model's configurations by name."""
     return LINEAR_CASES if model == "transnormer" else CASES
 
 
 def reference_of(model: str) -> str:
-    """The configuration that a model's others are compared with."""
+    """Return the configuration that a model's others are compared with."""
     return "lasp" if model == "transnormer" else "ring"
 
 
 def command_line(
     model: str, method: Sequence[str], data: Path, *, size: int, seq_length: int, batch: int, iterations: int
 ) -> list[str]:
-    """Flags of pretrain_gpt.py.
+    """Return the flags of pretrain_gpt.py.
 
-    Weights are copied on every node and gradients summed over the link once; with tensor parallelism each rank has its
-    own, and no gradient of a matrix crosses.
+    Every node has a copy of the weights, and gradients are summed over the link once; with tensor parallelism each rank
+    has its own weights, and no matrix's gradient crosses.
     """
     mesh: tuple[str, ...] = ("--context-parallel-size", str(size), "--num-distributed-optimizer-instances", "2")
     if "--tensor-model-parallel-size" in method:

@@ -1,4 +1,4 @@
-"""Every configuration in every setting: steps without a limit and within it, and the bytes that crossed."""
+"""Measure every configuration in every setting: steps without and with the limit, and the bytes that crossed."""
 
 import argparse
 import os
@@ -18,11 +18,11 @@ from train.config.language import Config, parse_args
 
 CORPUS = Request(vocab_size=VOCAB_SIZE, max_bytes=4 << 20)
 WARM_UP, WARM_UP_LIMITED = 2, 1  # steps: connections are made; TCP finds its window
-FREE = 3  # steps without a limit that are counted
+FREE = 3  # counted steps without the limit
 
 
 def measure(args: argparse.Namespace, data: Path, tell: Callable[[str], None]) -> dict[str, Any]:
-    """All settings of a command line; ``data`` is the corpus. ``tell`` gets a line per configuration.
+    """Measure all settings of a command line on the corpus ``data``; ``tell`` gets a line per configuration.
 
     Raises:
         RuntimeError: a rank failed.
@@ -32,7 +32,7 @@ def measure(args: argparse.Namespace, data: Path, tell: Callable[[str], None]) -
     machine = describe("cpu")
     for link in args.links:
         with Network(rails=link == "rails") as network:
-            network.limit(args.rate)  # what tc does not know is known before anything is trained
+            network.limit(args.rate)  # fails before training if tc does not know the rate
             for model in args.models:
                 for length in args.seq_length:
                     settings.append(_setting(network, model, link, length, data, args, tell))
@@ -57,11 +57,11 @@ def _setting(
     args: argparse.Namespace,
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """All configurations of one setting, those that the planner profiles among them."""
+    """Measure all configurations of one setting, including those that the planner profiles."""
     setting: dict[str, Any] = {"model": model, "link": link, "seq_length": length, "batch": batch_of(args, length)}
     known, reference = cases_of(model), reference_of(model)
     methods = {name: known[name] for name in (reference, *(args.cases or known)) if name in known}
-    profiled = args.profile and model != "transnormer"  # of linear attention it weighs lasp and lasp2 alone
+    profiled = args.profile and model != "transnormer"  # for linear attention it weighs only lasp and lasp2
     if profiled:
         tell(f"{model:6}{link:8}{length:6} profiling the {args.profile} best predictions")
         setting["planner"] = planned(network, model, link, data, length, args)
@@ -78,7 +78,7 @@ def _setting(
 def one(
     network: Network, model: str, method: Sequence[str], data: Path, length: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Train one configuration: medians of its steps, without a limit and within it."""
+    """Train one configuration; return the medians of its steps, without and with the limit."""
     free, last = WARM_UP + FREE, WARM_UP + FREE + WARM_UP_LIMITED + args.repeats
     batch = batch_of(args, length)
     flags = command_line(model, method, data, size=network.size, seq_length=length, batch=batch, iterations=last)
@@ -100,9 +100,9 @@ def one(
 
 
 def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
-    """Bytes that a step's attentions send from the first node to the second, and back, by the plan.
+    """Return the bytes that a step's attentions send from the first node to the second, and back, by the plan.
 
-    Nought of tensor parallelism, whose every layer sends its tokens elsewhere.
+    Zero with tensor parallelism, whose layers send their tokens outside of the plan.
     """
     model, sent = config.model, [0, 0]
     size = config.mesh.context_parallel_size

@@ -1,7 +1,7 @@
-"""Two nodes on one machine: network namespaces with a slow link between them.
+"""Emulate two nodes on one machine: network namespaces with a slow link between them.
 
-The namespaces have no names: the kernel ends them, with their interfaces and limits, when the last process is gone that
-is inside of one or holds it open. Nothing can be left behind, however the bench ends.
+The namespaces have no names: the kernel removes one, with its interfaces and limits, when no process is inside or holds
+it open. Nothing is left behind, however the bench ends.
 """
 
 import ctypes
@@ -22,11 +22,11 @@ WITHOUT_ROOT = "unshare --user --map-root-user --net"
 
 
 class NetworkError(RuntimeError):
-    """What this machine does not allow or does not have; the message says what is needed."""
+    """Something that this machine lacks or does not allow; the message says what is needed."""
 
 
 class Namespace:
-    """A network namespace that lives until it is closed and no process is inside any more."""
+    """A network namespace that lives until it is closed and no process is inside."""
 
     def __init__(self) -> None:
         with _open(CURRENT) as outside:
@@ -39,12 +39,12 @@ class Namespace:
 
     @property
     def path(self) -> str:
-        """A file by which processes of the same user can ``enter``."""
+        """A file through which processes of the same user can ``enter``."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Be in the namespace for a while, with the calling thread and the processes it starts."""
+        """Move the calling thread, and the processes it starts, into the namespace for the context's body."""
         with _open(CURRENT) as outside:
             _call("setns", self._file, NEW_NETWORK)
             try:
@@ -53,7 +53,7 @@ class Namespace:
                 _call("setns", outside, NEW_NETWORK)
 
     def run(self, *command: str) -> str:
-        """What a command that ran inside printed.
+        """Run a command inside and return what it printed.
 
         Raises:
             NetworkError: it failed.
@@ -65,16 +65,16 @@ class Namespace:
         return done.stdout
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close this process's handle of it."""
         os.close(self._file)
 
 
 class Network:
     """Two nodes of ``ranks_per_node`` ranks; a context manager.
 
-    Without rails the ranks of a node share its namespace, and all of them the link's rate. With rails every rank has a
-    namespace and a link of its own, plugged into its node's bridge; between the bridges each rank's packets may go at
-    the rate, whoever they are for.
+    Without rails the ranks of a node share its namespace, and all ranks share the link's rate. With rails every rank
+    has its own namespace and link, plugged into its node's bridge; between the bridges each rank may send at the rate,
+    whatever the destination.
 
     Raises:
         NetworkError: no permission, or iproute2 or a kernel module is missing.
@@ -106,15 +106,15 @@ class Network:
         self._open_files.close()
 
     def address(self, rank: int) -> str:
-        """The IPv4 address of a rank; without rails its node's."""
+        """Return the IPv4 address of a rank; without rails its node's."""
         return f"10.77.0.{1 + (rank if self.rails else rank // self.ranks_per_node)}"
 
     def path(self, rank: int) -> str:
-        """The namespace of a rank, for ``enter``."""
+        """Return the namespace of a rank, for ``enter``."""
         return self._ranks[rank].path
 
     def limit(self, rate: str | None) -> None:
-        """Limit the link, or each rail, to a rate in tc's words, in both directions; None takes the limit away.
+        """Limit the link, or each rail, to a rate in tc's notation, in both directions; None removes the limit.
 
         Raises:
             NetworkError: tc does not know the rate, or the kernel lacks tbf, htb or u32.
@@ -134,7 +134,7 @@ class Network:
                 self._limit_rail(node, f"1:{local + 1}", f"{local + 2}:", source, rate)
 
     def crossed(self) -> tuple[int, int]:
-        """Bytes that have gone from the first node to the second, and back, as the interface counts them."""
+        """Return the bytes sent from the first node to the second, and back, as the interfaces count them."""
         to, back = (_sent_through(TRUNK, node) for node in self._nodes)
         return to, back
 
@@ -160,7 +160,7 @@ def enter(path: str) -> None:
 
 
 def check_permission() -> None:
-    """Try what the bench needs of this machine.
+    """Check that this machine allows what the bench needs.
 
     Raises:
         NetworkError: it is not Linux, iproute2 is missing, or this process may not make network namespaces.
@@ -203,7 +203,7 @@ def _call(name: str, *arguments: int) -> None:
 
 
 def _connect(one: Namespace, its: str, other: Namespace, others: str) -> None:
-    """A cable: two veth interfaces, one in each namespace, up."""
+    """Connect two namespaces by a pair of veth interfaces, both up."""
     one.run("ip", "link", "add", its, "type", "veth", "peer", "name", others, "netns", other.path)
     one.run("ip", "link", "set", its, "up")
     other.run("ip", "link", "set", others, "up")

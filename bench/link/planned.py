@@ -1,4 +1,4 @@
-"""What the planner proposes for a setting of the link bench: predicted for its cluster file, then profiled."""
+"""The planner's proposals for a setting of the link bench: predicted for its cluster file, then profiled."""
 
 import argparse
 from pathlib import Path
@@ -19,7 +19,7 @@ ITERATIONS = 3
 def planned(
     network: Network, model: str, link: str, data: Path, length: int, args: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """Every candidate by name, the predicted fastest first: its flags, predicted seconds and, of the first, profiled.
+    """Return candidates by name, predicted fastest first: flags, predicted seconds and, for the best, profiled ones.
 
     Raises:
         RuntimeError: a rank failed.
@@ -44,7 +44,7 @@ def planned(
 
 
 def verdict(candidates: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The planner's choice by profile, how far it is behind the best of ``cases``, and where that was predicted."""
+    """Return the planner's choice by profile, its gap to the best of ``cases``, and that one's predicted rank."""
     choice = min(
         (name for name in candidates if "profiled" in candidates[name]), key=lambda n: candidates[n]["profiled"]
     )

@@ -1,6 +1,6 @@
-"""Train for real on ranks inside the namespaces, and time every iteration.
+"""Train on real ranks inside the namespaces, and time every iteration.
 
-Ranks are forked from a server that has imported torch and the entry already, and then enter their node.
+Ranks are forked from a server that has already imported torch and the entry, then enter their node.
 """
 
 import multiprocessing
@@ -25,13 +25,13 @@ from train.config.language import parse_args
 from train.metrics import RunLog
 
 PORT = 29400
-ANSWER_WITHIN = 300.0  # seconds until the next iteration must be over
+ANSWER_WITHIN = 300.0  # seconds in which the next iteration must end
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["testing.preload"])
 
 
 class Iteration(NamedTuple):
-    """Seconds of a training iteration, and bytes that went from node 0 to node 1 and back meanwhile."""
+    """Seconds of a training iteration, and bytes sent meanwhile from node 0 to node 1 and back."""
 
     seconds: float
     there: int
@@ -40,14 +40,14 @@ class Iteration(NamedTuple):
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank runs, and what its launcher tells it."""
+    """A rank's namespace and the environment from its launcher."""
 
     namespace: str
     environment: dict[str, str]
 
 
 def seats(network: Network) -> list[Seat]:
-    """The ranks' places, with the environment that a launcher with one agent per node would set."""
+    """Return the ranks' seats, with the environment that a launcher with one agent per node would set."""
     common = {
         "WORLD_SIZE": str(network.size),
         "LOCAL_WORLD_SIZE": str(network.ranks_per_node),
@@ -62,7 +62,7 @@ def seats(network: Network) -> list[Seat]:
 
 
 def train(network: Network, arguments: list[str], before: Callable[[int], None]) -> list[Iteration]:
-    """Run the entry with ``arguments`` on all ranks of the network; its iterations.
+    """Run the entry with ``arguments`` on all ranks of the network; return its iterations.
 
     ``before(i)`` is called while every rank waits to begin iteration i. No process outlives the call.
 
@@ -83,7 +83,7 @@ def train(network: Network, arguments: list[str], before: Callable[[int], None])
 
 
 def profile(network: Network, candidates: list[list[str]], iterations: int) -> list[float]:
-    """Seconds of an iteration of each, as ``tools.plan --profile`` measures them; arguments of the entry each.
+    """Return seconds per iteration for each candidate's arguments, as ``tools.plan --profile`` measures them.
 
     Raises:
         RuntimeError: as ``train``.
@@ -94,7 +94,7 @@ def profile(network: Network, candidates: list[list[str]], iterations: int) -> l
 
 @contextmanager
 def _seated(network: Network, body: Callable[..., None], *arguments: Any) -> Iterator[list[Connection]]:
-    """Run ``body(pipe, *arguments)`` on every rank; our ends of the pipes. No process outlives the context."""
+    """Run ``body(pipe, *arguments)`` on every rank; yield our ends of the pipes. No process outlives the context."""
     pipes, processes = [], []
     life, ours_alone = _context.Pipe(duplex=False)
     try:
@@ -115,7 +115,7 @@ def _seated(network: Network, body: Callable[..., None], *arguments: Any) -> Ite
 
 
 def _messages(pipes: list[Connection]) -> Iterator[tuple[Connection, Any]]:
-    """What ranks tell, with the pipe it came by, until all are done."""
+    """Yield the ranks' messages, with their pipes, until all are done."""
     running = dict(zip(pipes, range(len(pipes)), strict=True))
     while running:
         ready = wait(list(running), timeout=ANSWER_WITHIN)
@@ -135,7 +135,7 @@ def _messages(pipes: list[Connection]) -> Iterator[tuple[Connection, Any]]:
 
 
 class _Reporter(RunLog):
-    """Tells each iteration's seconds, and waits until it may begin the next: no rank gets further without the first."""
+    """Report each iteration's seconds, then wait for permission: no rank gets further without the first."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -146,11 +146,11 @@ class _Reporter(RunLog):
         self._pipe.recv()
 
     def sync(self) -> None:
-        """Nothing is on disk."""
+        """Do nothing: there is no file."""
 
 
 def _serve(pipe: Connection, life: Connection, seat: Seat, body: Callable[..., None], arguments: Any) -> None:
-    """The life of a rank; it ends, wherever it is, when the bench's end of ``life`` closes."""
+    """Run a rank; it ends, wherever it is, when the bench's end of ``life`` closes."""
     threading.Thread(target=_end_with, args=(life,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the bench too, which ends its ranks
     try:

@@ -23,15 +23,19 @@ from train.run import claim_folder, open_log, owning, resume, run_entry
 from train.sampling import Sampler, picture_writer
 
 
-def main(arguments: list[str]) -> None:
-    """Configuration, processes, data, model, training: the run from its command line to its last checkpoint."""
+def main(arguments: list[str], peak_flops: float | None = None) -> None:
+    """Configuration, processes, data, model, training: the run from its command line to its last checkpoint.
+
+    Args:
+        peak_flops: what MFU is measured against; by default what a process can reach.
+    """
     config = parse_args(arguments)
     validate(config, launched_world_size())
     with joined(config.mesh) as mesh, owning(config):
-        prepared(config, mesh).run()
+        prepared(config, mesh, peak_flops).run()
 
 
-def prepared(config: DiTRunConfig, mesh: Mesh) -> Trainer:
+def prepared(config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
     """Everything built and loaded, ready to train; collective."""
     claim_folder(config)
     with agreed():
@@ -63,6 +67,7 @@ def prepared(config: DiTRunConfig, mesh: Mesh) -> Trainer:
         after_validation=pictures(config, mesh, cp, parts),
         progress=progress,
         contents=contents,
+        peak_flops=peak_flops,
     )
 
 

@@ -28,15 +28,19 @@ from train.optim import build_optimizer
 from train.run import claim_folder, open_log, owning, resume, run_entry
 
 
-def main(arguments: list[str]) -> None:
-    """Configuration, processes, data, model, training: the run from its command line to its last checkpoint."""
+def main(arguments: list[str], peak_flops: float | None = None) -> None:
+    """Configuration, processes, data, model, training: the run from its command line to its last checkpoint.
+
+    Args:
+        peak_flops: what MFU is measured against; by default what a process can reach.
+    """
     config = parse_args(arguments)
     validate(config, launched_world_size())
     with joined(config.mesh) as mesh, owning(config):
-        prepared(config, mesh).run()
+        prepared(config, mesh, peak_flops).run()
 
 
-def prepared(config: Config, mesh: Mesh) -> Trainer:
+def prepared(config: Config, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
     """Everything built and loaded, ready to train; collective."""
     claim_folder(config)
     with agreed():
@@ -68,6 +72,7 @@ def prepared(config: Config, mesh: Mesh) -> Trainer:
         validation_constants=corpus_entropy(config.data) if is_first() else {},
         progress=progress,
         contents=contents,
+        peak_flops=peak_flops,
     )
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 from parallel.mesh import joined
 from runtime.processes import launched_world_size
-from train import loop
 from train.loop import Trainer
 from train.metrics import RunLog
+
+PEAK = 1e9
+"""MFU is not asked for, and measuring its peak takes longer than these steps."""
 
 
 class Records(RunLog):
@@ -36,13 +38,12 @@ def prepared_by(entry: ModuleType, flags: Sequence[str], log: RunLog) -> Iterato
 
     Progress lines are discarded; the mesh lasts as long as the context. Collective.
     """
-    loop.peak_flops = lambda *_: 1e9  # MFU is not needed, and measuring the peak takes longer than these steps
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # no warning that gathering is slow
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes to it
     config = entry.parse_args(list(flags))
     entry.validate(config, launched_world_size())
     with redirect_stdout(StringIO()), joined(config.mesh) as mesh:
-        trainer = entry.prepared(config, mesh)
+        trainer = entry.prepared(config, mesh, PEAK)
         if trainer.log is not None:
             trainer.log = log
         yield trainer

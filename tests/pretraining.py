@@ -10,7 +10,7 @@ from typing import Any
 import pretrain_dit
 from pretrain_gpt import main
 from testing.ranks import run_ranks
-from train import loop
+from testing.training import PEAK
 from train.metrics import METRICS, read_metrics
 
 TINY = """
@@ -25,10 +25,9 @@ def on_rank(rank: int, world_size: int, arguments: list[str]) -> str:
 
     Returns what it prints: a rank's stdout is that of the first test that started ranks, not of the one that runs.
     """
-    loop.peak_flops = lambda *_: 1e9
     with redirect_stdout(io.StringIO()) as said:
         try:
-            main(arguments)
+            main(arguments, PEAK)
         except BaseException:
             sys.stderr.write(said.getvalue())
             raise
@@ -44,8 +43,7 @@ DIT = """
 
 def dit_on_rank(rank: int, world_size: int, arguments: list[str]) -> None:
     """As ``on_rank``, of a diffusion transformer."""
-    loop.peak_flops = lambda *_: 1e9
-    pretrain_dit.main(arguments)
+    pretrain_dit.main(arguments, PEAK)
 
 
 def pretrain_digits(world_size: int, save: Path, *arguments: str) -> list[dict[str, Any]]:

@@ -16,15 +16,21 @@ from runtime.together import from_first, is_first
 from train.config.language import Config
 
 
-def measure(configs: Sequence[Config], iterations: int, *, quiet: bool = False) -> list[float]:
-    """Return the median seconds of ``iterations`` of each, from the same seed, after one warm-up. Collective."""
+def measure(
+    configs: Sequence[Config], iterations: int, *, quiet: bool = False, peak_flops: float | None = None
+) -> list[float]:
+    """Return the median seconds of ``iterations`` of each, from the same seed, after one warm-up. Collective.
+
+    Args:
+        peak_flops: what the MFU of their lines is measured against; by default what a process can reach.
+    """
     found = []
     with joined(configs[0].mesh):
         for number, config in enumerate(configs, 1):
             if is_first() and not quiet:
                 print(f"profiling {number} of {len(configs)}: {config.context.title}", flush=True)
             with released_groups(number):
-                found.append(_seconds(_short(config, iterations), quiet))
+                found.append(_seconds(_short(config, iterations), quiet, peak_flops))
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -46,9 +52,9 @@ def _short(config: Config, iterations: int) -> Config:
     )
 
 
-def _seconds(config: Config, quiet: bool) -> float:
+def _seconds(config: Config, quiet: bool, peak_flops: float | None) -> float:
     with joined(config.mesh) as mesh, redirect_stdout(StringIO()) if quiet else _as_it_is():
-        trainer = prepared(config, mesh)
+        trainer = prepared(config, mesh, peak_flops)
         trainer.run()
         log = trainer.log
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,24 +13,13 @@ from model.attention import Attend
 from parallel.context import ContextParallel, context_parallel
 from parallel.data import fill, shard_model, sharding_mesh
 from parallel.mesh import Mesh
-from parallel.pipeline.runner import Batch, Runner
+from parallel.pipeline.runner import Runner
 from parallel.pipeline.stages import stage_layers
 from parallel.recompute import recompute_layers
 from runtime.together import is_first
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError
-
-
-class Summed(Protocol):
-    """An objective as a runner needs it."""
-
-    @property
-    def local_length(self) -> int:
-        """Tokens of a sample that this rank takes, padding included."""
-
-    def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """See ``parallel.pipeline.runner.LossSum``."""
-
+from train.objectives.base import Objective
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -107,7 +96,7 @@ def runner_of(
     config: CommonConfig,
     mesh: Mesh,
     parts: Sequence[nn.Module],
-    objective: Summed,
+    objective: Objective,
     first_input: tuple[str, Tensor],
     tied: Mapping[str, Sequence[int]],
 ) -> Runner:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,10 @@ from train.config.common import CommonConfig
 from train.continued import kept
 from train.ema import Ema
 from train.metrics import RunLog, memory_gb
+from train.objectives.base import Objective
 from train.optim import clip_gradients, gradient_norm
 from train.peak import peak_flops
-from train.progress import ProgressLines, validation_line
+from train.progress import ProgressLines
 from train.schedule import schedule_of
 
 MOST_SKIPPED_IN_A_ROW = 10
@@ -37,18 +38,6 @@ AVERAGED = "ema_decay"
 
 class TrainingError(UserError):
     """A run that cannot go on; the message says what a person can do about it."""
-
-
-class Objective(Protocol):
-    """What is trained: how a batch is shared out, and under which of ``LOSSES``'s names its loss is recorded."""
-
-    loss_name: str
-
-    def local(self, batch: Batch) -> Batch:
-        """This rank's part of a batch, on its device."""
-
-    def count(self, local: Batch) -> int:
-        """Tokens of that part that carry loss."""
 
 
 @dataclass
@@ -87,6 +76,8 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     contents: dict[str, str] = field(default_factory=dict)
     """Digests of the files that are trained on, for its checkpoints."""
+    peak_flops: float | None = None
+    """FLOP/s of a process that MFU is measured against; None: what it can reach, found as the run starts."""
 
     @property
     def global_batch_size(self) -> int:
@@ -97,10 +88,11 @@ class Trainer:
         """Train from where ``progress`` stands to train_iters, or until told to stop; the last iteration is saved."""
         started = time.monotonic()
         config, progress = self.config, self.progress
-        self._peak = peak_flops(self.mesh.device, torch.bfloat16 if config.train.bf16 else torch.float32)
+        if self.peak_flops is None:
+            self.peak_flops = peak_flops(self.mesh.device, torch.bfloat16 if config.train.bf16 else torch.float32)
         steps = batches(self.train_data, self._batching, progress.consumed_samples)
         processor = "GPU" if self.mesh.device.type == "cuda" else "process"
-        lines = ProgressLines(config.train.train_iters, config.logging.log_interval, processor)
+        lines = ProgressLines(type(self.objective), config.train.train_iters, config.logging.log_interval, processor)
         if self.log is not None and progress.iteration >= config.train.train_iters:
             print(
                 f"iteration {progress.iteration} of {config.train.train_iters}: nothing left to train; "
@@ -114,7 +106,7 @@ class Trainer:
                 flush=True,
             )
         while progress.iteration < config.train.train_iters:
-            record = self._iteration(steps)
+            record = self._iteration(steps, self.peak_flops)
             stop = self._told_to_stop(started)
             last = stop or progress.iteration == config.train.train_iters
             if self.valid_data is not None and (last or progress.iteration % config.train.eval_interval == 0):
@@ -126,7 +118,7 @@ class Trainer:
             if stop:
                 break
 
-    def _iteration(self, steps: Iterator[list[Batch]]) -> dict[str, Any]:
+    def _iteration(self, steps: Iterator[list[Batch]], peak: float) -> dict[str, Any]:
         """One optimizer step, and its record."""
         start = time.perf_counter()
         micro_batches, valid = self._next_step(steps)
@@ -155,7 +147,7 @@ class Trainer:
             "tokens_per_second": tokens / seconds,
             "samples_per_second": self.global_batch_size / seconds,
             "tflops_per_gpu": flops / 1e12,
-            "mfu": flops / self._peak,
+            "mfu": flops / peak,
             "memory_gb": memory_gb(self.mesh.device),
         }
 
@@ -276,7 +268,7 @@ class Trainer:
         for line in lines:
             print(line, flush=True)
         if "validation_loss" in record:
-            print(validation_line(record), flush=True)
+            print(self.objective.validation_line(record), flush=True)
             self.log.sync()
 
     def _save(self) -> None:

@@ -21,7 +21,7 @@ from train.config.flags import ConfigError
 
 METRICS = "metrics.jsonl"
 LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}
-"""The names under which records have the training loss, by what is trained, and its unit."""
+"""The names under which records have the training loss, each an objective's ``loss_name``, and its unit."""
 
 
 @dataclass(frozen=True, kw_only=True)

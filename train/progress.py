@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from train.metrics import loss_name
+from train.objectives.base import Objective
 
 COLUMNS = 110
 """Width that no line of training exceeds."""
@@ -16,9 +16,10 @@ class ProgressLines:
     The first one is for a person who waits: that alone says whether the run is alive, and how long it will take.
     """
 
-    def __init__(self, train_iters: int, log_interval: int, processor: str) -> None:
+    def __init__(self, objective: type[Objective], train_iters: int, log_interval: int, processor: str) -> None:
         """``processor`` is what a process computes on, ``GPU`` or ``process``, to name rates by."""
-        self.train_iters, self.log_interval, self.processor = train_iters, log_interval, processor
+        self.objective, self.processor = objective, processor
+        self.train_iters, self.log_interval = train_iters, log_interval
         self._unprinted: list[dict[str, Any]] = []
         self._started: tuple[int, float] | None = None
         self._machine_told = False
@@ -31,7 +32,8 @@ class ProgressLines:
         self._unprinted.append(record)
         if not (first or last or record["iteration"] % self.log_interval == 0):
             return []
-        lines = [progress_line(self._unprinted, self.train_iters, self._seconds_left(record, now))]
+        left = self._seconds_left(record, now)
+        lines = [progress_line(self.objective, self._unprinted, self.train_iters, left)]
         if last or (not first and not self._machine_told):
             lines.append(machine_line(self._unprinted, self.processor))
             self._machine_told = True
@@ -47,14 +49,15 @@ class ProgressLines:
         return each * (self.train_iters - record["iteration"])
 
 
-def progress_line(records: Sequence[dict[str, Any]], train_iters: int, seconds_left: float) -> str:
+def progress_line(
+    objective: type[Objective], records: Sequence[dict[str, Any]], train_iters: int, seconds_left: float
+) -> str:
     """One line on the iterations since the last one: means of losses and rates, the latest of the rest.
 
     What would make it wider than ``COLUMNS`` is left out: the learning rate, then the rate; metrics.jsonl has all.
     """
-    last, loss = records[-1], loss_name(records[-1])
-    value = _mean(records, loss)
-    unit = "tokens" if loss == "lm_loss" else "samples"
+    last, unit = records[-1], objective.unit
+    value = _mean(records, objective.loss_name)
     skipped = sum(not math.isfinite(record["grad_norm"]) for record in records)
     fields = {
         "iteration": f"iteration {last['iteration']}/{train_iters}",
@@ -80,17 +83,6 @@ def machine_line(records: Sequence[dict[str, Any]], processor: str) -> str:
     memory = records[-1]["memory_gb"]
     rate = f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
     return f"per {processor}: {rate}, MFU {100 * mfu:.1f}%, {memory:.2f} GB of memory at most"
-
-
-def validation_line(record: dict[str, Any]) -> str:
-    """One line on a validation, beside the loss that knowing the tokens' frequencies alone would give."""
-    loss = record["validation_loss"]
-    line = f"validation loss at iteration {record['iteration']}: {loss:.4f}"
-    if "diffusion_loss" not in record:
-        line += f" | perplexity: {math.exp(min(loss, 99)):.2f}"
-    if "unigram_entropy" in record:
-        line += f" | unigram entropy of the corpus: {record['unigram_entropy']:.4f}"
-    return line
 
 
 def _mean(records: Sequence[dict[str, Any]], name: str, weight: str | None = None) -> float:

@@ -1,7 +1,6 @@
 """Run micro-batches through a model that one rank holds whole; schedule.py runs them through pipeline stages."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +9,11 @@ from parallel.data import Strategy, reduce_gradients
 
 Batch = dict[str, Tensor]
 
+LossSum = Callable[[nn.Module, Batch], Tensor]
+"""Map a micro-batch to hidden states or, in the last stage, to the sum of its losses.
 
-class LossSum(Protocol):
-    """Map a micro-batch to hidden states or, in the last stage, to the sum of its losses."""
-
-    def __call__(self, model: nn.Module, local: Batch) -> Tensor:
-        """After the first stage, ``local`` holds hidden states in place of that stage's input."""
+After the first stage, the batch holds hidden states in place of that stage's input.
+"""
 
 
 class Runner:

@@ -9,10 +9,10 @@ import pytest
 
 from planner.cluster import CLUSTERS
 from testing.ranks import run_ranks
+from testing.training import PEAK
 from tests.pretraining import TINY
 from tools.plan import main
 from tools.profile_plan import measure
-from train import loop
 from train.config.language import parse_args, validate
 
 A100 = ("--cluster", str(CLUSTERS / "wallfacer_a100_8.toml"))
@@ -81,7 +81,6 @@ def test_bad_input_is_one_line(flags: tuple[str, ...], message: str, capsys: pyt
 
 
 def profiled(rank: int, world_size: int, arguments: list[str], folder: str) -> int:
-    loop.peak_flops = lambda *_: 1e9
     if rank == 0:
         sys.stdout = (Path(folder) / "out").open("w", buffering=1)
     return main(arguments)
@@ -105,9 +104,8 @@ def test_a_profile_runs_the_best_and_takes_the_fastest(default_data: Path, tmp_p
 
 
 def measured_twice(rank: int, world_size: int, arguments: list[str]) -> list[float]:
-    loop.peak_flops = lambda *_: 1e9
     config = parse_args(arguments)
-    return measure([config, config], 1)
+    return measure([config, config], 1, peak_flops=PEAK)
 
 
 @pytest.mark.parametrize("flags", [("--ulysses-degree", "2"), ("--num-distributed-optimizer-instances", "2")])

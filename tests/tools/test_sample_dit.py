@@ -15,9 +15,9 @@ from data.errors import DataError
 from data.latents.vae import Vae
 from pretrain_dit import main as pretrain
 from testing.ranks import run_ranks
+from testing.training import PEAK
 from tests.parallel.tiny import rewrite_manifest
 from tools.sample_dit import config_of, fitted, main
-from train import loop
 from train.config.language import ConfigError
 from train.run import exit_status
 from train.sampling import Sampler, write_grid
@@ -33,11 +33,7 @@ DRAWN = ["--num-samples", "2", "--steps", "3"]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    peak, loop.peak_flops = loop.peak_flops, lambda *_: 1e9
-    try:
-        pretrain([*RUN, "--save", str(folder)])
-    finally:
-        loop.peak_flops = peak
+    pretrain([*RUN, "--save", str(folder)], PEAK)
     return folder
 
 

@@ -78,7 +78,6 @@ def run_with(
     train_data: Samples | None = None,
 ) -> tuple[Progress, str]:
     """Train, and return how far it came and the error that ended it, if any; data parallel over all ranks."""
-    loop.peak_flops = lambda *_: PEAK  # the measurement takes longer than all the rest
     if folder is not None:
         config = replace(config, checkpoint=replace(config.checkpoint, save=str(folder)))
     with joined(config.mesh) as mesh:
@@ -98,6 +97,7 @@ def run_with(
             architecture=architecture_of(MODEL),
             flops_per_token=flops_per_token(MODEL, LENGTH),
             log=RunLog(folder, config.logging, {}, 0) if rank == 0 else None,
+            peak_flops=PEAK,  # the measurement takes longer than all the rest
         )
         if prepare is not None:
             prepare(trainer)

@@ -10,11 +10,13 @@ import pytest
 from testing.ranks import run_ranks
 from tests.train.test_loop import run_with, settings
 from tests.train.test_metrics import record
-from train.progress import COLUMNS, ProgressLines, machine_line, progress_line, validation_line
+from train.objectives.diffusion import Denoising
+from train.objectives.language import NextToken
+from train.progress import COLUMNS, ProgressLines, machine_line, progress_line
 
 
 def test_a_line_has_the_means_since_the_last_one() -> None:
-    assert progress_line([record(2), record(4)], 50, 65.4).split(" | ") == [
+    assert progress_line(NextToken, [record(2), record(4)], 50, 65.4).split(" | ") == [
         "iteration 4/50",
         "loss 3.0000",
         "grad norm 2",
@@ -31,7 +33,7 @@ def test_a_line_has_the_means_since_the_last_one() -> None:
 
 def test_skipped_iterations_are_counted_and_left_out_of_the_loss() -> None:
     nan = float("nan")
-    line = progress_line([record(1), record(2, lm_loss=nan, grad_norm=nan), record(4)], 50, 0.0)
+    line = progress_line(NextToken, [record(1), record(2, lm_loss=nan, grad_norm=nan), record(4)], 50, 0.0)
     assert "| loss 5.0000 | grad norm 2 |" in line
     assert "| 1 skipped |" in line
 
@@ -40,7 +42,7 @@ def test_a_diffusion_run_has_samples_per_second() -> None:
     records = [record(i, diffusion_loss=0.5 * i, samples_per_second=8.0 * i) for i in (1, 2)]
     for each in records:
         del each["lm_loss"]
-    line = progress_line(records, 9, 60.0)
+    line = progress_line(Denoising, records, 9, 60.0)
     assert "| loss 0.7500 |" in line
     assert "| 13.33 samples/s |" in line, "by time, as other rates"
     assert "tokens" not in line
@@ -58,7 +60,7 @@ def test_a_diffusion_run_has_samples_per_second() -> None:
 @pytest.mark.parametrize("left", [0.0, 59.9, 3600.0, 1.2e7, 1e300, float("inf")])
 def test_no_line_is_wider_than_a_window(more: dict[str, Any], left: float) -> None:
     last = record(12345) | more
-    line = progress_line([last], 10 * last["iteration"], left)
+    line = progress_line(NextToken, [last], 10 * last["iteration"], left)
     assert len(line) <= COLUMNS
     assert line.startswith(f"iteration {last['iteration']}/")
     assert line.endswith(" left")
@@ -66,7 +68,9 @@ def test_no_line_is_wider_than_a_window(more: dict[str, Any], left: float) -> No
 
 def test_a_usual_line_leaves_nothing_out() -> None:
     usual = record(12000) | {"lm_loss": 2.3456, "grad_norm": 0.3123, "learning_rate": 3e-4}
-    line = progress_line([usual | {"iteration_time_ms": 4512.0, "tokens_per_second": 929_600.0}], 100_000, 12_000.0)
+    line = progress_line(
+        NextToken, [usual | {"iteration_time_ms": 4512.0, "tokens_per_second": 929_600.0}], 100_000, 12_000.0
+    )
     assert line == (
         "iteration 12000/100000 | loss 2.3456 | grad norm 0.312 | lr 3.00e-04 | 4512 ms | 930k tokens/s | 3:20:00 left"
     )
@@ -77,12 +81,12 @@ def test_a_usual_line_leaves_nothing_out() -> None:
     [(0.4, "0:00"), (65.0, "1:05"), (3599.9, "1:00:00"), (3 * 86400 + 7260.0, "3d 2:01"), (1e10, "over 30 years")],
 )
 def test_time_left_says_what_matters_of_it(seconds: float, text: str) -> None:
-    assert progress_line([record(1)], 2, seconds).endswith(f"| {text} left")
+    assert progress_line(NextToken, [record(1)], 2, seconds).endswith(f"| {text} left")
 
 
 def test_the_first_iteration_of_a_run_has_a_line_and_every_tenth_and_the_last() -> None:
     """A resumed run's first one too. Time left goes by the iterations after the first, whose time is none of theirs."""
-    lines = ProgressLines(train_iters=34, log_interval=10, processor="GPU")
+    lines = ProgressLines(NextToken, train_iters=34, log_interval=10, processor="GPU")
     printed: dict[int, list[str]] = {}
     for i in range(7, 35):
         now = 5000.0 + 2.0 * (i - 7)
@@ -107,13 +111,3 @@ def test_a_run_on_a_cpu_speaks_of_processes_and_its_first_rank_alone_speaks(tmp_
     kinds = [line.split(" ")[0] + " " + line.split(" ")[1].split("/")[0] for line in first]
     assert kinds[:3] == ["iteration 1", "iteration 3", "per process:"]
     assert others == [[]]
-
-
-def test_validation_line_tells_what_frequencies_alone_would_give() -> None:
-    line = validation_line({"iteration": 50, "validation_loss": 2.0, "unigram_entropy": 5.5})
-    assert line == (
-        "validation loss at iteration 50: 2.0000 | perplexity: 7.39 | unigram entropy of the corpus: 5.5000"
-    )
-    assert "unigram" not in validation_line({"iteration": 50, "validation_loss": 2.0})
-    assert "perplexity" in validation_line({"iteration": 1, "validation_loss": 1e6}), "no overflow"
-    assert "perplexity" not in validation_line({"iteration": 1, "validation_loss": 2.0, "diffusion_loss": 2.0})

@@ -18,12 +18,13 @@ from parallel.mesh import Mesh
 from parallel.pipeline.runner import Runner
 from train.assemble import runner_of
 from train.config.entries import DiTRunConfig
+from train.objectives.base import Objective
 
 CONDITIONING = ("t_embedder.", "y_embedder.")
 """Modules that every pipeline stage has, since hidden states alone pass between stages."""
 
 
-class Denoising:
+class Denoising(Objective):
     """Adds noise to a batch, shards it over the context-parallel ranks and sums the loss of this rank's patches.
 
     Noise, time and whether the label is dropped are drawn on the CPU, of whole samples, from the seed and the sample's
@@ -31,6 +32,7 @@ class Denoising:
     """
 
     loss_name = "diffusion_loss"
+    unit = "samples"
 
     def __init__(
         self, cp: ContextParallel, device: torch.device, model: DiTConfig, diffusion: Diffusion, seed: int

@@ -1,8 +1,10 @@
 """Next-token prediction, as the training loop sees it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +24,14 @@ from parallel.pipeline.runner import Runner
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
 from train.assemble import runner_of, softmax_context
 from train.config.language import Config
+from train.objectives.base import Objective
 
 
-class NextToken:
+class NextToken(Objective):
     """Shards a batch over the context-parallel ranks and sums the loss of this rank's tokens."""
 
     loss_name = "lm_loss"
+    unit = "tokens"
 
     def __init__(self, cp: ContextParallel, device: torch.device, loss_chunk_size: int = 0) -> None:
         """loss_chunk_size: tokens whose logits exist at once; 0 is all."""
@@ -67,6 +71,13 @@ class NextToken:
             return cross_entropy_sum(F.linear(hidden, weight), labels, IGNORE_INDEX)[0]
 
         return model(local["tokens"], self._positions, head)
+
+    def validation_line(self, record: dict[str, Any]) -> str:
+        """One line on a validation, beside the loss that knowing the tokens' frequencies alone would give."""
+        line = super().validation_line(record) + f" | perplexity: {math.exp(min(record['validation_loss'], 99)):.2f}"
+        if "unigram_entropy" in record:
+            line += f" | unigram entropy of the corpus: {record['unigram_entropy']:.4f}"
+        return line
 
 
 def build_runner(config: Config, mesh: Mesh, parts: Sequence[nn.Module], objective: NextToken) -> Runner:

@@ -1,7 +1,7 @@
-"""Figures that stay in the tree, as JSON lines: what holds for all of them first, then a line for each row.
+"""Keep figures in the tree as JSON lines: one line for what they share, then one per row.
 
-A result is a dictionary. Those of its values that are lists of rows, or rows by name, become lines of their own, with
-the value's name under "of" and the row's under "key"; all others stand on the first line.
+A result is a dictionary. Its values that are lists of rows, or rows by name, become a line per row, with the value's
+name under "of" and the row's under "key"; all other values go on the first line.
 """
 
 import json
@@ -15,7 +15,7 @@ DIGITS = 12
 
 
 def lines_of(result: dict[str, Any]) -> list[str]:
-    """The lines of a result's file.
+    """Return the lines of a result's file.
 
     Raises:
         ValueError: a row has a field named "of" or "key".
@@ -33,16 +33,16 @@ def lines_of(result: dict[str, Any]) -> list[str]:
 
 
 def write_records(path: Path, result: dict[str, Any]) -> None:
-    """Write a result whole or not at all; its folder is made."""
+    """Write a result whole or not at all, and make its folder."""
     write_text(path, "\n".join(lines_of(result)) + "\n")
 
 
 def read_records(path: Path) -> dict[str, Any]:
-    """A result as ``write_records`` took it, but for digits of floats and the order of its fields.
+    """Read the result that ``write_records`` wrote; digits of floats and the order of fields may differ.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: a line is not JSON, or no object.
+        OSError: the file cannot be read.
+        ValueError: a line is not JSON, or not an object.
     """
     result: dict[str, Any] = {}
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -62,7 +62,7 @@ def read_records(path: Path) -> dict[str, Any]:
 
 
 def _rows(value: Any) -> list[tuple[str | None, dict[str, Any]]]:
-    """A table's rows, each with its key where it has one; of what is no table, none."""
+    """Return a table's rows with their keys, None in a list; an empty list if ``value`` is no table."""
     found = list(value.items()) if isinstance(value, dict) else []
     found = [(None, row) for row in value] if isinstance(value, list) else found
     return found if all(isinstance(row, dict) for _, row in found) else []

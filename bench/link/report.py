@@ -1,4 +1,4 @@
-"""The link bench's figures as Markdown and JSON lines."""
+"""Write the link bench's figures as Markdown and JSON lines."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from testing.machine import device_name, slug, usable_cores
 from testing.records import read_records, write_records
 
 KEY = ("model", "link", "seq_length", "batch")
-"""What tells settings apart."""
+"""Fields that identify a setting."""
 LINK = {"shared": "one link for all ranks", "rails": "a link for each rank"}
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The machine, and a table per setting, fastest first."""
+    """Format the machine, and a table per setting, fastest first."""
     machine = result["machine"]
     lines = [
         f"{machine['device']}, {machine['cores']} cores, {machine['platform']}, torch {machine['torch']}, "
@@ -32,7 +32,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _table(setting: dict[str, Any]) -> list[str]:
-    """A setting's configurations, fastest first, and what the planner said of them."""
+    """Format a setting's configurations, fastest first, and the planner's predictions."""
     cases, planner, reference = setting["cases"], setting.get("planner", {}), reference_of(setting["model"])
     tokens = setting["batch"] * setting["seq_length"]
     head = ["configuration", "step, s", "tokens/s", f"times as fast as {reference}", "without a limit, s"]
@@ -65,16 +65,16 @@ def _table(setting: dict[str, Any]) -> list[str]:
 
 
 def path_of(folder: Path, machine: dict[str, Any] | None = None) -> Path:
-    """Where a machine's figures stand as JSON lines; by default this one's."""
+    """Return the path of a machine's figures as JSON lines; by default this machine's."""
     machine = machine or {"device": device_name("cpu"), "cores": len(usable_cores())}
     return folder / f"link-{slug(machine['device'])}-{machine['cores']}-cores.jsonl"
 
 
 def earlier(path: Path, **asked: Any) -> dict[str, Any] | None:
-    """What an earlier run wrote there, its settings each with their date and note; None where there is nothing.
+    """Read an earlier run's results, each setting with its date and note; None if there are none.
 
     Raises:
-        ValueError: it cannot be read, or holds figures taken otherwise than ``asked`` (rate, repeats).
+        ValueError: the file cannot be read, or its figures were taken with other values than ``asked`` (rate, repeats).
     """
     if not path.exists():
         return None
@@ -94,10 +94,9 @@ def earlier(path: Path, **asked: Any) -> dict[str, Any] | None:
 
 
 def write(result: dict[str, Any], folder: Path) -> Path:
-    """A file of JSON lines and a Markdown file named after the machine; the path of the latter.
+    """Write JSON lines and Markdown into files named after the machine; return the Markdown file's path.
 
-    What an earlier run of the same machine measured, and this one did not, stays, setting by setting and case by case,
-    with its date.
+    Settings and cases that an earlier run on the same machine measured, and this one did not, stay with their date.
 
     Raises:
         ValueError: as ``earlier``.
@@ -117,7 +116,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
 
 
 def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """A setting with the cases of both, the new ones in place of the old, and the verdict on all of them."""
+    """Merge two measurements of a setting, new cases over old ones, with the verdict on all of them."""
     found = {**old, **new, "cases": {**old["cases"], **new["cases"]}}
     return {**found, "verdict": verdict(found["planner"], found["cases"])} if "planner" in found else found
 
@@ -127,7 +126,7 @@ def _key(setting: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _apart(result: dict[str, Any]) -> dict[str, Any]:
-    """A result whose cases and predictions are rows of their own; a prediction's flags follow from its name."""
+    """Split a result's cases and predictions into rows of their own; a prediction's flags follow from its name."""
     apart: dict[str, Any] = {**result, "settings": [], "cases": [], "planner": []}
     for setting in result["settings"]:
         known = dict(zip(KEY, _key(setting), strict=True))
@@ -139,7 +138,7 @@ def _apart(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(apart: dict[str, Any]) -> dict[str, Any]:
-    """What ``_apart`` took apart."""
+    """Undo ``_apart``."""
     result = {name: value for name, value in apart.items() if name not in ("cases", "planner")}
     settings = {_key(setting): {**setting, "cases": {}} for setting in apart["settings"]}
     for table in ("cases", "planner"):

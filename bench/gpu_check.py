@@ -64,7 +64,7 @@ def count(report: Path) -> dict[str, Any]:
 
 
 def write_result(folder: Path, tests: dict[str, Any], measured: dict[str, Any]) -> Path:
-    """Write the device's file; returns its path."""
+    """Write the device's file; return its path."""
     path = folder / f"{slug(measured['machine']['device'])}.jsonl"
     write_records(path, {"tests": tests, **measured})
     return path

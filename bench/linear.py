@@ -44,7 +44,7 @@ KEPT_BYTES = 1 << 30
 """Limit on the size of the T x T matrices that naive keeps for the backward."""
 SCANS = 4
 """Scans of the chunked form: one in the forward, and one each for dq, dk and dv."""
-MINIMUM_SECONDS = 0.5  # of all contestants at a length; a step at the shortest takes a millisecond
+MINIMUM_SECONDS = 0.5  # for all contestants at a length; the shortest step takes a millisecond
 MINIMUM_ROUNDS = 3
 
 
@@ -169,7 +169,7 @@ def by_length(result: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
 
 
 def overtakes(result: dict[str, Any], name: str) -> int | None:
-    """Return the length from which chunked is faster than ``name`` at all lengths measured of both; None for never."""
+    """Return the length from which chunked is faster than ``name`` at all lengths measured of both; None if never."""
     ours, theirs = by_length(result, "chunked"), by_length(result, name)
     slower = [n for n in theirs if ours[n]["median"] >= theirs[n]["median"]]
     return min((n for n in theirs if n > max(slower, default=0)), default=None)

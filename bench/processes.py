@@ -53,7 +53,7 @@ class Seat:
 
 
 class Contestants:
-    """All the processes of a run; use it as a context manager, which ends them.
+    """All processes of a run; a context manager that ends them on exit.
 
     Raises:
         RuntimeError: a process failed (its traceback is in the message), died or did not answer.
@@ -164,7 +164,7 @@ def _prepare(seat: Seat, work: Workload) -> Callable[[str, str], Any]:
     else:
         _join(seat.rank, seat.ranks, seat.folder)
         for method in seat.methods:
-            # KV moves in the backward too, as in the papers: moving queries gives ring's idle rank the other one's work
+            # KV moves in the backward too, as in the papers: moving queries gives ring's idle rank the other's work
             cp = context_parallel(method, seq_len=work.seq_length, group=dist.group.WORLD, backward="kv")
             steps[method] = _Step(cp.attend, *(cp.shard(x, dim=1) for x in tensors))
             valid[method] = (cp.positions < work.seq_length).nonzero()[:, 0]

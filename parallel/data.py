@@ -163,7 +163,7 @@ def own_shard(whole: Tensor, like: "DTensor") -> Tensor:
 
 
 def reduce_gradients(model: nn.Module, last: bool, strategy: Strategy = "zero3") -> None:
-    """Set, before each backward, whether it is that of the step's ``last`` micro-batch.
+    """Say whether the next backward is that of the step's ``last`` micro-batch; call before each one.
 
     Before the last one, only ``zero2`` and ``zero3`` reduce gradients, within a copy, and all but ``zero3`` keep whole
     weights.

@@ -30,7 +30,7 @@ from train.objectives.diffusion import Denoising
 class Found:
     """A rank's results: its records, and whole tensors by name and moment of the run.
 
-    The first rank of each pipeline stage sends the tensors, the others their digests, which must be equal.
+    The first rank of each pipeline stage sends the tensors, every rank their digests, which must be equal.
     """
 
     records: list[dict[str, Any]] = field(default_factory=list)

@@ -162,7 +162,7 @@ HEADER = """\
 
 
 def reference_of(kind: str) -> Case:
-    """Return what meshes are compared with: one process, for softmax attention with plain SDPA."""
+    """Return the reference of a kind of model: one process, with plain SDPA for softmax attention."""
     return REFERENCE if kind in KINDS else LINEAR_REFERENCE
 
 

@@ -64,7 +64,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Defer Ctrl-C and SIGTERM: a process whose start they interrupt would run on with its id unknown."""
-    _forkserver.ensure_running()  # it would inherit the blocked signals
+    _forkserver.ensure_running()  # first, or it would inherit the blocked signals
     told = {signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, told)
     try:
@@ -86,7 +86,7 @@ def _collect(readers: list[Connection], ranks: Sequence[BaseProcess], deadline: 
             try:
                 ok, value = pickle.loads(reader.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                ranks[rank].join(5)  # its pipe closes a moment before it has ended
+                ranks[rank].join(5)  # its pipe closes a moment before it ends
                 code = ranks[rank].exitcode
                 raise RuntimeError(f"rank {rank} died without a word, exit code {code}") from None
             if not ok:

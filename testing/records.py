@@ -11,7 +11,7 @@ from typing import Any
 from runtime.files import write_text
 
 DIGITS = 12
-"""Significant digits of a float; no figure is quoted with as many, and differences of losses keep four of theirs."""
+"""Significant digits of a float: more than any figure quotes, and enough for four digits of differences of losses."""
 
 
 def lines_of(result: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from train.loop import Trainer
 from train.metrics import RunLog
 
 PEAK = 1e9
-"""MFU is not asked for, and measuring its peak takes longer than these steps."""
+"""MFU is not needed, and measuring the peak takes longer than these steps."""
 
 
 class Records(RunLog):

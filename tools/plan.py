@@ -124,7 +124,7 @@ def discarded(found: Ranking, cluster: Cluster, top: int) -> str:
 
 
 def prepare(argv: list[str]) -> tuple[argparse.Namespace, Config, int, Cluster]:
-    """The planner's flags, the configuration to vary, the processes and the cluster.
+    """Return the planner's flags, the configuration to vary, the number of processes and the cluster.
 
     Raises:
         UserError: flags that do not fit, or too few processes to profile on.

@@ -22,7 +22,7 @@ def measure(
     """Return the median seconds of ``iterations`` of each, from the same seed, after one warm-up. Collective.
 
     Args:
-        peak_flops: what the MFU of their lines is measured against; by default what a process can reach.
+        peak_flops: FLOP/s that MFU is relative to; by default a process's peak.
     """
     found = []
     with joined(configs[0].mesh):

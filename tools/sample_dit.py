@@ -128,7 +128,7 @@ def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
     context = config.context
     if mesh.context_parallel_size == 1:
         context = type(context)(context_parallel_method="none")
-    # Copies of shards and the global batch mean nothing to sampling, and would have to fit the number of processes.
+    # Sampling needs no copies of shards and no global batch, which would have to fit the number of processes.
     data_parallel = replace(config.data_parallel, num_distributed_optimizer_instances=1)
     train = replace(config.train, global_batch_size=None)
     found = replace(

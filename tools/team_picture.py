@@ -17,7 +17,7 @@ HEAD_DIM, BFLOAT16 = 128, 2
 
 @dataclass(frozen=True)
 class Links:
-    """What all ranks together send in a forward and backward, in units of one rank's K and V."""
+    """Traffic of all ranks in a forward and backward, in units of one rank's K and V."""
 
     label: str
     inside: float

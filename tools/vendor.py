@@ -160,7 +160,7 @@ def write(destination: Path, files: dict[str, bytes]) -> Path:
     """Write the package into a folder, whole or not at all; return its path.
 
     Raises:
-        VendorError: what lies there under its name was not written by this command, or was changed since.
+        VendorError: the target was not written by this command, or was changed since.
         InUseError: another process writes there.
         OSError: a file cannot be written.
     """

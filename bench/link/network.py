@@ -65,7 +65,7 @@ class Namespace:
         return done.stdout
 
     def close(self) -> None:
-        """Close this process's handle of it."""
+        """Close the handle that keeps it alive."""
         os.close(self._file)
 
 
@@ -154,7 +154,7 @@ class Network:
 
 
 def enter(path: str) -> None:
-    """Move the calling thread, and what it starts from now on, into a namespace."""
+    """Move the calling thread, and all it starts from now on, into a namespace."""
     with _open(path) as file:
         _call("setns", file, NEW_NETWORK)
 

@@ -41,7 +41,7 @@ class PipelineRunner(Runner):
         """Build the schedule over ``parts``, the stages that ``config.own`` names.
 
         Args:
-            first_input: key in a micro-batch of the first stage's input, and a meta tensor like it.
+            first_input: the first stage's input: its key in a micro-batch, and a meta tensor like it.
             hidden: a meta tensor like what stages send each other.
             tied: for each parameter with copies in several stages, these stages.
         """

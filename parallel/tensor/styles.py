@@ -50,7 +50,7 @@ class AllTokens(ParallelStyle):
 
 
 class OwnHeads(AllTokens):
-    """An attention that keeps, of any decays per head, those of this rank's heads."""
+    """An attention that keeps the decays of this rank's heads, if it has any."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rates: Any = getattr(module, "log_decay", None)
@@ -105,7 +105,7 @@ class Whole(ParallelStyle):
 
 
 class OneHead(ParallelStyle):
-    """A key or value projection of fewer heads than ranks: each has all of its weight [G * D, C] and uses one head.
+    """A key or value projection of fewer heads than ranks: its weight [G * D, C] is replicated, one head used per rank.
 
     Each rank's gradient is partial: 0 except for its head, and summed over the ranks that share that head.
     """
@@ -166,7 +166,7 @@ class JointNorm(ParallelStyle):
 
 
 class _Sum(torch.autograd.Function):
-    """An all-reduce that also sums gradients in the backward, since each rank uses the sum for something else."""
+    """An all-reduce that also sums gradients in the backward, since each rank uses the sum differently."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -18,7 +18,8 @@ from kernels.attention import CAUSAL, block_backward, block_forward, select_back
 from model.attention import sdpa
 from parallel.context import make_plan
 from parallel.context.executor import Executor
-from parallel.context.rounds import Transfer
+from parallel.context.geometry import Transfer
+from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Tensors, Transport
 from testing.machine import describe, time_steps
 
@@ -144,13 +145,14 @@ def _simulate(
         if plan.local_len != local.seq_length:
             skipped[f"simulated {method}"] = f"{local.seq_length} positions a rank would be padded to {plan.local_len}"
             continue
-        executors = [Executor(plan, _Alone(plan, None, rank), rank, "auto") for rank in range(ranks)]
+        geometry = plan.geometry
+        executors = [Executor(geometry, _Alone(geometry, None, rank), rank, "auto") for rank in range(ranks)]
         measured = _try(
             f"simulated {method}",
             skipped,
-            lambda executors=executors: {  # type: ignore[misc]
-                "seconds_by_rank": [median(time_steps(_step(e, *tensors), device, repeats)) for e in executors],
-                "pairs_by_rank": [sum(step.pairs for step in e.plan.rounds(e.rank)) for e in executors],
+            lambda plan=plan, executors=executors: {  # type: ignore[misc]
+                "seconds_by_rank": [median(time_steps(_step(plan, e, *tensors), device, repeats)) for e in executors],
+                "pairs_by_rank": [sum(step.pairs for step in plan.rounds(e.rank)) for e in executors],
             },
         )
         if measured is not None:
@@ -161,12 +163,12 @@ def _simulate(
     return {"simulated": steps, "simulated_ratios": _ratios(steps, alone), "whole_sequence": alone}
 
 
-def _step(executor: Executor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Step:
+def _step(plan: Plan, executor: Executor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Step:
     scale = q.shape[-1] ** -0.5
 
     def step() -> None:
-        out, lse = executor.forward(q, k, v, scale)
-        executor.backward(dout, q, k, v, out, lse, scale)
+        out, lse = executor.forward(plan, q, k, v, scale)
+        executor.backward(plan, dout, q, k, v, out, lse, scale)
 
     return step
 

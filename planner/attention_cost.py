@@ -5,13 +5,23 @@ is busy. Collectives, and what is sent after the last round, hide behind nothing
 fill nodes in order.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from parallel.context.plan import Plan
-from parallel.context.traffic import Collective, Moves, Sizes, bytes_of_all, cheaper_backward, collectives, messages
+from parallel.context.traffic import (
+    Collective,
+    Message,
+    Moves,
+    Sizes,
+    bytes_of_all,
+    cheaper_backward,
+    collectives,
+    messages,
+)
 from planner.cluster import Cluster
 
 FORWARD, BACKWARD = 4, 10
@@ -49,60 +59,66 @@ class AttentionCost:
 
     def forward(self) -> float:
         """Seconds of a forward."""
-        if self.plan.method.capabilities().states:
+        if self.plan.geometry.method.capabilities().states:
             return self._state_seconds(SCAN, reverse=False)
         return self._seconds("kv", None, FORWARD)
 
     def backward(self) -> float:
         """Seconds of a backward, whose forward is not computed again."""
-        if self.plan.method.capabilities().states:
+        if self.plan.geometry.method.capabilities().states:
             return self._state_seconds(3 * SCAN, reverse=True)
-        moves = cheaper_backward(self.plan, self.of)
+        moves = cheaper_backward(self.plan.geometry, self.of)
         return self._seconds(moves, moves, BACKWARD)
 
     def links(self) -> Links:
         """What crosses which links, forward and backward, as the plan counts it."""
-        moves = cheaper_backward(self.plan, self.of)
-        ways = (bytes_of_all(self.plan, self.of, way, self._per_node) for way in (None, moves))
+        moves = cheaper_backward(self.plan.geometry, self.of)
+        ways = (self._bytes(way) for way in (None, moves))
         return Links(*map(sum, zip(*ways, strict=True)))
+
+    def _bytes(self, moves: Moves | None) -> tuple[int, int]:
+        return bytes_of_all(self.plan.geometry, self.of, moves, self._per_node, self.plan.boundaries)
 
     @property
     def _per_node(self) -> int:
         return max(1, self.cluster.gpus_per_node // self.tp)
 
     def _seconds(self, moves: Moves, backward: Moves | None, operations: int) -> float:
-        plan, of = self.plan, self.of
-        work = plan.work(moves)
+        geometry, of = self.plan.geometry, self.of
+        work = self.plan.work(moves)
         per_pair = operations * of.batch * of.heads * of.head_dim
         busy = work.pairs.astype(np.float64) * per_pair / self._rate + work.tiles * self.cluster.launch_us * MICRO
-        slots: list[list[tuple[int, float, float]]] = [[] for _ in range(len(plan.hops) + 1)]
+        slots: list[list[tuple[int, float, float]]] = [[] for _ in range(len(geometry.hops) + 1)]
         targets = {}
-        for message in messages(plan, of, moves, gradients=backward is not None):
+        for message in self._messages(moves, gradients=backward is not None):
             targets[id(message.to)] = message.to
             under_way = range(message.first, message.last + 1)
             for index in under_way:
                 slots[index].append((id(message.to), message.size / len(under_way), 1 / len(under_way)))
-        ranks = np.arange(plan.size)
+        ranks = np.arange(geometry.size)
         seconds = {
             slot: self._transfer(*(_Sent(ranks, targets[to], *rest) for to, *rest in slot))
             for slot in set(map(tuple, slots))  # a ring's rounds are all the same
         }
         computing = [*busy.max(axis=1).tolist(), 0.0]
         rounds = sum(max(longest, seconds[tuple(slot)]) for longest, slot in zip(computing, slots, strict=True))
-        return rounds + sum(self._transfer(_joint(collective)) for collective in collectives(plan, of, backward))
+        return rounds + sum(self._transfer(_joint(collective)) for collective in collectives(geometry, of, backward))
 
     def _state_seconds(self, operations: int, *, reverse: bool) -> float:
         """Linear attention: from neighbour to neighbour states wait in a row; gathered, they hide behind the scan."""
-        plan, of = self.plan, self.of
+        geometry, of = self.plan.geometry, self.of
         elements = of.batch * of.tokens * of.heads * of.head_dim**2
         scan = operations * elements / self._rate
-        if plan.method.capabilities().states == "gather":
-            gathers = sum(self._transfer(_joint(collective)) for collective in collectives(plan, of, None))
+        if geometry.method.capabilities().states == "gather":
+            gathers = sum(self._transfer(_joint(collective)) for collective in collectives(geometry, of, None))
             return STATE * elements / self._rate + max(scan, gathers)
-        *_, onward = messages(plan, of, "kv", gradients=reverse)
+        *_, onward = self._messages("kv", gradients=reverse)
         return scan + sum(
-            self._transfer(_Sent(np.array([rank]), onward.to[[rank]], of.state, 1)) for rank in range(plan.size)
+            self._transfer(_Sent(np.array([rank]), onward.to[[rank]], of.state, 1)) for rank in range(geometry.size)
         )
+
+    def _messages(self, moves: Moves, *, gradients: bool) -> Iterator[Message]:
+        return messages(self.plan.geometry, self.of, moves, gradients=gradients, boundaries=self.plan.boundaries)
 
     @property
     def _rate(self) -> float:

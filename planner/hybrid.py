@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from parallel.context.config import HybridConfig, HybridLayout
-from parallel.context.plan import Plan
-from parallel.context.planning import make_plan
+from parallel.context.plan import Plan, make_plan
 from parallel.context.relayout import moved_tokens
 from parallel.context.traffic import sizes
 from planner.attention_cost import GB, AttentionCost
@@ -52,9 +51,9 @@ def layout_costs(
     for layout in config.layouts:
         plan = plan_of(layout, tp)
         outside = make_plan("lasp", seq_len=seq_len, size=size, multiple=plan.local_len)
-        moved = moved_tokens(outside, plan) if layout != "contiguous" else 0
+        moved = moved_tokens(outside.geometry, plan.geometry) if layout != "contiguous" else 0
         exchanged = 2 * (2 * heads + 2 * kv_heads) * head_dim * element_size * batch * moved
-        cost = AttentionCost(plan, sizes(plan, batch, heads, kv_heads, head_dim, element_size), cluster, tp)
+        cost = AttentionCost(plan, sizes(plan.geometry, batch, heads, kv_heads, head_dim, element_size), cluster, tp)
         pairs = int(plan.work().pairs.sum(axis=0).max())
         seconds = cost.forward() + cost.backward() + exchanged / (link * GB)
         found.append(LayoutCost(layout, pairs, exchanged, seconds))

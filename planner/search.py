@@ -10,8 +10,8 @@ from typing import Any
 from model.config import ModelConfig
 from model.registry import flops_per_token, num_parameters
 from parallel.context import ContextConfig, make_plan
+from parallel.context.layout import PLACEMENTS
 from parallel.context.methods.registry import METHODS, STATE_METHODS
-from parallel.context.placement import PLACEMENTS
 from planner.cluster import Cluster
 from planner.step_cost import Arrangement, Prediction, Workload, predict
 from runtime.errors import UserError

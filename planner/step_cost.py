@@ -71,7 +71,7 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     """Time and memory of one step of ``work``, each rank of cp having a part of ``plan``."""
     tp = arranged.tp
     heads, kv_heads = work.heads // tp, max(1, work.kv_heads // tp)
-    of = sizes(plan, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)
+    of = sizes(plan.geometry, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)
     layers = -(-work.layers // arranged.pp)
     rows = work.micro_batch * plan.local_len
     rate = 1e12 * cluster.peak_tflops * cluster.matmul_fraction
@@ -93,7 +93,7 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     exchanged = _data(work, plan, arranged, cluster)
     hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
     seconds["data parallel"] = max(0.0, exchanged - hidden)
-    moves = cheaper_backward(plan, of)
+    moves = cheaper_backward(plan.geometry, of)
     return Prediction(seconds, memory(work, plan, arranged, of, moves), links)
 
 
@@ -172,9 +172,9 @@ def memory(work: Workload, plan: Plan, arranged: Arrangement, of: Sizes, moves: 
 def _attention_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
     """What a backward has of what circulates (twice: at hand and on its way) and of what a team gathers."""
     stays: Moves = "queries" if moves == "kv" else "kv"
-    held, team = len(plan.holders(0)), len(plan.teammates(0))
-    if len(plan.steps(0)) > 1:
-        held = 2 * len(plan.steps(0)[-1].holds) // plan.ulysses_degree
+    held, team = len(plan.geometry.holders(0)), len(plan.geometry.teammates(0))
+    if len(plan.geometry.steps(0)) > 1:
+        held = 2 * len(plan.geometry.steps(0)[-1].holds) // plan.geometry.ulysses_degree
     buffers = held * of.gradient(moves) + team * of.gradient(stays)
     return buffers + (held * of.payload(moves) if held > 1 else 0) + (team * of.payload(stays) if team > 1 else 0)
 

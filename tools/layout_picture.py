@@ -65,7 +65,7 @@ def drawing(method: str, seq_length: int, size: int, causal: bool = True) -> Dra
         ContextError: as ``make_plan``.
     """
     plan = make_plan(method, seq_len=seq_length, size=size, causal=causal)
-    if plan.ulysses_degree > 1:
+    if plan.geometry.ulysses_degree > 1:
         raise ContextError(f"method {method} splits heads: every rank computes every pair, and none has a colour")
     owners = np.empty(plan.padded_len, dtype=int)
     for rank in range(size):
@@ -126,8 +126,8 @@ def _band(figure: "Figure", shown: Drawing, top: float, columns: int, longest: i
         return figure.add_axes((left / width, bottom / height, wide / width, high / height))
 
     plan = shown.plan
-    caption = CAPTIONS.get(plan.method.name, plan.method.name).format(
-        ordinal=ordinal(plan.size), chunks=2 * plan.size, layout=plan.layout.name
+    caption = CAPTIONS.get(plan.geometry.method.name, plan.geometry.method.name).format(
+        ordinal=ordinal(plan.size), chunks=2 * plan.size, layout=plan.geometry.layout.name
     )
     figure.text(0.35 / width, (top - 0.12) / height, caption, size=12, weight="bold", color=INK, va="center")
     strip = axes(0.75, top - 0.72, 2.45 * columns - 0.35, 0.34)

@@ -64,8 +64,9 @@ def draw(plan: Plan, ranks_per_node: int, heads: int, kv_heads: int) -> "Figure"
     from matplotlib.figure import Figure
 
     measured = links(plan.size, ranks_per_node, heads, kv_heads)
-    teams = plan.size // plan.team_size
-    width, grid, bars = max(9.0, 0.95 * teams + 2.2), 1.05 * plan.team_size + 0.9, 0.3 * len(measured) + 0.9
+    members = plan.geometry.team_size
+    teams = plan.size // members
+    width, grid, bars = max(9.0, 0.95 * teams + 2.2), 1.05 * members + 0.9, 0.3 * len(measured) + 0.9
     figure = Figure(figsize=(width, grid + bars + 1.2), facecolor="white", layout="constrained")
     above, below = figure.subplots(2, height_ratios=(grid, bars))
     _teams(above, plan, ranks_per_node)
@@ -77,9 +78,10 @@ def _teams(axes: "Axes", plan: Plan, ranks_per_node: int) -> None:
     """Draw a cell per rank, in its node's colour, with the KV it holds after the placement; arrows are rings."""
     from matplotlib.patches import FancyArrowPatch, Rectangle
 
-    nodes = -(-plan.size // ranks_per_node)
-    ring = plan.size // plan.team_size**2
-    teams = sorted({plan.team(rank) for rank in range(plan.size)}, key=lambda team: int(plan.positions(team[0])[0]))
+    geometry, nodes = plan.geometry, -(-plan.size // ranks_per_node)
+    members, placement = geometry.team_size, geometry.options.placement
+    ring = plan.size // members**2
+    teams = sorted({geometry.team(rank) for rank in range(plan.size)}, key=lambda team: int(plan.positions(team[0])[0]))
     where = {
         rank: (index + 0.45 * (index // ring), -1.15 * member)
         for index, team in enumerate(teams)
@@ -88,7 +90,7 @@ def _teams(axes: "Axes", plan: Plan, ranks_per_node: int) -> None:
     for rank, (x, y) in where.items():
         face = colour(rank // ranks_per_node, max(2, nodes))
         axes.add_patch(Rectangle((x - 0.4, y - 0.36), 0.8, 0.72, facecolor=face, edgecolor="none"))
-        first = next(step for step in plan.steps(rank) if step.gradient is not None)
+        first = next(step for step in geometry.steps(rank) if step.gradient is not None)
         text = f"KV of\nteam {teams.index(first.holds)}"
         axes.text(x, y + 0.19, f"rank {rank}", ha="center", va="center", size=8, color=ink_on(face), weight="bold")
         axes.text(x, y - 0.1, text, ha="center", va="center", size=7, color=ink_on(face), linespacing=0.95)
@@ -102,10 +104,8 @@ def _teams(axes: "Axes", plan: Plan, ranks_per_node: int) -> None:
     for index in range(len(teams)):
         axes.text(where[teams[index][0]][0], 0.58, f"team {index}", ha="center", size=8.5, color=INK)
     axes.set_xlim(-0.6, where[teams[-1][0]][0] + 0.6)
-    axes.set_ylim(-1.15 * plan.team_size + 0.45, 0.95)
-    title = (
-        f"{plan.size} ranks on {nodes} nodes (colours), teams of {plan.team_size}, rings of {ring}, {plan.placement}"
-    )
+    axes.set_ylim(-1.15 * members + 0.45, 0.95)
+    title = f"{plan.size} ranks on {nodes} nodes (colours), teams of {members}, rings of {ring}, {placement}"
     axes.set_title(title, size=11, color=INK, weight="bold", loc="left")
     axes.set_axis_off()
 

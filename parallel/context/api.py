@@ -1,8 +1,9 @@
 """The public face of context parallelism: shard tensors and attend over a process group."""
 
 from collections.abc import Sequence
+from copy import copy
 from datetime import timedelta
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,7 @@ from parallel.context.errors import ContextError
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange
 from parallel.context.methods.registry import LINEAR_METHODS, check_kind
-from parallel.context.plan import Plan
-from parallel.context.planning import make_plan
+from parallel.context.plan import PLANS, Plan, make_plan
 from parallel.context.softmax import SoftmaxAttention
 from parallel.context.state import StateExecutor, attend_linear
 from parallel.context.transport import Transport
@@ -32,17 +32,37 @@ class ContextParallel:
         timeout: timedelta | None = None,
     ) -> None:
         rank = dist.get_rank(group) if plan.size > 1 else 0
-        self.plan = plan
+        geometry = plan.geometry
         self.group = group
         self.positions = plan.positions(rank)
         """Ascending global positions of this rank: int64 ``[T_local]``; from ``plan.seq_len`` on they are padding."""
-        self.transport = Transport(plan, group, rank, timeout)
+        self.transport = Transport(geometry, group, rank, timeout)
         self._rank, self._backend = rank, backend
         self._heads = HeadExchange(self.transport)
-        self._executor = Executor(plan, self.transport, rank, backend)
-        self.attend = SoftmaxAttention(self._executor, self._heads)
+        self._executor = Executor(geometry, self.transport, rank, backend)
+        self._state_executor = StateExecutor(geometry, self.transport, rank, backend)
+        self._follow(plan)
+
+    def under(self, *, documents: tuple[int, ...] | None) -> "ContextParallel":
+        """The same ranks, groups, operators and positions for sequences of other packed documents. Not collective.
+
+        Both may be used in any order, as long as all ranks use the same one; a backward has the mask of its forward.
+
+        Args:
+            documents: as for ``make_plan``.
+
+        Raises:
+            ContextError: boundaries that do not ascend from 0 to the sequence's length.
+        """
+        other = copy(self)
+        other._follow(self.plan.under(documents))
+        return other
+
+    def _follow(self, plan: Plan) -> None:
+        self.plan = plan
+        self._plan_handle = PLANS.tensor(plan)
+        self.attend = SoftmaxAttention(self._executor, self._heads, self._plan_handle)
         """Softmax attention: q, k and v of this rank -> out, and what of it may start on k and v."""
-        self._state_executor = StateExecutor(plan, self.transport, rank, backend)
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
         """This rank's part of a full tensor along ``dim``; a tensor of ``seq_len`` is padded with ``pad_value``.
@@ -88,7 +108,8 @@ class ContextParallel:
             ContextError: a method of softmax attention alone, shapes, heads or dtypes that do not fit, a decay outside
                 (0, 1].
         """
-        check_kind(self.plan.method, "attend_linear", "linear attention", LINEAR_METHODS)
+        geometry = self.plan.geometry
+        check_kind(geometry.method, "attend_linear", "linear attention", LINEAR_METHODS)
         if q.shape[1] != self.plan.local_len:
             raise ContextError(
                 f"attend_linear: q {tuple(q.shape)} does not fit a plan of {self.plan.local_len} local positions; "
@@ -99,10 +120,10 @@ class ContextParallel:
             check(q, k, v, log_decay)
         except ValueError as error:
             raise ContextError(f"attend_linear: {error}") from error
-        if self.plan.method.capabilities().states:
-            return attend_linear(self._state_executor, q, k, v, log_decay)
-        self.plan.check_heads(q.shape[2], q.shape[2])
-        ranks, bounds = self.plan.head_group(self._rank), self.plan.boundaries
+        if geometry.method.capabilities().states:
+            return attend_linear(self._state_executor, q, k, v, log_decay, self._plan_handle)
+        geometry.check_heads(q.shape[2], q.shape[2])
+        ranks, bounds = geometry.head_group(self._rank), self.plan.boundaries
         own = len(log_decay) // len(ranks)
         rates = log_decay[ranks.index(self._rank) * own :][:own]
         documents = (0, *bounds, self.plan.padded_len) if bounds else None  # padding is one of them
@@ -115,17 +136,9 @@ def context_parallel(
     *,
     seq_len: int,
     group: dist.ProcessGroup | None = None,
-    team_size: int = 1,
-    ulysses_degree: int = 1,
-    causal: bool = True,
-    documents: tuple[int, ...] | None = None,
-    multiple: int = 1,
-    layout: str = "auto",
-    placement: str = "collect_intra",
-    ranks_per_node: int | None = None,
-    backward: Literal["auto", "kv", "queries"] = "auto",
     backend: str = "auto",
     timeout: timedelta | None = None,
+    **others: Any,
 ) -> ContextParallel:
     """Join this process to the others of ``group`` for sequences of ``seq_len`` tokens. Collective over ``group``.
 
@@ -133,23 +146,10 @@ def context_parallel(
         group: the ranks that share a sequence; None is this process alone.
         backend: attention kernel, see ``kernels.attention`` or ``kernels.linear_attention``.
         timeout: of the groups that teams and Ulysses need within ``group``; by default as torch has it.
-        the others: as for ``make_plan``.
+        others: as for ``make_plan``: ``causal``, ``documents`` and the fields of ``PlanOptions``.
 
     Raises:
         ContextError: as ``make_plan``.
     """
-    plan = make_plan(
-        method,
-        seq_len=seq_len,
-        size=dist.get_world_size(group) if group is not None else 1,
-        team_size=team_size,
-        ulysses_degree=ulysses_degree,
-        causal=causal,
-        documents=documents,
-        multiple=multiple,
-        layout=layout,
-        placement=placement,
-        ranks_per_node=ranks_per_node,
-        backward=backward,
-    )
-    return ContextParallel(plan, group, backend, timeout)
+    size = dist.get_world_size(group) if group is not None else 1
+    return ContextParallel(make_plan(method, seq_len=seq_len, size=size, **others), group, backend, timeout)

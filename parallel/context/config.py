@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from parallel.context.errors import ContextError
 from parallel.context.methods.registry import method_of
-from parallel.context.planning import make_plan
+from parallel.context.plan import make_plan
 
 HybridLayout = Literal["contiguous", "zigzag"]
 HYBRID_LAYOUTS: tuple[HybridLayout, ...] = ("contiguous", "zigzag")

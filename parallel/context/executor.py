@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -20,26 +19,26 @@ from torch import Tensor
 from kernels.attention import AttentionBackend, block_backward, block_forward, select_backend
 from kernels.merge import merge_, merged
 from parallel.context.errors import ContextError
-from parallel.context.plan import Plan
-from parallel.context.rounds import Round
+from parallel.context.geometry import Geometry
+from parallel.context.plan import PLANS, Plan, Round
 from parallel.context.tiles import Tile, halved
 from parallel.context.traffic import Sizes, cheaper_backward
 from parallel.context.transport import Arrival, Tensors, Transport
+from runtime.handles import Handles
 
 
 @dataclass(eq=False)
 class Executor:
-    """One rank's end of a plan."""
+    """One rank's end of a geometry, for whatever plan of it a call is given."""
 
-    plan: Plan
+    geometry: Geometry
     transport: Transport
     rank: int
     backend_name: str
 
     def __post_init__(self) -> None:
-        self.handle = next(_handles)
-        _executors[self.handle] = self
-        self._holders, self._team = self.plan.holders(self.rank), self.plan.teammates(self.rank)
+        self.handle = _executors.add(self)
+        self._holders, self._team = self.geometry.holders(self.rank), self.geometry.teammates(self.rank)
         self._begun: tuple[int, Arrival] | None = None
 
     @property
@@ -54,7 +53,7 @@ class Executor:
         return self._begun[0]
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, ticket: int | None = None
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, ticket: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider."""
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -66,7 +65,7 @@ class Executor:
             self._take(ticket) or self.transport.gather((k, v), self._holders),
             self.transport.gather((q,), self._team),
         ]
-        for _, step, (keys, values), (queries,) in self._circulate(arrivals, self.plan.rounds(self.rank)):
+        for _, step, (keys, values), (queries,) in self._circulate(arrivals, plan.rounds(self.rank)):
             for tile in _tiles(step, backend):
                 merge_(
                     *(out[:, tile.q], lse[:, tile.q]),
@@ -80,7 +79,7 @@ class Executor:
         return out.to(q.dtype), lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+        self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv in their tensors' dtypes.
 
@@ -90,13 +89,13 @@ class Executor:
         backend = select_backend(self.backend_name, q.device.type, q.dtype)
         batch, tokens, heads, width = q.shape
         of = Sizes(batch, tokens, heads, k.shape[2], width, q.element_size())
-        kv_moves = cheaper_backward(self.plan, of) == "kv"
+        kv_moves = cheaper_backward(self.geometry, of) == "kv"
         queries, keys = (q, dout, out, lse), (k, v)
         arrivals = [
             self.transport.gather(keys if kv_moves else queries, self._holders),
             self.transport.gather(queries if kv_moves else keys, self._team),
         ]
-        rounds = self.plan.rounds(self.rank, "kv" if kv_moves else "queries")
+        rounds = plan.rounds(self.rank, "kv" if kv_moves else "queries")
         due: dict[int, list[Arrival]] = {}
         kept: Tensors = ()
         for i, step, held, stays in self._circulate(arrivals, rounds):
@@ -157,9 +156,14 @@ def begin(executor: Executor, k: Tensor, v: Tensor) -> Tensor:
     return torch.ops.longmesh.begin_context_attention(k.detach(), v.detach(), executor.handle)
 
 
-def attend(executor: Executor, q: Tensor, k: Tensor, v: Tensor, scale: float, ticket: Tensor | None = None) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks; differentiable. Shapes as above."""
-    return torch.ops.longmesh.context_attention(q, k, v, scale, executor.handle, ticket)[0]
+def attend(
+    executor: Executor, q: Tensor, k: Tensor, v: Tensor, scale: float, plan: Tensor, ticket: Tensor | None = None
+) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks; differentiable. Shapes as above.
+
+    ``plan`` is the handle of one of the executor's geometry, in ``PLANS``.
+    """
+    return torch.ops.longmesh.context_attention(q, k, v, scale, executor.handle, plan, ticket)[0]
 
 
 def _tiles(step: Round, backend: AttentionBackend) -> Iterable[Tile]:
@@ -189,9 +193,9 @@ def _add_gradients(
 
 
 # A custom op takes no Python object, so it names its executor by a number. Being one op, the whole attention is a
-# single node to recompute policies and to torch.compile.
-_handles = count()
-_executors: WeakValueDictionary[int, Executor] = WeakValueDictionary()
+# single node to recompute policies and to torch.compile. The plan's handle is a tensor: a mask may come with every
+# micro-batch, and torch.compile would compile anew for each number.
+_executors: Handles[Executor] = Handles()
 _tickets = count()
 
 
@@ -208,41 +212,41 @@ def _(k: Tensor, v: Tensor, handle: int) -> Tensor:
 
 @torch.library.custom_op("longmesh::context_attention", mutates_args=())
 def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int, ticket: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int, plan: Tensor, ticket: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    return _executors[handle].forward(q, k, v, scale, None if ticket is None else int(ticket))
+    return _executors[handle].forward(PLANS[plan], q, k, v, scale, None if ticket is None else int(ticket))
 
 
 @_forward_op.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int, ticket: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int, plan: Tensor, ticket: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @torch.library.custom_op("longmesh::context_attention_backward", mutates_args=())
 def _backward_op(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, handle: int
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, handle: int, plan: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _executors[handle].backward(dout, q, k, v, out, lse, scale)
+    return _executors[handle].backward(PLANS[plan], dout, q, k, v, out, lse, scale)
 
 
 @_backward_op.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, handle: int
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, handle: int, plan: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale, ctx.handle, _ = inputs
+    q, k, v, ctx.scale, ctx.handle, ctx.plan, _ = inputs  # the tensor keeps its plan alive
     ctx.executor = _executors[ctx.handle]  # alive until the backward, whoever drops it meanwhile
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _gradients(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.longmesh.context_attention_backward(dout, *ctx.saved_tensors, ctx.scale, ctx.handle)
-    return *gradients, None, None, None
+    gradients = torch.ops.longmesh.context_attention_backward(dout, *ctx.saved_tensors, ctx.scale, ctx.handle, ctx.plan)
+    return *gradients, None, None, None, None
 
 
 _forward_op.register_autograd(_gradients, setup_context=_save)

@@ -4,14 +4,13 @@ Within a group of U ranks. Fewer KV heads than ranks are sent to several, whose 
 of its own, so that a backward finds q, k and v exchanged already; the way back is one, so that recompute can keep it.
 """
 
-from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from parallel.context.transport import Transport
+from runtime.handles import Handles
 
 
 class HeadExchange:
@@ -19,9 +18,8 @@ class HeadExchange:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.ranks = transport.plan.head_group(transport.rank)
-        self.handle = next(_handles)
-        _exchanges[self.handle] = self
+        self.ranks = transport.geometry.head_group(transport.rank)
+        self.handle = _exchanges.add(self)
 
     def to_heads(self, x: Tensor) -> Tensor:
         """[B, T, H, D] -> [B, U * T, H / U, D], or one head where H < U; differentiable."""
@@ -35,8 +33,7 @@ class HeadExchange:
         return torch.ops.longmesh.heads_to_tokens(x, heads, len(self.ranks), self.handle)
 
 
-_handles = count()
-_exchanges: WeakValueDictionary[int, HeadExchange] = WeakValueDictionary()
+_exchanges: Handles[HeadExchange] = Handles()
 
 
 @torch.library.custom_op("longmesh::tokens_to_heads", mutates_args=())

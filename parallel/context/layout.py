@@ -16,6 +16,7 @@ import numpy as np
 from parallel.context.errors import ContextError
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
+PLACEMENTS = ("collect_intra", "p2p_intra")
 
 
 class Run(NamedTuple):
@@ -82,3 +83,15 @@ def padded_length(name: str, seq_len: int, size: int, team_size: int = 1, multip
     """The shortest length that holds ``seq_len`` tokens and gives each rank a ``multiple`` of that many."""
     step = lcm(granularity(name, size, team_size), size * multiple)
     return -(-max(seq_len, 1) // step) * step
+
+
+def places(placement: str, size: int, team_size: int) -> np.ndarray:
+    """The place in the method of each of ``size`` ranks, a permutation (WallFacer, section 3.4): int64 ``[size]``.
+
+    A launcher fills nodes with consecutive ranks. A team group is G teams of ``team_size`` C, and as many rings of G:
+    ``collect_intra`` makes neighbours of a team's members, which gather and reduce, and ``p2p_intra`` of a ring's
+    members, so that it is they who share a node.
+    """
+    if placement == "collect_intra":
+        return np.arange(size)
+    return np.arange(size).reshape(team_size, -1, team_size).swapaxes(1, 2).ravel()  # [group, team, member] before

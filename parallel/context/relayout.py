@@ -6,9 +6,7 @@ in the zigzag layout. One all-to-all brings q, k and v from the one into the oth
 
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import count
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -16,8 +14,9 @@ from torch import Tensor
 
 from parallel.context.api import ContextParallel
 from parallel.context.errors import ContextError
-from parallel.context.plan import Plan
+from parallel.context.geometry import Geometry
 from parallel.context.transport import Transport
+from runtime.handles import Handles
 
 
 class Moves(NamedTuple):
@@ -34,11 +33,11 @@ class Moves(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def moves(source: Plan, target: Plan, rank: int) -> Moves:
-    """From the layout of one plan to that of another, by the ranks' positions alone.
+def moves(source: Geometry, target: Geometry, rank: int) -> Moves:
+    """From the layout of one geometry to that of another, by the ranks' positions alone.
 
     Raises:
-        ContextError: the plans differ in ranks or in padded length.
+        ContextError: they differ in ranks or in padded length.
     """
     if (source.size, source.padded_len) != (target.size, target.padded_len):
         raise ContextError(
@@ -56,15 +55,15 @@ def moves(source: Plan, target: Plan, rank: int) -> Moves:
 
 
 @lru_cache(maxsize=64)
-def _owners(plan: Plan) -> np.ndarray:
+def _owners(geometry: Geometry) -> np.ndarray:
     """The rank that has each position."""
-    found = np.empty(plan.padded_len, dtype=np.int64)
-    for rank in range(plan.size):
-        found[plan.positions(rank)] = rank
+    found = np.empty(geometry.padded_len, dtype=np.int64)
+    for rank in range(geometry.size):
+        found[geometry.positions(rank)] = rank
     return found
 
 
-def moved_tokens(source: Plan, target: Plan) -> int:
+def moved_tokens(source: Geometry, target: Geometry) -> int:
     """Tokens that the rank with most of them sends to others; as many come back."""
     return max(source.local_len - moves(source, target, rank).sends[rank] for rank in range(source.size))
 
@@ -72,12 +71,11 @@ def moved_tokens(source: Plan, target: Plan) -> int:
 class Relayout:
     """One rank's exchanges between two layouts of the same ranks."""
 
-    def __init__(self, outside: Plan, inside: Plan, transport: Transport) -> None:
-        """``transport`` is that of either plan, and counts the bytes."""
+    def __init__(self, outside: Geometry, inside: Geometry, transport: Transport) -> None:
+        """``transport`` is that of either, and counts the bytes."""
         self.transport = transport
-        self._ways = tuple(moves(*plans, transport.rank) for plans in ((outside, inside), (inside, outside)))
-        self.handle = next(_handles)
-        _exchanges[self.handle] = self
+        self._ways = tuple(moves(*pair, transport.rank) for pair in ((outside, inside), (inside, outside)))
+        self.handle = _exchanges.add(self)
 
     def inward(self, x: Tensor) -> Tensor:
         """x [B, T, ...] of this rank's tokens in the outer layout -> of those in the inner one; differentiable."""
@@ -103,9 +101,10 @@ def attend_inside(inside: ContextParallel, outside: ContextParallel) -> Callable
     Raises:
         ContextError: as ``moves``.
     """
-    if inside.plan.layout == outside.plan.layout:
+    geometries = outside.plan.geometry, inside.plan.geometry
+    if geometries[0].layout == geometries[1].layout:
         return inside.attend
-    relayout = Relayout(outside.plan, inside.plan, inside.transport)
+    relayout = Relayout(*geometries, inside.transport)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads = [x.shape[2] for x in (q, k, v)]
@@ -116,8 +115,7 @@ def attend_inside(inside: ContextParallel, outside: ContextParallel) -> Callable
 
 
 # As the exchange of heads (parallel/context/heads.py): operators, of which recompute policies can keep the second.
-_handles = count()
-_exchanges: WeakValueDictionary[int, Relayout] = WeakValueDictionary()
+_exchanges: Handles[Relayout] = Handles()
 
 
 @torch.library.custom_op("longmesh::relayout_in", mutates_args=())

@@ -1,4 +1,4 @@
-"""Softmax attention over the plan as a model takes it: at once, or begun with k and v while the model projects q."""
+"""Softmax attention over the ranks as a model takes it: at once, or begun with k and v while the model projects q."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,10 @@ class SoftmaxAttention:
     Shapes: q ``[B, T_local, H, D]``, k and v ``[B, T_local, K, D]``, H a multiple of K.
     """
 
-    def __init__(self, executor: Executor, heads: HeadExchange) -> None:
-        self._executor, self._heads, self._plan = executor, heads, executor.plan
+    def __init__(self, executor: Executor, heads: HeadExchange, plan: Tensor) -> None:
+        """``plan`` is its handle in ``PLANS``."""
+        self._executor, self._heads, self._plan = executor, heads, plan
+        self._geometry = executor.geometry
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``[B, T_local, H, D]`` in q's dtype. Rows of padding hold numbers that mean nothing.
@@ -50,14 +52,14 @@ class SoftmaxAttention:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, ticket: Tensor | None) -> Tensor:
         """k and v with their heads exchanged already."""
         q = self._heads.to_heads(q)
-        return self._heads.to_tokens(attend(self._executor, q, k, v, q.shape[-1] ** -0.5, ticket))
+        return self._heads.to_tokens(attend(self._executor, q, k, v, q.shape[-1] ** -0.5, self._plan, ticket))
 
     def _check_keys(self, k: Tensor, v: Tensor) -> None:
-        check_kind(self._plan.method, "attend", "softmax attention", METHODS)
-        if k.shape[1] != self._plan.local_len or k.shape != v.shape or k.dtype != v.dtype:
+        check_kind(self._geometry.method, "attend", "softmax attention", METHODS)
+        if k.shape[1] != self._geometry.local_len or k.shape != v.shape or k.dtype != v.dtype:
             raise ContextError(
                 f"attend: k {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype} do not fit a plan of "
-                f"{self._plan.local_len} local positions; pass [B, T_local, heads, D] of one length and dtype"
+                f"{self._geometry.local_len} local positions; pass [B, T_local, heads, D] of one length and dtype"
             )
 
     def _check_queries(self, q: Tensor, k: Tensor) -> None:
@@ -66,4 +68,4 @@ class SoftmaxAttention:
                 f"attend: q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype} do not fit: lengths, head "
                 "widths and dtypes must be equal, and query heads a multiple of the key heads"
             )
-        self._plan.check_heads(q.shape[2], k.shape[2])
+        self._geometry.check_heads(q.shape[2], k.shape[2])

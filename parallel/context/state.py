@@ -10,17 +10,17 @@ Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]`` with T local positions, states
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from kernels.linear_attention import from_state, local_state, passed_on, scan_of, select_backend
-from parallel.context.methods.lasp import passages
-from parallel.context.plan import Plan
+from parallel.context.geometry import Geometry
+from parallel.context.passages import Passage, passages
+from parallel.context.plan import PLANS, Plan
 from parallel.context.transport import Tensors, Transport
+from runtime.handles import Handles
 
 Work = Callable[[], tuple[Tensors, Tensor]]
 """What needs no other rank: its results, and the state that this rank's tokens alone leave."""
@@ -28,20 +28,20 @@ Work = Callable[[], tuple[Tensors, Tensor]]
 
 @dataclass(eq=False)
 class StateExecutor:
-    """One rank's end of a plan that passes states on."""
+    """One rank's end of a geometry that passes states on, for whatever plan of it a call is given."""
 
-    plan: Plan
+    geometry: Geometry
     transport: Transport
     rank: int
     backend_name: str
 
     def __post_init__(self) -> None:
-        self.handle = next(_handles)
-        _executors[self.handle] = self
+        self.handle = _executors.add(self)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> tuple[Tensor, Tensor]:
+    def forward(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> tuple[Tensor, Tensor]:
         """out ``[B, T, H, E]`` in v's dtype, and the state that came in, zero where none did."""
-        backend, here = self._backend(q), passages(self.plan)[self.rank]
+        backend, ways = self._backend(q), self._ways(plan, reverse=False)
+        here = ways[self.rank]
 
         def intra() -> tuple[Tensors, Tensor]:
             out, local = scan_of(backend)(q, k, v, log_decay, None, here.documents, wide=True)
@@ -50,7 +50,7 @@ class StateExecutor:
         def alone() -> Tensor:
             return local_state(k, v, log_decay, here.documents, backend=backend)
 
-        (out,), state, finish = self._pass_states(intra, alone, _state_like(k, v), log_decay, reverse=False)
+        (out,), state, finish = self._pass_states(intra, alone, _state_like(k, v), log_decay, ways, reverse=False)
         if state is None:
             state = torch.zeros_like(_state_like(k, v))
         else:
@@ -59,12 +59,13 @@ class StateExecutor:
         return out.to(v.dtype), state
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Sequence[float]
+        self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Sequence[float]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv in their tensors' dtypes; ``state`` is what the forward returned."""
-        backend, here = self._backend(q), passages(self.plan, reverse=True)[self.rank]
+        backend, ways = self._backend(q), self._ways(plan, reverse=True)
+        here = ways[self.rank]
         run, documents = scan_of(backend), here.documents
-        entered = None if passages(self.plan)[self.rank].source is None else state.transpose(-1, -2)
+        entered = None if self._ways(plan, reverse=False)[self.rank].source is None else state.transpose(-1, -2)
 
         def intra() -> tuple[Tensors, Tensor]:
             dq, _ = run(dout, v, k, log_decay, entered, documents)
@@ -75,7 +76,7 @@ class StateExecutor:
         def alone() -> Tensor:
             return local_state(q, dout, log_decay, documents, reverse=True, backend=backend)
 
-        (dq, dk, dv), dstate, finish = self._pass_states(intra, alone, _state_like(k, v), log_decay, reverse=True)
+        (dq, dk, dv), dstate, finish = self._pass_states(intra, alone, _state_like(k, v), log_decay, ways, reverse=True)
         if dstate is not None:
             dk += from_state(v, dstate.transpose(-1, -2), log_decay, here.seen, reverse=True)
             dv += from_state(k, dstate, log_decay, here.seen, reverse=True)
@@ -83,47 +84,63 @@ class StateExecutor:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _pass_states(
-        self, intra: Work, alone: Callable[[], Tensor], like: Tensor, log_decay: Sequence[float], *, reverse: bool
+        self,
+        intra: Work,
+        alone: Callable[[], Tensor],
+        like: Tensor,
+        log_decay: Sequence[float],
+        ways: tuple[Passage, ...],
+        *,
+        reverse: bool,
     ) -> tuple[Tensors, Tensor | None, Callable[[], object]]:
         """The results of ``intra``, the state that comes in, if any, and what to call once all is computed.
 
         ``intra`` runs while the state is on its way. ``alone`` computes no more than the state that intra ends with.
         """
-        if self.plan.method.capabilities().states == "gather":
+        if self.geometry.method.capabilities().states == "gather":
             local = alone()
-            arrival = self.transport.gather((local[:, None],), tuple(range(self.plan.size)))
+            arrival = self.transport.gather((local[:, None],), tuple(range(self.geometry.size)))
             results, _ = intra()
             (states,) = arrival()  # [B, ranks, H, D, E]
-            return results, self._sum_before(states, log_decay, reverse), lambda: None
-        here = passages(self.plan, reverse)[self.rank]
+            return results, self._sum_before(states, log_decay, ways, reverse), lambda: None
+        here = ways[self.rank]
         coming = None if here.source is None else self.transport.receive(like, here.source)
         results, local = intra()
         state = None if coming is None else coming()
         if here.target is None:
             return results, state, lambda: None
         if state is not None and here.goes_through:
-            local = local + passed_on(state, log_decay, self.plan.local_len)
+            local = local + passed_on(state, log_decay, self.geometry.local_len)
         return results, state, self.transport.send(local, here.target)
 
-    def _sum_before(self, states: Tensor, log_decay: Sequence[float], reverse: bool) -> Tensor | None:
+    def _sum_before(
+        self, states: Tensor, log_decay: Sequence[float], ways: tuple[Passage, ...], reverse: bool
+    ) -> Tensor | None:
         """The state that comes to this rank, of what every rank adds to it [B, ranks, H, D, E]."""
-        ways = passages(self.plan, reverse)
-        ranks = range(self.plan.size - 1, self.rank, -1) if reverse else range(self.rank)
+        ranks = range(self.geometry.size - 1, self.rank, -1) if reverse else range(self.rank)
         running: Tensor | None = None
         for rank in ranks:
             before = running if ways[rank].source is not None and ways[rank].goes_through else None
             running = states[:, rank]
             if before is not None:
-                running = running + passed_on(before, log_decay, self.plan.local_len)
+                running = running + passed_on(before, log_decay, self.geometry.local_len)
         return running if ways[self.rank].source is not None else None
+
+    def _ways(self, plan: Plan, *, reverse: bool) -> tuple[Passage, ...]:
+        return passages(self.geometry.size, self.geometry.local_len, plan.boundaries, reverse)
 
     def _backend(self, q: Tensor) -> str:
         return select_backend(self.backend_name, q.device.type, q.dtype)
 
 
-def attend_linear(executor: StateExecutor, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
-    """Linear attention of this rank's queries to all tokens before them; differentiable. Shapes as above."""
-    return torch.ops.longmesh.state_attention(q, k, v, log_decay, executor.handle)[0]
+def attend_linear(
+    executor: StateExecutor, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], plan: Tensor
+) -> Tensor:
+    """Linear attention of this rank's queries to all tokens before them; differentiable. Shapes as above.
+
+    ``plan`` is the handle of one of the executor's geometry, in ``PLANS``.
+    """
+    return torch.ops.longmesh.state_attention(q, k, v, log_decay, executor.handle, plan)[0]
 
 
 def _state_like(k: Tensor, v: Tensor) -> Tensor:
@@ -132,45 +149,46 @@ def _state_like(k: Tensor, v: Tensor) -> Tensor:
     return k.new_empty((k.shape[0], *k.shape[2:], v.shape[-1]), dtype=wide)
 
 
-# A custom op takes no Python object, so it names its executor by a number. Being one op, the whole attention is a
-# single node to recompute policies and to torch.compile.
-_handles = count()
-_executors: WeakValueDictionary[int, StateExecutor] = WeakValueDictionary()
+# One op for the whole attention, its executor and plan named by handles, as in parallel/context/executor.py.
+_executors: Handles[StateExecutor] = Handles()
 
 
 @torch.library.custom_op("longmesh::state_attention", mutates_args=())
-def _forward_op(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], handle: int) -> tuple[Tensor, Tensor]:
-    return _executors[handle].forward(q, k, v, log_decay)
+def _forward_op(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], handle: int, plan: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _executors[handle].forward(PLANS[plan], q, k, v, log_decay)
 
 
 @_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, handle: int) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, handle: int, plan: Tensor) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), _state_like(k, v)
 
 
 @torch.library.custom_op("longmesh::state_attention_backward", mutates_args=())
 def _backward_op(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Sequence[float], handle: int
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Sequence[float], handle: int, plan: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _executors[handle].backward(dout, q, k, v, state, log_decay)
+    return _executors[handle].backward(PLANS[plan], dout, q, k, v, state, log_decay)
 
 
 @_backward_op.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Any, handle: int
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Any, handle: int, plan: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.log_decay, ctx.handle = inputs
+    q, k, v, ctx.log_decay, ctx.handle, ctx.plan = inputs  # the tensor keeps its plan alive
     ctx.executor = _executors[ctx.handle]  # alive until the backward, whoever drops it meanwhile
     ctx.save_for_backward(q, k, v, output[1])
 
 
 def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.longmesh.state_attention_backward(dout, *ctx.saved_tensors, ctx.log_decay, ctx.handle)
-    return *gradients, None, None
+    rest = ctx.log_decay, ctx.handle, ctx.plan
+    gradients = torch.ops.longmesh.state_attention_backward(dout, *ctx.saved_tensors, *rest)
+    return *gradients, None, None, None
 
 
 _forward_op.register_autograd(_gradients, setup_context=_save)

@@ -1,17 +1,19 @@
-"""What a plan sends to whom, in bytes: point to point, and in collectives, which count what each peer is sent."""
+"""What a geometry sends to whom, in bytes: point to point, and in collectives, which count what each peer is sent.
+
+Keys, values and queries travel alike under every mask. A state goes on to the next rank only inside a document, so
+that what is sent of it depends on ``boundaries``: the first positions of the documents after the first.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from parallel.context.methods.lasp import passages
-
-if TYPE_CHECKING:
-    from parallel.context.plan import Plan
+from parallel.context.geometry import Geometry
+from parallel.context.passages import passages
 
 Moves = Literal["kv", "queries"]
 """What circulates in a backward: KV with its gradient, or queries (q, dout, out, lse) with theirs."""
@@ -108,7 +110,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(
-    plan: "Plan",
+    geometry: Geometry,
     batch: int,
     heads: int,
     kv_heads: int,
@@ -117,33 +119,35 @@ def sizes(
     value_dim: int | None = None,
 ) -> Sizes:
     """The sizes that ``heads`` and ``kv_heads`` of every token become where Ulysses splits them."""
-    degree = plan.ulysses_degree
-    tokens = plan.local_len * degree
+    degree = geometry.ulysses_degree
+    tokens = geometry.local_len * degree
     return Sizes(batch, tokens, heads // degree, max(1, kv_heads // degree), head_dim, element_size, value_dim)
 
 
-def messages(plan: "Plan", of: Sizes, moves: Moves, *, gradients: bool) -> Iterator[Message]:
+def messages(
+    geometry: Geometry, of: Sizes, moves: Moves, *, gradients: bool, boundaries: tuple[int, ...]
+) -> Iterator[Message]:
     """What ranks send point to point in a forward (without gradients) or a backward."""
-    for index, hop in enumerate(plan.hops):
+    for index, hop in enumerate(geometry.hops):
         for send in hop.sends:
-            yield Message(plan.at_ranks(send.to), len(hop.holds) * of.payload(moves), index, send.due - 1)
+            yield Message(geometry.at_ranks(send.to), len(hop.holds) * of.payload(moves), index, send.due - 1)
         if gradients and hop.gradient is not None:
             home = hop.gradient
-            yield Message(plan.at_ranks(home.to), len(hop.holds) * of.gradient(moves), index + 1, home.due)
-    if plan.method.capabilities().states == "neighbour":
-        targets = (way.target for way in passages(plan, reverse=gradients))
+            yield Message(geometry.at_ranks(home.to), len(hop.holds) * of.gradient(moves), index + 1, home.due)
+    if geometry.method.capabilities().states == "neighbour":
+        targets = (way.target for way in passages(geometry.size, geometry.local_len, boundaries, gradients))
         onward = np.array([rank if target is None else target for rank, target in enumerate(targets)])
         yield Message(onward, of.state, 0, 0)
 
 
-def collectives(plan: "Plan", of: Sizes, moves: Moves | None) -> Iterator[Collective]:
+def collectives(geometry: Geometry, of: Sizes, moves: Moves | None) -> Iterator[Collective]:
     """Those of a backward that moves KV or queries, or (None) of a forward, groups of one left out.
 
     Of the heads: q, k, v there and out back, or dout there and dq, dk, dv back.
     """
-    heads, holders, team = plan.head_groups, plan.holder_groups, plan.team_groups
+    heads, holders, team = geometry.head_groups, geometry.holder_groups, geometry.team_groups
     rows = of.batch * of.tokens
-    channel = of.batch * plan.local_len * of.element_size
+    channel = of.batch * geometry.local_len * of.element_size
     found = [
         Collective("exchange", heads, ((of.heads + of.kv_heads) * of.head_dim + of.kv_heads * of.values) * channel),
         Collective("exchange", heads, of.heads * of.values * channel),
@@ -161,20 +165,22 @@ def collectives(plan: "Plan", of: Sizes, moves: Moves | None) -> Iterator[Collec
                 Collective("gather", ranks, of.payload(what)),
                 Collective("exchange", ranks, of.gradient(what)),
             ]
-    if plan.method.capabilities().states == "gather":
-        everyone = np.broadcast_to(np.arange(plan.size), (plan.size, plan.size))
+    if geometry.method.capabilities().states == "gather":
+        everyone = np.broadcast_to(np.arange(geometry.size), (geometry.size, geometry.size))
         found.append(Collective("gather", everyone, of.state))
     return (collective for collective in found if collective.ranks.shape[1] > 1)
 
 
-def forward_traffic(plan: "Plan", rank: int, of: Sizes) -> Traffic:
+def forward_traffic(geometry: Geometry, rank: int, of: Sizes, boundaries: tuple[int, ...]) -> Traffic:
     """What ``rank`` sends in a forward."""
-    return _sum(rank, messages(plan, of, "kv", gradients=False), collectives(plan, of, None))
+    sent = messages(geometry, of, "kv", gradients=False, boundaries=boundaries)
+    return _sum(rank, sent, collectives(geometry, of, None))
 
 
-def backward_traffic(plan: "Plan", rank: int, of: Sizes, moves: Moves) -> Traffic:
+def backward_traffic(geometry: Geometry, rank: int, of: Sizes, moves: Moves, boundaries: tuple[int, ...]) -> Traffic:
     """What ``rank`` sends in a backward that moves KV or queries."""
-    return _sum(rank, messages(plan, of, moves, gradients=True), collectives(plan, of, moves))
+    sent = messages(geometry, of, moves, gradients=True, boundaries=boundaries)
+    return _sum(rank, sent, collectives(geometry, of, moves))
 
 
 def _sum(rank: int, sent: Iterable[Message], joint: Iterable[Collective]) -> Traffic:
@@ -189,16 +195,18 @@ def _sum(rank: int, sent: Iterable[Message], joint: Iterable[Collective]) -> Tra
     return total
 
 
-def bytes_of_all(plan: "Plan", of: Sizes, moves: Moves | None, ranks_per_node: int) -> tuple[int, int]:
+def bytes_of_all(
+    geometry: Geometry, of: Sizes, moves: Moves | None, ranks_per_node: int, boundaries: tuple[int, ...]
+) -> tuple[int, int]:
     """Bytes that all ranks send inside nodes and between them, in a backward, or (None) in a forward."""
-    sent = messages(plan, of, moves or "kv", gradients=moves is not None)
+    sent = messages(geometry, of, moves or "kv", gradients=moves is not None, boundaries=boundaries)
     by_peers: dict[int, tuple[np.ndarray, int]] = {}  # a ring sends to the same ranks in every round
-    for to, size in [*((m.to, m.size) for m in sent), *((c.ranks, c.size) for c in collectives(plan, of, moves))]:
+    for to, size in [*((m.to, m.size) for m in sent), *((c.ranks, c.size) for c in collectives(geometry, of, moves))]:
         by_peers[id(to)] = to, by_peers.get(id(to), (to, 0))[1] + size
     inside = between = 0
     for to, size in by_peers.values():
-        peers = to.reshape(plan.size, -1)
-        rank = np.arange(plan.size)[:, None]
+        peers = to.reshape(geometry.size, -1)
+        rank = np.arange(geometry.size)[:, None]
         beyond = int(np.count_nonzero(peers // ranks_per_node != rank // ranks_per_node))
         inside += size * (int(np.count_nonzero(peers != rank)) - beyond)
         between += size * beyond
@@ -206,9 +214,9 @@ def bytes_of_all(plan: "Plan", of: Sizes, moves: Moves | None, ranks_per_node: i
 
 
 @lru_cache(maxsize=256)
-def cheaper_backward(plan: "Plan", of: Sizes) -> Moves:
-    """What the backward moves: as the plan says, or what sends fewer bytes over all ranks."""
-    if plan.backward != "auto":
-        return plan.backward
-    kv, queries = (sum(bytes_of_all(plan, of, moves, plan.size)) for moves in ("kv", "queries"))
+def cheaper_backward(geometry: Geometry, of: Sizes) -> Moves:
+    """What the backward moves: as the options say, or what sends fewer bytes over all ranks."""
+    if geometry.options.backward != "auto":
+        return geometry.options.backward
+    kv, queries = (sum(bytes_of_all(geometry, of, moves, geometry.size, ())) for moves in ("kv", "queries"))
     return "kv" if kv <= queries else "queries"

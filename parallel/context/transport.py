@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.context.plan import Plan
-from parallel.context.rounds import Transfer
+from parallel.context.geometry import Geometry, Transfer
 from parallel.context.traffic import Traffic
 
 Tensors = tuple[Tensor, ...]
@@ -22,29 +21,29 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Transport:
-    """One rank's links to the others of a plan.
+    """One rank's links to the others of a geometry.
 
     Groups within the group are made here, once: every rank of ``group`` makes its own in the same order, and ranks of
     other groups need not take part.
     """
 
     def __init__(
-        self, plan: Plan, group: dist.ProcessGroup | None, rank: int, timeout: timedelta | None = None
+        self, geometry: Geometry, group: dist.ProcessGroup | None, rank: int, timeout: timedelta | None = None
     ) -> None:
-        self.plan = plan
+        self.geometry = geometry
         self.rank = rank
         self.traffic = Traffic()
         """Bytes sent to each peer since the object was made, or since it was replaced by an empty one."""
         self._group = group
         self._connected: set[dist.ProcessGroup] = set()
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(plan.size)): group}
-        for ranks in (plan.head_group(rank), plan.teammates(rank), plan.holders(rank)):
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(geometry.size)): group}
+        for ranks in (geometry.head_group(rank), geometry.teammates(rank), geometry.holders(rank)):
             if len(ranks) > 1 and ranks not in self._groups:
                 self._groups[ranks] = self._new_group(ranks, timeout)
         # What has several rounds' time must not stand in a queue before what the next round needs.
         self._far = group
-        if any(send.due > i + 1 for i, step in enumerate(plan.steps(rank)) for send in step.transfers):
-            self._far = self._new_group(tuple(range(plan.size)), timeout)
+        if any(send.due > i + 1 for i, step in enumerate(geometry.steps(rank)) for send in step.transfers):
+            self._far = self._new_group(tuple(range(geometry.size)), timeout)
 
     def _new_group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:
         everyone = dist.get_process_group_ranks(self._group)
@@ -107,9 +106,9 @@ class Transport:
         """Join the tensors of ``ranks`` in ascending positions: [B, T, ...] -> [B, len(ranks) * T, ...]."""
         if len(ranks) == 1:
             return lambda: tensors
-        degree = self.plan.ulysses_degree
+        degree = self.geometry.ulysses_degree
         owners = tuple(rank - rank % degree + u for rank in ranks for u in range(degree))
-        order = self.plan.gather_order(owners, tensors[0].device)
+        order = self.geometry.gather_order(owners, tensors[0].device)
         parts, works = [], []
         for tensor in tensors:
             part = tensor.new_empty(len(ranks), *tensor.shape)
@@ -135,9 +134,9 @@ class Transport:
         """
         if len(ranks) == 1:
             return tensor[None]
-        degree = self.plan.ulysses_degree
+        degree = self.geometry.ulysses_degree
         owners = tuple(rank - rank % degree + u for rank in ranks for u in range(degree))
-        order = self.plan.gather_order(owners, tensor.device)
+        order = self.geometry.gather_order(owners, tensor.device)
         if order is not None:
             tensor = torch.empty_like(tensor).index_copy_(1, order, tensor)
         return self.exchange(tensor.unflatten(1, (len(ranks), -1)).transpose(0, 1), ranks)

@@ -33,7 +33,7 @@ LATENCY = replace(NETWORK, inside_gb_per_s=FREE, inside_latency_us=1e6)
 def attention(method: str, cluster: Cluster, size: int = 64, tokens: int = 65536, **options: object) -> AttentionCost:
     """METHODS' worked example: 65,536 tokens of 52 heads of 128, bfloat16."""
     plan = make_plan(method, seq_len=tokens, size=size, **options)  # type: ignore[arg-type]
-    return AttentionCost(plan, sizes(plan, 1, 52, 52, 128, 2), cluster)
+    return AttentionCost(plan, sizes(plan.geometry, 1, 52, 52, 128, 2), cluster)
 
 
 def test_a_link_takes_the_bytes_of_the_worked_example() -> None:

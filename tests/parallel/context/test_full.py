@@ -41,7 +41,7 @@ def attend(rank: int, world_size: int) -> list[list[Tensor]]:
     found = []
     for method, options in [*METHODS[world_size], *FORCED]:
         cp = context_parallel(method, seq_len=SHAPES[SHAPE][2], group=dist.group.WORLD, causal=False, **options)
-        assert cp.plan.layout.name == options.get("layout", "contiguous")
+        assert cp.plan.geometry.layout.name == options.get("layout", "contiguous")
         *leaves, dout = (cp.shard(x, dim=1) for x in inputs(SHAPE, torch.float64))
         leaves = [x.requires_grad_() for x in leaves]
         out = cp.attend(*leaves)

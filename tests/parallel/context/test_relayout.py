@@ -26,7 +26,7 @@ def both(rank: int, world_size: int, wrong: bool = False) -> list[dict[str, Any]
     for outer, inner in PAIRS:
         inside = context_parallel(inner, seq_len=LENGTH, group=dist.group.WORLD, multiple=2)
         outside = context_parallel(outer, seq_len=LENGTH, group=dist.group.WORLD, multiple=inside.plan.local_len)
-        relayout = Relayout(outside.plan, inside.plan, inside.transport)
+        relayout = Relayout(outside.plan.geometry, inside.plan.geometry, inside.transport)
         if wrong:
             relayout._ways = tuple(way._replace(places=torch.arange(len(way.places))) for way in relayout._ways)
         values, gradients = (whole(inside.plan.padded_len, seed) for seed in (1, 2))
@@ -38,7 +38,7 @@ def both(rank: int, world_size: int, wrong: bool = False) -> list[dict[str, Any]
             y.backward(target.shard(gradients, 1))
             assert x.grad is not None
             pairs = ((y.detach(), target.shard(values, 1)), (x.grad, source.shard(gradients, 1)))
-            plans = outside.plan, inside.plan
+            plans = outside.plan.geometry, inside.plan.geometry
             most = moved_tokens(*plans) * 2 * 3 * 2 * 8
             found.append({"equal": [torch.equal(*pair) for pair in pairs], "sent": sent, "most": most})
     return found
@@ -60,7 +60,7 @@ def test_tokens_left_in_the_order_of_their_arrival_would_be_seen() -> None:
 
 def test_few_tokens_stay() -> None:
     """From contiguous to zigzag over P ranks a rank sends all of its tokens, or half of them."""
-    outside, inside = (make_plan(method, seq_len=64, size=4) for method in ("lasp", "zigzag"))
+    outside, inside = (make_plan(method, seq_len=64, size=4).geometry for method in ("lasp", "zigzag"))
     kept = [moves(outside, inside, rank).sends[rank] for rank in range(4)]
     assert kept == [8, 0, 8, 0]
     assert moved_tokens(outside, inside) == 16
@@ -68,7 +68,7 @@ def test_few_tokens_stay() -> None:
 
 def test_plans_of_other_lengths_or_ranks_are_refused() -> None:
     for outer, inner in ((("lasp", 17, 2), ("zigzag", 17, 2)), (("lasp", 16, 2), ("zigzag", 16, 4))):
-        plans = [make_plan(method, seq_len=length, size=size) for method, length, size in (outer, inner)]
+        plans = [make_plan(method, seq_len=length, size=size).geometry for method, length, size in (outer, inner)]
         with pytest.raises(ContextError, match=r"tokens cannot go from .* make the one plan with multiple="):
             moves(*plans, 0)
 

@@ -115,7 +115,9 @@ def steps(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -
             case = f"{method}, {options}, {granularity}"
             assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True)), case
             assert (sent, cp._executor._begun) == (cp.transport.traffic, None), case
-            if cp.plan.ulysses_degree == 1:  # with it attention_boundary repeats a part: the heads exchanged there
+            if (
+                cp.plan.geometry.ulysses_degree == 1
+            ):  # with it attention_boundary repeats a part: the heads exchanged there
                 cost = cp.plan.cost(rank, batch=BATCH, element_size=8, **heads)
                 attentions = 2 * MODEL.num_layers
                 assert sent.total == attentions * ((1 + again) * cost.forward.total + cost.backward.total), case

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.linear_attention import linear_attention
 from parallel.context import STATE_METHODS, ContextError, Traffic, context_parallel, make_plan
-from parallel.context.methods.lasp import passages
+from parallel.context.passages import passages
 from parallel.context.state import StateExecutor
 from testing.ranks import run_ranks
 from tests.parallel.context.test_executor import error
@@ -197,11 +197,11 @@ def test_what_needs_no_other_rank_is_computed_while_the_state_is_on_its_way() ->
 
 def test_who_passes_what_to_whom() -> None:
     plan = make_plan("lasp", seq_len=29, size=4, documents=(0, 8, 12, 29))  # 8 positions each, the last 3 padding
-    ahead = passages(plan)
+    ahead = passages(4, 8, plan.boundaries)
     assert [(way.source, way.target, way.goes_through, way.seen) for way in ahead] == [
         (None, None, True, 8), (None, 2, False, 4), (1, 3, True, 8), (2, None, False, 5),
     ]  # fmt: skip
-    back = passages(plan, reverse=True)
+    back = passages(4, 8, plan.boundaries, reverse=True)
     assert [(way.source, way.target, way.goes_through, way.seen) for way in back] == [
         (None, None, True, 8), (2, None, False, 4), (3, 1, True, 8), (None, 2, False, 3),
     ]  # fmt: skip
@@ -227,10 +227,10 @@ def test_a_layer_looks_at_no_numbers(method: str) -> None:
     plan = make_plan(method, seq_len=24, size=3)
     q, k, v, dout = (torch.empty(1, 8, HEADS, WIDTH, device="meta") for _ in range(4))
     for rank in range(3):
-        executor = StateExecutor(plan, Unseen(), rank, "chunked")  # type: ignore[arg-type]
-        out, state = executor.forward(q, k, v, LOG_DECAY)
+        executor = StateExecutor(plan.geometry, Unseen(), rank, "chunked")  # type: ignore[arg-type]
+        out, state = executor.forward(plan, q, k, v, LOG_DECAY)
         assert out.is_meta
-        assert all(x.is_meta for x in executor.backward(dout, q, k, v, state, LOG_DECAY))
+        assert all(x.is_meta for x in executor.backward(plan, dout, q, k, v, state, LOG_DECAY))
 
 
 def overflow(rank: int, world_size: int, method: str) -> list[Tensor]:
@@ -283,7 +283,9 @@ def test_calls_that_do_not_fit_are_named() -> None:
 def test_the_attention_is_one_operator_that_autograd_and_tracing_accept() -> None:
     cp = context_parallel("lasp2", seq_len=16)
     q, k, v = (torch.randn(1, 16, HEADS, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    torch.library.opcheck(torch.ops.longmesh.state_attention.default, (q, k, v, LOG_DECAY, cp._state_executor.handle))
+    torch.library.opcheck(
+        torch.ops.longmesh.state_attention.default, (q, k, v, LOG_DECAY, cp._state_executor.handle, cp._plan_handle)
+    )
 
 
 def test_the_backward_outlives_the_object_that_attended() -> None:

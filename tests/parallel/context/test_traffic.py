@@ -40,17 +40,17 @@ def formula(plan: Plan, rank: int, kv_heads: int) -> tuple[Fraction, Fraction]:
     P - 1 parts in P, and a team nothing where its KV is placed on the rank itself; 4 A (C - 1) in a team's collectives
     and one lse per head besides; 4 A (U - 1) / U in those of Ulysses.
     """
-    size, degree, team = plan.size, plan.ulysses_degree, plan.team_size
+    size, degree, team = plan.size, plan.geometry.ulysses_degree, plan.geometry.team_size
     query = Fraction(BATCH * plan.padded_len * HEADS * WIDTH, size)
     keys = 2 * query * kv_heads / HEADS
     lse = query / WIDTH
     heads = (2 * query + keys) * (degree - 1) / degree
-    name, places = plan.method.name, size // degree
+    name, places = plan.geometry.method.name, size // degree
     if name == "allgather":
         return Fraction(0), keys * (places - 1) + heads
     if name == "ulysses":
         return Fraction(0), heads
-    stays = team == 1 or plan.steps(rank)[0].transfers[0].send_to == rank
+    stays = team == 1 or plan.geometry.steps(rank)[0].transfers[0].send_to == rank
     sent = keys * places / team - (keys * team if stays else 0)
     return sent, (2 * query + keys + lse) * (team - 1) + heads
 

@@ -58,16 +58,16 @@ def check_tiles(plan: Plan, moves: Moves) -> None:
     def positions(ranks: tuple[int, ...]) -> np.ndarray:
         return np.sort(np.concatenate([plan.positions(rank).numpy() for rank in ranks]))
 
-    stride, everyone = plan.layout.stride, plan.work(moves)
-    apart = plan.method.name == "allgather" and stride > 1  # whose keys are joined rank by rank
+    stride, everyone = plan.geometry.layout.stride, plan.work(moves)
+    apart = plan.geometry.method.name == "allgather" and stride > 1  # whose keys are joined rank by rank
     for rank in range(plan.size):
-        place = plan._place(rank)
+        place = plan.geometry.place(rank)
         for index, step in enumerate(plan.rounds(rank, moves)):
             found = everyone.pairs[index, place], everyone.tiles[index, place]
             assert found == (step.pairs, len(step.tiles))
             if step.gradient is None or apart:
                 continue
-            sides = [written_out(positions(r), stride, plan.boundaries) for r in (plan.team(rank), step.holds)]
+            sides = [written_out(positions(r), stride, plan.boundaries) for r in (plan.geometry.team(rank), step.holds)]
             assert step.tiles == tiles(*(sides if moves == "kv" else sides[::-1]), stride, plan.causal)
 
 
@@ -75,13 +75,17 @@ def check_tiles(plan: Plan, moves: Moves) -> None:
 def test_bytes_of_all_ranks_are_the_sum_of_each(moves: Moves | None) -> None:
     for seed in range(40):
         plan, per_node = any_plan(seed), 1 + seed % 8
-        of = sizes(plan, 1, 8 * plan.ulysses_degree, 8 * plan.ulysses_degree, 16, 2)
+        of = sizes(plan.geometry, 1, 8 * plan.geometry.ulysses_degree, 8 * plan.geometry.ulysses_degree, 16, 2)
         inside = between = 0
         for rank in range(plan.size):
-            sent = forward_traffic(plan, rank, of) if moves is None else backward_traffic(plan, rank, of, moves)
+            arguments = plan.geometry, rank, of
+            if moves is None:
+                sent = forward_traffic(*arguments, plan.boundaries)
+            else:
+                sent = backward_traffic(*arguments, moves, plan.boundaries)
             crossing = sent.between_nodes(rank, per_node)
             inside, between = inside + sent.total - crossing, between + crossing
-        assert bytes_of_all(plan, of, moves, per_node) == (inside, between)
+        assert bytes_of_all(plan.geometry, of, moves, per_node, plan.boundaries) == (inside, between)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,7 @@ def test_a_million_tokens_on_512_ranks_take_no_positions(
     plan = make_plan(method, seq_len=MILLION, size=512, **options)
     work: Work = plan.work()
     assert int(work.pairs.sum()) == MILLION * (MILLION + 1) // 2
-    assert [step.pairs for step in plan.rounds(77)] == work.pairs[:, plan._place(77)].tolist()
+    assert [step.pairs for step in plan.rounds(77)] == work.pairs[:, plan.geometry.place(77)].tolist()
     assert plan.cost(77, batch=1, heads=512, kv_heads=512, head_dim=128, element_size=2).forward.total > 0
     with pytest.raises(AttributeError):
         plan.positions(77)

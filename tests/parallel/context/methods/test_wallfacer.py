@@ -25,7 +25,7 @@ def test_plans_follow_the_paper_s_algorithms_up_to_256_ranks() -> None:
         plan, teams = make_plan("wallfacer", seq_len=2 * size, size=size, team_size=members), size // members
         for rank in range(0, size, max(1, size // 16)):
             team, member = divmod(rank, members)
-            placement, *rounds = plan.steps(rank)
+            placement, *rounds = plan.geometry.steps(rank)
             assert placement.transfers[0].send_to == initial_target(team, member, teams, members)
             assert len(rounds) == size // members**2
             for step in rounds[:-1]:
@@ -77,9 +77,9 @@ def test_placement_makes_neighbours_of_a_team_or_of_a_ring(size: int, team_size:
         for rank in range(size):
             node = range(rank - rank % (together * degree), rank - rank % (together * degree) + together * degree)
             if placement == "collect_intra":
-                assert set(plan.team(rank)) == set(node)
+                assert set(plan.geometry.team(rank)) == set(node)
             else:
-                reached = {transfer.send_to for step in plan.steps(rank)[1:] for transfer in step.transfers}
+                reached = {transfer.send_to for step in plan.geometry.steps(rank)[1:] for transfer in step.transfers}
                 assert reached <= set(node)
 
 

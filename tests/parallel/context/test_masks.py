@@ -1,0 +1,136 @@
+"""Masks that change from one call to the next over the same ranks: the same bits as each mask on its own."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.context import ContextError, ContextParallel, context_parallel, executor, heads, plan, state
+from testing.ranks import run_ranks
+
+LENGTH, HEADS, WIDTH = 43, 4, 8
+MASKS: list[tuple[int, ...] | None] = [(0, 7, 30, 43), (0, 20, 43), None]
+SOFTMAX: list[tuple[str, dict[str, Any]]] = [("zigzag", {}), ("striped", {"ulysses_degree": 2}), ("allgather", {})]
+LINEAR: list[tuple[str, dict[str, Any]]] = [("lasp", {}), ("lasp2", {}), ("ulysses", {})]
+TEAMS: list[tuple[str, dict[str, Any]]] = [("wallfacer", {"team_size": 2})]
+
+
+def attention(cp: ContextParallel, linear: bool) -> Callable[..., Tensor]:
+    return (lambda q, k, v: cp.attend_linear(q, k, v, [-0.1 * head for head in range(HEADS)])) if linear else cp.attend
+
+
+def leaves(cp: ContextParallel, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    whole = (torch.randn(2, LENGTH, HEADS, WIDTH, generator=generator) for _ in range(3))
+    return [cp.shard(x, 1).requires_grad_() for x in whole]
+
+
+def steps(masked: list[ContextParallel], linear: bool) -> list[list[Tensor]]:
+    """[out, dq, dk, dv] of two micro-batches under each mask; all go forward before the first goes back."""
+    inputs = [leaves(cp, seed) for seed in range(2) for cp in masked]
+    outs = [attention(cp, linear)(*x) for cp, x in zip(masked * 2, inputs, strict=True)]
+    order = [3, 0, 4, 2, 5, 1]
+    found = {i: [outs[i].detach(), *torch.autograd.grad(outs[i].square().sum(), inputs[i])] for i in order}
+    return [found[i] for i in sorted(found)]
+
+
+def compare_case(method: str, options: dict[str, Any], linear: bool, made: list[int]) -> list[list[bool]]:
+    def join(mask: tuple[int, ...] | None) -> ContextParallel:
+        return context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, documents=mask, **options)
+
+    by_mask = [steps([join(mask)] * 3, linear)[::3] for mask in MASKS]
+    want = [found for micro_batch in zip(*by_mask, strict=True) for found in micro_batch]
+    one = join(MASKS[0])
+    registries = executor._executors, state._executors, heads._exchanges
+    gc.collect()  # those made above are gone
+    before = len(made), [len(registry) for registry in registries]
+    masked = [one, *(one.under(documents=mask) for mask in MASKS[1:])]
+    got = steps(masked, linear)
+    assert (len(made), [len(registry) for registry in registries]) == before
+    assert not torch.equal(got[0][0], got[1][0])
+    assert not torch.equal(got[1][1], got[2][1])
+    return [[torch.equal(a, b) for a, b in zip(*pair, strict=True)] for pair in zip(got, want, strict=True)]
+
+
+def compare(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]], linear: bool) -> list[list[bool]]:
+    """Whether out and gradients under changing masks are those of ranks joined for each mask alone."""
+    new_group, made = dist.new_group, []
+
+    def noting(*args: Any, **named: Any) -> Any:
+        made.append(1)
+        return new_group(*args, **named)
+
+    dist.new_group = noting
+    found = [pair for case in cases for pair in compare_case(*case, linear, made)]
+    assert made or world_size == 2  # a team has a group of its own
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "cases", "linear"), [(2, SOFTMAX, False), (2, LINEAR, True), (4, TEAMS, False)])
+def test_masks_in_turn_are_those_of_ranks_joined_for_each_and_make_no_group_or_operator(
+    world_size: int, cases: list[tuple[str, dict[str, Any]]], linear: bool
+) -> None:
+    for found in run_ranks(compare, world_size, cases, linear):
+        assert found == [[True] * 4] * len(found)
+        assert len(found) == 2 * len(MASKS) * len(cases)
+
+
+def with_the_latest_mask(
+    rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]], linear: bool
+) -> list[list[bool]]:
+    """Every backward takes the mask of the last forward, whichever that was."""
+    owner: Any = state.StateExecutor if linear else executor.Executor
+    forward, backward, latest = owner.forward, owner.backward, {}
+
+    def noting(self: Any, plan: Any, *args: Any) -> Any:
+        latest[self] = plan
+        return forward(self, plan, *args)
+
+    owner.forward, owner.backward = noting, lambda self, plan, *args: backward(self, latest[self], *args)
+    return compare(rank, world_size, cases, linear)
+
+
+@pytest.mark.parametrize(("case", "linear"), [(SOFTMAX[0], False), (LINEAR[0], True)])
+def test_a_backward_with_another_mask_than_its_forward_would_be_seen(case: Any, linear: bool) -> None:
+    for found in run_ranks(with_the_latest_mask, 2, [case], linear):
+        assert all(out for out, *_ in found)
+        assert not all(all(gradients) for _, *gradients in found)
+
+
+def test_a_backward_outlives_the_mask_and_all_caches_of_it() -> None:
+    q = torch.randn(1, 16, 2, 8, requires_grad=True)
+
+    def attended() -> Tensor:
+        return context_parallel("ring", seq_len=16).under(documents=(0, 5, 16)).attend(q, q, q).sum()
+
+    (want,) = torch.autograd.grad(attended(), q)
+    out = attended()
+    for kept in (plan._plan, plan._rounds, plan._work):
+        kept.cache_clear()
+    gc.collect()
+    assert torch.equal(torch.autograd.grad(out, q)[0], want)
+
+
+def test_documents_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ContextError, match="documents must ascend from 0 to seq_len 16"):
+        context_parallel("ring", seq_len=16).under(documents=(0, 5, 15))
+
+
+def test_a_compiled_attention_serves_every_mask() -> None:
+    """Compiled once: the plan is a tensor. A plan's number as an int, as executors have theirs, compiles again."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    one = context_parallel("ring", seq_len=16)
+    other = one.under(documents=(0, 5, 16))
+    q = torch.randn(1, 16, 2, 8, requires_grad=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda attend, q: attend(q, q, q).square().sum(), backend=counter, fullgraph=True)
+    for cp in (one, other, one):
+        (got,) = torch.autograd.grad(compiled(cp.attend, q), q)
+        (want,) = torch.autograd.grad(cp.attend(q, q, q).square().sum(), q)
+        torch.testing.assert_close(got, want)
+    assert counter.frame_count == 1

@@ -5,7 +5,11 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,26 +18,41 @@ from tests.starts import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A package may import what stands here, and itself; None is everything of ours but the tests.
-BELOW = {"model", "data", "checkpoint", "parallel", "kernels", "runtime"}
-MAY_IMPORT: dict[str, set[str] | None] = {
-    "runtime": set(),
-    "kernels": {"runtime"},
-    "model": {"kernels", "runtime"},
-    "parallel": {"kernels", "runtime"},
-    "checkpoint": {"runtime"},
-    "data": {"runtime"},
-    "train": BELOW,
-    "planner": BELOW | {"train"},
-    "entry": BELOW | {"planner", "train"},
-    "tools": None,
-    "papers": None,
-    "parity": None,
-    "testing": None,
-    "bench": None,
+
+@dataclass(frozen=True)
+class Folder:
+    """What a folder of sources is for, and which others its files may import beside each other."""
+
+    purpose: str
+    imports: frozenset[str] = frozenset()
+
+
+def _folder(purpose: str, imports: str = "") -> Folder:
+    return Folder(purpose, frozenset(imports.split()))
+
+
+LIBRARY = "model data checkpoint parallel kernels runtime"
+FOLDERS = {
+    "entry": _folder("the two programs that train", f"{LIBRARY} train planner"),
+    "runtime": _folder("what every folder may use: files, errors of all ranks, processes"),
+    "kernels": _folder("attention of one process, each fast path with a naive twin", "runtime"),
+    "model": _folder("plain single-device modules, which know no rank", "kernels runtime"),
+    "data": _folder("text and latents, from files to each rank's batches", "runtime"),
+    "checkpoint": _folder("save and load: atomic, verified, on any mesh", "runtime"),
+    "parallel": _folder("the dimensions of the mesh", "kernels runtime"),
+    "train": _folder("the one loop that both entries share", LIBRARY),
+    "planner": _folder("which arrangement is fastest", f"{LIBRARY} train"),
+    "tools": _folder("programs beside training: prepare, sample, plan, plot, vendor", f"{LIBRARY} train planner entry"),
+    "testing": _folder("real ranks and measured machines, for tests and benchmarks", f"{LIBRARY} train planner entry"),
+    "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools testing"),
+    "papers": _folder("papers' tables at small scale", f"{LIBRARY} train planner entry tools testing"),
+    "parity": _folder("every mesh equals one process", f"{LIBRARY} train planner entry tools testing"),
 }
-PACKAGES = set(MAY_IMPORT) - {"entry"}
-FOLDERS = PACKAGES | {"configs", "slurm", "tests", "docs"}
+"""Each folder has one owner: one purpose, which no other has, and the others that it stands on."""
+ENTRIES = {"pretrain_gpt", "pretrain_dit"}
+PACKAGES = set(FOLDERS) - {"entry"}
+NAMES = PACKAGES | {"configs", "slurm", "tests", "docs"}
+MOST_FILES = 18
 LONGEST_FILE = 350
 MOST_LINES_OF_RESULTS = 1500
 LAZY = [
@@ -59,7 +78,7 @@ LAZY = [
 def sources(root: Path) -> Iterator[Path]:
     """The Python files of the checkout, without environments and runs."""
     yield from root.glob("*.py")
-    for folder in sorted(FOLDERS):
+    for folder in sorted(NAMES):
         yield from (root / folder).rglob("*.py")
 
 
@@ -78,18 +97,41 @@ def wrong_imports(root: Path) -> list[str]:
     for path in sources(root):
         relative = path.relative_to(root)
         owner = relative.parts[0] if len(relative.parts) > 1 else "entry"
-        if owner not in MAY_IMPORT:
+        if owner not in FOLDERS:
             continue
-        allowed = MAY_IMPORT[owner]
-        allowed = PACKAGES if allowed is None else allowed | {owner}
-        tops = {name.split(".")[0] for name in imports(path)} & (PACKAGES | {"tests"})
-        wrong += [f"{relative} imports {top}" for top in sorted(tops - allowed)]
+        tops = {"entry" if name in ENTRIES else name for name in (full.split(".")[0] for full in imports(path))}
+        strange = (tops & (set(FOLDERS) | {"tests"})) - FOLDERS[owner].imports - {owner}
+        wrong += [f"{relative} imports {top}" for top in sorted(strange)]
         if owner == "model":
             names = {name for name in imports(path) if name == "os" or name.startswith(("os.", "torch.distributed"))}
             wrong += [
                 f"{relative} imports {name}, but a model knows no rank and no environment" for name in sorted(names)
             ]
     return wrong
+
+
+def circles(root: Path) -> list[list[str]]:
+    """Files of ours that import each other, those for types alone and those inside functions too, each circle once."""
+    files = {path.relative_to(root).as_posix(): path for path in sources(root) if "tests" not in path.parts}
+    modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in files}
+    below = {}
+    for name, path in files.items():
+        full, named = set(imports(path)), defaultdict(set)
+        for module in full:
+            named[module.rpartition(".")[0]].add(module)
+        # `from model.hf import llama` names a file of the package, and nothing of its __init__.
+        full -= {package for package in full if named[package] and named[package] <= modules.keys()}
+        below[name] = {modules[module] for module in full & modules.keys()} - {name}
+    found = []
+    while True:
+        try:
+            TopologicalSorter(below).prepare()
+        except CycleError as error:
+            circle: list[str] = error.args[1][::-1]  # graphlib tells it from what is imported to what imports
+            found.append(circle)
+            below[circle[0]].discard(circle[1])
+        else:
+            return found
 
 
 def joins(root: Path) -> list[str]:
@@ -109,13 +151,19 @@ def claims(search_path: list[str]) -> list[str]:
     for distribution in importlib.metadata.distributions(path=search_path):
         tops = set((distribution.read_text("top_level.txt") or "").split())
         tops |= {file.parts[0].removesuffix(".py") for file in distribution.files or ()}
-        claimed += [f"{distribution.metadata['Name']} installs {top}" for top in sorted(tops & FOLDERS)]
+        claimed += [f"{distribution.metadata['Name']} installs {top}" for top in sorted(tops & NAMES)]
     return claimed
 
 
 def too_long(root: Path) -> list[str]:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(root)}
     return [f"{path.relative_to(root)}: {length}" for path, length in lengths.items() if length > LONGEST_FILE]
+
+
+def crowded(root: Path) -> list[str]:
+    """Folders of more sources than one looks through."""
+    counts = Counter(path.parent.relative_to(root).as_posix() for path in sources(root))
+    return [f"{name}: {count} files" for name, count in counts.items() if count > MOST_FILES and "tests" not in name]
 
 
 def tracked_results(root: Path) -> dict[str, int]:
@@ -170,6 +218,12 @@ def test_dependencies_point_one_way():
         ("parallel/a.py", "from data import loader", "parallel/a.py imports data"),
         ("data/a.py", "import model", "data/a.py imports model"),
         ("train/a.py", "import tools.plot", "train/a.py imports tools"),
+        ("train/a.py", "from planner import search", "train/a.py imports planner"),
+        ("data/a.py", "from checkpoint import api", "data/a.py imports checkpoint"),
+        ("bench/a.py", "from parity import run", "bench/a.py imports parity"),
+        ("tools/a.py", "from papers import lasp", "tools/a.py imports papers"),
+        ("tools/a.py", "from bench.link import cases", "tools/a.py imports bench"),
+        ("train/a.py", "import pretrain_gpt", "train/a.py imports entry"),
         ("pretrain.py", "from bench import attention", "pretrain.py imports bench"),
         ("tools/a.py", "from tests.pretraining import train", "tools/a.py imports tests"),
     ],
@@ -185,10 +239,49 @@ def test_right_imports_pass(tmp_path):
     plant(
         tmp_path, "parallel/context/a.py", "import os\nimport torch\nfrom . import plan\nfrom ..mesh import MeshConfig"
     )
-    plant(tmp_path, "tools/a.py", "from bench import attention\nimport train.config.language\nimport papers")
+    plant(tmp_path, "tools/a.py", "import pretrain_gpt\nimport train.config.language")
+    plant(tmp_path, "bench/a.py", "from tools import arguments\nfrom testing import ranks\nfrom bench import workload")
     plant(tmp_path, "pretrain.py", "from train.config.language import parse_args\nfrom model.llama import Llama")
     plant(tmp_path, "model/a.py", "import torch\nfrom kernels.attention import block_forward\nfrom model import layers")
     assert wrong_imports(tmp_path) == []
+
+
+def test_a_circle_is_seen(tmp_path):
+    """Also one that exists for types, and one that a function hides."""
+    plant(tmp_path, "train/__init__.py", "")
+    plant(tmp_path, "train/a.py", "import os\nfrom train import b")
+    plant(tmp_path, "train/b.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from train.c import C")
+    plant(tmp_path, "train/c.py", "def f():\n    import train.a")
+    plant(tmp_path, "train/d.py", "from train import a, b, c")
+    plant(tmp_path, "model/hf/__init__.py", "from model.hf.api import save")
+    plant(tmp_path, "model/hf/api.py", "from model.hf import llama")
+    plant(tmp_path, "model/hf/llama.py", "")
+    (circle,) = circles(tmp_path)
+    assert circle[0] == circle[-1]
+    assert set(circle) == {"train/a.py", "train/b.py", "train/c.py"}
+    steps = set(pairwise(circle))
+    assert steps == {("train/a.py", "train/b.py"), ("train/b.py", "train/c.py"), ("train/c.py", "train/a.py")}
+    plant(tmp_path, "model/hf/llama.py", "from model.hf import save")
+    assert len(circles(tmp_path)) == 2
+
+
+def test_every_folder_has_one_purpose_and_the_readme_knows_it():
+    here = {path.parent.relative_to(ROOT).parts[0] for path in ROOT.glob("*/*.py")} - {"tests"}
+    assert here == PACKAGES
+    assert {path.stem for path in ROOT.glob("*.py")} == ENTRIES
+    assert len({folder.purpose for folder in FOLDERS.values()}) == len(FOLDERS)
+    readme, code = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/concepts/code.md"))
+    tree = readme.split("## The tree")[1].split("```")[1]
+    assert [name for name in sorted(PACKAGES) if f"{name}/" not in tree] == []
+    assert [name for name in sorted(PACKAGES) if f"`{name}/" not in code and f"## {name}/" not in code] == []
+
+
+def test_folders_are_few_files(tmp_path):
+    assert crowded(ROOT) == []
+    for number in range(MOST_FILES + 1):
+        plant(tmp_path, f"train/a{number}.py", "")
+        plant(tmp_path, f"data/text/a{number}.py" if number else "data/a.py", "")
+    assert crowded(tmp_path) == [f"train: {MOST_FILES + 1} files"]
 
 
 def test_processes_join_in_one_place(tmp_path):

@@ -13,13 +13,15 @@ from parallel.context import ContextParallel
 from parallel.mesh import Mesh, joined
 from runtime.processes import launched_world_size
 from runtime.together import agreed, from_first, is_first
-from train.assemble import build_parts, softmax_context, summary
+from train.assemble import build_parts, summary
+from train.attention import softmax_context
 from train.config.diffusion import DiTRunConfig, diffusion_of, parse_args, validate
 from train.ema import Ema
 from train.loop import Trainer
 from train.objectives.diffusion import Denoising, build_runner
 from train.optim import build_optimizer
-from train.run import claim_folder, open_log, owning, resume, run_entry
+from train.resume import resume
+from train.run import claim_folder, open_log, owning, run_entry
 from train.sampling import Sampler, picture_writer
 
 

@@ -16,16 +16,13 @@ from planner.complete import complete
 from runtime.processes import launched_world_size
 from runtime.together import agreed, from_first, is_first
 from train.assemble import build_parts, summary
+from train.attention import context_of
 from train.config.language import Config, parse_args, validate
 from train.loop import Trainer
-from train.objectives.language import (
-    NextToken,
-    build_runner,
-    context_of,
-    corpus_entropy,
-)
+from train.objectives.language import NextToken, build_runner, corpus_entropy
 from train.optim import build_optimizer
-from train.run import claim_folder, open_log, owning, resume, run_entry
+from train.resume import resume
+from train.run import claim_folder, open_log, owning, run_entry
 
 
 def main(arguments: list[str], peak_flops: float | None = None) -> None:

@@ -17,7 +17,8 @@ from tests.parallel.tiny import ARCHITECTURE, Tiny, build, rewrite_manifest, sav
 from tools.plot import read_losses
 from train.config.language import Config, parse_args
 from train.metrics import METRICS, cut_back
-from train.run import exit_status, progress_of
+from train.resume import progress_of
+from train.run import exit_status
 
 Mutation = Callable[[Path], None]
 PROGRESS = {"iteration": 2, "consumed_samples": 8, "consumed_tokens": 64, "skipped_iterations": 0}

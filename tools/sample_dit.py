@@ -28,12 +28,12 @@ from runtime.files import replacing
 from runtime.processes import launched_world_size
 from runtime.together import agreed, is_first
 from tools.arguments import parser_for, positive
-from train.assemble import softmax_context
+from train.attention import softmax_context
 from train.config.common import LoopConfig
 from train.config.diffusion import DiTRunConfig, diffusion_of, load_config
 from train.config.flags import ConfigError
 from train.config.sizes import validate_mesh
-from train.loop import AVERAGED
+from train.resume import AVERAGED
 from train.run import check_writable, run_entry
 from train.sampling import Sampler, SamplingConfig, by_class, not_finite, write_grid
 

@@ -1,16 +1,12 @@
-"""What every entry puts together of a configuration: attention, the parts of a model, and what runs them."""
+"""What every entry puts together of a configuration: the parts of a model, and what runs them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kernels.attention import passed_over, select_backend
-from model.attention import Attend
-from parallel.context import ContextParallel, context_parallel
 from parallel.data import fill, shard_model, sharding_mesh
 from parallel.mesh import Mesh
 from parallel.pipeline.runner import Runner
@@ -18,46 +14,9 @@ from parallel.pipeline.stages import stage_layers
 from parallel.recompute import recompute_layers
 from runtime.together import is_first
 from train.config.common import CommonConfig
-from train.config.flags import ConfigError
 from train.objectives.base import Objective
 
 M = TypeVar("M", bound=nn.Module)
-
-
-def softmax_context(
-    config: CommonConfig, group: dist.ProcessGroup | None, alone: Attend
-) -> tuple[ContextParallel, Attend]:
-    """The context-parallel dimension that the configuration names, and the attention that the model calls.
-
-    ``alone`` is that of one process without a method. Raises UserError for a backend that cannot do it here.
-    """
-    method, backend = config.context.context_parallel_method, config.context.attention_backend
-    length, tp = config.sequence_length, config.mesh.tensor_model_parallel_size
-    if method == "none":
-        cp = context_parallel("ring", seq_len=length, multiple=tp, causal=config.causal)
-        # Without a causal mask, the padding that tp asks for would be attended to.
-        return cp, alone if config.causal or cp.plan.padded_len == length else cp.attend
-    dtype = torch.bfloat16 if config.train.bf16 else torch.float32
-    select_backend(backend, config.mesh.device_type, dtype)
-    if is_first() and (note := passed_over(backend, config.mesh.device_type, dtype)):
-        print(f"note: {note}", flush=True)
-    width = config.shape.head_dim
-    if config.mesh.device_type == "cuda" and backend != "reference" and (width % 8 or width > 256):
-        raise ConfigError(
-            f"the heads are {width} wide, and attention on cuda takes multiples of 8 up to 256; "
-            "change kv_channels or num_attention_heads"
-        )
-    cp = context_parallel(
-        method,
-        seq_len=length,
-        group=group,
-        causal=config.causal,
-        multiple=tp,
-        backend=backend,
-        timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),
-        **config.context.plan_arguments(config.mesh.context_ranks_per_node),
-    )
-    return cp, cp.attend
 
 
 def build_parts(

@@ -22,34 +22,20 @@ from parallel.pipeline.runner import Runner
 from runtime.errors import UserError
 from runtime.together import agreed
 from train.config.common import CommonConfig
-from train.continued import kept
 from train.ema import Ema
 from train.metrics import RunLog, memory_gb
 from train.objectives.base import Objective
 from train.optim import clip_gradients, gradient_norm
 from train.peak import peak_flops
 from train.progress import ProgressLines
+from train.resume import AVERAGED, Progress, kept
 from train.schedule import schedule_of
 
 MOST_SKIPPED_IN_A_ROW = 10
-AVERAGED = "ema_decay"
-"""What a checkpoint with averages of the weights says beside its tensors."""
 
 
 class TrainingError(UserError):
     """A run that cannot go on; the message says what a person can do about it."""
-
-
-@dataclass
-class Progress:
-    """How far a run has come; kept in its checkpoints."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
-    skipped_iterations: int = 0
-    skipped_in_a_row: int = 0
-    """Of these the last ones: a run that is started again and again ends too where all it does is skip."""
 
 
 @dataclass(kw_only=True)

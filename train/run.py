@@ -1,33 +1,26 @@
-"""A run's beginning and end: its folder, what it resumes from, and the one message when it fails."""
+"""A run's beginning and end: its folder, its log, and the one message when it fails."""
 
 import atexit
 import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import torch
-from torch import nn
-
-from checkpoint.api import CheckpointError, find_checkpoint, load_checkpoint, read_manifest, remove_drafts
-from checkpoint.manifest import MANIFEST
+from checkpoint.api import remove_drafts
 from runtime.errors import UserError
 from runtime.files import FULL, InUseError, owned, write_text
 from runtime.lost import tell_lost
 from runtime.processes import LaunchError
 from runtime.together import agreed, from_first, is_first, one_voice
 from train.config.common import CommonConfig
-from train.config.flags import ConfigError, spelled, write_toml
-from train.continued import Run, changes, continued
-from train.ema import Ema
-from train.loop import AVERAGED, Progress
+from train.config.flags import ConfigError, write_toml
 from train.metrics import METRICS, RunLog, check_services, disk_errors
-from train.schedule import shortened
+from train.resume import Progress
 
 # How long ranks that fail wait for the others, so that a launcher does not end the one that is to speak.
 SECONDS_TO_SPEAK = 5.0
@@ -164,115 +157,6 @@ def check_writable(folder: Path, name: str) -> None:
         raise ConfigError(
             f"{name} is {folder}, which cannot be written to ({error.strerror}); choose another --{name}"
         ) from error
-
-
-def resume(
-    config: Run,
-    model: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    architecture: dict[str, Any],
-    contents: dict[str, str],
-    ema: Ema | None = None,
-) -> tuple[Run, Progress]:
-    """Load what ``--load`` names and say where it stands and what is not as it was; collective.
-
-    A run without a checkpoint starts afresh.
-
-    Args:
-        contents: what ``config.contents()`` is.
-
-    Returns:
-        The configuration, with the schedule that is gone on with, and how far the run has come.
-
-    Raises:
-        CheckpointError: broken, of another architecture, or missing where it must be there.
-    """
-    path = _to_load(config)
-    if path is None:
-        _tell(shortened(config.optimizer, config.train.train_iters))
-        return config, Progress()
-    manifest = read_manifest(path)
-    progress = progress_of(path, manifest.extra)
-    _check_aim(path, manifest.extra, config)
-    config, scheduled = continued(config, path, manifest.extra, progress.iteration)
-    decay = manifest.extra.get(AVERAGED)
-    averaged = ema is not None and decay is not None
-    more = {"ema": ema.weights} if ema is not None and averaged else None
-    load_checkpoint(path, model, optimizer, architecture, more=more)
-    if ema is not None and not averaged:
-        ema.restart()
-    notes = [f"resumed from {path}, {progress.consumed_samples} samples consumed", *_averages(decay, ema)]
-    notes += [] if scheduled is None else [scheduled]
-    _tell(notes + changes(config, manifest.extra, contents))
-    return config, progress
-
-
-def _to_load(config: CommonConfig) -> Path | None:
-    load = config.checkpoint.load
-    if load is None:
-        return None
-    path = find_checkpoint(load, config.checkpoint.ckpt_step)
-    if path is None:
-        if config.checkpoint.exit_on_missing_checkpoint:
-            raise CheckpointError(
-                f"load is {load}, which holds no checkpoint, and exit_on_missing_checkpoint is set; name a run's "
-                f"folder, or leave the flag out to start afresh"
-            )
-        _tell([f"no checkpoint in {load}: starting afresh"])
-    return path
-
-
-def _tell(lines: Sequence[str]) -> None:
-    if is_first() and lines:
-        print("\n".join(lines), flush=True)
-
-
-def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
-    """Where the run of a checkpoint stands. Raises CheckpointError where its manifest says what no run does."""
-    progress: Any = extra.get("progress")
-    known = {field.name for field in fields(Progress)}
-    problem = "" if isinstance(progress, dict) and progress else f"progress is {progress!r:.40}"
-    for name, value in progress.items() if not problem else ():
-        if name not in known or type(value) is not int or value < 0:
-            problem = f"progress has {name!r:.40} {value!r:.40}"
-    for name in ("sample_order", "trained_for", "drawn_by", "settings", "contents"):
-        if not isinstance(extra.get(name, {}), dict):
-            problem = f"{name} is {extra[name]!r:.40}"
-    decay = extra.get(AVERAGED)
-    if decay is not None and (type(decay) is not float or not 0 < decay < 1):
-        problem = f"{AVERAGED} is {decay!r:.40}"
-    iteration = int(path.name.removeprefix("iter_"))
-    if not problem and progress.get("iteration") != iteration:
-        problem = f"progress has iteration {progress.get('iteration')}"
-    if problem:
-        raise CheckpointError(
-            f"{path / MANIFEST} does not say where its run stands ({problem}); load another checkpoint"
-        )
-    return Progress(**progress)
-
-
-def _check_aim(path: Path, extra: dict[str, Any], config: CommonConfig) -> None:
-    """Raise CheckpointError where a checkpoint is trained for another aim."""
-    for name, now in config.trained_for().items():
-        if (before := extra.get("trained_for", {}).get(name, now)) != now:
-            raise CheckpointError(
-                f"{path} is trained with {name} {before}, and {name} is {now}; set {name} to {before}, or begin a run "
-                "of its own with another --save and without --load"
-            )
-
-
-def _averages(before: float | None, ema: Ema | None) -> list[str]:
-    """What is to be said of the averages of the weights."""
-    if before is None and ema is not None:
-        return ["note: it has no averages of the weights: they begin as the weights are"]
-    if before is not None and ema is None:
-        return [
-            f"note: its averages of the weights are left behind: ema_decay was {before} and is not set; give "
-            f"--ema-decay {before} to go on with them"
-        ]
-    if ema is not None and before != ema.decay:
-        return [f"note: ema_decay was {before} and is {ema.decay}; {spelled('ema_decay', before)} keeps it"]
-    return []
 
 
 def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:

@@ -12,7 +12,7 @@ from kernels import flash_attn
 from kernels.attention import passed_over, select_backend
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
-from train.assemble import softmax_context
+from train.attention import softmax_context
 from train.config.language import Config, TrainConfig
 
 WINDOW = {"2.5": "window_size", "2.8": "window_size_left, window_size_right, softcap"}

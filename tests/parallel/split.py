@@ -25,8 +25,9 @@ from parallel.tensor.split import split_model
 from planner.complete import with_layout
 from tests.parallel.tiny import ARCHITECTURE, save, whole_tensors
 from tests.parallel.whole import gradients_of, weights_of
+from train.attention import context_of
 from train.config.language import Config, TrainConfig
-from train.objectives.language import NextToken, context_of
+from train.objectives.language import NextToken
 
 ZERO3 = DataParallelConfig()
 SEED, BATCH, LENGTH = 3, 4, 17

@@ -28,10 +28,11 @@ from parallel.mesh import MeshConfig, joined
 from testing.ranks import run_ranks
 from train import loop
 from train.config.language import Config, TrainConfig
-from train.loop import Progress, Trainer, TrainingError
+from train.loop import Trainer, TrainingError
 from train.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 from train.objectives.language import NextToken, build_runner
 from train.optim import OptimizerConfig, build_optimizer
+from train.resume import Progress
 
 LENGTH, VOCABULARY = 8, 31
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY)

@@ -24,10 +24,10 @@ from tests.starts import PATIENCE, free_port
 from train import run
 from train.config.entries import DiTRunConfig
 from train.config.language import Config, ConfigError, load_config
-from train.loop import Progress
 from train.metrics import METRICS, LoggingConfig
 from train.optim import OptimizerConfig
-from train.run import claim_folder, exit_status, open_log, owning, resume
+from train.resume import Progress, resume
+from train.run import claim_folder, exit_status, open_log, owning
 
 ROOT = Path(__file__).parents[2]
 

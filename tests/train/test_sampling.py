@@ -12,7 +12,8 @@ from parallel.context.config import FullContextConfig
 from parallel.mesh import MeshConfig, joined
 from parallel.tensor.split import split_dit
 from testing.ranks import run_ranks
-from train.assemble import build_parts, softmax_context
+from train.assemble import build_parts
+from train.attention import softmax_context
 from train.config.diffusion import DiTRunConfig, diffusion_of, validate
 from train.config.flags import ConfigError
 from train.sampling import Sampler, SamplingConfig, by_class, picture_writer, write_grid

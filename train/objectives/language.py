@@ -2,27 +2,20 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.loader import IGNORE_INDEX, Batch
 from data.text.megatron import DataConfig, blend
 from data.text.prepare import unigram_entropy
-from kernels.linear_attention import linear_attention
-from kernels.linear_attention import select_backend as select_linear_backend
-from model.attention import Attend, Attends, LinearAttend, sdpa
-from parallel.context import ContextConfig, ContextParallel, context_parallel
-from parallel.context.relayout import attend_inside
+from parallel.context import ContextParallel
 from parallel.mesh import Mesh
 from parallel.pipeline.runner import Runner
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
-from train.assemble import runner_of, softmax_context
+from train.assemble import runner_of
 from train.config.language import Config
 from train.objectives.base import Objective
 
@@ -95,50 +88,3 @@ def corpus_entropy(data: DataConfig) -> dict[str, float]:
     """
     prefixes, _ = blend(data.data_path)
     return {"unigram_entropy": unigram_entropy(prefixes[0])} if len(prefixes) == 1 else {}
-
-
-def context_of(
-    config: Config, group: dist.ProcessGroup | None
-) -> tuple[ContextParallel, Attend | LinearAttend | Attends]:
-    """The context-parallel dimension that the configuration names, and the attention that the model calls."""
-    if config.model.softmax_every is not None:
-        return _hybrid_context_of(config, group)
-    if config.model.linear_attention:
-        return _linear_context_of(config, group, config.mesh.tensor_model_parallel_size)
-    return softmax_context(config, group, sdpa)
-
-
-def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, Attends]:
-    """Of a hybrid: tokens lie as linear attention needs them, and softmax attention may have its own layout."""
-    if config.mesh.context_parallel_size == 1:
-        context = ContextConfig(context_parallel_method="none")
-        inside, softmax = softmax_context(replace(config, context=context), group, sdpa)
-        outside, linear = _linear_context_of(config, group, inside.plan.local_len)
-        return outside, Attends(linear, softmax)
-    (layout,) = config.hybrid.layouts  # planner.complete has left one
-    context = config.hybrid.context(layout)
-    if config.context.attention_backend == "reference":
-        context = replace(context, attention_backend="reference")
-    inside, _ = softmax_context(replace(config, context=context), group, sdpa)
-    # Padded to the same length, so that tokens can change their layout.
-    outside, linear = _linear_context_of(config, group, inside.plan.local_len)
-    return outside, Attends(linear, attend_inside(inside, outside))
-
-
-def _linear_context_of(
-    config: Config, group: dist.ProcessGroup | None, multiple: int
-) -> tuple[ContextParallel, LinearAttend]:
-    """Of a model with linear attention: the method's, or of a process that holds whole sequences."""
-    dtype = torch.bfloat16 if config.train.bf16 else torch.float32
-    backend = select_linear_backend(config.context.attention_backend, config.mesh.device_type, dtype)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
-        return linear_attention(q, k, v, log_decay, backend=backend)[0]
-
-    seq_length = config.train.seq_length
-    if config.mesh.context_parallel_size == 1:
-        return context_parallel("ring", seq_len=seq_length, multiple=multiple), attend
-    timeout = timedelta(minutes=config.mesh.distributed_timeout_minutes)
-    method = config.context.context_parallel_method
-    cp = context_parallel(method, seq_len=seq_length, group=group, multiple=multiple, backend=backend, timeout=timeout)
-    return cp, cp.attend_linear

@@ -20,8 +20,9 @@ from parallel.mesh import MeshConfig
 from runtime.errors import UserError
 from testing.ranks import run_ranks
 from tests.data.text.corpora import write_documents
+from train.attention import context_of
 from train.config.language import Config, TrainConfig
-from train.objectives.language import NextToken, context_of, corpus_entropy
+from train.objectives.language import NextToken, corpus_entropy
 
 LENGTH = 13  # of which neither 2 nor 3 ranks have equal parts
 LLAMA = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=29)

@@ -12,8 +12,8 @@ from data.text.megatron import DataConfig
 from parallel.mesh import MeshConfig
 from train.config.entries import DiTRunConfig
 from train.config.language import Config, TrainConfig, parse_args
-from train.continued import changes, continued, kept
 from train.optim import OptimizerConfig
+from train.resume import changes, continued, kept
 from train.schedule import schedule_of
 
 PATH = Path("runs/x/iter_0000120")

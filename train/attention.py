@@ -1,0 +1,103 @@
+"""The context-parallel dimension that a configuration names, and the attention that a model calls."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels.attention import passed_over, select_backend
+from kernels.linear_attention import linear_attention
+from kernels.linear_attention import select_backend as select_linear_backend
+from model.attention import Attend, Attends, LinearAttend, sdpa
+from parallel.context import ContextConfig, ContextParallel, context_parallel
+from parallel.context.relayout import attend_inside
+from runtime.together import is_first
+from train.config.common import CommonConfig
+from train.config.entries import Config
+from train.config.flags import ConfigError
+
+
+def context_of(
+    config: Config, group: dist.ProcessGroup | None
+) -> tuple[ContextParallel, Attend | LinearAttend | Attends]:
+    """The context-parallel dimension that the configuration names, and the attention that the model calls."""
+    if config.model.softmax_every is not None:
+        return _hybrid_context_of(config, group)
+    if config.model.linear_attention:
+        return _linear_context_of(config, group, config.mesh.tensor_model_parallel_size)
+    return softmax_context(config, group, sdpa)
+
+
+def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, Attends]:
+    """Of a hybrid: tokens lie as linear attention needs them, and softmax attention may have its own layout."""
+    if config.mesh.context_parallel_size == 1:
+        context = ContextConfig(context_parallel_method="none")
+        inside, softmax = softmax_context(replace(config, context=context), group, sdpa)
+        outside, linear = _linear_context_of(config, group, inside.plan.local_len)
+        return outside, Attends(linear, softmax)
+    (layout,) = config.hybrid.layouts  # planner.complete has left one
+    context = config.hybrid.context(layout)
+    if config.context.attention_backend == "reference":
+        context = replace(context, attention_backend="reference")
+    inside, _ = softmax_context(replace(config, context=context), group, sdpa)
+    # Padded to the same length, so that tokens can change their layout.
+    outside, linear = _linear_context_of(config, group, inside.plan.local_len)
+    return outside, Attends(linear, attend_inside(inside, outside))
+
+
+def _linear_context_of(
+    config: Config, group: dist.ProcessGroup | None, multiple: int
+) -> tuple[ContextParallel, LinearAttend]:
+    """Of a model with linear attention: the method's, or of a process that holds whole sequences."""
+    dtype = torch.bfloat16 if config.train.bf16 else torch.float32
+    backend = select_linear_backend(config.context.attention_backend, config.mesh.device_type, dtype)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
+        return linear_attention(q, k, v, log_decay, backend=backend)[0]
+
+    seq_length = config.train.seq_length
+    if config.mesh.context_parallel_size == 1:
+        return context_parallel("ring", seq_len=seq_length, multiple=multiple), attend
+    timeout = timedelta(minutes=config.mesh.distributed_timeout_minutes)
+    method = config.context.context_parallel_method
+    cp = context_parallel(method, seq_len=seq_length, group=group, multiple=multiple, backend=backend, timeout=timeout)
+    return cp, cp.attend_linear
+
+
+def softmax_context(
+    config: CommonConfig, group: dist.ProcessGroup | None, alone: Attend
+) -> tuple[ContextParallel, Attend]:
+    """The context-parallel dimension that the configuration names, and the attention that the model calls.
+
+    ``alone`` is that of one process without a method. Raises UserError for a backend that cannot do it here.
+    """
+    method, backend = config.context.context_parallel_method, config.context.attention_backend
+    length, tp = config.sequence_length, config.mesh.tensor_model_parallel_size
+    if method == "none":
+        cp = context_parallel("ring", seq_len=length, multiple=tp, causal=config.causal)
+        # Without a causal mask, the padding that tp asks for would be attended to.
+        return cp, alone if config.causal or cp.plan.padded_len == length else cp.attend
+    dtype = torch.bfloat16 if config.train.bf16 else torch.float32
+    select_backend(backend, config.mesh.device_type, dtype)
+    if is_first() and (note := passed_over(backend, config.mesh.device_type, dtype)):
+        print(f"note: {note}", flush=True)
+    width = config.shape.head_dim
+    if config.mesh.device_type == "cuda" and backend != "reference" and (width % 8 or width > 256):
+        raise ConfigError(
+            f"the heads are {width} wide, and attention on cuda takes multiples of 8 up to 256; "
+            "change kv_channels or num_attention_heads"
+        )
+    cp = context_parallel(
+        method,
+        seq_len=length,
+        group=group,
+        causal=config.causal,
+        multiple=tp,
+        backend=backend,
+        timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),
+        **config.context.plan_arguments(config.mesh.context_ranks_per_node),
+    )
+    return cp, cp.attend

@@ -1,0 +1,247 @@
+"""What a checkpoint says of its run, and what going on from it loads, keeps and changes."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from checkpoint.api import CheckpointError, find_checkpoint, load_checkpoint, read_manifest
+from checkpoint.manifest import MANIFEST
+from runtime.together import is_first
+from train.config.common import CommonConfig
+from train.config.flags import spelled
+from train.ema import Ema
+from train.schedule import Schedule, schedule_of, shortened
+
+Run = TypeVar("Run", bound=CommonConfig)
+OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+AVERAGED = "ema_decay"
+"""What a checkpoint with averages of the weights says beside its tensors."""
+
+
+@dataclass
+class Progress:
+    """How far a run has come; kept in its checkpoints."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    skipped_iterations: int = 0
+    skipped_in_a_row: int = 0
+    """Of these the last ones: a run that is started again and again ends too where all it does is skip."""
+
+
+def resume(
+    config: Run,
+    model: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    architecture: dict[str, Any],
+    contents: dict[str, str],
+    ema: Ema | None = None,
+) -> tuple[Run, Progress]:
+    """Load what ``--load`` names and say where it stands and what is not as it was; collective.
+
+    A run without a checkpoint starts afresh.
+
+    Args:
+        contents: what ``config.contents()`` is.
+
+    Returns:
+        The configuration, with the schedule that is gone on with, and how far the run has come.
+
+    Raises:
+        CheckpointError: broken, of another architecture, or missing where it must be there.
+    """
+    path = _to_load(config)
+    if path is None:
+        _tell(shortened(config.optimizer, config.train.train_iters))
+        return config, Progress()
+    manifest = read_manifest(path)
+    progress = progress_of(path, manifest.extra)
+    _check_aim(path, manifest.extra, config)
+    config, scheduled = continued(config, path, manifest.extra, progress.iteration)
+    decay = manifest.extra.get(AVERAGED)
+    averaged = ema is not None and decay is not None
+    more = {"ema": ema.weights} if ema is not None and averaged else None
+    load_checkpoint(path, model, optimizer, architecture, more=more)
+    if ema is not None and not averaged:
+        ema.restart()
+    notes = [f"resumed from {path}, {progress.consumed_samples} samples consumed", *_averages(decay, ema)]
+    notes += [] if scheduled is None else [scheduled]
+    _tell(notes + changes(config, manifest.extra, contents))
+    return config, progress
+
+
+def _to_load(config: CommonConfig) -> Path | None:
+    load = config.checkpoint.load
+    if load is None:
+        return None
+    path = find_checkpoint(load, config.checkpoint.ckpt_step)
+    if path is None:
+        if config.checkpoint.exit_on_missing_checkpoint:
+            raise CheckpointError(
+                f"load is {load}, which holds no checkpoint, and exit_on_missing_checkpoint is set; name a run's "
+                f"folder, or leave the flag out to start afresh"
+            )
+        _tell([f"no checkpoint in {load}: starting afresh"])
+    return path
+
+
+def _tell(lines: Sequence[str]) -> None:
+    if is_first() and lines:
+        print("\n".join(lines), flush=True)
+
+
+def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
+    """Where the run of a checkpoint stands. Raises CheckpointError where its manifest says what no run does."""
+    progress: Any = extra.get("progress")
+    known = {field.name for field in fields(Progress)}
+    problem = "" if isinstance(progress, dict) and progress else f"progress is {progress!r:.40}"
+    for name, value in progress.items() if not problem else ():
+        if name not in known or type(value) is not int or value < 0:
+            problem = f"progress has {name!r:.40} {value!r:.40}"
+    for name in ("sample_order", "trained_for", "drawn_by", "settings", "contents"):
+        if not isinstance(extra.get(name, {}), dict):
+            problem = f"{name} is {extra[name]!r:.40}"
+    decay = extra.get(AVERAGED)
+    if decay is not None and (type(decay) is not float or not 0 < decay < 1):
+        problem = f"{AVERAGED} is {decay!r:.40}"
+    iteration = int(path.name.removeprefix("iter_"))
+    if not problem and progress.get("iteration") != iteration:
+        problem = f"progress has iteration {progress.get('iteration')}"
+    if problem:
+        raise CheckpointError(
+            f"{path / MANIFEST} does not say where its run stands ({problem}); load another checkpoint"
+        )
+    return Progress(**progress)
+
+
+def _check_aim(path: Path, extra: dict[str, Any], config: CommonConfig) -> None:
+    """Raise CheckpointError where a checkpoint is trained for another aim."""
+    for name, now in config.trained_for().items():
+        if (before := extra.get("trained_for", {}).get(name, now)) != now:
+            raise CheckpointError(
+                f"{path} is trained with {name} {before}, and {name} is {now}; set {name} to {before}, or begin a run "
+                "of its own with another --save and without --load"
+            )
+
+
+def _averages(before: float | None, ema: Ema | None) -> list[str]:
+    """What is to be said of the averages of the weights."""
+    if before is None and ema is not None:
+        return ["note: it has no averages of the weights: they begin as the weights are"]
+    if before is not None and ema is None:
+        return [
+            f"note: its averages of the weights are left behind: ema_decay was {before} and is not set; give "
+            f"--ema-decay {before} to go on with them"
+        ]
+    if ema is not None and before != ema.decay:
+        return [f"note: ema_decay was {before} and is {ema.decay}; {spelled('ema_decay', before)} keeps it"]
+    return []
+
+
+def kept(config: CommonConfig, contents: dict[str, str]) -> dict[str, Any]:
+    """What a checkpoint says of its run's configuration and files, for ``continued`` and ``changes``; JSON-able.
+
+    Args:
+        contents: what ``config.contents()`` was when the run began.
+    """
+    return {
+        "sample_order": config.sample_order(),
+        "trained_for": config.trained_for(),
+        "settings": settings(config),
+        "schedule": asdict(schedule_of(config.optimizer, config.train.train_iters)),
+        "contents": contents,
+    }
+
+
+def settings(config: CommonConfig) -> dict[str, object]:
+    """What changes training but neither its aim, the order of the samples nor the learning rate; by field."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    return {
+        **{name: getattr(config.optimizer, name) for name in OPTIMIZER},
+        "bf16": config.train.bf16,
+        "micro_batch_size": config.train.micro_batch_size,
+        "global_batch_size": config.train.batch_size(config.mesh.data_parallel_size(world_size)),
+        **config.noted(),
+    }
+
+
+def continued(config: Run, path: Path, extra: dict[str, Any], iteration: int) -> tuple[Run, str | None]:
+    """The configuration with the schedule that a run takes from ``iteration`` on, and the line that tells of a choice.
+
+    That of the checkpoint where train_iters alone has changed, so that a longer run has no jump, unless it comes to a
+    learning rate of 0 before the run ends; of the configuration where anything else of it has. The flags of
+    OptimizerConfig choose.
+
+    Raises:
+        CheckpointError: the checkpoint's schedule makes no sense.
+    """
+    own, optimizer = schedule_of(config.optimizer, config.train.train_iters), config.optimizer
+    before = _saved_schedule(config, path, extra)
+    if before is None:
+        wanted = optimizer.use_checkpoint_opt_param_scheduler
+        return config, f"note: {path} keeps no schedule: this configuration's is taken" if wanted else None
+    if before == own or iteration >= config.train.train_iters:
+        return config, None
+    longer = schedule_of(optimizer, before.lr_decay_iters or config.train.train_iters) == before
+    there, here = before.rate(iteration + 1), own.rate(iteration + 1)
+    keep = longer and before.rate(config.train.train_iters) > 0 and not optimizer.override_opt_param_scheduler
+    keep |= optimizer.use_checkpoint_opt_param_scheduler
+    other = asdict(own)
+    differing = [f"{name} was {was} and is {other[name]}" for name, was in asdict(before).items() if was != other[name]]
+    end = before.lr_decay_iters
+    later = f" ({before.rate(end + 1):.6E} after iteration {end})" if end is not None else ""
+    choice = (
+        "it goes on with the checkpoint's; --override-opt-param-scheduler takes the other"
+        if keep
+        else "it goes on with this configuration's; --use-checkpoint-opt-param-scheduler keeps the checkpoint's"
+    )
+    note = (
+        f"note: lr at iteration {iteration + 1} is {there:.6E} by the checkpoint's schedule{later} and {here:.6E} "
+        f"by this configuration's ({', '.join(differing)}): {choice}"
+    )
+    return replace(config, optimizer=before.taken_by(optimizer)) if keep else config, note
+
+
+def _saved_schedule(config: CommonConfig, path: Path, extra: dict[str, Any]) -> Schedule | None:
+    """None in a checkpoint of a version that kept none."""
+    if "schedule" not in extra:
+        return None
+    own = schedule_of(config.optimizer, config.train.train_iters)
+    try:
+        known = {field.name: extra["schedule"][field.name] for field in fields(Schedule)}
+        before = replace(own, **known)
+        before.taken_by(config.optimizer)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} keeps a schedule that makes no sense ({type(error).__name__}: {error}); load another one"
+        ) from error
+    return before
+
+
+def changes(config: CommonConfig, extra: dict[str, Any], contents: dict[str, str]) -> list[str]:
+    """A line for each setting and each file that is not as it was, with the flag that keeps the old one."""
+    lines = []
+    # Earlier versions kept an entry's own settings alone, as drawn_by.
+    before = {**extra.get("drawn_by", {}), **extra.get("settings", {})}
+    for name, now in settings(config).items():
+        if (was := before.get(name, now)) != now:
+            lines.append(f"note: {name} was {was} and is {now}; {spelled(name, was)} keeps it")
+    for name, now in config.sample_order().items():
+        if (was := extra.get("sample_order", {}).get(name, now)) != now:
+            lines.append(
+                f"note: {name} was {was} and is {now}: the samples to come may repeat consumed ones; "
+                f"{spelled(name, was)} keeps it"
+            )
+    for name, now in contents.items():
+        if (was := extra.get("contents", {}).get(name, now)) != now:
+            lines.append(
+                f"note: {name} holds something else than when the run began (digest {was!s:.8}, now {now:.8}); "
+                "put the old file in its place to keep it"
+            )
+    return lines

@@ -246,6 +246,10 @@ def test_right_imports_pass(tmp_path):
     assert wrong_imports(tmp_path) == []
 
 
+def test_no_file_imports_itself_by_way_of_others():
+    assert circles(ROOT) == []
+
+
 def test_a_circle_is_seen(tmp_path):
     """Also one that exists for types, and one that a function hides."""
     plant(tmp_path, "train/__init__.py", "")

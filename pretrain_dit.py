@@ -13,15 +13,15 @@ from parallel.context import ContextParallel
 from parallel.mesh import Mesh, joined
 from runtime.processes import launched_world_size
 from runtime.together import agreed, from_first, is_first
-from train.assemble import build_parts, summary
+from train.assemble import build_parts, build_runner, summary
 from train.attention import softmax_context
 from train.config.diffusion import DiTRunConfig, diffusion_of, parse_args, validate
 from train.ema import Ema
 from train.loop import Trainer
-from train.objectives.diffusion import Denoising, build_runner
+from train.objectives.diffusion import Denoising
 from train.optim import build_optimizer
 from train.resume import resume
-from train.run import claim_folder, open_log, owning, run_entry
+from train.run import open_log, owning, run_entry
 from train.sampling import Sampler, picture_writer
 
 
@@ -39,7 +39,6 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
 
 def prepared(config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
     """Everything built and loaded, ready to train; collective."""
-    claim_folder(config)
     with agreed():
         cp, attend = softmax_context(config, mesh.cp.get_group(), full_sdpa)
     model, seed = config.model, config.train.seed

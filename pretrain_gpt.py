@@ -15,14 +15,14 @@ from parallel.mesh import Mesh, joined
 from planner.complete import complete
 from runtime.processes import launched_world_size
 from runtime.together import agreed, from_first, is_first
-from train.assemble import build_parts, summary
+from train.assemble import build_parts, build_runner, summary
 from train.attention import context_of
 from train.config.language import Config, parse_args, validate
 from train.loop import Trainer
-from train.objectives.language import NextToken, build_runner, corpus_entropy
+from train.objectives.language import NextToken, corpus_entropy
 from train.optim import build_optimizer
 from train.resume import resume
-from train.run import claim_folder, open_log, owning, run_entry
+from train.run import open_log, owning, run_entry
 
 
 def main(arguments: list[str], peak_flops: float | None = None) -> None:
@@ -39,13 +39,13 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
 
 def prepared(config: Config, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
     """Everything built and loaded, ready to train; collective."""
-    claim_folder(config)
     with agreed():
         tokenizer = load_tokenizer(str(config.data.tokenizer_model))
     asked, config = config, complete(config, tokenizer.vocab_size)
     with agreed():
         cp, attend = context_of(config, mesh.cp.get_group())
     train_data, valid_data, _ = build_datasets(config.data, config.train.seq_length, config.train.seed, tokenizer)
+    frequencies = corpus_entropy(config.data) if is_first() else {}
 
     parts = model_parts(config, mesh, attend)
     optimizer = build_optimizer(config.optimizer, *parts)
@@ -66,7 +66,7 @@ def prepared(config: Config, mesh: Mesh, peak_flops: float | None = None) -> Tra
         architecture=architecture,
         flops_per_token=flops_per_token(config.model, config.train.seq_length),
         log=open_log(replace(config, hybrid=asked.hybrid), progress),  # another mesh may have another layout
-        validation_constants=corpus_entropy(config.data) if is_first() else {},
+        validation_constants=frequencies,
         progress=progress,
         contents=contents,
         peak_flops=peak_flops,

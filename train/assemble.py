@@ -1,6 +1,6 @@
 """What every entry puts together of a configuration: the parts of a model, and what runs them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -51,20 +51,8 @@ def build_parts(
     return parts
 
 
-def runner_of(
-    config: CommonConfig,
-    mesh: Mesh,
-    parts: Sequence[nn.Module],
-    objective: Objective,
-    first_input: tuple[str, Tensor],
-    tied: Mapping[str, Sequence[int]],
-) -> Runner:
-    """What takes a step's micro-batches through this rank's parts of the model.
-
-    Args:
-        first_input: name of what the first stage takes of a batch, and one like a micro-batch's on the meta device.
-        tied: parameters of which several pipeline stages hold a copy each, and these stages.
-    """
+def build_runner(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module], objective: Objective) -> Runner:
+    """What takes a step's micro-batches through this rank's parts of the model."""
     strategy, train, ranks = config.data_parallel.strategy, config.train, mesh.pp.size()
     if ranks == 1:
         return Runner(parts, objective.loss_sum, strategy)
@@ -86,9 +74,9 @@ def runner_of(
         mesh=mesh.pp,
         device=mesh.device,
         micro_batches=train.micro_batches(mesh.dp.size()),
-        first_input=first_input,
+        first_input=objective.first_input(train.micro_batch_size),
         hidden=torch.empty(hidden, dtype=torch.bfloat16 if train.bf16 else torch.float32, device="meta"),
-        tied=tied,
+        tied=objective.tied(parts[0], config.pipeline.stages(ranks)),
     )
 
 

@@ -12,10 +12,11 @@ from torch import nn
 from checkpoint.api import CheckpointError, find_checkpoint, load_checkpoint, read_manifest
 from checkpoint.manifest import MANIFEST
 from runtime.together import is_first
+from train import schedule
 from train.config.common import CommonConfig
 from train.config.flags import spelled
 from train.ema import Ema
-from train.schedule import Schedule, schedule_of, shortened
+from train.schedule import schedule_of, shortened
 
 Run = TypeVar("Run", bound=CommonConfig)
 OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
@@ -172,56 +173,9 @@ def settings(config: CommonConfig) -> dict[str, object]:
 
 
 def continued(config: Run, path: Path, extra: dict[str, Any], iteration: int) -> tuple[Run, str | None]:
-    """The configuration with the schedule that a run takes from ``iteration`` on, and the line that tells of a choice.
-
-    That of the checkpoint where train_iters alone has changed, so that a longer run has no jump, unless it comes to a
-    learning rate of 0 before the run ends; of the configuration where anything else of it has. The flags of
-    OptimizerConfig choose.
-
-    Raises:
-        CheckpointError: the checkpoint's schedule makes no sense.
-    """
-    own, optimizer = schedule_of(config.optimizer, config.train.train_iters), config.optimizer
-    before = _saved_schedule(config, path, extra)
-    if before is None:
-        wanted = optimizer.use_checkpoint_opt_param_scheduler
-        return config, f"note: {path} keeps no schedule: this configuration's is taken" if wanted else None
-    if before == own or iteration >= config.train.train_iters:
-        return config, None
-    longer = schedule_of(optimizer, before.lr_decay_iters or config.train.train_iters) == before
-    there, here = before.rate(iteration + 1), own.rate(iteration + 1)
-    keep = longer and before.rate(config.train.train_iters) > 0 and not optimizer.override_opt_param_scheduler
-    keep |= optimizer.use_checkpoint_opt_param_scheduler
-    other = asdict(own)
-    differing = [f"{name} was {was} and is {other[name]}" for name, was in asdict(before).items() if was != other[name]]
-    end = before.lr_decay_iters
-    later = f" ({before.rate(end + 1):.6E} after iteration {end})" if end is not None else ""
-    choice = (
-        "it goes on with the checkpoint's; --override-opt-param-scheduler takes the other"
-        if keep
-        else "it goes on with this configuration's; --use-checkpoint-opt-param-scheduler keeps the checkpoint's"
-    )
-    note = (
-        f"note: lr at iteration {iteration + 1} is {there:.6E} by the checkpoint's schedule{later} and {here:.6E} "
-        f"by this configuration's ({', '.join(differing)}): {choice}"
-    )
-    return replace(config, optimizer=before.taken_by(optimizer)) if keep else config, note
-
-
-def _saved_schedule(config: CommonConfig, path: Path, extra: dict[str, Any]) -> Schedule | None:
-    """None in a checkpoint of a version that kept none."""
-    if "schedule" not in extra:
-        return None
-    own = schedule_of(config.optimizer, config.train.train_iters)
-    try:
-        known = {field.name: extra["schedule"][field.name] for field in fields(Schedule)}
-        before = replace(own, **known)
-        before.taken_by(config.optimizer)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} keeps a schedule that makes no sense ({type(error).__name__}: {error}); load another one"
-        ) from error
-    return before
+    """The configuration with the schedule that ``train.schedule.continued`` chooses, and the line that tells of it."""
+    optimizer, note = schedule.continued(config.optimizer, config.train.train_iters, path, extra, iteration)
+    return replace(config, optimizer=optimizer), note
 
 
 def changes(config: CommonConfig, extra: dict[str, Any], contents: dict[str, str]) -> list[str]:

@@ -91,10 +91,10 @@ def _message(error: Exception) -> str:
 
 @contextmanager
 def owning(config: CommonConfig) -> Iterator[None]:
-    """Keep ``--save`` to this run until the block ends; collective.
+    """Keep ``--save`` to this run until the block ends; collective, before any work.
 
     Raises:
-        ConfigError: it cannot be written to, or another run writes there.
+        ConfigError: it cannot be written to, another run writes there, or as ``claim_folder``.
     """
     with ExitStack() as held:
         with agreed():
@@ -106,11 +106,12 @@ def owning(config: CommonConfig) -> Iterator[None]:
                 except InUseError as error:
                     raise ConfigError(f"save is {folder}, and {error}, or choose another --save") from None
                 remove_drafts(folder)
+        claim_folder(config)
         yield
 
 
 def claim_folder(config: CommonConfig) -> None:
-    """Refuse to write over another run in ``--save``, or to begin what could not be kept; collective, before any work.
+    """Refuse to write over another run in ``--save``, or to begin what could not be kept; collective.
 
     Raises:
         ConfigError: the folder holds a run that ``--load`` does not go on with, or checkpoints later than the one asked

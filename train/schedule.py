@@ -1,8 +1,11 @@
 """The learning rate of every iteration: Megatron's schedules as functions of the iteration alone."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
+from checkpoint.api import CheckpointError
 from train.optim import OptimizerConfig
 
 
@@ -104,3 +107,57 @@ def shortened(config: OptimizerConfig, train_iters: int) -> list[str]:
         for name, value in wanted.items()
         if value is not None and (taken := getattr(schedule, name)) < value
     ]
+
+
+def continued(
+    optimizer: OptimizerConfig, train_iters: int, path: Path, extra: dict[str, Any], iteration: int
+) -> tuple[OptimizerConfig, str | None]:
+    """Choose the schedule that a run takes from ``iteration`` of a checkpoint on; and the line that tells of a choice.
+
+    That of the checkpoint where train_iters alone has changed, so that a longer run has no jump, unless it comes to a
+    learning rate of 0 before the run ends; of the configuration where anything else of it has. The flags of
+    OptimizerConfig choose.
+
+    Raises:
+        CheckpointError: the checkpoint's schedule makes no sense.
+    """
+    own = schedule_of(optimizer, train_iters)
+    before = _saved_schedule(optimizer, own, path, extra)
+    if before is None:
+        wanted = optimizer.use_checkpoint_opt_param_scheduler
+        return optimizer, f"note: {path} keeps no schedule: this configuration's is taken" if wanted else None
+    if before == own or iteration >= train_iters:
+        return optimizer, None
+    longer = schedule_of(optimizer, before.lr_decay_iters or train_iters) == before
+    there, here = before.rate(iteration + 1), own.rate(iteration + 1)
+    keep = longer and before.rate(train_iters) > 0 and not optimizer.override_opt_param_scheduler
+    keep |= optimizer.use_checkpoint_opt_param_scheduler
+    other = asdict(own)
+    differing = [f"{name} was {was} and is {other[name]}" for name, was in asdict(before).items() if was != other[name]]
+    end = before.lr_decay_iters
+    later = f" ({before.rate(end + 1):.6E} after iteration {end})" if end is not None else ""
+    choice = (
+        "it goes on with the checkpoint's; --override-opt-param-scheduler takes the other"
+        if keep
+        else "it goes on with this configuration's; --use-checkpoint-opt-param-scheduler keeps the checkpoint's"
+    )
+    note = (
+        f"note: lr at iteration {iteration + 1} is {there:.6E} by the checkpoint's schedule{later} and {here:.6E} "
+        f"by this configuration's ({', '.join(differing)}): {choice}"
+    )
+    return before.taken_by(optimizer) if keep else optimizer, note
+
+
+def _saved_schedule(optimizer: OptimizerConfig, own: Schedule, path: Path, extra: dict[str, Any]) -> Schedule | None:
+    """None in a checkpoint of a version that kept none."""
+    if "schedule" not in extra:
+        return None
+    try:
+        known = {field.name: extra["schedule"][field.name] for field in fields(Schedule)}
+        before = replace(own, **known)
+        before.taken_by(optimizer)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} keeps a schedule that makes no sense ({type(error).__name__}: {error}); load another one"
+        ) from error
+    return before

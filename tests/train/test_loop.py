@@ -27,10 +27,11 @@ from parallel.data import fill, shard_model
 from parallel.mesh import MeshConfig, joined
 from testing.ranks import run_ranks
 from train import loop
+from train.assemble import build_runner
 from train.config.language import Config, TrainConfig
 from train.loop import Trainer, TrainingError
 from train.metrics import METRICS, LoggingConfig, RunLog, read_metrics
-from train.objectives.language import NextToken, build_runner
+from train.objectives.language import NextToken
 from train.optim import OptimizerConfig, build_optimizer
 from train.resume import Progress
 

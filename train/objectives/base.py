@@ -1,6 +1,7 @@
 """What is trained, as the loop, the runners and the lines on the screen need it."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -32,6 +33,14 @@ class Objective(ABC):
     @abstractmethod
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
         """The sum of their losses, float32: a ``parallel.pipeline.runner.LossSum``."""
+
+    @abstractmethod
+    def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
+        """What the first stage takes of a part: its name there, and one like it on the meta device."""
+
+    @abstractmethod
+    def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
+        """Parameters of which several of the ``stages`` hold a copy each, and these stages; ``part`` is any stage's."""
 
     def validation_line(self, record: dict[str, Any]) -> str:
         """One line on the validation of a record."""

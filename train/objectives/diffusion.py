@@ -3,7 +3,7 @@
 Shapes: B samples, T patches of this context-parallel rank, W elements of a patch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,6 @@ from model.diffusion import Diffusion
 from model.dit import patchify
 from model.dit_config import DiTConfig
 from parallel.context import ContextParallel
-from parallel.mesh import Mesh
-from parallel.pipeline.runner import Runner
-from train.assemble import runner_of
-from train.config.entries import DiTRunConfig
 from train.objectives.base import Objective
 
 CONDITIONING = ("t_embedder.", "y_embedder.")
@@ -89,10 +85,11 @@ class Denoising(Objective):
         loss = self._diffusion.loss(output, latents, noise, noised, times).mean(-1)  # [B, T]
         return (loss * local["valid"][:, None] * self._real).sum()
 
+    def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
+        """Patches ``[B, T, W]``."""
+        return "patches", torch.empty((micro_batch_size, self.local_length, self._model.patch_width), device="meta")
 
-def build_runner(config: DiTRunConfig, mesh: Mesh, parts: Sequence[nn.Module], objective: Denoising) -> Runner:
-    """What takes a step's micro-batches through this rank's parts of the model."""
-    shape = (config.train.micro_batch_size, objective.local_length, config.model.patch_width)  # [B, T, W]
-    names = [name for name, _ in parts[0].named_parameters() if name.startswith(CONDITIONING)]
-    tied = dict.fromkeys(names, range(config.pipeline.stages(mesh.pp.size())))
-    return runner_of(config, mesh, parts, objective, ("patches", torch.empty(shape, device="meta")), tied)
+    def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
+        """What conditions the layers, in every stage."""
+        names = [name for name, _ in part.named_parameters() if name.startswith(CONDITIONING)]
+        return dict.fromkeys(names, range(stages))

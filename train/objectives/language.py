@@ -1,7 +1,7 @@
 """Next-token prediction, as the training loop sees it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from data.loader import IGNORE_INDEX, Batch
 from data.text.megatron import DataConfig, blend
 from data.text.prepare import unigram_entropy
+from model.base import LanguageModel
 from parallel.context import ContextParallel
-from parallel.mesh import Mesh
-from parallel.pipeline.runner import Runner
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
-from train.assemble import runner_of
-from train.config.language import Config
 from train.objectives.base import Objective
 
 
@@ -65,20 +62,21 @@ class NextToken(Objective):
 
         return model(local["tokens"], self._positions, head)
 
+    def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
+        """Tokens ``[B, T]``."""
+        return "tokens", torch.empty((micro_batch_size, self.local_length), dtype=torch.int64, device="meta")
+
+    def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
+        """The embedding, where it is the output projection too: of the first stage and the last."""
+        assert isinstance(part, LanguageModel)
+        return {} if part.config.untie_embeddings_and_output_weights else {"embedding.weight": (0, stages - 1)}
+
     def validation_line(self, record: dict[str, Any]) -> str:
         """One line on a validation, beside the loss that knowing the tokens' frequencies alone would give."""
         line = super().validation_line(record) + f" | perplexity: {math.exp(min(record['validation_loss'], 99)):.2f}"
         if "unigram_entropy" in record:
             line += f" | unigram entropy of the corpus: {record['unigram_entropy']:.4f}"
         return line
-
-
-def build_runner(config: Config, mesh: Mesh, parts: Sequence[nn.Module], objective: NextToken) -> Runner:
-    """What takes a step's micro-batches through this rank's parts of the model."""
-    tokens = torch.empty((config.train.micro_batch_size, objective.local_length), dtype=torch.int64, device="meta")
-    ends = 0, config.pipeline.stages(mesh.pp.size()) - 1
-    tied = {} if config.model.untie_embeddings_and_output_weights else {"embedding.weight": ends}
-    return runner_of(config, mesh, parts, objective, ("tokens", tokens), tied)
 
 
 def corpus_entropy(data: DataConfig) -> dict[str, float]:

@@ -24,8 +24,9 @@ from tests.parallel.split import config, context, data, own_batch, whole_step
 from tests.parallel.test_strategies import recorded
 from tests.parallel.tiny import ARCHITECTURE, save
 from tests.parallel.whole import full
+from train.assemble import build_runner
 from train.config.language import Config, TrainConfig
-from train.objectives.language import NextToken, build_runner
+from train.objectives.language import NextToken
 
 LOSS, GRADIENT = 2e-6, 1e-7
 LAYERS = 5

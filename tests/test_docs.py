@@ -83,7 +83,7 @@ def unknown_paths(root: Path) -> Iterator[str]:
             word for line in code(page) for word in re.findall(r"(?<![\w./-])[\w.-]+(?:/[\w.-]+)*/?(?![\w/<*])", line)
         }
         for word in sorted(words):
-            if re.search(r"\b[A-Z]+\b", word.removesuffix("README.md")):
+            if re.search(r"(?<![A-Za-z])[A-Z]+(?![A-Za-z])", word.removesuffix("README.md")):
                 continue  # a name to put in: NAME, METHOD
             ours = word.split("/")[0] in tops and "/" in word and not word.startswith("bench/results/")
             if (ours or re.fullmatch(r"pretrain_\w+\.py", word)) and not (root / word).exists():
@@ -122,7 +122,7 @@ def has(module: str, name: str) -> bool:
 
 def wide_lines(root: Path) -> Iterator[str]:
     """Lines of prose over 120 characters: tables, code and the targets of links are as long as they must be."""
-    for page in [root / "README.md", *root.glob("docs/**/*.md")]:
+    for page in (page for page in pages(root) if page.is_relative_to(root / "docs") or page.parent == root):
         for line in prose(page).splitlines():
             shown = SPAN.sub("", re.sub(r"\]\([^)]*\)", "]", line))
             if len(shown) > WIDEST and not line.startswith("|"):

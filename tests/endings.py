@@ -6,7 +6,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-from train.run import exit_status
+from train.run import SECONDS_TO_SPEAK, exit_status
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Ending:
         return None
 
 
-def end(command: Callable[..., Any], arguments: list[str]) -> Ending:
+def end(command: Callable[..., Any], arguments: list[str], seconds_to_speak: float = SECONDS_TO_SPEAK) -> Ending:
     """Call an entry's or a tool's main as its last line does; a traceback that it would print is in ``stderr``."""
     errors, statuses = io.StringIO(), [0]
 
@@ -37,7 +37,7 @@ def end(command: Callable[..., Any], arguments: list[str]) -> Ending:
 
     with redirect_stderr(errors), redirect_stdout(io.StringIO()):
         try:
-            status = exit_status(noted, arguments) or statuses[0]
+            status = exit_status(noted, arguments, seconds_to_speak) or statuses[0]
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 1
         except Exception as error:

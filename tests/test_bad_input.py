@@ -20,7 +20,6 @@ from tests.endings import Ending, end
 from tests.pretraining import TINY, on_rank
 from tests.starts import PATIENCE
 from tools.prepare_data import main as prepare_data
-from train import run
 from train.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
@@ -193,7 +192,6 @@ def end_cases(rank: int, world_size: int, root: Path) -> dict[str, Ending]:
 
     A rank that waited for the others in vain would wait for longer than ``run_ranks`` does.
     """
-    run.SECONDS_TO_SPEAK = 2 * PATIENCE
     store, endings = dist.distributed_c10d._get_default_store(), {}
     defaults = indexed.check_indexed.__defaults__
     wandb = sys.modules.get("wandb")
@@ -201,7 +199,8 @@ def end_cases(rank: int, world_size: int, root: Path) -> dict[str, Ending]:
         together._store = lambda _, name=name: dist.PrefixStore(name, store)  # as if every case were another run
         indexed.check_indexed.__defaults__ = defaults
         case.before()
-        endings[name] = end(main, flags_of(root, *case.flags, *(case.flags_of_rank_1 if rank == 1 else ())))
+        flags = flags_of(root, *case.flags, *(case.flags_of_rank_1 if rank == 1 else ()))
+        endings[name] = end(main, flags, 2 * PATIENCE)
         if wandb is not None:
             sys.modules["wandb"] = wandb
     return endings
@@ -229,8 +228,7 @@ def test_one_message_names_what_and_the_remedy(name: str, endings: list[dict[str
 
 def end_alone(rank: int, world_size: int, root: Path) -> Ending | None:
     """Rank 1 fails where no other rank waits for it; the others never hear of that."""
-    run.SECONDS_TO_SPEAK = 1
-    return end(main, flags_of(root, "--config", "none.toml")) if rank == 1 else None
+    return end(main, flags_of(root, "--config", "none.toml"), 1) if rank == 1 else None
 
 
 def test_a_rank_that_fails_alone_speaks_for_itself(place: Path) -> None:

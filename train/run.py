@@ -27,7 +27,9 @@ SECONDS_TO_SPEAK = 5.0
 UNFLUSHED = 120  # Python's own status where output is lost at the end
 
 
-def exit_status(main: Callable[[list[str]], None], arguments: list[str]) -> int:
+def exit_status(
+    main: Callable[[list[str]], None], arguments: list[str], seconds_to_speak: float = SECONDS_TO_SPEAK
+) -> int:
     """Call ``main``; what a user can cause is one line on stderr and status 1, anything else its traceback.
 
     However many ranks fail, one of them speaks: of an error that all have agreed on, or of one that a rank meets alone.
@@ -40,12 +42,12 @@ def exit_status(main: Callable[[list[str]], None], arguments: list[str]) -> int:
     except (UserError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None and error.errno not in FULL:
             raise
-        with one_voice(SECONDS_TO_SPEAK) as speaks:
+        with one_voice(seconds_to_speak) as speaks:
             if speaks:
                 print(f"error: {_message(error)}", file=sys.stderr, flush=True)
         return 1
     except RuntimeError as error:
-        if not tell_lost(error, SECONDS_TO_SPEAK):
+        if not tell_lost(error, seconds_to_speak):
             raise
         return 1
     except KeyboardInterrupt:

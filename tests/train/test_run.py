@@ -21,7 +21,6 @@ from testing.ranks import run_ranks
 from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
 from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, free_port
-from train import run
 from train.config.entries import DiTRunConfig
 from train.config.language import Config, ConfigError, load_config
 from train.metrics import METRICS, LoggingConfig
@@ -261,12 +260,11 @@ def test_success_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def voices(rank: int, world_size: int, failing: tuple[int, ...], seconds: float) -> str | None:
-    run.SECONDS_TO_SPEAK = seconds
     if rank not in failing:
         return None
     errors = io.StringIO()
     with redirect_stderr(errors):
-        assert exit_status(fail_with(ConfigError(f"rank {rank}")), []) == 1
+        assert exit_status(fail_with(ConfigError(f"rank {rank}")), [], seconds) == 1
     return errors.getvalue()
 
 
@@ -288,8 +286,7 @@ from train.config.flags import ConfigError
 def main(arguments):
     raise ConfigError("lr is -1")
 
-run.SECONDS_TO_SPEAK = 300
-raise SystemExit(run.exit_status(main, []))
+raise SystemExit(run.exit_status(main, [], 300))
 """
 
 

@@ -10,9 +10,9 @@ from model.attention import Attend
 from model.dit import DiT, dit_flops_per_patch, full_sdpa, initial_dit_weight, num_dit_parameters
 from model.dit_config import architecture_of
 from parallel.context import ContextParallel
-from parallel.mesh import Mesh, joined
+from parallel.mesh import Mesh, distributed_mesh
 from runtime.processes import launched_world_size
-from runtime.together import agreed, from_first, is_first
+from runtime.together import from_first, is_first, raise_together
 from train.assemble import build_parts, build_runner, summary
 from train.attention import softmax_context
 from train.config.diffusion import DiTRunConfig, diffusion_of, parse_args, validate
@@ -33,13 +33,13 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     """
     config = parse_args(arguments)
     validate(config, launched_world_size())
-    with joined(config.mesh) as mesh, owning(config):
-        prepared(config, mesh, peak_flops).run()
+    with distributed_mesh(config.mesh) as mesh, owning(config):
+        build_trainer(config, mesh, peak_flops).run()
 
 
-def prepared(config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
+def build_trainer(config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
     """Everything built and loaded, ready to train; collective."""
-    with agreed():
+    with raise_together():
         cp, attend = softmax_context(config, mesh.cp.get_group(), full_sdpa)
     model, seed = config.model, config.train.seed
     train_data, valid_data = build_latent_datasets(config.data, model.latent_shape, model.num_classes, seed)

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
-from model.attention import Attend, Attends, LinearAttend
+from model.attention import Attend, HybridAttention, LinearAttend
 from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
 from model.registry import TITLES, build_model, flops_per_token, num_parameters
-from parallel.mesh import Mesh, joined
+from parallel.mesh import Mesh, distributed_mesh
 from planner.complete import complete
 from runtime.processes import launched_world_size
-from runtime.together import agreed, from_first, is_first
+from runtime.together import from_first, is_first, raise_together
 from train.assemble import build_parts, build_runner, summary
 from train.attention import context_of
 from train.config.language import Config, parse_args, validate
@@ -33,16 +33,16 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     """
     config = parse_args(arguments)
     validate(config, launched_world_size())
-    with joined(config.mesh) as mesh, owning(config):
-        prepared(config, mesh, peak_flops).run()
+    with distributed_mesh(config.mesh) as mesh, owning(config):
+        build_trainer(config, mesh, peak_flops).run()
 
 
-def prepared(config: Config, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
+def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
     """Everything built and loaded, ready to train; collective."""
-    with agreed():
+    with raise_together():
         tokenizer = load_tokenizer(str(config.data.tokenizer_model))
     asked, config = config, complete(config, tokenizer.vocab_size)
-    with agreed():
+    with raise_together():
         cp, attend = context_of(config, mesh.cp.get_group())
     train_data, valid_data, _ = build_datasets(config.data, config.train.seq_length, config.train.seed, tokenizer)
     frequencies = corpus_entropy(config.data) if is_first() else {}
@@ -73,7 +73,7 @@ def prepared(config: Config, mesh: Mesh, peak_flops: float | None = None) -> Tra
     )
 
 
-def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend | Attends) -> list[LanguageModel]:
+def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend | HybridAttention) -> list[LanguageModel]:
     """This rank's part of the model for each of its pipeline stages, with its weights; the whole one is one stage."""
     from parallel.tensor.split import split_model  # DTensor, which a refused command line need not wait for
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from checkpoint.manifest import checkpoint_folder
 from data.latents.dataset import Digits
-from parallel.mesh import joined
+from parallel.mesh import distributed_mesh
 from runtime.processes import launched_world_size
-from runtime.together import agreed, is_first
+from runtime.together import is_first, raise_together
 from tools.arguments import parser_for, positive
 from tools.sample_dit import check_finite, config_of, fitted, load_sampler
 from train.config.flags import ConfigError
@@ -77,10 +77,10 @@ def main(argv: list[str]) -> None:
     sampling = SamplingConfig(guidance=args.guidance, sample_steps=args.steps)
     sampling.check_guidance(config.model.class_dropout_prob)
     labels = by_class(range(10), args.num_samples)
-    with joined(config.mesh) as mesh:
+    with distributed_mesh(config.mesh) as mesh:
         sampler, iteration = load_sampler(config, mesh, args.load, sampling, args.seed)
         latents = sampler.draw(labels)
-        with agreed():
+        with raise_together():
             check_finite(latents, checkpoint_folder(args.load, iteration), args.guidance)
             if is_first() and not report(latents, labels, args.picture or args.load / "samples" / "digits.png"):
                 raise ConfigError(f"agreement is below {LEAST_AGREEMENT:.0%}: {args.load} has not learnt digits")

@@ -33,7 +33,7 @@ from torch import Tensor
 from bench.workload import Workload, check_same, fingerprint
 from kernels import reference
 from kernels.linear_attention import linear_attention
-from kernels.linear_scan import CHUNK
+from kernels.linear_scan import SCAN_CHUNK
 from model.transnormer import alibi_slopes
 from testing.machine import OtherLoad, describe, slug, usable_cores
 from testing.records import write_records
@@ -69,8 +69,8 @@ def flops(name: str, work: Workload) -> int:
         return work.flops(work.pairs)
     if name == "naive":
         return work.flops(work.seq_length**2, products=6) + 2 * rows * work.seq_length * width**2
-    whole = math.ceil(work.seq_length / CHUNK) * CHUNK
-    return SCANS * 2 * rows * whole * width * (2 * CHUNK + 2 * width)
+    whole = math.ceil(work.seq_length / SCAN_CHUNK) * SCAN_CHUNK
+    return SCANS * 2 * rows * whole * width * (2 * SCAN_CHUNK + 2 * width)
 
 
 def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from data.latents.writer import write_latents
 from testing.machine import describe
 from testing.ranks import run_ranks
 from testing.records import write_records
-from testing.training import Records, prepared_by
+from testing.training import Records, trainer_of
 from tools.arguments import parser_for
 
 CHANNELS, SIDE, PATCH = 4, 64, 2
@@ -77,7 +77,7 @@ HEADER = """\
 def train(rank: int, world_size: int, flags: Sequence[str]) -> tuple[float, list[dict[str, Any]]]:
     """Return the bytes that this process grew by in the iterations, and on the first rank their records."""
     log = Records()
-    with prepared_by(pretrain_dit, flags, log) as trainer:
+    with trainer_of(pretrain_dit, flags, log) as trainer:
         before = status("VmRSS")
         if before is not None:
             CLEAR.write_text("5")  # resets VmHWM

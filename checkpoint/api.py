@@ -16,7 +16,7 @@ from checkpoint.manifest import CheckpointError, Manifest, checkpoint_folder, de
 from checkpoint.search import POINTER, find_checkpoint, saved_iterations, to_stderr, what_is_broken
 from runtime.errors import UserError
 from runtime.files import fsync_folder, reason, room, write_text
-from runtime.together import agree, agreed, cpu_group, from_first, is_first
+from runtime.together import cpu_group, from_first, gather_results, is_first, raise_together
 
 if TYPE_CHECKING:
     from checkpoint.tensors import Model
@@ -94,13 +94,15 @@ def save_checkpoint(
     with cpu_group(group) as group:
         _make_room(folder, draft, group)
         try:
-            with agreed(group):
+            with raise_together(group):
                 json.dumps([architecture, extra])
                 state = tensors_of(model, optimizer) | dict(more or {})
             needed = bytes_of(state, group)
             from_first(lambda: _check_room(draft, needed), group)
             write_shards(draft, state, group, needed)
-            files = dict(entry for of_rank in agree(lambda: _own_files(draft, group), group) for entry in of_rank)
+            files = dict(
+                entry for of_rank in gather_results(lambda: _own_files(draft, group), group) for entry in of_rank
+            )
             manifest = Manifest(iteration=iteration, architecture=architecture, extra=extra, files=files)
             from_first(lambda: _publish(draft, folder, manifest), group)
         except BaseException:
@@ -138,7 +140,7 @@ def load_checkpoint(
 
     folder = Path(path)
     with cpu_group(group) as group:
-        with agreed(group):
+        with raise_together(group):
             manifest = read_manifest(folder)
             _compare_architecture(folder, manifest.architecture, architecture)
             metadata = read_metadata(folder, manifest)
@@ -173,7 +175,7 @@ def load_model(
 
     folder = Path(path)
     with cpu_group(group) as group:
-        with agreed(group):
+        with raise_together(group):
             manifest = read_manifest(folder)
             _compare_architecture(folder, manifest.architecture, architecture)
             metadata = read_metadata(folder, manifest)
@@ -193,7 +195,7 @@ def _make_room(folder: Path, draft: Path, group: dist.ProcessGroup | None) -> No
             )
         from_first(lambda: _move_aside(folder, problem), group)
     from_first(lambda: _start_draft(draft), group)
-    with agreed(group):
+    with raise_together(group):
         if not draft.is_dir():
             raise CheckpointError(f"{draft}, made by the first rank, is not seen by all; --save needs a shared disk")
 

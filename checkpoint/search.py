@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from checkpoint.manifest import CheckpointError, Manifest, checkpoint_folder, describe, read_manifest
-from runtime.together import agree, from_first, is_first
+from runtime.together import from_first, gather_results, is_first
 
 POINTER = "latest_checkpointed_iteration.txt"
 
@@ -25,7 +25,7 @@ def what_is_broken(folder: Path, group: dist.ProcessGroup | None = None) -> str 
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
     mine = by_size[rank::size]
-    problems = agree(lambda: [_what_differs(folder / name, *manifest.files[name]) for name in mine], group)
+    problems = gather_results(lambda: [_what_differs(folder / name, *manifest.files[name]) for name in mine], group)
     named = [problem for one_rank in problems for problem in one_rank if problem]
     # The table is a pickle: read it with care, and only once its bytes are verified.
     return "; ".join(sorted(named)) or from_first(lambda: _what_is_left_out(folder, manifest), group)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from checkpoint.manifest import CheckpointError, Manifest
 from runtime.files import room
-from runtime.together import agree, from_first
+from runtime.together import from_first, gather_results
 
 METADATA = ".metadata"
 State = dict[str, dict[str, torch.Tensor]]
@@ -109,7 +109,7 @@ def bytes_of(state: State, group: dist.ProcessGroup | None) -> int:
         named = ((f"{part}.{name}", value) for part, values in state.items() for name, value in values.items())
         return {name: value.numel() * value.element_size() for name, value in named}
 
-    return sum({name: size for of_rank in agree(sizes, group) for name, size in of_rank.items()}.values())
+    return sum({name: size for of_rank in gather_results(sizes, group) for name, size in of_rank.items()}.values())
 
 
 def write_shards(folder: Path, state: State, group: dist.ProcessGroup | None, needed: int) -> None:
@@ -189,7 +189,7 @@ def compare_tensors(
         return {name for name in metadata.state_dict_metadata if name.startswith(parts)} - wanted.keys()
 
     # Ranks may hold different parts of the model; only what no rank wants is surplus.
-    unwanted = set.intersection(*agree(surplus, group))
+    unwanted = set.intersection(*gather_results(surplus, group))
     _refuse(folder, [f"{name} is too many" for name in sorted(unwanted)])
 
 

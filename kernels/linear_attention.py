@@ -82,7 +82,7 @@ def linear_attention(
     """
     log_decay = tuple(log_decay)
     check(q, k, v, log_decay, state, documents)
-    name = select_backend(backend, q.device.type, q.dtype)
+    name = select_linear_backend(backend, q.device.type, q.dtype)
     if name == "reference":
         return reference.linear_attention(q, k, v, log_decay, state, documents=documents)
     return torch.ops.longmesh.linear_attention(q, k, v, log_decay, state, documents, name)
@@ -139,7 +139,7 @@ def check_decay(log_decay: Sequence[float], heads: int) -> None:
 
 
 @cache
-def select_backend(name: str, device_type: str, dtype: torch.dtype) -> str:
+def select_linear_backend(name: str, device_type: str, dtype: torch.dtype) -> str:
     """Return the backend for this device and dtype; ``auto`` takes the fastest available.
 
     ``chunked`` is torch on any device, ``triton`` the fused GPU kernel, ``reference`` the naive form, with memory
@@ -191,7 +191,7 @@ def local_state(
 
     With ``reverse``, on (q, dout): what it adds to the gradient of the state that it passes back.
     """
-    run = scan_of(select_backend(backend, k.device.type, k.dtype))
+    run = scan_of(select_linear_backend(backend, k.device.type, k.dtype))
     return run(None, k, v, log_decay, None, documents, reverse=reverse)[1]
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-CHUNK = 64
+SCAN_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.devi
     bounds = documents or (0, length)
     starts, lengths, begins = [], [], []
     for first, end in pairwise(bounds):
-        for start in range(first, end, CHUNK):
+        for start in range(first, end, SCAN_CHUNK):
             starts.append(start)
-            lengths.append(min(CHUNK, end - start))
+            lengths.append(min(SCAN_CHUNK, end - start))
             begins.append(start == first)
     counts = torch.tensor(lengths)
-    if all(count == CHUNK for count in lengths):
+    if all(count == SCAN_CHUNK for count in lengths):
         return Chunks(None, None, counts.to(device), tuple(begins))
-    index = (torch.tensor(starts)[:, None] + torch.arange(CHUNK)).clamp(max=length - 1).flatten()
-    places = (torch.arange(CHUNK) < counts[:, None]).flatten().nonzero().flatten()
+    index = (torch.tensor(starts)[:, None] + torch.arange(SCAN_CHUNK)).clamp(max=length - 1).flatten()
+    places = (torch.arange(SCAN_CHUNK) < counts[:, None]).flatten().nonzero().flatten()
     return Chunks(index.to(device), places.to(device), counts.to(device), tuple(begins))
 
 
@@ -67,7 +67,7 @@ def scan(
     dtype = torch.promote_types(k.dtype, torch.float32)
     chunks = chunks_of(k.shape[1], None if documents is None else tuple(documents), k.device)
     rates = rates_of(tuple(log_decay), dtype, k.device)
-    place = torch.arange(CHUNK, device=k.device)
+    place = torch.arange(SCAN_CHUNK, device=k.device)
     filled = place < chunks.lengths[:, None]  # [N, C]
     before, after = place.expand_as(filled) + 1, (chunks.lengths[:, None] - 1 - place).clamp(min=0)
     reads, writes = (after, before) if reverse else (before, after)
@@ -95,7 +95,7 @@ def scan(
 def _chunked(x: Tensor, chunks: Chunks, dtype: torch.dtype) -> Tensor:
     """Map [B, T, H, D] to [B, N, H, C, D]."""
     x = x if chunks.index is None else x.index_select(1, chunks.index)
-    return x.unflatten(1, (-1, CHUNK)).transpose(2, 3).to(dtype)
+    return x.unflatten(1, (-1, SCAN_CHUNK)).transpose(2, 3).to(dtype)
 
 
 def _power(rates: Tensor, exponents: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # Elements of the float32 copy alive at a time: 4 MiB fit a CPU's cache, 128 MiB keep a GPU busy.
-CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
+LOSS_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) 
 
 def row_chunks(logits: Tensor) -> Iterator[slice]:
     """Yield slices of the rows of logits [N, V], to be processed in float32 one at a time."""
-    rows = max(1, CHUNK[logits.device.type] // logits.shape[1])
+    rows = max(1, LOSS_CHUNK[logits.device.type] // logits.shape[1])
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 

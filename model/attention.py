@@ -47,7 +47,7 @@ def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tenso
     return linear_attention(q, k, v, log_decay)[0]
 
 
-class Attends(NamedTuple):
+class HybridAttention(NamedTuple):
     """The two attention cores of a hybrid model."""
 
     linear: LinearAttend = linear

@@ -14,7 +14,7 @@ class DivergedError(UserError):
     """The model overflows, so that the next token has no distribution."""
 
 
-class LanguageModel(Protocol):
+class NextTokenModel(Protocol):
     """What `generate` needs of a model; every LanguageModel has it."""
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor: ...
@@ -24,7 +24,7 @@ class LanguageModel(Protocol):
 
 @torch.no_grad()
 def generate(
-    model: LanguageModel,
+    model: NextTokenModel,
     tokens: Tensor,
     max_new_tokens: int,
     temperature: float = 1.0,

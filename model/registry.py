@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from model.attention import Attend, Attends, LinearAttend
+from model.attention import Attend, HybridAttention, LinearAttend
 from model.base import LanguageModel
 from model.config import ModelConfig
 from model.gpt import GPT
@@ -25,7 +25,7 @@ TITLES = {
 }
 
 
-def build_model(config: ModelConfig, attend: Attend | LinearAttend | Attends | None = None) -> LanguageModel:
+def build_model(config: ModelConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> LanguageModel:
     """Build the model of config.model_type on torch's default device, with uninitialised weights.
 
     attend is its attention core: softmax or linear as the model, both for a hybrid; by default that of one device.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Attends, Attention, LinearAttend, LinearCore, States, linear
+from model.attention import Attention, HybridAttention, LinearAttend, LinearCore, States, linear
 from model.base import RecurrentModel, output_module
 from model.config import ModelConfig
 from model.layers import SGLU, RMSNorm, Rotary
@@ -94,7 +94,7 @@ class TokenMixer(LinearCore):
 class Layer(nn.Module):
     """One pre-norm layer: [B, T, C] -> [B, T, C]."""
 
-    def __init__(self, config: ModelConfig, layer: int, attends: Attends) -> None:
+    def __init__(self, config: ModelConfig, layer: int, attends: HybridAttention) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.norm_epsilon
         self.attention_norm = RMSNorm(width, eps=eps, elementwise_affine=False)
@@ -102,7 +102,7 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(width, eps=eps, elementwise_affine=False)
         self.mlp = SGLU(width, config.ffn_size)
 
-    def mixer(self, config: ModelConfig, layer: int, attends: Attends) -> nn.Module:
+    def mixer(self, config: ModelConfig, layer: int, attends: HybridAttention) -> nn.Module:
         """Build the attention of this layer."""
         return TokenMixer(config, layer, attends.linear)
 
@@ -118,7 +118,7 @@ class Layer(nn.Module):
 class SoftmaxLayer(Layer):
     """A layer with softmax attention and rotary positions."""
 
-    def mixer(self, config: ModelConfig, layer: int, attends: Attends) -> nn.Module:
+    def mixer(self, config: ModelConfig, layer: int, attends: HybridAttention) -> nn.Module:
         self.layer, self.head_dim, self.rotary_base = layer, config.head_dim, config.rotary_base
         heads, groups = config.num_attention_heads, config.query_groups
         return Attention(config.hidden_size, heads, groups, config.head_dim, attends.softmax)
@@ -131,10 +131,10 @@ class SoftmaxLayer(Layer):
 class TransNormer(RecurrentModel):
     """TransNormer language model: token ids -> logits."""
 
-    def __init__(self, config: ModelConfig, attend: LinearAttend | Attends = linear) -> None:
+    def __init__(self, config: ModelConfig, attend: LinearAttend | HybridAttention = linear) -> None:
         super().__init__()
         self.config = config
-        attends = attend if isinstance(attend, Attends) else Attends(linear=attend)
+        attends = attend if isinstance(attend, HybridAttention) else HybridAttention(linear=attend)
         self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
         kinds = (SoftmaxLayer if config.has_softmax(layer) else Layer for layer in range(config.num_layers))
         self.layers = nn.ModuleList(kind(config, layer, attends) for layer, kind in enumerate(kinds))

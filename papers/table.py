@@ -58,10 +58,10 @@ def markdown_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
 def train(rank: int, world_size: int, flags: Sequence[str]) -> list[float]:
     """One rank of a run of pretrain_gpt.py: on the first, the loss of each update."""
     import pretrain_gpt
-    from testing.training import Records, prepared_by
+    from testing.training import Records, trainer_of
 
     log = Records()
-    with prepared_by(pretrain_gpt, flags, log) as trainer:
+    with trainer_of(pretrain_gpt, flags, log) as trainer:
         trainer.run()
     return [record["lm_loss"] for record in log.records]
 

@@ -80,7 +80,7 @@ def shard_model(
     ``zero1`` and ``zero2`` gather the weights once per step and keep them until its last backward; ``zero3`` (FSDP)
     gathers each layer for its forward and again for its backward. ``zero1`` accumulates whole gradients and reduces
     them once per step; ``zero2`` and ``zero3`` reduce them after every micro-batch and keep shards. Call
-    ``reduce_gradients`` before each backward to mark the last one.
+    ``set_gradient_sync`` before each backward to mark the last one.
 
     On a two-dimensional mesh ZeRO shards along the last dimension and replicates along the first (hybrid sharding):
     weights are gathered within a copy, and the shards' gradients are summed over the copies once per step.
@@ -123,7 +123,7 @@ def shard_model(
 
 
 @torch.no_grad()
-def fill(model: nn.Module, device: torch.device, weight_of: Callable[[str, torch.Size], Tensor]) -> None:
+def init_parameters(model: nn.Module, device: torch.device, weight_of: Callable[[str, torch.Size], Tensor]) -> None:
     """Materialize and initialize a sharded model on the meta device, one whole tensor at a time.
 
     Every rank draws the *whole* parameter and keeps its shard. Drawn shard by shard, all shards would hold the same
@@ -162,7 +162,7 @@ def own_shard(whole: Tensor, like: "DTensor") -> Tensor:
     return whole
 
 
-def reduce_gradients(model: nn.Module, last: bool, strategy: Strategy = "zero3") -> None:
+def set_gradient_sync(model: nn.Module, last: bool, strategy: Strategy = "zero3") -> None:
     """Say whether the next backward is that of the step's ``last`` micro-batch; call before each one.
 
     Before the last one, only ``zero2`` and ``zero3`` reduce gradients, within a copy, and all but ``zero3`` keep whole
@@ -204,6 +204,6 @@ def finish_gradients(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> 
     torch._foreach_copy_(locals_, [part.view_as(g) for part, g in zip(parts, locals_, strict=True)])
 
 
-def copies_unseen(mesh: DeviceMesh, strategy: Strategy) -> int:
+def untracked_replicas(mesh: DeviceMesh, strategy: Strategy) -> int:
     """Return how many ranks hold a copy of each gradient without its DTensor knowing, for ``gradient_norm``."""
     return mesh.size() if strategy == "legacy_ddp" else 1

@@ -79,7 +79,7 @@ class MeshConfig:
 class Mesh:
     """A run's device, and the dimensions of its device mesh.
 
-    ``both`` flattens dp and cp: its ranks hold different tokens and the same part of the model, which FSDP shards over
+    ``dp_cp`` flattens dp and cp: its ranks hold different tokens and the same part of the model, which FSDP shards over
     them. Along tp and pp, ranks hold different parts and the same tokens.
     """
 
@@ -88,11 +88,11 @@ class Mesh:
     dp: DeviceMesh
     cp: DeviceMesh
     tp: DeviceMesh
-    both: DeviceMesh
+    dp_cp: DeviceMesh
 
 
 @contextmanager
-def joined(config: MeshConfig) -> Iterator[Mesh]:
+def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
     """Join the launched processes and yield their mesh; destroy the process group if the body ends cleanly.
 
     A process group that is initialized already is used and kept. The world size must be a multiple of pp * cp * tp. tp
@@ -126,8 +126,8 @@ def _arranged(config: MeshConfig, device: torch.device, timeout: timedelta) -> M
     sizes = {"pp": pp, "dp": dist.get_world_size() // (pp * cp * tp), "cp": cp, "tp": tp}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     parts = {name: mesh[name] for name in sizes}
-    arranged = Mesh(device=device, both=mesh["dp", "cp"]._flatten("dp_cp"), **parts)
-    for part in (arranged.pp, arranged.dp, arranged.cp, arranged.tp, arranged.both):
+    arranged = Mesh(device=device, dp_cp=mesh["dp", "cp"]._flatten("dp_cp"), **parts)
+    for part in (arranged.pp, arranged.dp, arranged.cp, arranged.tp, arranged.dp_cp):
         # a mesh's groups do not inherit the timeout: they would wait for 30 minutes
         set_timeout(part.get_group(), timeout)
     return arranged

@@ -20,7 +20,7 @@ from model.base import generator_of
 from model.dit import initial_dit_weight
 from model.dit_config import DiTConfig
 from parallel.pipeline.schedule import PipelineRunner
-from testing.training import Records, prepared_by
+from testing.training import Records, trainer_of
 from train import loop
 from train.loop import Trainer
 from train.objectives.diffusion import Denoising
@@ -91,10 +91,10 @@ def train(
         SABOTAGE[sabotage]()
     log = Records()
     found = Found(log.records)
-    with prepared_by(pretrain_dit if diffusion else pretrain_gpt, flags, log) as trainer:
+    with trainer_of(pretrain_dit if diffusion else pretrain_gpt, flags, log) as trainer:
         mesh = trainer.mesh
         trainer.train_data = Left(trainer.train_data) if diffusion else Masked(trainer.train_data)
-        send = mesh.both.get_local_rank() == mesh.tp.get_local_rank() == 0
+        send = mesh.dp_cp.get_local_rank() == mesh.tp.get_local_rank() == 0
         found.keep("loaded" if trainer.progress.iteration else "initial", state(trainer), send)
         _watch(trainer, found, send)
         trainer.run()
@@ -173,7 +173,7 @@ def _local_mean() -> None:
 
     def local(self: Trainer, steps: Any) -> Any:
         micro_batches, _ = next_step(self, steps)
-        return micro_batches, sum(map(self.objective.count, micro_batches)) * self.mesh.both.size()
+        return micro_batches, sum(map(self.objective.count, micro_batches)) * self.mesh.dp_cp.size()
 
     Trainer._next_step = local  # type: ignore[method-assign]
 

@@ -9,7 +9,7 @@ from parallel.context import ContextConfig
 from planner.cluster import ClusterError, default_cluster, load_cluster
 from planner.hybrid import faster_layout, layout_costs
 from planner.search import nothing_left, rank
-from runtime.together import agreed, from_first, is_first
+from runtime.together import from_first, is_first, raise_together
 from train.config.entries import Config
 from train.config.flags import ConfigError
 from train.config.language import load_config
@@ -25,10 +25,10 @@ def complete(config: Config, entries: int) -> Config:
         UserError: the vocabulary has fewer entries, no method suits or fits in memory, or no cluster file is about this
             device.
     """
-    with agreed():
+    with raise_together():
         config = with_vocabulary(config, entries)
     config = with_method(config, dist.get_world_size())
-    with agreed():
+    with raise_together():
         return with_layout(config)
 
 

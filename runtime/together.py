@@ -45,7 +45,7 @@ class _Failure:
         return error
 
 
-def agree(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_results(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Call ``fn`` on every rank of ``group`` and return all results, by rank. One collective.
 
     ``fn`` must do local work only, such as reading files: a collective inside it would wait for a rank that has failed.
@@ -78,7 +78,7 @@ def agree(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T
 
 def from_first(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call ``fn`` on the first rank of ``group`` only; return its result, or raise its error, on every rank."""
-    return agree(lambda: fn() if is_first(group) else None, group)[0]  # type: ignore[return-value]
+    return gather_results(lambda: fn() if is_first(group) else None, group)[0]  # type: ignore[return-value]
 
 
 def is_first(group: dist.ProcessGroup | None = None) -> bool:
@@ -87,8 +87,8 @@ def is_first(group: dist.ProcessGroup | None = None) -> bool:
 
 
 @contextmanager
-def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a block of local work; if it fails on one rank of ``group``, raise on all (see ``agree``)."""
+def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Run a block of local work; if it fails on one rank of ``group``, raise on all (see ``gather_results``)."""
     error: Exception | None = None
     try:
         yield
@@ -99,7 +99,7 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         if error is not None:
             raise error
 
-    agree(outcome, group)
+    gather_results(outcome, group)
 
 
 @contextmanager

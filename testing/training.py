@@ -8,7 +8,7 @@ from io import StringIO
 from types import ModuleType
 from typing import Any
 
-from parallel.mesh import joined
+from parallel.mesh import distributed_mesh
 from runtime.processes import launched_world_size
 from train.loop import Trainer
 from train.metrics import RunLog
@@ -32,7 +32,7 @@ class Records(RunLog):
 
 
 @contextmanager
-def prepared_by(entry: ModuleType, flags: Sequence[str], log: RunLog) -> Iterator[Trainer]:
+def trainer_of(entry: ModuleType, flags: Sequence[str], log: RunLog) -> Iterator[Trainer]:
     """Yield the trainer that ``entry``, pretrain_gpt or pretrain_dit, builds from ``flags``, with ``log`` on the first
     rank.
 
@@ -42,8 +42,8 @@ def prepared_by(entry: ModuleType, flags: Sequence[str], log: RunLog) -> Iterato
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes to it
     config = entry.parse_args(list(flags))
     entry.validate(config, launched_world_size())
-    with redirect_stdout(StringIO()), joined(config.mesh) as mesh:
-        trainer = entry.prepared(config, mesh, PEAK)
+    with redirect_stdout(StringIO()), distributed_mesh(config.mesh) as mesh:
+        trainer = entry.build_trainer(config, mesh, PEAK)
         if trainer.log is not None:
             trainer.log = log
         yield trainer

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel.mesh import joined
-from pretrain_gpt import prepared
+from parallel.mesh import distributed_mesh
+from pretrain_gpt import build_trainer
 from testing.ranks import run_ranks
 from testing.training import PEAK
 from tests.pretraining import TINY, differences, pretrain
@@ -68,8 +68,8 @@ def test_policies_chunked_losses_and_a_resume_change_nothing(
 def train_with_an_overflow(rank: int, world_size: int, arguments: list[str]) -> tuple[int, list[float]]:
     """Train, keys and values 1e25 times too large in iteration 3; the iterations skipped and all norms."""
     config = parse_args(arguments)
-    with joined(config.mesh) as mesh:
-        trainer = prepared(config, mesh, PEAK)
+    with distributed_mesh(config.mesh) as mesh:
+        trainer = build_trainer(config, mesh, PEAK)
         plain, norms = trainer._forward_backward, []
         weights = [p for name, p in trainer.runner.parameters().items() if name.endswith(("wk.weight", "wv.weight"))]
 

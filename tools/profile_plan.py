@@ -10,8 +10,8 @@ from io import StringIO
 import torch
 import torch.distributed as dist
 
-from parallel.mesh import joined
-from pretrain_gpt import prepared
+from parallel.mesh import distributed_mesh
+from pretrain_gpt import build_trainer
 from runtime.together import from_first, is_first
 from train.config.language import Config
 
@@ -25,7 +25,7 @@ def measure(
         peak_flops: FLOP/s that MFU is relative to; by default a process's peak.
     """
     found = []
-    with joined(configs[0].mesh):
+    with distributed_mesh(configs[0].mesh):
         for number, config in enumerate(configs, 1):
             if is_first() and not quiet:
                 print(f"profiling {number} of {len(configs)}: {config.context.title}", flush=True)
@@ -53,8 +53,8 @@ def _short(config: Config, iterations: int) -> Config:
 
 
 def _seconds(config: Config, quiet: bool, peak_flops: float | None) -> float:
-    with joined(config.mesh) as mesh, redirect_stdout(StringIO()) if quiet else _as_it_is():
-        trainer = prepared(config, mesh, peak_flops)
+    with distributed_mesh(config.mesh) as mesh, redirect_stdout(StringIO()) if quiet else _as_it_is():
+        trainer = build_trainer(config, mesh, peak_flops)
         trainer.run()
         log = trainer.log
 

@@ -21,12 +21,12 @@ from checkpoint.manifest import checkpoint_folder
 from data.latents.vae import Vae
 from model.dit import full_sdpa
 from model.dit_config import architecture_of
-from parallel.mesh import Mesh, joined
+from parallel.mesh import Mesh, distributed_mesh
 from parallel.pipeline.stages import PipelineConfig
 from pretrain_dit import model_parts
 from runtime.files import replacing
 from runtime.processes import launched_world_size
-from runtime.together import agreed, is_first
+from runtime.together import is_first, raise_together
 from tools.arguments import parser_for, positive
 from train.attention import softmax_context
 from train.config.common import LoopConfig
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
     sampling = replace(config.sampling, **{name: value for name, value in asked.items() if value is not None})
     sampling.check(diffusion_of(config))
     sampling.check_guidance(config.model.class_dropout_prob)
-    with joined(config.mesh) as mesh:
+    with distributed_mesh(config.mesh) as mesh:
         _draw(config, mesh, args, sampling, classes)
 
 
@@ -61,14 +61,14 @@ def _draw(
     """Load, draw and write; nothing of the model outlives the call. Collective."""
     sampler, iteration = load_sampler(config, mesh, args.load, sampling, args.seed, args.ckpt_step, args.no_ema)
     folder = args.output or args.load / "samples" / f"drawn_{iteration:07d}"
-    with agreed():
+    with raise_together():
         if is_first():
             check_writable(folder, "output")
         vae = Vae(args.vae, mesh.device) if args.vae and is_first() else None
         if vae is not None:
             vae.check(config.model.latent_shape)
     latents = sampler.draw(by_class(classes, args.num_samples), args.batch_size)
-    with agreed():
+    with raise_together():
         check_finite(latents, checkpoint_folder(args.load, iteration), sampling.guidance)
         if is_first():
             _write(folder, latents if vae is None else vae.decode(latents), classes, args.num_samples)
@@ -99,7 +99,7 @@ def load_sampler(
     if folder is None:
         raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
     averaged = bool(config.ema.ema_decay) and not no_ema
-    with agreed():
+    with raise_together():
         if averaged and AVERAGED not in read_manifest(folder).extra:
             raise CheckpointError(f"{folder} keeps no averages of the weights; give --no-ema to take these as trained")
         cp, attend = softmax_context(config, mesh.cp.get_group(), full_sdpa)

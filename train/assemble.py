@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.data import fill, shard_model, sharding_mesh
+from parallel.data import init_parameters, shard_model, sharding_mesh
 from parallel.mesh import Mesh
 from parallel.pipeline.runner import Runner
 from parallel.pipeline.stages import stage_layers
@@ -34,7 +34,7 @@ def build_parts(
         weight_of: (parameter's name, whole shape) -> its initial value.
     """
     strategy = config.data_parallel.strategy
-    sharding = sharding_mesh(mesh.both, config.data_parallel)
+    sharding = sharding_mesh(mesh.dp_cp, config.data_parallel)
     layers = stage_layers(config.pipeline, config.shape.num_layers, mesh.pp.size())
     parts = []
     for stage in config.pipeline.own(mesh.pp.get_local_rank(), mesh.pp.size()):
@@ -46,7 +46,7 @@ def build_parts(
         split(part)
         recompute_layers(model.layers, config.recompute)
         shard_model(part, model.layers, sharding, bf16=config.train.bf16, strategy=strategy)
-        fill(part, mesh.device, weight_of)
+        init_parameters(part, mesh.device, weight_of)
         parts.append(part)
     return parts
 

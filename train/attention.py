@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kernels.attention import passed_over, select_backend
 from kernels.linear_attention import linear_attention
-from kernels.linear_attention import select_backend as select_linear_backend
-from model.attention import Attend, Attends, LinearAttend, sdpa
+from kernels.linear_attention import select_linear_backend as select_linear_backend
+from model.attention import Attend, HybridAttention, LinearAttend, sdpa
 from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.context.relayout import attend_inside
 from runtime.together import is_first
@@ -22,7 +22,7 @@ from train.config.flags import ConfigError
 
 def context_of(
     config: Config, group: dist.ProcessGroup | None
-) -> tuple[ContextParallel, Attend | LinearAttend | Attends]:
+) -> tuple[ContextParallel, Attend | LinearAttend | HybridAttention]:
     """The context-parallel dimension that the configuration names, and the attention that the model calls."""
     if config.model.softmax_every is not None:
         return _hybrid_context_of(config, group)
@@ -31,13 +31,13 @@ def context_of(
     return softmax_context(config, group, sdpa)
 
 
-def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, Attends]:
+def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, HybridAttention]:
     """Of a hybrid: tokens lie as linear attention needs them, and softmax attention may have its own layout."""
     if config.mesh.context_parallel_size == 1:
         context = ContextConfig(context_parallel_method="none")
         inside, softmax = softmax_context(replace(config, context=context), group, sdpa)
         outside, linear = _linear_context_of(config, group, inside.plan.local_len)
-        return outside, Attends(linear, softmax)
+        return outside, HybridAttention(linear, softmax)
     (layout,) = config.hybrid.layouts  # planner.complete has left one
     context = config.hybrid.context(layout)
     if config.context.attention_backend == "reference":
@@ -45,7 +45,7 @@ def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple
     inside, _ = softmax_context(replace(config, context=context), group, sdpa)
     # Padded to the same length, so that tokens can change their layout.
     outside, linear = _linear_context_of(config, group, inside.plan.local_len)
-    return outside, Attends(linear, attend_inside(inside, outside))
+    return outside, HybridAttention(linear, attend_inside(inside, outside))
 
 
 def _linear_context_of(

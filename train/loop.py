@@ -16,11 +16,11 @@ from torch import Tensor
 from checkpoint.api import save_checkpoint, saved_iterations
 from data.errors import DataError
 from data.loader import Batch, Batching, Samples, batches, evaluation_batches
-from parallel.data import copies_unseen, finish_gradients
+from parallel.data import finish_gradients, untracked_replicas
 from parallel.mesh import Mesh
 from parallel.pipeline.runner import Runner
 from runtime.errors import UserError
-from runtime.together import agreed
+from runtime.together import raise_together
 from train.config.common import CommonConfig
 from train.ema import Ema
 from train.metrics import RunLog, memory_gb
@@ -153,9 +153,9 @@ class Trainer:
         )
         dist.all_reduce(counts)  # over tp too, where the same tokens are counted again, since one rank alone may fail
         valid, failed = counts.tolist()
-        valid //= dist.get_world_size() // self.mesh.both.size()
+        valid //= dist.get_world_size() // self.mesh.dp_cp.size()
         if failed:
-            with agreed():
+            with raise_together():
                 if error is not None:
                     raise error
         return micro_batches, valid
@@ -168,15 +168,15 @@ class Trainer:
         if missing:
             raise RuntimeError(f"no gradient reached {', '.join(missing)}: part of the model is not trained")
         for part in self.runner.parts:
-            finish_gradients(part, self.mesh.both, strategy)
-        norm = gradient_norm(parameters.values(), copies=copies_unseen(self.mesh.both, strategy))
+            finish_gradients(part, self.mesh.dp_cp, strategy)
+        norm = gradient_norm(parameters.values(), copies=untracked_replicas(self.mesh.dp_cp, strategy))
         everything = [p for part in self.runner.parts for p in part.parameters()]
         clip_gradients(everything, norm, self.config.optimizer.clip_grad)
         return total.item(), norm
 
     def _over_all(self, share: Tensor) -> Tensor:
         """The sum of a loss's shares over the ranks that hold different tokens, for the stages without the last too."""
-        for mesh in (self.mesh.both, self.mesh.pp):
+        for mesh in (self.mesh.dp_cp, self.mesh.pp):
             dist.all_reduce(share, group=mesh.get_group())
         return share
 

@@ -103,7 +103,7 @@ def gradient_norm(
     Summed in float64: over a large tensor float32 is off by 1e-5, by an amount that depends on the shards' sizes.
 
     Args:
-        copies: how many ranks hold each shard besides what its mesh tells (``parallel.data.copies_unseen``).
+        copies: how many ranks hold each shard besides what its mesh tells (``parallel.data.untracked_replicas``).
     """
     squares = torch.stack([_own_square(p.grad) for p in parameters if p.grad is not None]).sum() / copies
     dist.all_reduce(squares, group=group)

@@ -123,7 +123,7 @@ def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
 
 def _check_aim(path: Path, extra: dict[str, Any], config: CommonConfig) -> None:
     """Raise CheckpointError where a checkpoint is trained for another aim."""
-    for name, now in config.trained_for().items():
+    for name, now in config.objective_key().items():
         if (before := extra.get("trained_for", {}).get(name, now)) != now:
             raise CheckpointError(
                 f"{path} is trained with {name} {before}, and {name} is {now}; set {name} to {before}, or begin a run "
@@ -153,7 +153,7 @@ def kept(config: CommonConfig, contents: dict[str, str]) -> dict[str, Any]:
     """
     return {
         "sample_order": config.sample_order(),
-        "trained_for": config.trained_for(),
+        "trained_for": config.objective_key(),
         "settings": settings(config),
         "schedule": asdict(schedule_of(config.optimizer, config.train.train_iters)),
         "contents": contents,
@@ -168,7 +168,7 @@ def settings(config: CommonConfig) -> dict[str, object]:
         "bf16": config.train.bf16,
         "micro_batch_size": config.train.micro_batch_size,
         "global_batch_size": config.train.batch_size(config.mesh.data_parallel_size(world_size)),
-        **config.noted(),
+        **config.noted_settings(),
     }
 
 

@@ -16,7 +16,7 @@ from runtime.errors import UserError
 from runtime.files import FULL, InUseError, owned, write_text
 from runtime.lost import tell_lost
 from runtime.processes import LaunchError
-from runtime.together import agreed, from_first, is_first, one_voice
+from runtime.together import from_first, is_first, one_voice, raise_together
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError, write_toml
 from train.metrics import METRICS, RunLog, check_services, disk_errors
@@ -99,7 +99,7 @@ def owning(config: CommonConfig) -> Iterator[None]:
         ConfigError: it cannot be written to, another run writes there, or as ``claim_folder``.
     """
     with ExitStack() as held:
-        with agreed():
+        with raise_together():
             if is_first() and config.checkpoint.save is not None:
                 folder = Path(config.checkpoint.save)
                 check_writable(folder, "save")
@@ -172,7 +172,7 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
     once = replace(config.optimizer, override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False)
     config = replace(config, optimizer=once)
     log: RunLog | None = None
-    with agreed():
+    with raise_together():
         if is_first():
             folder = Path(config.checkpoint.save) if config.checkpoint.save else None
             log = RunLog(folder, config.logging, asdict(config), progress.iteration)

@@ -23,7 +23,7 @@ from model.dit_config import DiTConfig
 from model.samplers import draw, guided
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh
-from runtime.together import agreed, is_first
+from runtime.together import is_first, raise_together
 from train.config.flags import ConfigError
 
 SMALLEST_SIDE = 48
@@ -220,7 +220,7 @@ def picture_writer(
     labels = by_class(range(min(sampling.sample_classes, num_classes)), sampling.samples_per_class)
     at_once = micro_batch_size if sampling.guidance == 1 else max(1, micro_batch_size // 2)
     pictures = Path(folder) / "samples"
-    with agreed():
+    with raise_together():
         if is_first():
             import_module("PIL.Image")  # before the training, not after its first validation
             pictures.mkdir(parents=True, exist_ok=True)
@@ -228,7 +228,7 @@ def picture_writer(
     def write(iteration: int) -> None:
         latents = sampler.draw(labels, at_once)
         path = pictures / f"iter_{iteration:07d}.png"
-        with agreed():
+        with raise_together():
             if is_first() and (broken := not_finite(latents)):
                 print(
                     f"note: {path.name} is not written: {broken} of {len(latents)} samples hold values that are not "

@@ -19,7 +19,7 @@ import torch
 import pretrain_gpt
 from bench.link.network import Network, enter
 from testing.ranks import uninterrupted
-from testing.training import prepared_by
+from testing.training import trainer_of
 from tools.profile_plan import measure
 from train.config.language import parse_args
 from train.metrics import RunLog
@@ -165,7 +165,7 @@ def _serve(pipe: Connection, life: Connection, seat: Seat, body: Callable[..., N
 
 
 def _train(pipe: Connection, arguments: list[str]) -> None:
-    with prepared_by(pretrain_gpt, arguments, _Reporter(pipe)) as trainer:
+    with trainer_of(pretrain_gpt, arguments, _Reporter(pipe)) as trainer:
         trainer.run()
 
 

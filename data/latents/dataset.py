@@ -165,17 +165,17 @@ def build_latent_datasets(
     """
     import torch.distributed as dist
 
-    from runtime.together import agreed
+    from runtime.together import raise_together
 
     joined = dist.is_initialized()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-    with agreed():
+    with raise_together():
         sources = [load_source(path) for path in config.data_path]
         for path, source in zip(config.data_path, sources, strict=True):
             _check(path, source, tuple(latent_shape), num_classes)
         train, valid = _split(config.split, sum(map(len, sources)))
     for source in sources:
-        with agreed():
+        with raise_together():
             source.check_finite(rank, ranks)
         if rank == 0:
             source.record_checked()

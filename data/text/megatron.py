@@ -114,18 +114,18 @@ def build_datasets(
     """
     import torch.distributed as dist
 
-    from runtime.together import agreed
+    from runtime.together import raise_together
 
     if seq_length < 1 or not 0 <= seed < 1 << 32:
         raise DataError(f"seq_length is {seq_length} and seed {seed}; they must be at least 1 and in [0, 2^32)")
     prefixes, weights = blend(config.data_path)
     first = not dist.is_initialized() or dist.get_rank() == 0
-    with agreed():
+    with raise_together():
         megatron_core()  # takes seconds: import on all ranks at once, not in turns
     splits: list[list[EpochedDataset | None]] = []
     # Rank 0 scans the files and writes first; the others map only finished files.
     for turn in (first, not first):
-        with agreed():
+        with raise_together():
             if turn:
                 splits = [
                     _Source(config, prefix, seq_length, seed, tokenizer, check=first).splits() for prefix in prefixes

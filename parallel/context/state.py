@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.linear_attention import from_state, local_state, passed_on, scan_of, select_backend
+from kernels.linear_attention import from_state, local_state, passed_on, scan_of, select_linear_backend
 from parallel.context.geometry import Geometry
 from parallel.context.passages import Passage, passages
 from parallel.context.plan import PLANS, Plan
@@ -130,7 +130,7 @@ class StateExecutor:
         return passages(self.geometry.size, self.geometry.local_len, plan.boundaries, reverse)
 
     def _backend(self, q: Tensor) -> str:
-        return select_backend(self.backend_name, q.device.type, q.dtype)
+        return select_linear_backend(self.backend_name, q.device.type, q.dtype)
 
 
 def attend_linear(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from parallel.data import Strategy, reduce_gradients
+from parallel.data import Strategy, set_gradient_sync
 
 Batch = dict[str, Tensor]
 
@@ -33,7 +33,7 @@ class Runner:
         """
         (model,), losses = self.parts, []
         for index, batch in enumerate(batches):
-            reduce_gradients(model, index == len(batches) - 1, self.strategy)
+            set_gradient_sync(model, index == len(batches) - 1, self.strategy)
             loss = self.loss_sum(model, batch) / valid
             loss.backward()
             losses.append(loss.detach())

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from parallel.data import Strategy, reduce_gradients
+from parallel.data import Strategy, set_gradient_sync
 from parallel.pipeline.runner import Batch, LossSum, Runner
 from parallel.pipeline.stages import SINGLE, PipelineConfig
 
@@ -176,7 +176,7 @@ class _Stage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        reduce_gradients(self._part.model, last_backward and not self._split_backward, self._strategy)
+        set_gradient_sync(self._part.model, last_backward and not self._split_backward, self._strategy)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self._release("backward", bwd_chunk_id)
 

@@ -8,7 +8,7 @@ import torch
 
 from kernels import linear_attention as linear
 from kernels import linear_scan, reference
-from kernels.linear_attention import from_state, linear_attention, local_state, passed_on, select_backend
+from kernels.linear_attention import from_state, linear_attention, local_state, passed_on, select_linear_backend
 from tests.kernels.linear_cases import CASES, FAR, LENGTHS, NAMES, PACKED, Case, errors, inputs, naive_errors, results
 
 BOUND = {"float64": 1e-13, "float32": 1e-5}
@@ -194,6 +194,6 @@ def test_bad_input_is_named(change: dict, message: str) -> None:
 
 
 def test_backends_by_device_and_dtype() -> None:
-    assert select_backend("auto", "cpu", torch.bfloat16) == "chunked"
-    assert select_backend("auto", "cuda", torch.float32) == "chunked"
+    assert select_linear_backend("auto", "cpu", torch.bfloat16) == "chunked"
+    assert select_linear_backend("auto", "cuda", torch.float32) == "chunked"
     assert reference.linear_attention(*inputs(Case(3))[0][:3], (0.0, 0.0, 0.0))[1].shape == (2, 3, 16, 24)

@@ -31,7 +31,7 @@ def problem(dtype, shape=(3, 7), vocabulary=50):
 )
 @pytest.mark.parametrize("chunk", [1, 170, 1 << 24])  # a row, some rows with a rest, everything at a time
 def test_matches_the_definition(monkeypatch, dtype, loss_bound, grad_bound, chunk):
-    monkeypatch.setitem(kernels.loss.CHUNK, "cpu", chunk)
+    monkeypatch.setitem(kernels.loss.LOSS_CHUNK, "cpu", chunk)
     logits, labels = problem(dtype)
     expected, count = naive(logits, labels)
     expected_grad = torch.autograd.grad(3.0 * expected, logits)[0]
@@ -130,7 +130,7 @@ def test_cuda_matches_float64_with_little_memory(dtype, grad_bound):
     loss.backward()
     # The gradient, and two float32 chunks at most (the copy and what logsumexp needs inside).
     gradient = logits.numel() * logits.element_size()
-    assert torch.cuda.max_memory_allocated() - before < gradient + 3 * 4 * kernels.loss.CHUNK["cuda"]
+    assert torch.cuda.max_memory_allocated() - before < gradient + 3 * 4 * kernels.loss.LOSS_CHUNK["cuda"]
     assert valid.item() == 2 * 2048 - 800
     assert abs(loss.item() - expected.item()) < 1e-6 * expected.item()
     assert (logits.grad - exact.grad).abs().max() < grad_bound

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.attention import Attends
+from model.attention import HybridAttention
 from model.config import ModelConfig
 from model.registry import MODELS, TITLES, build_model, flops_per_token, num_parameters, state_elements
 
@@ -106,7 +106,7 @@ def test_flops_of_a_hybrid_count_each_layer_as_its_kind(config):
         return ((q @ k.transpose(2, 3)).softmax(-1) @ v).transpose(1, 2)
 
     tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(3))
-    model = build_model(config, Attends(recurrence, scores))
+    model = build_model(config, HybridAttention(recurrence, scores))
     model.init_weights(0)
     with FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()

@@ -12,14 +12,21 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from checkpoint.api import load_checkpoint
 from kernels.loss import cross_entropy_sum
-from model.attention import Attend, Attends, LinearAttend, sdpa
+from model.attention import Attend, HybridAttention, LinearAttend, sdpa
 from model.base import LanguageModel, initial_weight
 from model.config import ModelConfig
 from model.registry import build_model
 from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.context.config import HybridConfig
-from parallel.data import DataParallelConfig, fill, finish_gradients, reduce_gradients, shard_model, sharding_mesh
-from parallel.mesh import Mesh, MeshConfig, joined
+from parallel.data import (
+    DataParallelConfig,
+    finish_gradients,
+    init_parameters,
+    set_gradient_sync,
+    shard_model,
+    sharding_mesh,
+)
+from parallel.mesh import Mesh, MeshConfig, distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_model
 from planner.complete import with_layout
@@ -55,7 +62,7 @@ def weight_of(model_config: ModelConfig, name: str, shape: Sequence[int]) -> Ten
     return initial_weight(model_config, name.replace("bias", "bias.matrix"), shape, SEED)
 
 
-def plain(model_config: ModelConfig, attend: Attend | LinearAttend | Attends = sdpa) -> LanguageModel:
+def plain(model_config: ModelConfig, attend: Attend | LinearAttend | HybridAttention = sdpa) -> LanguageModel:
     """In one process."""
     model = build_model(model_config, attend)
     with torch.no_grad():
@@ -78,15 +85,15 @@ def build(
         model = build_model(model_config, attend)
     split_model(model, mesh.tp, head_dim=model_config.head_dim, kv_heads=model_config.query_groups)
     recompute_layers(model.layers, recompute)
-    sharding = sharding_mesh(mesh.both, data_parallel)
+    sharding = sharding_mesh(mesh.dp_cp, data_parallel)
     shard_model(model, model.layers, sharding, bf16=False, strategy=data_parallel.strategy)
-    fill(model, mesh.device, lambda name, shape: weight_of(model_config, name, shape))
+    init_parameters(model, mesh.device, lambda name, shape: weight_of(model_config, name, shape))
     return model, cp
 
 
 def context(
     mesh: Mesh, model_config: ModelConfig, method: str, hybrid: HybridConfig = RING
-) -> tuple[ContextParallel, Attend | LinearAttend | Attends]:
+) -> tuple[ContextParallel, Attend | LinearAttend | HybridAttention]:
     """The context-parallel dimension and the attention of the model; ``hybrid`` is for its softmax layers, if any."""
     group = mesh.cp.get_group()
     if model_config.softmax_every is not None:
@@ -149,18 +156,18 @@ def split_step(
     model, cp = build(mesh, model_config, recompute, data_parallel, method, hybrid)
     weights = weights_of(model)
     tokens, labels = own_batch(mesh, cp)
-    valid = (labels != -100).sum() * mesh.both.size() if local_mean else (data()[1] != -100).sum()
+    valid = (labels != -100).sum() * mesh.dp_cp.size() if local_mean else (data()[1] != -100).sum()
     objective = NextToken(cp, mesh.device, recompute.loss_chunk_size)
     loss = objective.loss_sum(model, {"tokens": tokens, "labels": labels}) / valid
     loss.backward()
-    finish_gradients(model, mesh.both, data_parallel.strategy)
+    finish_gradients(model, mesh.dp_cp, data_parallel.strategy)
     return model, Step(summed(loss, mesh), weights, gradients_of(model))
 
 
 def summed(loss: Tensor, mesh: Mesh) -> float:
     """The sum of the ranks' parts of a loss; collective."""
     total = loss.detach().clone()
-    dist.all_reduce(total, group=mesh.both.get_group())
+    dist.all_reduce(total, group=mesh.dp_cp.get_group())
     return total.item()
 
 
@@ -189,16 +196,16 @@ def train_and_save(
     method: str = "zigzag",
 ) -> dict[str, Tensor]:
     """Load or train two steps, save, and return everything in full."""
-    with joined(mesh_config(tp, cp)) as mesh:
+    with distributed_mesh(mesh_config(tp, cp)) as mesh:
         model, cp_ranks = build(mesh, model_config or config(), data_parallel=data_parallel, method=method)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         tokens, labels = own_batch(mesh, cp_ranks)
         if load is not None:
             load_checkpoint(load, model, optimizer, ARCHITECTURE)
         for _ in range(2 if load is None else 0):
-            reduce_gradients(model, True, data_parallel.strategy)
+            set_gradient_sync(model, True, data_parallel.strategy)
             NextToken(cp_ranks, mesh.device).loss_sum(model, {"tokens": tokens, "labels": labels}).backward()
-            finish_gradients(model, mesh.both, data_parallel.strategy)
+            finish_gradients(model, mesh.dp_cp, data_parallel.strategy)
             optimizer.step()
             optimizer.zero_grad()
         save(folder, 1, model, optimizer)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from parallel.data import reduce_gradients
+from parallel.data import set_gradient_sync
 from testing.ranks import run_ranks
 from tests.parallel.unequal import (
     SEED,
@@ -37,7 +37,7 @@ def test_weights_are_the_whole_models_on_any_number_of_ranks(size: int) -> None:
 
 
 def drawn_by_shards(rank: int, world_size: int) -> torch.Tensor:
-    """What `fill` is there to avoid: the library's own way after to_empty."""
+    """What `init_parameters` is there to avoid: the library's own way after to_empty."""
     model = sharded(world_size)
     torch.manual_seed(SEED)
     weight = model.layers[0].mlp.down.weight
@@ -99,7 +99,7 @@ def test_bf16_computes_coarsely_and_keeps_float32_masters() -> None:
 
 def a_plain_model(rank: int, world_size: int) -> bool:
     model = whole_model()
-    reduce_gradients(model, False)  # for a model that nothing shards there is nothing to hold back
+    set_gradient_sync(model, False)  # for a model that nothing shards there is nothing to hold back
     loss_sum(model, rank).backward()
     return dist.is_initialized() and all(p.grad is not None for p in model.parameters())
 

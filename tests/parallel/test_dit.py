@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from model.dit import DiT, initial_dit_weight, patchify
 from model.dit_config import DiTConfig
 from parallel.context import context_parallel
-from parallel.data import fill, finish_gradients, shard_model
-from parallel.mesh import Mesh, joined
+from parallel.data import finish_gradients, init_parameters, shard_model
+from parallel.mesh import Mesh, distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_dit
 from testing.ranks import run_ranks
@@ -70,20 +70,20 @@ def split_step(mesh: Mesh, config: DiTConfig, recompute: RecomputeConfig, method
     split_dit(model, mesh.tp)
     assert mesh.tp.size() == 1 or all(isinstance(parameter, DTensor) for parameter in model.parameters())
     recompute_layers(model.layers, recompute)
-    shard_model(model, model.layers, mesh.both, bf16=False)
-    fill(model, mesh.device, lambda name, shape: weight_of(config, name, shape))
+    shard_model(model, model.layers, mesh.dp_cp, bf16=False)
+    init_parameters(model, mesh.device, lambda name, shape: weight_of(config, name, shape))
     x, times, labels, target = (part.chunk(mesh.dp.size())[mesh.dp.get_local_rank()] for part in data(config))
     out = model(cp.shard(x, 1), cp.positions, times, labels)
     assert type(out) is Tensor
     off = (out - cp.shard(target, 1))[:, cp.positions < tokens]
     loss = off.square().sum() / (BATCH * tokens * config.out_width)
     loss.backward()
-    finish_gradients(model, mesh.both, "zero3")
+    finish_gradients(model, mesh.dp_cp, "zero3")
     return Step(summed(loss, mesh), weights_of(model), gradients_of(model))
 
 
 def steps(rank: int, world_size: int, tp: int, cp: int, recompute: RecomputeConfig, method: str) -> list[Step]:
-    with joined(mesh_config(tp, cp)) as mesh:
+    with distributed_mesh(mesh_config(tp, cp)) as mesh:
         return [split_step(mesh, config, recompute, method) for config in CONFIGS]
 
 
@@ -111,7 +111,7 @@ def test_recomputed_layers_and_another_method_are_the_same_step() -> None:
 
 def without_the_sum(rank: int, world_size: int) -> Step:
     keep_parts()
-    with joined(mesh_config(tp=2)) as mesh:
+    with distributed_mesh(mesh_config(tp=2)) as mesh:
         return split_step(mesh, IMAGE, RecomputeConfig(), "ring")
 
 
@@ -123,7 +123,7 @@ def test_parts_that_are_not_summed_are_noticed() -> None:
 
 def parts_in_sequence(rank: int, world_size: int) -> Step:
     """Two parts of the model with one layer each, as pipeline stages are, in one process per tp rank."""
-    with joined(mesh_config(tp=2)) as mesh:
+    with distributed_mesh(mesh_config(tp=2)) as mesh:
         cp = context_parallel("ring", seq_len=VIDEO.num_patches, multiple=2, causal=False)
         parts = []
         for layer in range(2):
@@ -131,7 +131,7 @@ def parts_in_sequence(rank: int, world_size: int) -> Step:
                 part = DiT(VIDEO, cp.attend)
             part.keep(range(layer, layer + 1))
             split_dit(part, mesh.tp)
-            fill(part, mesh.device, lambda name, shape: weight_of(VIDEO, name, shape))
+            init_parameters(part, mesh.device, lambda name, shape: weight_of(VIDEO, name, shape))
             parts.append(part)
         x, times, labels, target = data(VIDEO)
         sent = parts[0](x, cp.positions, times, labels)
@@ -158,7 +158,7 @@ def in_bfloat16(rank: int, world_size: int) -> float:
     model = DiT(IMAGE)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     shard_model(model, model.layers, mesh, bf16=True)
-    fill(model, torch.device("cpu"), lambda name, shape: weight_of(IMAGE, name, shape))
+    init_parameters(model, torch.device("cpu"), lambda name, shape: weight_of(IMAGE, name, shape))
     x, times, labels, _ = data(IMAGE)
     outs = [model(x, torch.arange(15), t, labels) for t in (times, times.bfloat16().float())]
     assert outs[0].dtype == torch.bfloat16

@@ -14,9 +14,9 @@ from model.transnormer import LRPE, TransNormer
 from parallel.data import (
     DataParallelConfig,
     Strategy,
-    fill,
     finish_gradients,
-    reduce_gradients,
+    init_parameters,
+    set_gradient_sync,
     shard_model,
     sharding_mesh,
 )
@@ -42,9 +42,9 @@ def gradients(
     recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
     shared = sharding_mesh(mesh, DataParallelConfig(data_parallel_sharding_strategy=strategy))
     shard_model(model, model.layers, shared, bf16=True, strategy=strategy)
-    fill(model, torch.device("cpu"), lambda name, shape: initial_weight(CONFIG, name, shape, SEED))
+    init_parameters(model, torch.device("cpu"), lambda name, shape: initial_weight(CONFIG, name, shape, SEED))
     for micro in range(2):
-        reduce_gradients(model, micro == 1, strategy)
+        set_gradient_sync(model, micro == 1, strategy)
         tokens, labels = batch(rank if data_rank is None else data_rank, micro)
         cross_entropy_sum(model(tokens), labels)[0].backward()
     finish_gradients(model, mesh, strategy)

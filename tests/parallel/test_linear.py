@@ -17,7 +17,7 @@ from model.registry import build_model
 from parallel.context import context_parallel
 from parallel.context.transport import Transport
 from parallel.data import DataParallelConfig, Strategy
-from parallel.mesh import joined
+from parallel.mesh import distributed_mesh
 from parallel.recompute import RecomputeConfig
 from parallel.tensor import split as tensor
 from parallel.tensor import styles as tensor_styles
@@ -90,7 +90,7 @@ def steps(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Step, int
     for kind, method, tp, cp, strategy, policy in cases:
         sent.clear()
         recompute = PLAIN if policy == "none" else RecomputeConfig(recompute_granularity=policy)  # type: ignore[arg-type]
-        with joined(mesh_config(tp, cp)) as mesh:
+        with distributed_mesh(mesh_config(tp, cp)) as mesh:
             sharding = DataParallelConfig(data_parallel_sharding_strategy=strategy)
             found.append((split_step(mesh, shape(kind), recompute, sharding, method=method)[1], len(sent)))
     return found
@@ -192,7 +192,7 @@ def elements(rank: int, world_size: int, lengths: list[int]) -> dict[str, list[t
     found: dict[str, list[tuple[int, int]]] = {}
     wide = 4  # bytes
     for method in ("lasp", "ulysses", "megatron"):
-        with joined(mesh_config(world_size if method == "megatron" else 1)) as mesh:
+        with distributed_mesh(mesh_config(world_size if method == "megatron" else 1)) as mesh:
             for length in lengths:
                 group = None if method == "megatron" else dist.group.WORLD
                 cp = context_parallel("lasp" if group is None else method, seq_len=length, group=group)

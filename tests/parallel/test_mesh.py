@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.mesh import MeshConfig, MeshError, joined
+from parallel.mesh import MeshConfig, MeshError, distributed_mesh
 from runtime.processes import join, launched_world_size
 from testing.ranks import run_ranks
 
@@ -50,7 +50,7 @@ def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with (
         pytest.raises(MeshError, match="device is cuda and torch finds no CUDA device; use --device cpu"),
-        joined(MeshConfig(device="cuda")),
+        distributed_mesh(MeshConfig(device="cuda")),
     ):
         pass
 
@@ -60,14 +60,14 @@ def test_more_processes_than_gpus_are_refused_before_they_join(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(MeshError, match="process 3 of a machine finds 2 GPUs there; start at most 2"):
-        joined(MeshConfig(device="cuda")).__enter__()
+        distributed_mesh(MeshConfig(device="cuda")).__enter__()
     assert not dist.is_initialized()
 
 
 def places(rank: int, world_size: int, cp: int) -> tuple[list[int], list[int], list[int], int, int]:
     """The ranks of this one's groups, and its place in dp and cp."""
-    with joined(MeshConfig(context_parallel_size=cp, device="cpu")) as mesh:
-        groups = [dist.get_process_group_ranks(part.get_group()) for part in (mesh.dp, mesh.cp, mesh.both)]
+    with distributed_mesh(MeshConfig(context_parallel_size=cp, device="cpu")) as mesh:
+        groups = [dist.get_process_group_ranks(part.get_group()) for part in (mesh.dp, mesh.cp, mesh.dp_cp)]
         assert mesh.device == torch.device("cpu")
     assert dist.is_initialized(), "processes that had joined before stay so"
     return (*groups, mesh.dp.get_local_rank(), mesh.cp.get_local_rank())
@@ -93,10 +93,10 @@ def alone(rank: int, world_size: int, fails: bool) -> bool:
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
                 patch.delenv(name)
             assert launched_world_size() == 1
-            with joined(MeshConfig(device="cpu")) as mesh:
+            with distributed_mesh(MeshConfig(device="cpu")) as mesh:
                 total = torch.ones(1)
-                dist.all_reduce(total, group=mesh.both.get_group())
-                assert (total.item(), mesh.both.size()) == (1, 1)
+                dist.all_reduce(total, group=mesh.dp_cp.get_group())
+                assert (total.item(), mesh.dp_cp.size()) == (1, 1)
                 if fails:
                     raise KeyError
     except KeyError:
@@ -117,8 +117,8 @@ def test_an_error_of_a_process_alone_leaves_its_group_too() -> None:
 
 
 def timeouts(rank: int, world_size: int) -> list[float]:
-    with joined(MeshConfig(device="cpu", context_parallel_size=2, distributed_timeout_minutes=0.2)) as mesh:
-        groups = [part.get_group() for part in (mesh.dp, mesh.cp, mesh.tp, mesh.both)]
+    with distributed_mesh(MeshConfig(device="cpu", context_parallel_size=2, distributed_timeout_minutes=0.2)) as mesh:
+        groups = [part.get_group() for part in (mesh.dp, mesh.cp, mesh.tp, mesh.dp_cp)]
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
@@ -129,8 +129,8 @@ def test_every_group_waits_no_longer_than_the_run_allows() -> None:
 def tensor_places(rank: int, world_size: int, tp: int, cp: int) -> list[list[int]]:
     """The ranks of this one's groups: tp, cp, dp, both."""
     config = MeshConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, device="cpu")
-    with joined(config) as mesh:
-        return [dist.get_process_group_ranks(part.get_group()) for part in (mesh.tp, mesh.cp, mesh.dp, mesh.both)]
+    with distributed_mesh(config) as mesh:
+        return [dist.get_process_group_ranks(part.get_group()) for part in (mesh.tp, mesh.cp, mesh.dp, mesh.dp_cp)]
 
 
 def test_tensor_parallel_ranks_are_the_nearest_neighbours() -> None:

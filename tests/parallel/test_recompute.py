@@ -21,7 +21,7 @@ from model.layers import Rotary
 from model.llama import Llama
 from parallel import recompute
 from parallel.context import context_parallel
-from parallel.data import fill, shard_model
+from parallel.data import init_parameters, shard_model
 from parallel.recompute import ATTENTION, RecomputeConfig, RecomputeError, recompute_layers
 from testing.ranks import run_ranks
 from tests.pretraining import differences, pretrain
@@ -179,7 +179,7 @@ def sharded_step(chosen: RecomputeConfig, world_size: int, bf16: bool) -> tuple[
         model = Llama(MODEL, cp.attend)
     recompute_layers(model.layers, chosen)
     shard_model(model, model.layers, init_device_mesh("cpu", (world_size,)), bf16=bf16)
-    fill(model, torch.device("cpu"), lambda name, shape: initial_weight(MODEL, name, shape, SEED))
+    init_parameters(model, torch.device("cpu"), lambda name, shape: initial_weight(MODEL, name, shape, SEED))
     objective = NextToken(cp, torch.device("cpu"), chosen.loss_chunk_size)
     with Attentions() as attentions:
         loss = objective.loss_sum(model, objective.local(batch()))

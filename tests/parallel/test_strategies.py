@@ -15,13 +15,13 @@ from model.llama import Llama
 from parallel.data import (
     DataParallelConfig,
     Strategy,
-    copies_unseen,
     finish_gradients,
-    reduce_gradients,
+    set_gradient_sync,
     shard_model,
     sharding_mesh,
+    untracked_replicas,
 )
-from parallel.mesh import joined
+from parallel.mesh import distributed_mesh
 from testing.ranks import run_ranks
 from tests.parallel import split
 from tests.parallel.tiny import equal
@@ -90,7 +90,7 @@ def accumulated(
     mesh = init_device_mesh("cpu", (world_size,))
     held, sent = [], []
     for micro in range(2):
-        reduce_gradients(model, micro == 1, strategy)
+        set_gradient_sync(model, micro == 1, strategy)
         with recorded() as calls:
             (loss_sum(model, rank, micro) / 10).backward()
         sent.append(calls)
@@ -100,7 +100,7 @@ def accumulated(
             finish_gradients(model, mesh, strategy)
     sent.append(calls)
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    norm = gradient_norm(model.parameters(), copies=copies_unseen(mesh, strategy))
+    norm = gradient_norm(model.parameters(), copies=untracked_replicas(mesh, strategy))
     return gradients_of(model), held, sent, norm
 
 
@@ -153,9 +153,9 @@ def of(strategy: Strategy, copies: int = 1) -> DataParallelConfig:
 
 
 def step(rank: int, world_size: int, tp: int, cp: int, config: DataParallelConfig) -> tuple[split.Step, float]:
-    with joined(split.mesh_config(tp, cp)) as mesh:
+    with distributed_mesh(split.mesh_config(tp, cp)) as mesh:
         model, found = split.split_step(mesh, split.config(), data_parallel=config)
-        return found, gradient_norm(model.parameters(), copies=copies_unseen(mesh.both, config.strategy))
+        return found, gradient_norm(model.parameters(), copies=untracked_replicas(mesh.dp_cp, config.strategy))
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def test_a_checkpoint_goes_from_one_strategy_to_another_bit_for_bit(tmp_path: Pa
 
 
 def timeouts(rank: int, world_size: int) -> list[float]:
-    with joined(split.MeshConfig(device="cpu", distributed_timeout_minutes=0.2)) as mesh:
-        groups = sharding_mesh(mesh.both, of("zero3", 2)).get_all_groups()
+    with distributed_mesh(split.MeshConfig(device="cpu", distributed_timeout_minutes=0.2)) as mesh:
+        groups = sharding_mesh(mesh.dp_cp, of("zero3", 2)).get_all_groups()
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 

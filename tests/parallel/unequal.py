@@ -9,7 +9,7 @@ from kernels.loss import cross_entropy_sum
 from model.base import initial_weight
 from model.config import ModelConfig
 from model.llama import Llama
-from parallel.data import DataParallelConfig, Strategy, fill, shard_model, sharding_mesh
+from parallel.data import DataParallelConfig, Strategy, init_parameters, shard_model, sharding_mesh
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=2, num_query_groups=1, vocab_size=37)
 SEED, LENGTH = 7, 10
@@ -29,7 +29,7 @@ def sharded(world_size: int, bf16: bool = False, strategy: Strategy = "zero3", c
     with torch.device("meta"):
         model = Llama(CONFIG)
     shard_model(model, model.layers, sharding_mesh(mesh, config), bf16=bf16, strategy=strategy)
-    fill(model, torch.device("cpu"), lambda name, shape: initial_weight(CONFIG, name, shape, SEED))
+    init_parameters(model, torch.device("cpu"), lambda name, shape: initial_weight(CONFIG, name, shape, SEED))
     return model
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from model.attention import Attends, linear, sdpa
+from model.attention import HybridAttention, linear, sdpa
 from model.config import ModelConfig
 from parallel.context import ContextError, relayout
 from parallel.context.config import HybridConfig
 from parallel.data import DataParallelConfig, Strategy
-from parallel.mesh import joined
+from parallel.mesh import distributed_mesh
 from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from planner.cluster import CLUSTERS, load_cluster
@@ -54,7 +54,7 @@ CASES: dict[int, list[Case]] = {
 
 @cache
 def one_process(shape: ModelConfig = SHAPE) -> Step:
-    return whole_step(shape, plain(shape, Attends(linear, sdpa)))
+    return whole_step(shape, plain(shape, HybridAttention(linear, sdpa)))
 
 
 def steps(rank: int, world_size: int, cases: list[Case]) -> list[Step]:
@@ -62,7 +62,7 @@ def steps(rank: int, world_size: int, cases: list[Case]) -> list[Step]:
     for method, softmax, layout, tp, cp, strategy, policy in cases:
         recompute = PLAIN if policy == "none" else RecomputeConfig(recompute_granularity=policy)  # type: ignore[arg-type]
         hybrid = HybridConfig(hybrid_softmax_method=softmax, hybrid_softmax_layout=layout)  # type: ignore[arg-type]
-        with joined(mesh_config(tp, cp)) as mesh:
+        with distributed_mesh(mesh_config(tp, cp)) as mesh:
             sharding = DataParallelConfig(data_parallel_sharding_strategy=strategy)
             found.append(split_step(mesh, SHAPE, recompute, sharding, method=method, hybrid=hybrid)[1])
     return found

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.mesh import MeshConfig, joined
+from parallel.mesh import MeshConfig, distributed_mesh
 from runtime import processes
 from runtime.processes import LaunchError, join, launched_world_size, leave, meet, process_group
 from testing.ranks import run_ranks
@@ -143,8 +143,8 @@ def test_a_store_that_is_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
 
 def workers(rank: int, world_size: int) -> set[int]:
     """Worker threads of the groups of all kinds."""
-    with joined(MeshConfig(device="cpu", context_parallel_size=2)) as mesh:
-        groups = [dist.group.WORLD, mesh.cp.get_group(), mesh.both.get_group(), dist.new_group([0, 1], timeout=SOON)]
+    with distributed_mesh(MeshConfig(device="cpu", context_parallel_size=2)) as mesh:
+        groups = [dist.group.WORLD, mesh.cp.get_group(), mesh.dp_cp.get_group(), dist.new_group([0, 1], timeout=SOON)]
         groups.append(dist.new_group(backend="cpu:gloo,cuda:gloo"))
         options = [group._get_backend(torch.device("cpu")).options for group in groups]
         assert options[3]._timeout == SOON

@@ -2,7 +2,7 @@ import pytest
 import torch.distributed as dist
 
 from runtime import together as module
-from runtime.together import agree, agreed, cpu_group, from_first
+from runtime.together import cpu_group, from_first, gather_results, raise_together
 from testing.ranks import run_ranks
 
 
@@ -32,16 +32,16 @@ def _failing(rank: int, size: int, kinds: dict[int, str], as_block: bool) -> tup
 
     try:
         if as_block:
-            with agreed():
+            with raise_together():
                 body()
         else:
-            agree(body)
+            gather_results(body)
     except Exception as error:
         caught = (type(error).__name__, str(error))
     else:
         caught = ("none", "")
     # The ranks are still in step: a later exchange works.
-    return *caught, sum(agree(lambda: rank))
+    return *caught, sum(gather_results(lambda: rank))
 
 
 @pytest.mark.parametrize("as_block", [True, False])
@@ -65,7 +65,7 @@ def test_types_are_kept_where_a_user_can_cause_them() -> None:
 
 
 def _values(rank: int, size: int) -> tuple[list[int], int]:
-    return agree(lambda: rank * rank), from_first(lambda: 10 + rank)
+    return gather_results(lambda: rank * rank), from_first(lambda: 10 + rank)
 
 
 def test_values_are_shared() -> None:
@@ -73,9 +73,9 @@ def test_values_are_shared() -> None:
 
 
 def test_without_a_process_group_the_body_runs_alone() -> None:
-    assert agree(lambda: 5) == [5]
+    assert gather_results(lambda: 5) == [5]
     assert from_first(lambda: 6) == 6
-    with pytest.raises(DomainError, match="lr"), agreed():
+    with pytest.raises(DomainError, match="lr"), raise_together():
         raise ERRORS["domain"]()
     with cpu_group() as group:
         assert group is None
@@ -87,11 +87,15 @@ def _groups(rank: int, size: int) -> list[bool]:
         answers = [group is dist.group.WORLD]
     if rank > 0:
         with cpu_group(pair) as group:
-            answers += [group is pair, agree(lambda: rank, group) == [1, 2], from_first(lambda: rank, group) == 1]
+            answers += [
+                group is pair,
+                gather_results(lambda: rank, group) == [1, 2],
+                from_first(lambda: rank, group) == 1,
+            ]
     module.dist.get_backend_config = lambda group=None: "cuda:nccl"
     for _ in range(2):
         with cpu_group() as group:
-            answers += [group is not dist.group.WORLD, agree(lambda: rank, group) == [0, 1, 2]]
+            answers += [group is not dist.group.WORLD, gather_results(lambda: rank, group) == [0, 1, 2]]
     if rank > 0:
         with pytest.raises(ValueError, match="no CPU backend"), cpu_group(pair):
             pass

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from parallel.data import DataParallelConfig, Strategy, shard_model, sharding_mesh
-from parallel.mesh import MeshConfig, joined
+from parallel.mesh import MeshConfig, distributed_mesh
 from testing.ranks import run_ranks
 from tests.parallel.whole import full, weights_of
 from train.ema import Ema, EmaConfig
@@ -40,9 +40,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def averaged(rank: int, world_size: int, strategy: Strategy) -> dict[str, object]:
     """Two steps, outputs before, with and after the averages, a third step, and both weights and averages."""
     config = DataParallelConfig(data_parallel_sharding_strategy=strategy)
-    with joined(MeshConfig(device="cpu")) as mesh:
+    with distributed_mesh(MeshConfig(device="cpu")) as mesh:
         model = built()
-        shard_model(model, model.layers, sharding_mesh(mesh.both, config), bf16=False, strategy=strategy)
+        shard_model(model, model.layers, sharding_mesh(mesh.dp_cp, config), bf16=False, strategy=strategy)
         ema, optimizer = Ema(DECAY, [model]), torch.optim.SGD(model.parameters(), lr=1e-2)
         outputs = []
         for _ in range(2):

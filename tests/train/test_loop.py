@@ -23,8 +23,8 @@ from model.config import ModelConfig, architecture_of
 from model.llama import Llama
 from model.registry import flops_per_token
 from parallel.context import context_parallel
-from parallel.data import fill, shard_model
-from parallel.mesh import MeshConfig, joined
+from parallel.data import init_parameters, shard_model
+from parallel.mesh import MeshConfig, distributed_mesh
 from testing.ranks import run_ranks
 from train import loop
 from train.assemble import build_runner
@@ -82,11 +82,11 @@ def run_with(
     """Train, and return how far it came and the error that ended it, if any; data parallel over all ranks."""
     if folder is not None:
         config = replace(config, checkpoint=replace(config.checkpoint, save=str(folder)))
-    with joined(config.mesh) as mesh:
+    with distributed_mesh(config.mesh) as mesh:
         with torch.device("meta"):
             model = Llama(MODEL)
-        shard_model(model, model.layers, mesh.both, bf16=False)
-        fill(model, mesh.device, lambda name, shape: initial_weight(MODEL, name, shape, 5))
+        shard_model(model, model.layers, mesh.dp_cp, bf16=False)
+        init_parameters(model, mesh.device, lambda name, shape: initial_weight(MODEL, name, shape, 5))
         objective = NextToken(context_parallel("ring", seq_len=LENGTH), mesh.device)
         trainer = Trainer(
             config=config,

@@ -157,7 +157,7 @@ def test_another_objective_is_refused_and_what_else_changed_is_noted(
         "sample_order": saved.sample_order(),
         "ema_decay": 0.9,
     }
-    state |= {"trained_for": saved.trained_for(), "drawn_by": {**saved.noted(), "class_dropout_prob": 0.5}}
+    state |= {"trained_for": saved.objective_key(), "drawn_by": {**saved.noted_settings(), "class_dropout_prob": 0.5}}
     rewrite_manifest(tmp_path / "iter_0000002", extra=state)
     model, optimizer = build(1, sharded=False)
     config = DiTRunConfig(checkpoint=CheckpointConfig(load=str(tmp_path)))

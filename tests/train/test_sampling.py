@@ -9,7 +9,7 @@ from model.diffusion import Diffusion, DiffusionConfig
 from model.dit import DiT, full_sdpa
 from model.dit_config import DiTConfig
 from parallel.context.config import FullContextConfig
-from parallel.mesh import MeshConfig, joined
+from parallel.mesh import MeshConfig, distributed_mesh
 from parallel.tensor.split import split_dit
 from testing.ranks import run_ranks
 from train.assemble import build_parts
@@ -37,7 +37,7 @@ def run_of(**mesh):
 
 def drawn_on(rank, world_size, config, sampling):
     """What the ranks draw with weights that are no noughts."""
-    with joined(config.mesh) as mesh:
+    with distributed_mesh(config.mesh) as mesh:
         cp, attend = softmax_context(config, mesh.cp.get_group(), full_sdpa)
         parts = build_parts(
             config,

@@ -139,11 +139,11 @@ class CommonConfig(ABC):
     def sequence_length(self) -> int:
         """Tokens of a sample, before context parallelism shares them out."""
 
-    def trained_for(self) -> dict[str, object]:
+    def objective_key(self) -> dict[str, object]:
         """What the weights learn to predict: a run cannot go on with another one. JSON-able, by field."""
         return {}
 
-    def noted(self) -> dict[str, object]:
+    def noted_settings(self) -> dict[str, object]:
         """What else of the entry's settings changes training: going on with another is allowed, and noted.
 
         JSON-able, by field.

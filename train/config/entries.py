@@ -52,7 +52,7 @@ class Config(CommonConfig):
             "split": self.data.split,
         }
 
-    def noted(self) -> dict[str, object]:
+    def noted_settings(self) -> dict[str, object]:
         return {"eod_mask_loss": self.data.eod_mask_loss}
 
     def contents(self) -> dict[str, str]:
@@ -82,10 +82,10 @@ class DiTRunConfig(CommonConfig):
     def sequence_length(self) -> int:
         return self.model.num_patches
 
-    def trained_for(self) -> dict[str, object]:
+    def objective_key(self) -> dict[str, object]:
         return {"objective": self.diffusion.objective, "num_timesteps": self.diffusion.num_timesteps}
 
-    def noted(self) -> dict[str, object]:
+    def noted_settings(self) -> dict[str, object]:
         return {
             "logit_normal_mean": self.diffusion.logit_normal_mean,
             "logit_normal_std": self.diffusion.logit_normal_std,

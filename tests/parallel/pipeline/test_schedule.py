@@ -15,7 +15,7 @@ from model.config import ModelConfig
 from model.registry import build_model
 from parallel.context import ContextError
 from parallel.data import DataParallelConfig, Strategy, finish_gradients
-from parallel.mesh import Mesh, MeshConfig, joined
+from parallel.mesh import Mesh, MeshConfig, distributed_mesh
 from parallel.pipeline.schedule import PipelineRunner
 from parallel.pipeline.stages import PipelineConfig
 from pretrain_gpt import model_parts
@@ -66,7 +66,7 @@ def built(
         data_parallel=DataParallelConfig(data_parallel_sharding_strategy=strategy),
         train=TrainConfig(seq_length=17, micro_batch_size=1, global_batch_size=4, seed=SEED),
     )
-    with joined(mesh_config) as mesh:
+    with distributed_mesh(mesh_config) as mesh:
         method = "lasp" if model.linear_attention else "zigzag"
         cp, attend = context(mesh, model, method)
         parts = model_parts(run, mesh, attend)
@@ -86,13 +86,13 @@ def step(
         weights = {name: full(p) for part in parts for name, p in part.named_parameters()}
         loss = runner.forward_backward(batches, valid)
         for part in parts:
-            finish_gradients(part, mesh.both, strategy)
+            finish_gradients(part, mesh.dp_cp, strategy)
         gradients = {name: full(p.grad) for part in parts for name, p in part.named_parameters() if p.grad is not None}
         assert gradients.keys() == weights.keys()
         counted = runner.parameters().keys()
         assert counted == weights.keys() - ({"embedding.weight"} if runner.tied and rank >= world_size // 2 else set())
         shares = torch.stack([loss.double(), runner.forward(batches) / valid])
-        for part_of_mesh in (mesh.both, mesh.pp):
+        for part_of_mesh in (mesh.dp_cp, mesh.pp):
             torch.distributed.all_reduce(shares, group=part_of_mesh.get_group())
         return *shares.tolist(), weights, gradients
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model.config import ModelConfig
 from model.gpt import GPT
 from parallel.context import context_parallel
-from parallel.data import fill, reduce_gradients
-from parallel.mesh import joined
+from parallel.data import init_parameters, set_gradient_sync
+from parallel.mesh import distributed_mesh
 from parallel.recompute import RecomputeConfig
 from parallel.tensor import styles as tensor_styles
 from parallel.tensor.split import split_model
@@ -63,7 +63,7 @@ def steps(
 ) -> list[tuple[Step, float]]:
     """A step of each model and its gradient norm."""
     found = []
-    with joined(mesh_config(tp, cp)) as mesh:
+    with distributed_mesh(mesh_config(tp, cp)) as mesh:
         for model_config in models:
             model, step = split_step(mesh, model_config, recompute)
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -98,19 +98,19 @@ def test_chunks_of_the_loss_and_of_the_feed_forward_are_the_same_step(mesh: str)
 
 def without_the_sum(rank: int, world_size: int) -> Step:
     keep_parts()
-    with joined(mesh_config(tp=2)) as mesh:
+    with distributed_mesh(mesh_config(tp=2)) as mesh:
         return split_step(mesh, config())[1]
 
 
 def with_a_local_mean(rank: int, world_size: int) -> Step:
-    with joined(mesh_config(tp=2)) as mesh:
+    with distributed_mesh(mesh_config(tp=2)) as mesh:
         return split_step(mesh, config(), local_mean=True)[1]
 
 
 def with_a_bias_of_every_rank(rank: int, world_size: int) -> Step:
     """What row-parallel layers add to their outputs is added up over tp."""
     tensor_styles.own_entries = DTensor.full_tensor  # type: ignore[assignment]
-    with joined(mesh_config(tp=2)) as mesh:
+    with distributed_mesh(mesh_config(tp=2)) as mesh:
         return split_step(mesh, GPTS[0])[1]
 
 
@@ -118,7 +118,7 @@ def with_parts_for_wholes(rank: int, world_size: int, recompute: RecomputeConfig
     """Each rank's part of a gradient is taken for the whole, where every rank holds the value whole."""
     to_local = DTensor.to_local
     DTensor.to_local = lambda self, **_: to_local(self)  # type: ignore[method-assign]
-    with joined(mesh_config(tp=2)) as mesh:
+    with distributed_mesh(mesh_config(tp=2)) as mesh:
         return split_step(mesh, GPTS[0], recompute)[1]
 
 
@@ -155,7 +155,7 @@ class Logits(TorchDispatchMode):
 
 
 def largest_logits(rank: int, world_size: int, size: int) -> tuple[int, int]:
-    with joined(mesh_config(tp=2)) as mesh, Logits((500, 250)) as logits:
+    with distributed_mesh(mesh_config(tp=2)) as mesh, Logits((500, 250)) as logits:
         split_step(mesh, config(vocab_size=500), RecomputeConfig(loss_chunk_size=size))
     return logits.tokens, logits.seen
 
@@ -187,14 +187,14 @@ class Stage(torch.nn.Module):
 
 def in_stages(rank: int, world_size: int) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of two stages, between which plain tensors go."""
-    with joined(mesh_config(tp=world_size)) as mesh:
+    with distributed_mesh(mesh_config(tp=world_size)) as mesh:
         cp = context_parallel("zigzag", seq_len=LENGTH, multiple=world_size)
         with torch.device("meta"):
             model = GPT(GPTS[0], cp.attend)
             stages = [Stage(model, "0", first=True), Stage(model, "1", first=False)]
         for stage in stages:
             split_model(stage, mesh.tp, head_dim=GPTS[0].head_dim, kv_heads=GPTS[0].query_groups)
-            fill(stage, mesh.device, lambda name, shape: weight_of(GPTS[0], name, shape))
+            init_parameters(stage, mesh.device, lambda name, shape: weight_of(GPTS[0], name, shape))
         tokens, labels = own_batch(mesh, cp)
         positions = cp.positions.clamp(max=LENGTH - 1)
         sent = stages[0](tokens, positions)
@@ -216,7 +216,7 @@ def test_pipeline_stages_are_split_and_hand_on_plain_parts() -> None:
 
 
 def of_another_kind(rank: int, world_size: int) -> None:
-    with joined(mesh_config(tp=2)) as mesh, torch.device("meta"):
+    with distributed_mesh(mesh_config(tp=2)) as mesh, torch.device("meta"):
         model = GPT(GPTS[0])
         model.layers[1].mlp.router = torch.nn.Linear(24, 2)
         with pytest.raises(ValueError, match=r"layers\.1\.mlp\.router\.weight, layers\.1\.mlp\.router\.bias;"):
@@ -229,12 +229,12 @@ def test_a_module_that_the_plan_does_not_know_is_refused() -> None:
 
 def accumulated(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     """Two micro-batches, the first of which is only added up."""
-    with joined(mesh_config(tp=2)) as mesh:
+    with distributed_mesh(mesh_config(tp=2)) as mesh:
         model, cp = build(mesh, config())
         valid = (data()[1] != -100).sum()
         tokens, labels = own_batch(mesh, cp)
         for index in range(2):
-            reduce_gradients(model, index == 1)
+            set_gradient_sync(model, index == 1)
             rows = slice(2 * index, 2 * index + 2)
             (cross_entropy_sum(model(tokens[rows], cp.positions), labels[rows])[0] / valid).backward()
         return gradients_of(model)

@@ -24,7 +24,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def split(rank: int, world_size: int, dtype: torch.dtype, shift: int) -> tuple[float, int, Tensor]:
     """The loss, its tokens and the gradient in full; labels are wrong by ``shift``."""
-    whole.CHUNK["cpu"] = 4 * VOCABULARY  # several chunks of rows
+    whole.LOSS_CHUNK["cpu"] = 4 * VOCABULARY  # several chunks of rows
     logits, labels = inputs(dtype)
     labels = labels.where(labels < 0, (labels + shift) % VOCABULARY)
     mesh = init_device_mesh("cpu", (world_size,))

@@ -1,4 +1,4 @@
-"""The public face of context parallelism: shard tensors and attend over a process group."""
+"""Public API of context parallelism: shard tensors and attend over a process group."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -22,7 +22,7 @@ from parallel.context.transport import Transport
 
 
 class ContextParallel:
-    """One rank's share of every sequence, and its attention to the whole of it."""
+    """One rank's shard of every sequence, and its attention to the whole sequence."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class ContextParallel:
         geometry = plan.geometry
         self.group = group
         self.positions = plan.positions(rank)
-        """Ascending global positions of this rank: int64 ``[T_local]``; from ``plan.seq_len`` on they are padding."""
+        """Ascending global positions of this rank: int64 ``[T_local]``; ``plan.seq_len`` and above are padding."""
         self.transport = Transport(geometry, group, rank, timeout)
         self._rank, self._backend = rank, backend
         self._heads = HeadExchange(self.transport)
@@ -44,15 +44,15 @@ class ContextParallel:
         self._follow(plan)
 
     def under(self, *, documents: tuple[int, ...] | None) -> "ContextParallel":
-        """The same ranks, groups, operators and positions for sequences of other packed documents. Not collective.
+        """Return a copy for other packed documents, with the same ranks, groups and positions. Not collective.
 
-        Both may be used in any order, as long as all ranks use the same one; a backward has the mask of its forward.
+        Use both in any order, as long as all ranks use the same one; a backward uses its forward's mask.
 
         Args:
             documents: as for ``make_plan``.
 
         Raises:
-            ContextError: boundaries that do not ascend from 0 to the sequence's length.
+            ContextError: boundaries do not ascend from 0 to the sequence's length.
         """
         other = copy(self)
         other._follow(self.plan.under(documents))
@@ -62,13 +62,13 @@ class ContextParallel:
         self.plan = plan
         self._plan_handle = PLANS.tensor(plan)
         self.attend = SoftmaxAttention(self._executor, self._heads, self._plan_handle)
-        """Softmax attention: q, k and v of this rank -> out, and what of it may start on k and v."""
+        """Softmax attention: this rank's q, k, v -> out; it can start on k and v before q is ready."""
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
-        """This rank's part of a full tensor along ``dim``; a tensor of ``seq_len`` is padded with ``pad_value``.
+        """Return this rank's shard of ``x`` along ``dim``; pad a length of ``seq_len`` with ``pad_value``.
 
         Raises:
-            ContextError: ``x`` has neither the sequence's length nor its padded length along ``dim``.
+            ContextError: ``x`` has neither the length ``seq_len`` nor ``padded_len`` along ``dim``.
         """
         length, padded = x.shape[dim], self.plan.padded_len
         if length not in (self.plan.seq_len, padded):
@@ -81,7 +81,7 @@ class ContextParallel:
         return x.index_select(dim, self.positions.to(x.device))
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """The full tensor of ``seq_len`` positions along ``dim`` from every rank's part. Collective; no gradient."""
+        """Gather the full tensor, ``seq_len`` long along ``dim``, from all shards. Collective; no gradient."""
         if self.plan.size == 1:
             return x.narrow(dim, 0, self.plan.seq_len)
         parts = [torch.empty_like(x) for _ in range(self.plan.size)]
@@ -91,21 +91,21 @@ class ContextParallel:
         return torch.empty_like(whole).index_copy_(dim, positions, whole).narrow(dim, 0, self.plan.seq_len)
 
     def attend_linear(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
-        """Causal linear attention over the whole sequence, without a scale; differentiable, collective.
+        """Compute causal, unscaled linear attention over the whole sequence; differentiable, collective.
 
-        A method that splits heads gives this rank the whole sequence of some, with these heads' decays; the others pass
+        A method that splits heads gives this rank the whole sequence and the decays of some heads; others pass
         states on.
 
         Args:
             q, k: ``[B, T_local, H, D]``.
             v: ``[B, T_local, H, E]``.
-            log_decay: logarithm of each head's decay, H numbers of 0 or less.
+            log_decay: log of each head's decay, H numbers <= 0.
 
         Returns:
-            ``[B, T_local, H, E]`` in v's dtype. Rows of padding hold numbers that mean nothing.
+            ``[B, T_local, H, E]`` in v's dtype. Rows of padding are undefined.
 
         Raises:
-            ContextError: a method of softmax attention alone, shapes, heads or dtypes that do not fit, a decay outside
+            ContextError: a method for softmax attention only; shapes, heads or dtypes that do not fit; a decay outside
                 (0, 1].
         """
         geometry = self.plan.geometry
@@ -126,7 +126,7 @@ class ContextParallel:
         ranks, bounds = geometry.head_group(self._rank), self.plan.boundaries
         own = len(log_decay) // len(ranks)
         rates = log_decay[ranks.index(self._rank) * own :][:own]
-        documents = (0, *bounds, self.plan.padded_len) if bounds else None  # padding is one of them
+        documents = (0, *bounds, self.plan.padded_len) if bounds else None  # padding is a document
         q, k, v = (self._heads.to_heads(x) for x in (q, k, v))
         return self._heads.to_tokens(linear_attention(q, k, v, rates, documents=documents, backend=self._backend)[0])
 
@@ -140,16 +140,16 @@ def context_parallel(
     timeout: timedelta | None = None,
     **others: Any,
 ) -> ContextParallel:
-    """Join this process to the others of ``group`` for sequences of ``seq_len`` tokens. Collective over ``group``.
+    """Set up context parallelism for sequences of ``seq_len`` tokens over ``group``. Collective.
 
     Args:
         group: the ranks that share a sequence; None is this process alone.
         backend: attention kernel, see ``kernels.attention`` or ``kernels.linear_attention``.
-        timeout: of the groups that teams and Ulysses need within ``group``; by default as torch has it.
+        timeout: for the subgroups of teams and Ulysses within ``group``; by default torch's.
         others: as for ``make_plan``: ``causal``, ``documents`` and the fields of ``PlanOptions``.
 
     Raises:
-        ContextError: as ``make_plan``.
+        ContextError: as in ``make_plan``.
     """
     size = dist.get_world_size(group) if group is not None else 1
     return ContextParallel(make_plan(method, seq_len=seq_len, size=size, **others), group, backend, timeout)

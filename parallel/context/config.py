@@ -1,4 +1,4 @@
-"""What a user chooses about context parallelism."""
+"""Configuration of context parallelism."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -50,13 +50,13 @@ class ContextConfig:
 
     @property
     def title(self) -> str:
-        """The method and what shapes it, in a few words."""
+        """Return the method, team size and Ulysses degree in a few words."""
         teams = f", teams of {self.context_parallel_team_size}" if self.context_parallel_team_size > 1 else ""
         heads = f", heads among {self.ulysses_degree}" if self.ulysses_degree > 1 else ""
         return f"{self.context_parallel_method}{teams}{heads}"
 
     def plan_arguments(self, ranks_per_node: int | None) -> dict[str, Any]:
-        """Arguments for ``make_plan`` and ``context_parallel``; ``ranks_per_node`` is what the launcher says."""
+        """Return arguments for ``make_plan`` and ``context_parallel``; ``ranks_per_node`` is the launcher's."""
         own = self.context_parallel_ranks_per_node
         return {
             "team_size": self.context_parallel_team_size,
@@ -69,12 +69,12 @@ class ContextConfig:
     def check(
         self, *, seq_len: int, size: int, heads: int, kv_heads: int, ranks_per_node: int | None, causal: bool = True
     ) -> None:
-        """Refuse what ``size`` ranks with these heads each cannot do. Needs no processes.
+        """Check that ``size`` ranks with these heads each can run this. Needs no processes.
 
-        Without ``causal``, under full attention, a method that is defined by a layout for causal masks must be forced.
+        Under full attention (not ``causal``) a method with a layout for causal masks must be forced.
 
         Raises:
-            ContextError: with the reason and what would work.
+            ContextError: they cannot, with the reason and the fix.
         """
         method, shape = self.context_parallel_method, self.plan_arguments(None)
         if self.cluster is not None and method != "auto":
@@ -126,23 +126,23 @@ class HybridConfig:
     auto takes what the cost model finds faster on the cluster."""
 
     def context(self, layout: HybridLayout) -> ContextConfig:
-        """The configuration of a model whose attention is all softmax, in this layout."""
+        """Return the configuration of the softmax layers in this layout."""
         zigzag_ring = self.hybrid_softmax_method == "ring" and layout == "zigzag"
         method = "zigzag" if zigzag_ring else self.hybrid_softmax_method
         return ContextConfig(context_parallel_method=method, context_parallel_layout=layout)
 
     @property
     def layouts(self) -> tuple[HybridLayout, ...]:
-        """Those that may be taken."""
+        """Return the layouts to choose from."""
         if self.hybrid_softmax_method == "ulysses":
             return ("contiguous",)
         return HYBRID_LAYOUTS if self.hybrid_softmax_layout == "auto" else (self.hybrid_softmax_layout,)
 
     def check(self, *, seq_len: int, size: int, heads: int, kv_heads: int) -> None:
-        """Refuse what ``size`` ranks with these heads each cannot do. Needs no processes.
+        """Check that ``size`` ranks with these heads each can run this. Needs no processes.
 
         Raises:
-            ContextError: with the reason and what would work.
+            ContextError: they cannot, with the reason and the fix.
         """
         if self.hybrid_softmax_layout == "zigzag" and self.hybrid_softmax_method == "ulysses":
             raise ContextError(

@@ -1,7 +1,7 @@
-"""The error of this package."""
+"""Errors of context parallelism."""
 
 from runtime.errors import UserError
 
 
 class ContextError(UserError):
-    """A context-parallel configuration that cannot work; the message says why and what would."""
+    """A context-parallel configuration that cannot work; the message gives the reason and the fix."""

@@ -1,11 +1,11 @@
-"""The executor: runs any plan's rounds over a process group. The only autograd code for softmax attention.
+"""Executor: run a plan's rounds over a process group. The only autograd code for softmax attention.
 
 Partial outputs, lse and all gradients accumulate in float32 (float64 for float64 inputs) and are cast once at the end,
 so the error against a float64 reference does not grow with the number of ranks. Every transfer is posted before the
 compute that hides it.
 
 Shapes: B batch, T local positions, H query heads, K key/value heads, D head width. q ``[B, T, H, D]``, k and v
-``[B, T, K, D]``. Where Ulysses splits heads these are counted inside the exchange of heads.
+``[B, T, K, D]``. With Ulysses, T, H and K are those after the exchange of heads.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ from runtime.handles import Handles
 
 @dataclass(eq=False)
 class Executor:
-    """One rank's end of a geometry, for whatever plan of it a call is given."""
+    """Softmax attention of one rank, for any plan of one geometry."""
 
     geometry: Geometry
     transport: Transport
@@ -43,11 +43,11 @@ class Executor:
 
     @property
     def gathers_keys(self) -> bool:
-        """Whether an attention starts by gathering k and v."""
+        """Return whether attention starts with an all-gather of k and v."""
         return len(self._holders) > 1
 
     def begin(self, k: Tensor, v: Tensor) -> int:
-        """Start gathering k and v; the ticket with which the next ``forward`` takes them."""
+        """Start gathering k and v; return the ticket to pass to the next ``forward``."""
         self._take(None)
         self._begun = next(_tickets), self.transport.gather((k, v), self._holders)
         return self._begun[0]
@@ -55,10 +55,10 @@ class Executor:
     def forward(
         self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, ticket: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider."""
+        """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider."""
         wide = torch.promote_types(q.dtype, torch.float32)
         backend = select_backend(self.backend_name, q.device.type, q.dtype)
-        rows = (q.shape[0], q.shape[1] * len(self._team), q.shape[2])  # those of the whole team
+        rows = (q.shape[0], q.shape[1] * len(self._team), q.shape[2])  # of the whole team
         out = torch.zeros(*rows, q.shape[3], dtype=wide, device=q.device)
         lse = torch.full(rows, float("-inf"), dtype=wide, device=q.device)
         arrivals = [
@@ -73,7 +73,7 @@ class Executor:
                         *(queries[:, tile.q], keys[:, tile.k], values[:, tile.k]), tile.kind, scale, backend
                     ),
                 )
-            del keys, values  # before the next round's buffers are made
+            del keys, values  # free them before the next round allocates
         if len(self._team) > 1:
             out, lse = merged(*(self.transport.scatter(partial, self._team) for partial in (out, lse)))
         return out.to(q.dtype), lse
@@ -81,10 +81,10 @@ class Executor:
     def backward(
         self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv in their tensors' dtypes.
+        """Return dq, dk and dv in the dtypes of q, k and v.
 
-        What circulates, KV or queries, is followed by its gradient, one round behind or as the plan has it; the other
-        stays, and so does its gradient.
+        KV or queries circulate; their gradient follows one round behind, or as the plan says. The other stays, with
+        its gradient.
         """
         backend = select_backend(self.backend_name, q.device.type, q.dtype)
         batch, tokens, heads, width = q.shape
@@ -116,10 +116,10 @@ class Executor:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _take(self, ticket: int | None) -> Arrival | None:
-        """What was begun under ``ticket``, None without one.
+        """Return the gather begun under ``ticket``, or None without a ticket.
 
-        At most one attention is begun at a time, since a layer's projection of q alone lies between. So the memory and
-        the traffic of one that nothing takes are an error, and not kept.
+        At most one is pending, since only a layer's q projection runs in between. One that is never taken wastes
+        memory and traffic, so it is an error.
         """
         begun, self._begun = self._begun, None
         if ticket != (begun and begun[0]):
@@ -132,9 +132,9 @@ class Executor:
     def _circulate(
         self, arrivals: list[Arrival], rounds: tuple[Round, ...]
     ) -> Iterator[tuple[int, Round, Tensors, Tensors]]:
-        """Every round that computes: its index, itself, what is held and what stays, later rounds' on their way.
+        """Yield index, round, moving and staying tensors of every round that computes, while later ones are in transit.
 
-        ``arrivals``, of what moves and of what stays, are taken from the caller: they hold what has arrived.
+        Empties ``arrivals``, [moving, staying]: they would keep what has arrived alive.
         """
         staying, due = arrivals.pop(), {0: arrivals.pop()}
         stays: Tensors = ()
@@ -147,33 +147,33 @@ class Executor:
                 yield i, step, held, stays
 
     def _reduced(self, gradient: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """The sum over ``ranks`` of what each has for this rank's tokens."""
+        """Sum the gradients of this rank's tokens over ``ranks``."""
         return gradient if len(ranks) == 1 else self.transport.scatter(gradient, ranks).sum(0)
 
 
 def begin(executor: Executor, k: Tensor, v: Tensor) -> Tensor:
-    """Start gathering k and v; the ticket that ``attend`` to the same takes: int64, on the CPU."""
+    """Start gathering k and v; return the ticket to pass to ``attend`` with them: int64 scalar, on the CPU."""
     return torch.ops.longmesh.begin_context_attention(k.detach(), v.detach(), executor.handle)
 
 
 def attend(
     executor: Executor, q: Tensor, k: Tensor, v: Tensor, scale: float, plan: Tensor, ticket: Tensor | None = None
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks; differentiable. Shapes as above.
+    """Attend with this rank's queries to the keys of all ranks; differentiable. Shapes as above.
 
-    ``plan`` is the handle of one of the executor's geometry, in ``PLANS``.
+    ``plan`` is a handle in ``PLANS``; the plan must have the executor's geometry.
     """
     return torch.ops.longmesh.context_attention(q, k, v, scale, executor.handle, plan, ticket)[0]
 
 
 def _tiles(step: Round, backend: AttentionBackend) -> Iterable[Tile]:
-    """The round's tiles, in the sizes that suit the kernel."""
+    """Return the round's tiles, in sizes that suit the kernel."""
     leaf = backend.causal_leaf
     return step.tiles if leaf is None else (part for tile in step.tiles for part in halved(tile, leaf))
 
 
 def _zeros(tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """Accumulators for the gradient of (k, v) or (q, dout, out, lse)."""
+    """Allocate accumulators for (dk, dv), given (k, v), or for dq, given (q, dout, out, lse)."""
     wanted = tensors if len(tensors) == 2 else tensors[:1]
     return tuple(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in wanted)
 
@@ -181,7 +181,7 @@ def _zeros(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 def _add_gradients(
     gradients: Tensors, queries: Tensors, keys: Tensors, step: Round, scale: float, backend: AttentionBackend
 ) -> None:
-    """Add to (dq, dk, dv) what passes through this round's tiles; ``queries`` are (q, dout, out, lse)."""
+    """Add the gradients of this round's tiles to (dq, dk, dv); ``queries`` are (q, dout, out, lse)."""
     (dq, dk, dv), (q, dout, out, lse), (k, v) = gradients, queries, keys
     for tile in _tiles(step, backend):
         rows, columns = tile.q, tile.k
@@ -192,14 +192,14 @@ def _add_gradients(
         dv[:, columns] += parts[2]
 
 
-# A custom op takes no Python object, so it names its executor by a number. Being one op, the whole attention is a
-# single node to recompute policies and to torch.compile. The plan's handle is a tensor: a mask may come with every
-# micro-batch, and torch.compile would compile anew for each number.
+# A custom op takes no Python object, so it takes its executor's handle. As one op, the whole attention is a single
+# node for recompute policies and torch.compile. The plan's handle is a tensor: the mask may change with every
+# micro-batch, and torch.compile would recompile for each new integer.
 _executors: Handles[Executor] = Handles()
 _tickets = count()
 
 
-# The ticket is a tensor, so that a policy which keeps results keeps it: computed again, it would gather again.
+# The ticket is a tensor, so that a recompute policy can save it: recomputing it would gather again.
 @torch.library.custom_op("longmesh::begin_context_attention", mutates_args=())
 def _begin_op(k: Tensor, v: Tensor, handle: int) -> Tensor:
     return torch.tensor(_executors[handle].begin(k, v))
@@ -239,8 +239,8 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale, ctx.handle, ctx.plan, _ = inputs  # the tensor keeps its plan alive
-    ctx.executor = _executors[ctx.handle]  # alive until the backward, whoever drops it meanwhile
+    q, k, v, ctx.scale, ctx.handle, ctx.plan, _ = inputs  # the handle keeps the plan alive
+    ctx.executor = _executors[ctx.handle]  # keep it alive until the backward
     ctx.save_for_backward(q, k, v, *output)
 
 

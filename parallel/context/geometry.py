@@ -1,7 +1,7 @@
-"""Geometry: what is fixed for a run, whatever mask a micro-batch has. Built on the CPU without any process.
+"""Geometry: what stays fixed for a run under any mask. Built on the CPU; needs no processes.
 
-Who owns which tokens, and in every round whose KV a rank holds, whom it sends to and receives from. Process groups,
-transport and operators are made from it alone.
+It says who owns which tokens, and for each round which KV a rank holds, where it sends and where it receives from.
+Process groups, transport and operators depend on it alone.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from parallel.context.options import PlanOptions
 
 
 class Transfer(NamedTuple):
-    """Sent to one rank while another's arrives, which is needed in round ``due``; the number of rounds is their end."""
+    """Send to one rank and receive from another by round ``due``; the number of rounds means after the last."""
 
     send_to: int
     recv_from: int
@@ -27,7 +27,7 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A ``Hop`` in the ranks of the group: whose KV is held, where it and its gradient go and come from."""
+    """A ``Hop`` of one rank, in ranks of the group: the KV held, its transfers and its gradient's."""
 
     holds: tuple[int, ...]
     transfers: tuple[Transfer, ...]
@@ -36,10 +36,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """A method over one sequence length and number of ranks; immutable.
+    """A method for one sequence length and number of ranks; immutable.
 
-    The method arranges *places*: groups of ``ulysses_degree`` consecutive ranks, of which the u-th deals with the u-th
-    others alone, in the order that ``options.placement`` gives. ``options`` are resolved.
+    The method arranges *places*: groups of ``ulysses_degree`` consecutive ranks, ordered by ``options.placement``. The
+    u-th rank of a place exchanges with the u-th ranks of others only. ``options`` must be resolved.
     """
 
     method: Method
@@ -49,92 +49,92 @@ class Geometry:
 
     @property
     def team_size(self) -> int:
-        """Ranks of a team."""
+        """Return the number of ranks in a team."""
         return self.options.team_size
 
     @property
     def ulysses_degree(self) -> int:
-        """Ranks that split the heads among them."""
+        """Return the number of ranks that split the heads."""
         return self.options.ulysses_degree
 
     @cached_property
     def layout(self) -> Layout:
-        """Who owns which position of the padded sequence; with the heads a group exchanges tokens, as in a team."""
+        """Return the layout of the padded sequence; ranks that split heads share tokens as a team does."""
         name, team = self.options.layout, self.team_size * self.ulysses_degree
         padded = padded_length(name, self.seq_len, self.size, team, self.options.multiple)
         return Layout(name, padded, self.size, team)
 
     @property
     def padded_len(self) -> int:
-        """Length of the sequence once padded to what the layout can divide."""
+        """Return the sequence length padded to what the layout can divide."""
         return self.layout.seq_len
 
     @property
     def local_len(self) -> int:
-        """Positions of each rank, padding included."""
+        """Return the number of positions per rank, padding included."""
         return self.padded_len // self.size
 
     def positions(self, rank: int) -> Tensor:
-        """Ascending global positions of ``rank``: int64 ``[local_len]``; those from seq_len on are padding."""
+        """Return ascending global positions of ``rank``: int64 ``[local_len]``; seq_len and above are padding."""
         return torch.from_numpy(self.layout.positions(self.owner(rank)))
 
     def steps(self, rank: int) -> tuple[Step, ...]:
-        """The rounds of ``rank``, in order, without what it computes in them."""
+        """Return the rounds of ``rank``, in order, without their tiles."""
         return _steps(self, rank)
 
     def team(self, rank: int) -> tuple[int, ...]:
-        """The ranks whose queries ``rank`` attends for."""
+        """Return the ranks for whose queries ``rank`` computes attention."""
         place = self.place(rank)
         return self.ranks_at(self.method.team(place, self.shape), place)
 
     def teammates(self, rank: int) -> tuple[int, ...]:
-        """The ranks that gather their queries with ``rank``, and combine their results."""
+        """Return the ranks that gather queries and combine results with ``rank``."""
         return tuple(self.team_groups[rank].tolist())
 
     def holders(self, rank: int) -> tuple[int, ...]:
-        """The ranks that gather their KV with ``rank`` before the first round."""
+        """Return the ranks that gather KV with ``rank`` before the first round."""
         return tuple(self.holder_groups[rank].tolist())
 
     def head_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that split their heads with ``rank``."""
+        """Return the ranks that split heads with ``rank``."""
         return tuple(self.head_groups[rank].tolist())
 
     @cached_property
     def team_groups(self) -> np.ndarray:
-        """The teammates of each rank: int64 ``[size, members]``."""
+        """Return the teammates of each rank: int64 ``[size, members]``."""
         team = self.method.team(np.arange(self.shape.size), self.shape)
         return np.stack([self.at_ranks(places) for places in team], axis=1)
 
     @cached_property
     def holder_groups(self) -> np.ndarray:
-        """The holders of each rank: int64 ``[size, members]``."""
+        """Return the holders of each rank: int64 ``[size, members]``."""
         return np.stack([self.at_ranks(places) for places in self.hops[0].holds], axis=1)
 
     @cached_property
     def head_groups(self) -> np.ndarray:
-        """The head group of each rank: int64 ``[size, ulysses_degree]``."""
+        """Return the head group of each rank: int64 ``[size, ulysses_degree]``."""
         first = np.arange(self.size) // self.ulysses_degree * self.ulysses_degree
         return first[:, None] + np.arange(self.ulysses_degree)
 
     def gather_order(self, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
-        """Order that brings the joined tokens of ``ranks`` into that of ``Round``: int64 ``[len(ranks) * local_len]``.
+        """Return the permutation of the joined tokens of ``ranks`` into ``Round`` order, or None if it is the identity.
 
-        None where they have it already.
+        int64 ``[len(ranks) * local_len]``.
         """
         return _gather_order(self, ranks, device)
 
     def peak_activations(self, layers: int) -> int:
-        """Activations ``[B, local_len, H, D]`` that live before the last layer's attention (WallFacer, equations 6, 7).
+        """Count activations ``[B, local_len, H, D]`` live before the last attention (WallFacer, equations 6, 7).
 
-        One is kept by each layer's checkpoint and one is the output; q, k and v are as many as the team has members.
+        One per layer's checkpoint, one for the output, and q, k and v of every team member.
         """
         return layers + 1 + 3 * self.team_size
 
     def check_heads(self, heads: int, kv_heads: int) -> None:
-        """Refuse head counts that ``ulysses_degree`` ranks cannot split; fewer KV heads are held by several ranks.
+        """Check that ``ulysses_degree`` ranks can split the heads; with fewer KV heads, several ranks hold each.
 
         Raises:
-            ContextError: with the degrees that work.
+            ContextError: they cannot, with the degrees that work.
         """
 
         def fits(degree: int) -> bool:
@@ -150,19 +150,19 @@ class Geometry:
 
     @cached_property
     def shape(self) -> Shape:
-        """The places of the method."""
+        """Return the shape of the places."""
         per_node = min(self.options.ranks_per_node or self.size, self.size)
         return Shape(self.size // self.ulysses_degree, self.team_size, max(1, per_node // self.ulysses_degree))
 
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
-        """The rounds of all places at once."""
+        """Return the rounds of all places at once."""
         return tuple(self.method.hops(np.arange(self.shape.size), self.shape))
 
     def at_ranks(self, places: Ranks) -> np.ndarray:
-        """For every rank the one that is to its place what ``places`` says, among those that it shares no heads with.
+        """Map each place's peer ``[places]`` to each rank's peer, int64 ``[size]``.
 
-        Of a method's places ``[places]`` int64 ``[size]``.
+        The u-th rank of a place gets the u-th rank of the peer.
         """
         if id(places) not in self._at_ranks:
             everywhere = np.broadcast_to(places, self.shape.size)
@@ -172,21 +172,21 @@ class Geometry:
 
     @cached_property
     def _at_ranks(self) -> dict[int, tuple[Ranks, np.ndarray]]:
-        """By what was asked for, which must live as long: a ring sends to the same ranks in every round."""
+        """Cache by id, with the key kept alive: a ring sends to the same ranks in every round."""
         return {}
 
     @cached_property
     def _places(self) -> np.ndarray:
-        """The place of each group of ranks that share their heads."""
+        """Return the place of each head group."""
         return places(self.options.placement, self.shape.size, self.team_size)
 
     @cached_property
     def _first_ranks(self) -> np.ndarray:
-        """The first rank at each place."""
+        """Return the first rank of each place."""
         return np.argsort(self._places) * self.ulysses_degree
 
     def place(self, rank: int) -> int:
-        """The place of ``rank`` in the method.
+        """Return the place of ``rank`` in the method.
 
         Raises:
             ContextError: there is no such rank.
@@ -196,12 +196,12 @@ class Geometry:
         return int(self._places[rank // self.ulysses_degree])
 
     def ranks_at(self, places: tuple[Ranks, ...], place: int) -> tuple[int, ...]:
-        """All ranks at those places that ``places`` says of ``place``."""
+        """Return all ranks of the peers of ``place`` in ``places``."""
         firsts = (int(self._first_ranks[_one(of, place)]) for of in places)
         return tuple(first + u for first in firsts for u in range(self.ulysses_degree))
 
     def owner(self, rank: int) -> int:
-        """What the layout calls ``rank``."""
+        """Return the index of ``rank`` in the layout."""
         return self.place(rank) * self.ulysses_degree + rank % self.ulysses_degree
 
 
@@ -211,7 +211,7 @@ def _one(places: Ranks, place: int) -> int:
 
 @lru_cache(maxsize=64)
 def _gather_order(geometry: Geometry, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
-    # kept on the device: making and copying it in every layer would cost more than the gather
+    # cached on the device: making and copying it in every layer would cost more than the gather
     owned = [run for rank in ranks for run in geometry.layout.runs(geometry.owner(rank))]
     if owned == sorted(owned):
         return None

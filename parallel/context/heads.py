@@ -1,7 +1,8 @@
-"""The exchange of heads (DeepSpeed Ulysses): some tokens of all heads become all tokens of some heads, and back.
+"""Exchange of heads (DeepSpeed Ulysses): all-to-all from some tokens of all heads to all tokens of some, and back.
 
-Within a group of U ranks. Fewer KV heads than ranks are sent to several, whose gradients are added. It is an operator
-of its own, so that a backward finds q, k and v exchanged already; the way back is one, so that recompute can keep it.
+It runs in groups of U ranks. With fewer KV heads than ranks, several ranks get each head and their gradients are added.
+It is an operator of its own, so that the backward has the exchanged q, k and v; so is the way back, so that recompute
+can keep its result.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from runtime.handles import Handles
 
 
 class HeadExchange:
-    """The exchanges of one rank with those that share its heads."""
+    """Exchange of heads between one rank and its head group."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -22,11 +23,11 @@ class HeadExchange:
         self.handle = _exchanges.add(self)
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """[B, T, H, D] -> [B, U * T, H / U, D], or one head where H < U; differentiable."""
+        """Exchange [B, T, H, D] -> [B, U * T, max(1, H / U), D]; differentiable."""
         return x if len(self.ranks) == 1 else torch.ops.longmesh.tokens_to_heads(x, len(self.ranks), self.handle)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """[B, U * T, H / U, D] -> [B, T, H, D]; differentiable."""
+        """Exchange [B, U * T, H / U, D] -> [B, T, H, D]; differentiable."""
         if len(self.ranks) == 1:
             return x
         heads = x.shape[2] * len(self.ranks)
@@ -52,7 +53,7 @@ def _(x: Tensor, degree: int, handle: int) -> Tensor:
 
 @torch.library.custom_op("longmesh::heads_to_tokens", mutates_args=())
 def _to_tokens(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
-    """``heads`` fewer than the ranks: the parts of one head are gradients, and are added."""
+    """Exchange back; with fewer ``heads`` than ranks, add the parts of each head: they are gradients."""
     exchange = _exchanges[handle]
     parts = exchange.transport.exchange(x.unflatten(1, (degree, -1)).transpose(0, 1), exchange.ranks)
     joined = parts.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, T, heads, D]
@@ -69,7 +70,7 @@ def _(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
 
 def _save_heads(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.degree, ctx.handle = inputs
-    ctx.heads, ctx.exchange = x.shape[2], _exchanges[ctx.handle]  # alive until the backward, whoever drops it meanwhile
+    ctx.heads, ctx.exchange = x.shape[2], _exchanges[ctx.handle]  # keep it alive until the backward
 
 
 def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

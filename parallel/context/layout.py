@@ -1,10 +1,11 @@
 """Layouts: which rank owns which token.
 
-A layout is a bijection between (rank, local index) and global position, and each rank's positions ascend. It alone
-decides which tokens, labels and position ids a rank gets. With teams of C ranks it is laid over the P / C teams, and
-a member holds its 1 / C slice of the team's positions, so that an all-gather inside a team yields ascending positions.
+A layout is a bijection between (rank, local index) and global position; each rank's positions ascend. It alone
+decides which tokens, labels and position ids a rank gets. With teams of C ranks, the P / C teams take the place of
+ranks, and each member holds a 1 / C slice of its team's positions, so that an all-gather in a team yields ascending
+positions.
 
-A rank's positions are one arithmetic progression or two, its runs, and these are all that a plan works with.
+A rank's positions are one or two arithmetic progressions, its runs. Plans work with runs only.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ PLACEMENTS = ("collect_intra", "p2p_intra")
 
 
 class Run(NamedTuple):
-    """Positions start, start + stride, ...: ``length`` of them, the stride being the layout's."""
+    """``length`` positions start, start + stride, ..., with the layout's stride."""
 
     start: int
     length: int
@@ -49,11 +50,11 @@ class Layout:
 
     @property
     def stride(self) -> int:
-        """Distance of neighbouring positions inside a rank's arithmetic progressions."""
+        """Return the step between the positions of a run."""
         return self.size // self.team_size if self.name == "striped" else 1
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """The runs of ``rank``, ascending: a block, every teams-th token, or parts of a chunk and its mirror image."""
+        """Return the ascending runs of ``rank``: a block, every teams-th token, or parts of a chunk and its mirror."""
         if not 0 <= rank < self.size:
             raise ContextError(f"rank {rank} is not among {self.size} ranks")
         team, member = divmod(rank, self.team_size)
@@ -69,28 +70,28 @@ class Layout:
         return tuple(run for run in (low, high) if run.length > 0)
 
     def positions(self, rank: int) -> np.ndarray:
-        """Ascending global positions of ``rank``: int64 ``[seq_len / size]``."""
+        """Return the ascending global positions of ``rank``: int64 ``[seq_len / size]``."""
         step = self.stride
         return np.concatenate([np.arange(start, start + n * step, step) for start, n in self.runs(rank)])
 
 
 def granularity(name: str, size: int, team_size: int = 1) -> int:
-    """The number that a sequence length must be a multiple of."""
+    """Return the number that must divide the sequence length."""
     return lcm(size, 2 * (size // team_size)) if name == "zigzag" else size
 
 
 def padded_length(name: str, seq_len: int, size: int, team_size: int = 1, multiple: int = 1) -> int:
-    """The shortest length that holds ``seq_len`` tokens and gives each rank a ``multiple`` of that many."""
+    """Return ``seq_len`` rounded up so that the layout divides it and each rank gets a multiple of ``multiple``."""
     step = lcm(granularity(name, size, team_size), size * multiple)
     return -(-max(seq_len, 1) // step) * step
 
 
 def places(placement: str, size: int, team_size: int) -> np.ndarray:
-    """The place in the method of each of ``size`` ranks, a permutation (WallFacer, section 3.4): int64 ``[size]``.
+    """Return each rank's place in the method, a permutation (WallFacer, section 3.4): int64 ``[size]``.
 
-    A launcher fills nodes with consecutive ranks. A team group is G teams of ``team_size`` C, and as many rings of G:
-    ``collect_intra`` makes neighbours of a team's members, which gather and reduce, and ``p2p_intra`` of a ring's
-    members, so that it is they who share a node.
+    Launchers fill nodes with consecutive ranks. A team group is G teams of C = ``team_size`` ranks, or C rings of G:
+    ``collect_intra`` makes a team's ranks neighbours, which gather and reduce, ``p2p_intra`` a ring's ranks, so that
+    they share a node.
     """
     if placement == "collect_intra":
         return np.arange(size)

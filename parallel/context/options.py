@@ -1,4 +1,4 @@
-"""What a user may choose about a plan besides its method, sequence and mask."""
+"""Options of a plan besides its method, sequence and mask."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,28 +10,28 @@ from parallel.context.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The keyword arguments of ``make_plan`` and ``context_parallel`` that no mask changes."""
+    """Keyword arguments of ``make_plan`` and ``context_parallel`` that do not depend on the mask."""
 
     team_size: int = 1
-    """Ranks of a team, for the methods that have teams."""
+    """Ranks per team, for methods with teams."""
     ulysses_degree: int = 1
-    """Neighbouring ranks that split the heads among them; the method runs over such groups."""
+    """Neighbouring ranks that split the heads; the method runs over such groups."""
     multiple: int = 1
-    """Pad until each rank's number of positions is a multiple of this, which tensor parallelism needs."""
+    """Pad each rank to a multiple of this many positions, for tensor parallelism."""
     layout: str = "auto"
-    """For the methods that take any; ``auto`` balances the work under the mask."""
+    """Layout, for methods that take any; ``auto`` balances the work under the mask."""
     placement: str = "collect_intra"
-    """Whether a team's members are neighbours (``collect_intra``) or a ring's (``p2p_intra``)."""
+    """Whether a team's ranks are neighbours (``collect_intra``) or a ring's (``p2p_intra``)."""
     ranks_per_node: int | None = None
-    """Consecutive ranks that share a node, for ``double_ring``; None is all."""
+    """Consecutive ranks per node, for ``double_ring``; None is all."""
     backward: Literal["auto", "kv", "queries"] = "auto"
-    """What circulates in it; ``auto`` is what moves fewer bytes for the heads at hand."""
+    """What the backward circulates; ``auto`` moves fewer bytes for the given heads."""
 
     def resolved(self, method: Method, seq_len: int, size: int, causal: bool) -> "PlanOptions":
-        """These options for a method and a sequence: the layout chosen, and the degree where the method decides it.
+        """Resolve the layout, and the degree if the method decides it, for a method and a sequence.
 
         Raises:
-            ContextError: a combination that the method refuses, with the reason and the fix.
+            ContextError: a combination that the method does not support, with the reason and the fix.
         """
         self._check_least(seq_len, size)
         able = method.capabilities()

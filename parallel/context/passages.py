@@ -1,4 +1,4 @@
-"""What becomes of a state of linear attention at every rank: where it comes from and goes, and who sees it."""
+"""Routes of linear attention's states: where each rank's comes from, where it goes, and which tokens see it."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -6,23 +6,23 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class Passage:
-    """What becomes of the state at one rank; backwards in time, of its gradient."""
+    """The state's route at one rank; in the backward, its gradient's."""
 
     source: int | None
-    """The rank it comes from; None at the sequence's end, or where a document ends between the two."""
+    """Rank to receive from; None at the sequence's end, or if a document ends between the two."""
     target: int | None
-    """The rank that it goes on to."""
+    """Rank to send to, or None likewise."""
     goes_through: bool
-    """Whether what comes in reaches the other end: no document ends inside."""
+    """Whether the incoming state reaches the other end: no document ends inside."""
     seen: int
-    """How many tokens see what comes in: those of the first document, or backwards of the last."""
+    """Tokens that see the incoming state: those of the first document, in the backward of the last."""
     documents: tuple[int, ...] | None
-    """Cumulative lengths of the parts of documents that lie here; None for one."""
+    """Cumulative lengths of the documents' parts on this rank; None for one."""
 
 
 @lru_cache(maxsize=256)
 def passages(size: int, local_len: int, boundaries: tuple[int, ...], reverse: bool = False) -> tuple[Passage, ...]:
-    """What each of ``size`` ranks does with the state, forwards, or backwards with its gradient.
+    """Return the passage of each of ``size`` ranks, for the state or (``reverse``) its gradient.
 
     Args:
         local_len: consecutive tokens of each rank.
@@ -30,7 +30,7 @@ def passages(size: int, local_len: int, boundaries: tuple[int, ...], reverse: bo
     """
 
     def after(rank: int) -> int | None:
-        """The next rank, where it goes on with this one's last document."""
+        """Return the next rank if it continues this one's last document, else None."""
         end = (rank + 1) * local_len
         return rank + 1 if 0 <= rank < size - 1 and end not in boundaries else None
 

@@ -1,4 +1,4 @@
-"""Plans: a geometry under one mask, and so what each rank computes in every round. Needs no process."""
+"""Plans: what each rank computes in every round, for a geometry under one mask. Needs no processes."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -19,16 +19,16 @@ from parallel.context.work import Sets, Work, work
 from runtime.handles import Handles
 
 PLANS: Handles["Plan"] = Handles()
-"""By the handles with which the operators of an attention take a plan, since it may change with every call."""
+"""Plans by handle: attention operators take a handle, since the plan may change with every call."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round of one rank: a ``Step``, and tiles that are slices of (this rank's queries, held keys).
+    """One round of one rank: a ``Step``, and tiles as slices of (this rank's queries, held keys).
 
-    This rank's queries are those of its team, joined in ascending order of position, as the keys are of ``holds``
-    (where several ranks hold every n-th position each, in the order of their first ones). In a backward that moves
-    queries it is they that are held, and the keys are the team's.
+    This rank's queries are its team's, joined in ascending positions, as are the keys of ``holds`` (ranks that each
+    hold every n-th position: in the order of their first ones). A backward that moves queries holds queries, and the
+    keys are the team's.
     """
 
     holds: tuple[int, ...]
@@ -38,7 +38,7 @@ class Round:
 
     @property
     def pairs(self) -> int:
-        """Unmasked (query, key) pairs computed in this round."""
+        """Count the unmasked (query, key) pairs computed in this round."""
         return sum(tile.pairs for tile in self.tiles)
 
 
@@ -52,46 +52,46 @@ class Plan:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of the sequence."""
+        """Return the number of tokens in the sequence."""
         return self.geometry.seq_len
 
     @property
     def size(self) -> int:
-        """Ranks that share the sequence."""
+        """Return the number of ranks that share the sequence."""
         return self.geometry.size
 
     @property
     def padded_len(self) -> int:
-        """Length of the sequence once padded to what the layout can divide."""
+        """Return the sequence length padded to what the layout can divide."""
         return self.geometry.padded_len
 
     @property
     def local_len(self) -> int:
-        """Positions of each rank, padding included."""
+        """Return the number of positions per rank, padding included."""
         return self.geometry.local_len
 
     def positions(self, rank: int) -> Tensor:
-        """Ascending global positions of ``rank``: int64 ``[local_len]``; those from seq_len on are padding."""
+        """Return ascending global positions of ``rank``: int64 ``[local_len]``; seq_len and above are padding."""
         return self.geometry.positions(rank)
 
     def check_heads(self, heads: int, kv_heads: int) -> None:
-        """As of ``Geometry``."""
+        """Check the head counts; see ``Geometry.check_heads``."""
         self.geometry.check_heads(heads, kv_heads)
 
     def under(self, documents: tuple[int, ...] | None) -> "Plan":
-        """The plan of the same geometry for other documents.
+        """Return the plan of the same geometry for other documents.
 
         Raises:
-            ContextError: boundaries that do not ascend from 0 to the sequence's length.
+            ContextError: boundaries do not ascend from 0 to the sequence's length.
         """
         return _plan(self.geometry, self.causal, _checked(documents, self.seq_len))
 
     def rounds(self, rank: int, moves: Moves = "kv") -> tuple[Round, ...]:
-        """The rounds of ``rank``, in order, of a forward or of a backward that moves KV or queries."""
+        """Return the rounds of ``rank``, in order, of a forward or of a backward that moves KV or queries."""
         return _rounds(self, rank, moves)
 
     def work(self, moves: Moves = "kv") -> Work:
-        """What all ranks compute in all rounds: that of ``rounds``, and hundreds of times faster than one by one."""
+        """Return the work of all ranks in all rounds: as in ``rounds``, but hundreds of times faster."""
         return _work(self, moves)
 
     def cost(
@@ -105,12 +105,12 @@ class Plan:
         element_size: int,
         value_dim: int | None = None,
     ) -> Cost:
-        """Work and traffic of one attention on ``rank``; ``element_size`` in bytes, of the activations.
+        """Compute work and traffic of one attention on ``rank``; ``element_size`` is that of activations, in bytes.
 
-        ``value_dim`` is the width of v and out, where linear attention has another one than that of q and k.
+        ``value_dim`` is the width of v and out in linear attention, if it differs from that of q and k.
 
-        Partial results and gradients travel in float32 (float64 for float64). A collective counts what each peer is
-        sent of it.
+        Partial results and gradients travel in float32 (float64 for float64). A collective counts the bytes sent to
+        each peer.
         """
         geometry, boundaries = self.geometry, self.boundaries
         geometry.check_heads(heads, kv_heads)
@@ -125,20 +125,20 @@ class Plan:
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """First positions of the documents after the first. Padding is one more, so that it sees itself alone."""
+        """Return the start of every document but the first. Padding is a document, so that it sees only itself."""
         boundaries = self.documents[1:-1] if self.documents else ()
         if self.padded_len > self.seq_len:
             boundaries = (*boundaries, self.seq_len)
         return boundaries
 
     def pieces(self, ranks: tuple[int, ...]) -> list[Piece]:
-        """The positions of ``ranks``, joined and cut at documents."""
+        """Return the positions of ``ranks``, joined and cut at documents."""
         layout = self.geometry.layout
         owned = (run for rank in ranks for run in layout.runs(self.geometry.owner(rank)))
         return pieces(owned, layout.stride, self.boundaries)
 
     def sets(self, places: tuple[Ranks, ...]) -> tuple[Sets, np.ndarray]:
-        """The different sets of ranks that ``places`` says, known by their first, and which of them each place has."""
+        """Return the distinct sets of peers in ``places``, told apart by the first peer, and each place's set index."""
         firsts = np.broadcast_to(places[0], self.geometry.shape.size)
         _, where, which = np.unique(firsts, return_index=True, return_inverse=True)
         return Sets([self.pieces(self.geometry.ranks_at(places, int(place))) for place in where]), which
@@ -157,18 +157,18 @@ def make_plan(
     documents: tuple[int, ...] | None = None,
     **options: Any,
 ) -> Plan:
-    """The plan of a method; no processes needed, and cached.
+    """Make the plan of a method. Needs no processes; cached.
 
     Args:
         method: a name in ``METHODS``.
-        seq_len: tokens of the sequence; lengths that do not divide are padded at the end.
+        seq_len: tokens of the sequence; padded at the end to what the layout can divide.
         size: ranks that share the sequence.
-        causal: position p sees positions up to p (of its own document); otherwise all of its document.
+        causal: position p sees positions up to p in its document; otherwise all of its document.
         documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., seq_len).
         options: the fields of ``PlanOptions``.
 
     Raises:
-        ContextError: unknown method, or a combination that the method refuses, with the reason and the fix.
+        ContextError: unknown method, or a combination it does not support, with the reason and the fix.
     """
     chosen = method_of(method)
     resolved = PlanOptions(**options).resolved(chosen, seq_len, size, causal)
@@ -178,7 +178,7 @@ def make_plan(
 
 
 def _checked(documents: tuple[int, ...] | None, seq_len: int) -> tuple[int, ...] | None:
-    """Boundaries as integers, so that plans of the same ones are one."""
+    """Check boundaries; return them as integers, so that equal ones share a plan."""
     if documents is not None:
         documents = tuple(int(x) for x in documents)
         ascending = all(a < b for a, b in pairwise(documents))
@@ -191,7 +191,7 @@ def _checked(documents: tuple[int, ...] | None, seq_len: int) -> tuple[int, ...]
 def _work(plan: Plan, moves: Moves) -> Work:
     geometry = plan.geometry
     team, own = plan.sets(geometry.method.team(np.arange(geometry.shape.size), geometry.shape))
-    holds, first = plan.sets(geometry.hops[0].holds)  # whatever is held later, somebody holds at first
+    holds, first = plan.sets(geometry.hops[0].holds)  # every set held later is held by some place at first
     pairings = []
     for hop in geometry.hops:
         held = first[np.broadcast_to(hop.holds[0], geometry.shape.size)]

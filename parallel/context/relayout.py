@@ -1,7 +1,7 @@
-"""The exchange of tokens between two layouts of the same ranks, so that two kinds of attention have each their own.
+"""Exchange of tokens between two layouts of the same ranks, one for each kind of attention in a hybrid model.
 
-The states of linear attention need consecutive tokens on each rank; softmax attention under a causal mask is balanced
-in the zigzag layout. One all-to-all brings q, k and v from the one into the other, and one brings the output back.
+Linear attention needs consecutive tokens on each rank; the zigzag layout balances causal softmax attention. One
+all-to-all moves q, k and v into the other layout, another moves the output back.
 """
 
 from collections.abc import Callable
@@ -20,24 +20,24 @@ from runtime.handles import Handles
 
 
 class Moves(NamedTuple):
-    """What one rank does in an exchange of tokens."""
+    """One rank's part in an exchange of tokens."""
 
     order: Tensor
-    """Its tokens by the rank that they go to, int64 [T]: index into those that it has."""
+    """Local indices of the rank's tokens, sorted by destination: int64 [T]."""
     sends: tuple[int, ...]
-    """How many go to each rank."""
+    """Tokens to send to each rank."""
     receives: tuple[int, ...]
-    """How many come from each rank."""
+    """Tokens to receive from each rank."""
     places: Tensor
-    """Where those that come, joined by rank, belong among those that it then has: int64 [T]."""
+    """New local indices of the received tokens, in order of source: int64 [T]."""
 
 
 @lru_cache(maxsize=64)
 def moves(source: Geometry, target: Geometry, rank: int) -> Moves:
-    """From the layout of one geometry to that of another, by the ranks' positions alone.
+    """Compute one rank's part in moving tokens from the layout of ``source`` to that of ``target``.
 
     Raises:
-        ContextError: they differ in ranks or in padded length.
+        ContextError: they differ in ranks or padded length.
     """
     if (source.size, source.padded_len) != (target.size, target.padded_len):
         raise ContextError(
@@ -45,7 +45,7 @@ def moves(source: Geometry, target: Geometry, rank: int) -> Moves:
             f"{target.size}; make the one plan with multiple={target.local_len}, the other's local length"
         )
     mine, theirs = _owners(target)[source.positions(rank)], _owners(source)[target.positions(rank)]
-    # Each rank's positions ascend, and both sides keep that order among the tokens of two ranks.
+    # Positions of a rank ascend, so both sides order the tokens between two ranks alike.
     return Moves(
         torch.from_numpy(np.argsort(mine, kind="stable")),
         tuple(np.bincount(mine, minlength=source.size).tolist()),
@@ -56,7 +56,7 @@ def moves(source: Geometry, target: Geometry, rank: int) -> Moves:
 
 @lru_cache(maxsize=64)
 def _owners(geometry: Geometry) -> np.ndarray:
-    """The rank that has each position."""
+    """Return the rank that owns each position."""
     found = np.empty(geometry.padded_len, dtype=np.int64)
     for rank in range(geometry.size):
         found[geometry.positions(rank)] = rank
@@ -64,29 +64,29 @@ def _owners(geometry: Geometry) -> np.ndarray:
 
 
 def moved_tokens(source: Geometry, target: Geometry) -> int:
-    """Tokens that the rank with most of them sends to others; as many come back."""
+    """Return the most tokens that any rank sends to others; it receives as many."""
     return max(source.local_len - moves(source, target, rank).sends[rank] for rank in range(source.size))
 
 
 class Relayout:
-    """One rank's exchanges between two layouts of the same ranks."""
+    """Exchange of one rank's tokens between two layouts of the same ranks."""
 
     def __init__(self, outside: Geometry, inside: Geometry, transport: Transport) -> None:
-        """``transport`` is that of either, and counts the bytes."""
+        """Set up both directions; ``transport`` is that of either geometry and counts the bytes."""
         self.transport = transport
         self._ways = tuple(moves(*pair, transport.rank) for pair in ((outside, inside), (inside, outside)))
         self.handle = _exchanges.add(self)
 
     def inward(self, x: Tensor) -> Tensor:
-        """x [B, T, ...] of this rank's tokens in the outer layout -> of those in the inner one; differentiable."""
+        """Move x [B, T, ...] from the outer layout to the inner one; differentiable."""
         return torch.ops.longmesh.relayout_in(x, self.handle)
 
     def outward(self, x: Tensor) -> Tensor:
-        """The way back."""
+        """Move x [B, T, ...] from the inner layout to the outer one; differentiable."""
         return torch.ops.longmesh.relayout_out(x, self.handle)
 
     def exchange(self, x: Tensor, way: int) -> Tensor:
-        """Way 0 is inward, 1 outward."""
+        """Exchange tokens; ``way`` 0 is inward, 1 outward."""
         order, sends, receives, places = self._ways[way]
         leaving = x.transpose(0, 1).index_select(0, order.to(x.device))  # [T, B, ...]
         come = self.transport.exchange_tokens(leaving, sends, receives)
@@ -94,12 +94,12 @@ class Relayout:
 
 
 def attend_inside(inside: ContextParallel, outside: ContextParallel) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The softmax attention of ``inside`` for tensors in the layout of ``outside``, over the same ranks.
+    """Return the softmax attention of ``inside`` for tensors in the layout of ``outside``, over the same ranks.
 
-    Where the layouts are one, nothing is exchanged.
+    Equal layouts need no exchange.
 
     Raises:
-        ContextError: as ``moves``.
+        ContextError: as in ``moves``.
     """
     geometries = outside.plan.geometry, inside.plan.geometry
     if geometries[0].layout == geometries[1].layout:
@@ -108,13 +108,13 @@ def attend_inside(inside: ContextParallel, outside: ContextParallel) -> Callable
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads = [x.shape[2] for x in (q, k, v)]
-        q, k, v = relayout.inward(torch.cat((q, k, v), 2)).split(heads, 2)  # one exchange for the three
+        q, k, v = relayout.inward(torch.cat((q, k, v), 2)).split(heads, 2)  # one exchange for all three
         return relayout.outward(inside.attend(q.contiguous(), k.contiguous(), v.contiguous()))
 
     return attend
 
 
-# As the exchange of heads (parallel/context/heads.py): operators, of which recompute policies can keep the second.
+# Operators, as in parallel/context/heads.py, so that recompute policies can keep the second's result.
 _exchanges: Handles[Relayout] = Handles()
 
 
@@ -134,9 +134,9 @@ _outward.register_fake(lambda x, handle: x.new_empty(x.shape))
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.handle = inputs
-    ctx.exchange = _exchanges[ctx.handle]  # alive until the backward, whoever drops it meanwhile
+    ctx.exchange = _exchanges[ctx.handle]  # keep it alive until the backward
 
 
-# Every token has one place in either layout, so that the way back is the transpose.
+# A permutation of tokens: its transpose is the way back.
 _inward.register_autograd(lambda ctx, dx: (torch.ops.longmesh.relayout_out(dx, ctx.handle), None), setup_context=_save)
 _outward.register_autograd(lambda ctx, dx: (torch.ops.longmesh.relayout_in(dx, ctx.handle), None), setup_context=_save)

@@ -1,4 +1,4 @@
-"""Softmax attention over the ranks as a model takes it: at once, or begun with k and v while the model projects q."""
+"""Softmax attention over ranks, as a model calls it: at once, or started on k and v while the model projects q."""
 
 from collections.abc import Callable
 
@@ -11,31 +11,31 @@ from parallel.context.methods.registry import METHODS, check_kind
 
 
 class SoftmaxAttention:
-    """Attention of this rank's queries to the whole sequence, scores scaled by 1 / sqrt(D); differentiable, collective.
+    """Attention of this rank's queries to the whole sequence, scaled by 1 / sqrt(D); differentiable, collective.
 
     Shapes: q ``[B, T_local, H, D]``, k and v ``[B, T_local, K, D]``, H a multiple of K.
     """
 
     def __init__(self, executor: Executor, heads: HeadExchange, plan: Tensor) -> None:
-        """``plan`` is its handle in ``PLANS``."""
+        """Bind an executor to a plan; ``plan`` is a handle in ``PLANS``."""
         self._executor, self._heads, self._plan = executor, heads, plan
         self._geometry = executor.geometry
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``[B, T_local, H, D]`` in q's dtype. Rows of padding hold numbers that mean nothing.
+        """Return ``[B, T_local, H, D]`` in q's dtype. Rows of padding are undefined.
 
         Raises:
-            ContextError: shapes or dtypes that do not fit each other or the plan.
+            ContextError: shapes or dtypes do not fit each other or the plan.
         """
         self._check_keys(k, v)
         self._check_queries(q, k)
         return self._attend(q, self._heads.to_heads(k), self._heads.to_heads(v), None)
 
     def begin(self, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
-        """Start gathering k and v, where the method does; q -> the attention, to be called before anything else here.
+        """Start gathering k and v, if the method does; return q -> attention, to be called before any other.
 
         Raises:
-            ContextError: as the attention; another attention was begun and never called.
+            ContextError: as the attention; or an attention was begun and never called.
         """
         if not self._executor.gathers_keys:
             return lambda q: self(q, k, v)
@@ -50,7 +50,7 @@ class SoftmaxAttention:
         return attention
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, ticket: Tensor | None) -> Tensor:
-        """k and v with their heads exchanged already."""
+        """Compute attention; the heads of k and v are already exchanged."""
         q = self._heads.to_heads(q)
         return self._heads.to_tokens(attend(self._executor, q, k, v, q.shape[-1] ** -0.5, self._plan, ticket))
 

@@ -1,10 +1,9 @@
-"""The executor of the methods that pass states on. The only autograd code for linear attention over several ranks.
+"""Executor of methods that pass states on. The only autograd code for linear attention over several ranks.
 
-A scan is linear in the state that comes in (kernels/linear_attention.py), so a rank computes all but one matrix product
-while that state is on its way. It is kept for the backward, where dq needs nothing of other ranks, and the gradient of
-the state goes the other way. States and sums are in float32 (float64 for float64 inputs) and are cast once at the end.
-Their numbers are not looked at, which would wait for a GPU: what overflows reaches every rank's gradient norm.
-
+A scan is linear in the incoming state (kernels/linear_attention.py), so a rank computes all but one matrix product
+while the state is in transit. The backward reuses that state, so that dq needs no other rank; the state's gradient goes
+the other way. States and sums are in float32 (float64 for float64 inputs) and are cast once at the end. No check reads
+them, since that would wait for the GPU: an overflow shows in every rank's gradient norm.
 Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]`` with T local positions, states ``[B, H, D, E]``.
 """
 
@@ -23,12 +22,12 @@ from parallel.context.transport import Tensors, Transport
 from runtime.handles import Handles
 
 Work = Callable[[], tuple[Tensors, Tensor]]
-"""What needs no other rank: its results, and the state that this rank's tokens alone leave."""
+"""Computation on one rank alone -> its results, and the state after this rank's tokens, from zero."""
 
 
 @dataclass(eq=False)
 class StateExecutor:
-    """One rank's end of a geometry that passes states on, for whatever plan of it a call is given."""
+    """Linear attention of one rank, for any plan of one geometry that passes states on."""
 
     geometry: Geometry
     transport: Transport
@@ -39,7 +38,7 @@ class StateExecutor:
         self.handle = _executors.add(self)
 
     def forward(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """out ``[B, T, H, E]`` in v's dtype, and the state that came in, zero where none did."""
+        """Return out ``[B, T, H, E]`` in v's dtype, and the incoming state, zero if there is none."""
         backend, ways = self._backend(q), self._ways(plan, reverse=False)
         here = ways[self.rank]
 
@@ -61,7 +60,7 @@ class StateExecutor:
     def backward(
         self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Sequence[float]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv in their tensors' dtypes; ``state`` is what the forward returned."""
+        """Return dq, dk and dv in the dtypes of q, k and v; ``state`` is the one that forward returned."""
         backend, ways = self._backend(q), self._ways(plan, reverse=True)
         here = ways[self.rank]
         run, documents = scan_of(backend), here.documents
@@ -93,9 +92,9 @@ class StateExecutor:
         *,
         reverse: bool,
     ) -> tuple[Tensors, Tensor | None, Callable[[], object]]:
-        """The results of ``intra``, the state that comes in, if any, and what to call once all is computed.
+        """Run ``intra`` while the state is in transit; return its results, the incoming state if any, and a final wait.
 
-        ``intra`` runs while the state is on its way. ``alone`` computes no more than the state that intra ends with.
+        ``alone`` computes only the state that ``intra`` ends with.
         """
         if self.geometry.method.capabilities().states == "gather":
             local = alone()
@@ -116,7 +115,7 @@ class StateExecutor:
     def _sum_before(
         self, states: Tensor, log_decay: Sequence[float], ways: tuple[Passage, ...], reverse: bool
     ) -> Tensor | None:
-        """The state that comes to this rank, of what every rank adds to it [B, ranks, H, D, E]."""
+        """Sum the states [B, ranks, H, D, E] of the ranks before this one into its incoming state."""
         ranks = range(self.geometry.size - 1, self.rank, -1) if reverse else range(self.rank)
         running: Tensor | None = None
         for rank in ranks:
@@ -136,20 +135,20 @@ class StateExecutor:
 def attend_linear(
     executor: StateExecutor, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], plan: Tensor
 ) -> Tensor:
-    """Linear attention of this rank's queries to all tokens before them; differentiable. Shapes as above.
+    """Attend with this rank's queries to all tokens up to them; differentiable. Shapes as above.
 
-    ``plan`` is the handle of one of the executor's geometry, in ``PLANS``.
+    ``plan`` is a handle in ``PLANS``; the plan must have the executor's geometry.
     """
     return torch.ops.longmesh.state_attention(q, k, v, log_decay, executor.handle, plan)[0]
 
 
 def _state_like(k: Tensor, v: Tensor) -> Tensor:
-    """An empty state."""
+    """Allocate a state, uninitialised."""
     wide = torch.promote_types(k.dtype, torch.float32)
     return k.new_empty((k.shape[0], *k.shape[2:], v.shape[-1]), dtype=wide)
 
 
-# One op for the whole attention, its executor and plan named by handles, as in parallel/context/executor.py.
+# One op for the whole attention, with handles for executor and plan, as in parallel/context/executor.py.
 _executors: Handles[StateExecutor] = Handles()
 
 
@@ -180,8 +179,8 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.log_decay, ctx.handle, ctx.plan = inputs  # the tensor keeps its plan alive
-    ctx.executor = _executors[ctx.handle]  # alive until the backward, whoever drops it meanwhile
+    q, k, v, ctx.log_decay, ctx.handle, ctx.plan = inputs  # the handle keeps the plan alive
+    ctx.executor = _executors[ctx.handle]  # keep it alive until the backward
     ctx.save_for_backward(q, k, v, output[1])
 
 

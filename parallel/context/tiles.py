@@ -1,9 +1,9 @@
-"""Tiles: the unmasked (query, key) pairs of two sets of positions, as rectangles that an attention kernel takes.
+"""Tiles: the unmasked (query, key) pairs of two sets of positions, as blocks for an attention kernel.
 
 A rank's positions are a few arithmetic progressions (runs). Two runs of one stride compare by a single integer:
 query i sees key j if j <= i + d, d = floor((q_start - k_start) / stride). Columns below d are FULL, a CAUSAL square
 with its diagonal follows, and the rows below that square are FULL. Packed documents cut the runs first. So one function
-serves every layout, teams and documents, and no tile has a fully masked row.
+serves all layouts, teams and documents, and no tile has a fully masked row.
 """
 
 from bisect import bisect_right
@@ -23,13 +23,13 @@ class Tile(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Unmasked (query, key) pairs of the tile."""
+        """Count the unmasked (query, key) pairs of the tile."""
         rows, columns = self.q.stop - self.q.start, self.k.stop - self.k.start
         return rows * (rows + 1) // 2 if self.kind == CAUSAL else rows * columns
 
 
 class Piece(NamedTuple):
-    """The part of a run that lies in one document, and the local index of its first position."""
+    """Part of a run in one document; ``offset`` is the local index of its first position."""
 
     start: int
     offset: int
@@ -40,13 +40,13 @@ class Piece(NamedTuple):
 def pieces(runs: Iterable[Run], stride: int, boundaries: tuple[int, ...]) -> list[Piece]:
     """Join runs in the order of their first positions, and cut them at documents.
 
-    Runs that follow on each other become one. What is joined ascends, unless runs of several ranks run through each
-    other, as those of a striped layout do: then one comes after the other.
+    Adjacent runs become one. Joined positions ascend, unless runs of several ranks interleave, as in a striped layout:
+    those are concatenated.
 
     Args:
         runs: of one rank or several.
-        stride: distance inside a run.
-        boundaries: first positions of the documents after the first one, ascending.
+        stride: step between the positions of a run.
+        boundaries: ascending starts of all documents but the first.
     """
     found: list[Piece] = []
     for run in sorted(runs):
@@ -66,7 +66,7 @@ def pieces(runs: Iterable[Run], stride: int, boundaries: tuple[int, ...]) -> lis
 
 
 def tiles(queries: list[Piece], keys: list[Piece], stride: int, causal: bool) -> tuple[Tile, ...]:
-    """Tiles that cover every unmasked pair of these queries and keys exactly once."""
+    """Return tiles that cover every unmasked pair of these queries and keys exactly once."""
     keys_of: dict[int, list[Piece]] = {}
     for k in keys:
         keys_of.setdefault(k.document, []).append(k)
@@ -80,12 +80,12 @@ def tiles(queries: list[Piece], keys: list[Piece], stride: int, causal: bool) ->
 
 
 def halved(tile: Tile, leaf: int) -> Iterator[Tile]:
-    """Cut a CAUSAL tile by halves into squares of at most ``leaf`` and the FULL rectangles between them."""
+    """Halve a CAUSAL tile recursively into squares of at most ``leaf`` and the FULL rectangles between them."""
     side = tile.q.stop - tile.q.start
     if tile.kind == FULL or side <= leaf:
         yield tile
         return
-    half = -(-side // (2 * leaf)) * leaf  # whole leaves, so that only the last one is smaller
+    half = -(-side // (2 * leaf)) * leaf  # whole leaves, so that only the last is smaller
     q0, q1, q2 = tile.q.start, tile.q.start + half, tile.q.stop
     k0, k1, k2 = tile.k.start, tile.k.start + half, tile.k.stop
     yield from halved(Tile(slice(q0, q1), slice(k0, k1), CAUSAL), leaf)
@@ -94,7 +94,7 @@ def halved(tile: Tile, leaf: int) -> Iterator[Tile]:
 
 
 def _compare(rows: int, columns: int, shift: int) -> list[tuple[int, int, int, int, str]]:
-    """Tiles of ``rows`` x ``columns`` where row i sees columns 0 .. i + shift."""
+    """Return tiles of ``rows`` x ``columns`` where row i sees columns 0 .. i + shift."""
     full = min(max(shift, 0), columns)  # columns before the square, seen by every row
     first = min(max(-shift, 0), rows)  # rows before the square, which see nothing
     side = min(rows - first, columns - full)
@@ -107,14 +107,14 @@ def _compare(rows: int, columns: int, shift: int) -> list[tuple[int, int, int, i
 
 
 def _coalesce(found: set[tuple[int, int, int, int, str]]) -> set[tuple[int, int, int, int, str]]:
-    """Join neighbours into larger tiles: fewer kernel calls and fewer merges of partial results."""
+    """Join neighbouring tiles, for fewer kernel calls and merges of partial results."""
     while joined := _join_causal(found) or _join_full(found):
         found = joined
     return found
 
 
 def _join_causal(found: set[tuple[int, int, int, int, str]]) -> set[tuple[int, int, int, int, str]] | None:
-    """Two squares on one diagonal, with the rectangle below the first and left of the second, are one square."""
+    """Join two squares on one diagonal and the rectangle below the first and left of the second into a square."""
     squares = {(q0, k0): (q0, q1, k0, k1, kind) for q0, q1, k0, k1, kind in found if kind == CAUSAL}
     for q0, q1, k0, k1, _ in squares.values():
         after = squares.get((q1, k1))
@@ -124,7 +124,7 @@ def _join_causal(found: set[tuple[int, int, int, int, str]]) -> set[tuple[int, i
 
 
 def _join_full(found: set[tuple[int, int, int, int, str]]) -> set[tuple[int, int, int, int, str]] | None:
-    """Two rectangles of the same keys on adjacent rows, or of the same rows on adjacent keys, are one rectangle."""
+    """Join two rectangles with the same keys and adjacent rows, or the same rows and adjacent keys."""
     rectangles = [tile for tile in found if tile[4] == FULL]
     below = {(q0, k0, k1): (q0, q1, k0, k1, kind) for q0, q1, k0, k1, kind in rectangles}
     beside = {(q0, q1, k0): (q0, q1, k0, k1, kind) for q0, q1, k0, k1, kind in rectangles}

@@ -1,7 +1,7 @@
-"""What a geometry sends to whom, in bytes: point to point, and in collectives, which count what each peer is sent.
+"""Bytes that a geometry sends between ranks: point to point, and in collectives, counted per peer.
 
-Keys, values and queries travel alike under every mask. A state goes on to the next rank only inside a document, so
-that what is sent of it depends on ``boundaries``: the first positions of the documents after the first.
+Traffic of keys, values and queries is the same under every mask. A state passes to the next rank only inside a
+document, so its traffic depends on ``boundaries``: the starts of all documents but the first.
 """
 
 from collections import Counter
@@ -16,13 +16,13 @@ from parallel.context.geometry import Geometry
 from parallel.context.passages import passages
 
 Moves = Literal["kv", "queries"]
-"""What circulates in a backward: KV with its gradient, or queries (q, dout, out, lse) with theirs."""
+"""What a backward circulates: KV with its gradient, or queries (q, dout, out, lse) with theirs."""
 
 
 class Message(NamedTuple):
-    """Bytes from every rank to another, under way from round ``first`` to ``last``; the number of rounds is after all.
+    """``size`` bytes from each rank to another, in transit from round ``first`` to ``last``.
 
-    ``to`` is int64 ``[ranks]``; what a rank would send to itself is not sent.
+    ``to`` is int64 ``[ranks]``; a rank sends nothing to itself. The number of rounds means after the last.
     """
 
     to: np.ndarray
@@ -32,7 +32,7 @@ class Message(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """An all-gather or an all-to-all of every rank among ``ranks[rank]``, and its bytes for each of its peers."""
+    """An all-gather or all-to-all of each rank among ``ranks[rank]``; ``size`` is in bytes per peer."""
 
     kind: Literal["gather", "exchange"]
     ranks: np.ndarray
@@ -48,18 +48,18 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Bytes to all peers."""
+        """Return the bytes to all peers."""
         return self.p2p.total() + self.collective.total()
 
     def between_nodes(self, rank: int, ranks_per_node: int) -> int:
-        """Bytes of ``rank`` that leave its node, each node having ``ranks_per_node`` consecutive ranks."""
+        """Return the bytes that ``rank`` sends out of its node of ``ranks_per_node`` consecutive ranks."""
         sent = self.p2p + self.collective
         return sum(count for peer, count in sent.items() if peer // ranks_per_node != rank // ranks_per_node)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one attention costs one rank: (query, key) pairs per round, bytes sent, and what the backward moves."""
+    """Cost of one attention for one rank: (query, key) pairs per round, bytes sent, and what the backward moves."""
 
     pairs: tuple[int, ...]
     forward: Traffic
@@ -68,9 +68,9 @@ class Cost:
 
 
 class Sizes(NamedTuple):
-    """A rank's tensors inside the exchange of heads: q ``[batch, tokens, heads, head_dim]``, k and v ``kv_heads``.
+    """Sizes after the exchange of heads: q ``[batch, tokens, heads, head_dim]``, k and v with ``kv_heads``.
 
-    Of linear attention, v and out may be ``value_dim`` wide instead.
+    In linear attention v and out may have width ``value_dim`` instead.
     """
 
     batch: int
@@ -83,16 +83,16 @@ class Sizes(NamedTuple):
 
     @property
     def values(self) -> int:
-        """Width of v and out."""
+        """Return the width of v and out."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of lse, partial results and gradients on their way."""
+        """Return the bytes per element of lse, partial results and gradients in transit."""
         return max(4, self.element_size)
 
     def payload(self, moves: Moves) -> int:
-        """Bytes of k and v, or of q, dout, out and lse."""
+        """Return the bytes of k and v, or of q, dout, out and lse."""
         rows = self.batch * self.tokens
         if moves == "kv":
             return 2 * rows * self.kv_heads * self.head_dim * self.element_size
@@ -100,11 +100,11 @@ class Sizes(NamedTuple):
 
     @property
     def state(self) -> int:
-        """Bytes of a state of linear attention, or of its gradient: a matrix per head, however many tokens."""
+        """Return the bytes of a linear-attention state or its gradient: a matrix per head, for any number of tokens."""
         return self.batch * self.heads * self.head_dim * self.values * self.wide
 
     def gradient(self, moves: Moves) -> int:
-        """Bytes of dk and dv, or of dq."""
+        """Return the bytes of dk and dv, or of dq."""
         channels = (2 * self.kv_heads if moves == "kv" else self.heads) * self.head_dim
         return self.batch * self.tokens * channels * self.wide
 
@@ -118,7 +118,7 @@ def sizes(
     element_size: int,
     value_dim: int | None = None,
 ) -> Sizes:
-    """The sizes that ``heads`` and ``kv_heads`` of every token become where Ulysses splits them."""
+    """Return one rank's sizes after Ulysses splits ``heads`` and ``kv_heads``."""
     degree = geometry.ulysses_degree
     tokens = geometry.local_len * degree
     return Sizes(batch, tokens, heads // degree, max(1, kv_heads // degree), head_dim, element_size, value_dim)
@@ -127,7 +127,7 @@ def sizes(
 def messages(
     geometry: Geometry, of: Sizes, moves: Moves, *, gradients: bool, boundaries: tuple[int, ...]
 ) -> Iterator[Message]:
-    """What ranks send point to point in a forward (without gradients) or a backward."""
+    """Yield the point-to-point messages of a forward (without gradients) or a backward."""
     for index, hop in enumerate(geometry.hops):
         for send in hop.sends:
             yield Message(geometry.at_ranks(send.to), len(hop.holds) * of.payload(moves), index, send.due - 1)
@@ -141,9 +141,9 @@ def messages(
 
 
 def collectives(geometry: Geometry, of: Sizes, moves: Moves | None) -> Iterator[Collective]:
-    """Those of a backward that moves KV or queries, or (None) of a forward, groups of one left out.
+    """Yield the collectives of a backward that moves KV or queries, or (None) of a forward; skip groups of one.
 
-    Of the heads: q, k, v there and out back, or dout there and dq, dk, dv back.
+    For heads: q, k, v there and out back, or dout there and dq, dk, dv back.
     """
     heads, holders, team = geometry.head_groups, geometry.holder_groups, geometry.team_groups
     rows = of.batch * of.tokens
@@ -172,13 +172,13 @@ def collectives(geometry: Geometry, of: Sizes, moves: Moves | None) -> Iterator[
 
 
 def forward_traffic(geometry: Geometry, rank: int, of: Sizes, boundaries: tuple[int, ...]) -> Traffic:
-    """What ``rank`` sends in a forward."""
+    """Return the bytes that ``rank`` sends in a forward."""
     sent = messages(geometry, of, "kv", gradients=False, boundaries=boundaries)
     return _sum(rank, sent, collectives(geometry, of, None))
 
 
 def backward_traffic(geometry: Geometry, rank: int, of: Sizes, moves: Moves, boundaries: tuple[int, ...]) -> Traffic:
-    """What ``rank`` sends in a backward that moves KV or queries."""
+    """Return the bytes that ``rank`` sends in a backward that moves KV or queries."""
     sent = messages(geometry, of, moves, gradients=True, boundaries=boundaries)
     return _sum(rank, sent, collectives(geometry, of, moves))
 
@@ -198,7 +198,7 @@ def _sum(rank: int, sent: Iterable[Message], joint: Iterable[Collective]) -> Tra
 def bytes_of_all(
     geometry: Geometry, of: Sizes, moves: Moves | None, ranks_per_node: int, boundaries: tuple[int, ...]
 ) -> tuple[int, int]:
-    """Bytes that all ranks send inside nodes and between them, in a backward, or (None) in a forward."""
+    """Return the bytes of all ranks (within nodes, between nodes), in a backward, or (None) in a forward."""
     sent = messages(geometry, of, moves or "kv", gradients=moves is not None, boundaries=boundaries)
     by_peers: dict[int, tuple[np.ndarray, int]] = {}  # a ring sends to the same ranks in every round
     for to, size in [*((m.to, m.size) for m in sent), *((c.ranks, c.size) for c in collectives(geometry, of, moves))]:
@@ -215,7 +215,7 @@ def bytes_of_all(
 
 @lru_cache(maxsize=256)
 def cheaper_backward(geometry: Geometry, of: Sizes) -> Moves:
-    """What the backward moves: as the options say, or what sends fewer bytes over all ranks."""
+    """Return what the backward moves: as in the options, or else what sends fewer bytes over all ranks."""
     if geometry.options.backward != "auto":
         return geometry.options.backward
     kv, queries = (sum(bytes_of_all(geometry, of, moves, geometry.size, ())) for moves in ("kv", "queries"))

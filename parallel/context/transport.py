@@ -1,7 +1,7 @@
-"""Transport: how tensors get from rank to rank, and how many bytes went where.
+"""Transport: move tensors between ranks and count the bytes.
 
 Tokens are dimension 1 of every tensor here: ``[B, T, ...]``. Each transfer starts at once and returns a function that
-waits for it, so that the caller computes meanwhile.
+waits for it, so that the caller can compute meanwhile.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from parallel.context.traffic import Traffic
 
 Tensors = tuple[Tensor, ...]
 Arrival = Callable[[], Tensors]
-# torch 2.13 renamed this and warns of the old name
+# torch 2.13 renamed this and warns about the old name
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Transport:
     """One rank's links to the others of a geometry.
 
-    Groups within the group are made here, once: every rank of ``group`` makes its own in the same order, and ranks of
-    other groups need not take part.
+    Makes the subgroups, once: every rank of ``group`` makes its own in the same order; ranks of other groups need not
+    take part.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class Transport:
         self.geometry = geometry
         self.rank = rank
         self.traffic = Traffic()
-        """Bytes sent to each peer since the object was made, or since it was replaced by an empty one."""
+        """Bytes sent to each peer so far; assign an empty ``Traffic`` to reset."""
         self._group = group
         self._connected: set[dist.ProcessGroup] = set()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(geometry.size)): group}
         for ranks in (geometry.head_group(rank), geometry.teammates(rank), geometry.holders(rank)):
             if len(ranks) > 1 and ranks not in self._groups:
                 self._groups[ranks] = self._new_group(ranks, timeout)
-        # What has several rounds' time must not stand in a queue before what the next round needs.
+        # Sends with several rounds' time must not queue ahead of those that the next round needs.
         self._far = group
         if any(send.due > i + 1 for i, step in enumerate(geometry.steps(rank)) for send in step.transfers):
             self._far = self._new_group(tuple(range(geometry.size)), timeout)
@@ -50,14 +50,14 @@ class Transport:
         return dist.new_group([everyone[rank] for rank in ranks], timeout=timeout, use_local_synchronization=True)
 
     def shift(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
-        """Send tensors to one rank and receive their like from another. They must not change until both are done."""
+        """Send tensors to one rank and receive the same shapes from another; change none until both are done."""
         group = self._far if far else self._group
         self._connect(group, tensors[0].device)
-        if transfer.send_to == self.rank:  # then nobody else sends here
+        if transfer.send_to == self.rank:  # then no other rank sends here
             return lambda: tensors
         tensors = tuple(tensor.contiguous() for tensor in tensors)
         received = tuple(torch.empty_like(tensor) for tensor in tensors)
-        # gloo wants the receives posted first; no tag keeps apart what is in flight together: its order is the plan's
+        # gloo wants receives posted first; there are no tags: concurrent transfers match by the plan's order
         operations = [
             dist.P2POp(operation, tensor, group=group, group_peer=peer)
             for operation, peer, several in (
@@ -72,13 +72,13 @@ class Transport:
         def wait() -> Tensors:
             for work in works:
                 work.wait()
-            _ = tensors  # what is being sent lives until it has gone
+            _ = tensors  # keep them alive until sent
             return received
 
         return wait
 
     def receive(self, like: Tensor, source: int) -> Callable[[], Tensor]:
-        """Post the receive of one rank's tensor; the function waits for it."""
+        """Post a receive from one rank; return a function that waits for the tensor."""
         received = torch.empty_like(like)
         work = dist.irecv(received, group=self._group, group_src=source)
 
@@ -90,7 +90,7 @@ class Transport:
         return wait
 
     def send(self, tensor: Tensor, target: int) -> Callable[[], None]:
-        """Send a tensor to one rank; the function waits until it has gone, and it must not change before."""
+        """Send a tensor to one rank; return a function that waits. Do not change the tensor before."""
         tensor = tensor.contiguous()
         work = dist.isend(tensor, group=self._group, group_dst=target)
         self.traffic.p2p[target] += _bytes(tensor)
@@ -98,7 +98,7 @@ class Transport:
         def wait() -> None:
             assert work is not None, "this rank is of the group"
             work.wait()
-            _ = tensor  # lives until it has gone
+            _ = tensor  # keep it alive until sent
 
         return wait
 
@@ -113,7 +113,7 @@ class Transport:
         for tensor in tensors:
             part = tensor.new_empty(len(ranks), *tensor.shape)
             tensor = tensor.contiguous()
-            # gloo takes joined, not stacked
+            # gloo takes the concatenated shape, not the stacked one
             works.append(_all_gather(part.flatten(0, 1), tensor, group=self._groups[ranks], async_op=True))
             parts.append((part, tensor))
             self._count(ranks, _bytes(tensor))
@@ -127,10 +127,10 @@ class Transport:
         return wait
 
     def scatter(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """What each of ``ranks`` has for this rank's tokens: the inverse of ``gather``, stacked and not yet reduced.
+        """Return what each of ``ranks`` has for this rank's tokens: inverse of ``gather``, stacked, not reduced.
 
-        [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. Adding these up here moves what a reduce-scatter moves, in
-        a fixed order on any backend; gloo's own moves twice as much.
+        [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. Summing these moves as many bytes as a reduce-scatter, in a
+        fixed order on any backend; gloo's own moves twice as many.
         """
         if len(ranks) == 1:
             return tensor[None]
@@ -142,7 +142,7 @@ class Transport:
         return self.exchange(tensor.unflatten(1, (len(ranks), -1)).transpose(0, 1), ranks)
 
     def exchange(self, parts: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """All-to-all: part i goes to rank i, and what rank j sent comes as part j. [len(ranks), ...] both."""
+        """All-to-all: send part i to rank i, receive part j from rank j; both [len(ranks), ...]."""
         parts = parts.contiguous()
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=self._groups[ranks])
@@ -150,7 +150,7 @@ class Transport:
         return received
 
     def exchange_tokens(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """All-to-all of the whole group, unequal parts: [sum of sends, ...] -> [sum of receives, ...], each by rank."""
+        """All-to-all of unequal parts in the whole group: [sum(sends), ...] -> [sum(receives), ...], by rank."""
         x = x.contiguous()
         received = x.new_empty(sum(receives), *x.shape[1:])
         dist.all_to_all_single(received, x, list(receives), list(sends), group=self._group)
@@ -160,7 +160,7 @@ class Transport:
         return received
 
     def _connect(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Let NCCL connect the group once: that takes all its ranks, and some may have nothing to send."""
+        """Let NCCL connect the group once: this needs all its ranks, and some may have nothing to send."""
         if device.type == "cuda" and group is not None and group not in self._connected:
             self._connected.add(group)
             dist.all_reduce(torch.zeros(1, device=device), group=group)

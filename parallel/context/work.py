@@ -1,4 +1,4 @@
-"""What all ranks compute in all rounds, in pairs and tiles. Positions that lie alike are tiled once."""
+"""Work of all ranks in all rounds, in pairs and tiles. Positions with the same pattern are tiled once."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,14 +11,14 @@ NOWHERE = Piece(0, 0, 0, -1)
 
 
 class Work(NamedTuple):
-    """Unmasked (query, key) pairs and tiles: int64 ``[rounds, places]``, a place being ranks that share the heads."""
+    """Unmasked (query, key) pairs and tiles: int64 ``[rounds, places]``; a place is a head group of ranks."""
 
     pairs: np.ndarray
     tiles: np.ndarray
 
 
 class Sets:
-    """Positions of several ranks or groups of ranks, as pieces."""
+    """Positions of several ranks or groups, as pieces."""
 
     def __init__(self, members: Sequence[list[Piece]]) -> None:
         self.members = members
@@ -31,12 +31,12 @@ class Sets:
 def work(
     queries: Sets, keys: Sets, pairings: Sequence[tuple[np.ndarray, np.ndarray] | None], causal: bool, stride: int
 ) -> Work:
-    """The work of every round.
+    """Compute the work of every round.
 
     Args:
         queries, keys: sets to pair.
-        pairings: of each round, indices of the queries and of the keys of every place; None where nothing is computed.
-        causal, stride: as of ``tiles``.
+        pairings: per round, the indices of every place's queries and keys; None if nothing is computed.
+        causal, stride: as in ``tiles``.
     """
     places = next(len(q) for q, _ in filter(None, pairings))
     found = Work(*np.zeros((2, len(pairings), places), dtype=np.int64))
@@ -57,9 +57,9 @@ def work(
 
 
 def _kinds(queries: Sets, keys: Sets, q: np.ndarray, k: np.ndarray, causal: bool, stride: int) -> np.ndarray:
-    """Numbers that are the same where tiles are: lengths, and how many keys each piece of queries is ahead of a piece.
+    """Return int64 ``[places, numbers]``, equal rows for equal tiles.
 
-    int64 ``[places, numbers]``.
+    The numbers are lengths, and how many keys each piece of queries is ahead of each piece of keys.
     """
     rows, columns = queries.length[q][:, :, None], keys.length[k][:, None, :]  # [places, pieces, pieces]
     shift = (queries.start[q][:, :, None] - keys.start[k][:, None, :]) // stride if causal else columns

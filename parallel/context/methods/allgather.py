@@ -4,7 +4,7 @@ from parallel.context.methods.base import BalancedMethod, Hop, Ranks, Send, Shap
 
 
 class AllGather(BalancedMethod):
-    """One collective and one round; memory for the KV of the whole sequence."""
+    """One collective and one round; holds the whole sequence's KV in memory."""
 
     name = "allgather"
 

@@ -1,4 +1,4 @@
-"""What a context-parallel method states about itself."""
+"""Base of the context-parallel methods: layout, rounds and capabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from parallel.context.errors import ContextError
 from parallel.context.layout import LAYOUTS
 
 Ranks = Any
-"""A rank, or an array of ranks: a method does arithmetic with it alone, and a plan asks for all ranks at once."""
+"""A rank or an array of ranks: methods use arithmetic only, so that a plan computes all ranks at once."""
 
 
 class Shape(NamedTuple):
-    """Ranks that share a sequence: ``team_size`` of them form a team, and ``per_node`` neighbours lie in one node."""
+    """``size`` ranks that share a sequence, in teams of ``team_size``, with ``per_node`` neighbours per node."""
 
     size: int
     team_size: int = 1
@@ -20,9 +20,9 @@ class Shape(NamedTuple):
 
 
 class Send(NamedTuple):
-    """What is sent at a round to a rank, which needs it in round ``due``; if that is not the next, it has time.
+    """A send to rank ``to``, which needs it in round ``due``, the next or later.
 
-    No two ranks send the same to one.
+    Per send of a round, each rank receives from one rank only.
     """
 
     to: Ranks
@@ -32,12 +32,12 @@ class Send(NamedTuple):
 class Hop(NamedTuple):
     """One round of one rank.
 
-    ``holds`` are the ranks whose KV is at hand, joined by an all-gather among them before the first round. It sets out
-    on ``sends`` as the round starts. The round's part of its gradient follows as the round ends, together with what
-    the round was sent of it, to where the same KV is held in round ``due``; after the last round, to its owner. Without
-    ``gradient`` nothing is computed: the KV is merely passed on.
+    The rank has the KV of ranks ``holds``, which these all-gathered before the first round, and starts ``sends`` of it
+    as the round starts. At the round's end it adds the gradient it received to the round's own and sends the sum to
+    where the same KV is held in round ``due``; after the last round, to its owner. Without ``gradient`` the round only
+    passes KV on and computes nothing.
 
-    In a backward that moves queries, they and their gradient take the same way.
+    A backward that moves queries sends them and their gradient the same way.
     """
 
     holds: tuple[Ranks, ...]
@@ -47,16 +47,16 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a method can do. Any head counts suit a method that moves KV and splits no heads."""
+    """What a method supports. A method that moves KV and splits no heads takes any head counts."""
 
     masks: tuple[str, ...] = ("causal", "full")
     layouts: tuple[str, ...] = ()
-    """Layouts to choose from; the one where the method is defined by its own."""
+    """Layouts to choose from; a single one if it defines the method."""
     teams: bool = False
     nodes: bool = False
     splits_heads: bool = False
     states: Literal["", "neighbour", "gather"] = ""
-    """How states are passed on: to the next rank, or by an all-gather; empty for softmax attention, which has none."""
+    """How states move: to the next rank or by an all-gather; empty for softmax attention, which has none."""
 
 
 class Method:
@@ -65,26 +65,26 @@ class Method:
     name: str
 
     def layout(self, causal: bool) -> str:
-        """The layout that balances this method's work under that mask, or that the method is defined by."""
+        """Return the layout that defines the method, or else balances its work under this mask."""
         raise TypeError(f"{type(self).__name__} states no layout")
 
     def hops(self, rank: Ranks, shape: Shape) -> Sequence[Hop]:
-        """The rounds of ``rank``, as many for each; the first holds its own KV, and what is held jointly stays so."""
+        """Return the rounds of ``rank``, equally many per rank; the first holds its own KV; joined KV stays joined."""
         raise TypeError(f"{type(self).__name__} states no rounds")
 
     def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
-        """Ranks whose queries ``rank`` attends for: gathered before, and their partial results combined after."""
+        """Return the ranks for whose queries ``rank`` attends: gather these before, combine partial results after."""
         return (rank,)
 
     def capabilities(self) -> Capabilities:
-        """The masks and layouts that the method takes, and whether it has teams, knows nodes or splits heads."""
+        """Return what the method supports."""
         return Capabilities()
 
     def check(self, shape: Shape, causal: bool) -> None:
-        """Refuse what the method cannot do.
+        """Check that the method supports this shape and mask.
 
         Raises:
-            ContextError: with the reason and what would work.
+            ContextError: it does not, with the reason and the fix.
         """
         mask = "causal" if causal else "full"
         if mask not in self.capabilities().masks:
@@ -97,9 +97,9 @@ class Method:
 
 
 class RingMethod(Method):
-    """One layout and as many rounds as ranks: round i holds the KV of rank - i and passes it to rank + 1.
+    """As many rounds as ranks: round i holds the KV of rank - i and passes it to rank + 1.
 
-    Ring Attention, section 3; the methods that pass KV round a ring differ in their layout alone.
+    Ring Attention, section 3; the ring methods differ only in layout.
     """
 
     layout_name: str
@@ -121,7 +121,7 @@ class RingMethod(Method):
 
 
 class BalancedMethod(Method):
-    """A method for any layout: by default the one that balances the mask."""
+    """A method for any layout; the default balances the mask."""
 
     def layout(self, causal: bool) -> str:
         return "zigzag" if causal else "contiguous"

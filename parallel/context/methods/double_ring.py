@@ -7,10 +7,10 @@ from parallel.context.methods.base import BalancedMethod, Capabilities, Hop, Ran
 
 
 class DoubleRing(BalancedMethod):
-    """Every KV goes once round each node; what comes from the other node has a whole inner ring's time to arrive.
+    """KV goes once around each node; a transfer from another node overlaps a whole inner ring.
 
-    So has the gradient: it gathers along the inner ring, and where that ends, a node's part goes to the same place of
-    the next node, which adds its own.
+    So does its gradient's: it accumulates along the inner ring, whose last rank sends the node's sum to the same place
+    in the next node, which adds its own.
     """
 
     name = "double_ring"

@@ -1,6 +1,6 @@
-"""LASP (Sun et al. 2024) and LASP-2 (2025): linear attention, whose ranks pass one state on instead of keys and values.
+"""LASP (Sun et al. 2024) and LASP-2 (2025): linear attention that passes a state between ranks instead of KV.
 
-A rank's tokens follow those of the rank before it, so that what it needs of all of these is the state after them.
+Ranks hold consecutive tokens, so that of all earlier ranks a rank needs only the state after their tokens.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from parallel.context.methods.base import Capabilities, Hop, Method, Ranks, Send
 
 
 class StateMethod(Method):
-    """Contiguous tokens, no keys or values that move; the states do, on the way that ``capabilities`` names."""
+    """Contiguous tokens; KV stays, and states move as ``capabilities`` says."""
 
     def layout(self, causal: bool) -> str:
         return "contiguous"
@@ -19,7 +19,7 @@ class StateMethod(Method):
 
 
 class Lasp(StateMethod):
-    """From neighbour to neighbour: the state of rank - 1 comes in, and goes on to rank + 1 with this rank's added."""
+    """Receive the state of rank - 1, add this rank's, and send the sum to rank + 1."""
 
     name = "lasp"
 
@@ -28,7 +28,7 @@ class Lasp(StateMethod):
 
 
 class Lasp2(StateMethod):
-    """One all-gather of what every rank adds; each rank then sums what precedes it."""
+    """All-gather every rank's state; each rank sums those before it."""
 
     name = "lasp2"
 

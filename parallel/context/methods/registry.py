@@ -1,4 +1,4 @@
-"""The methods by name."""
+"""Context-parallel methods by name."""
 
 from parallel.context.errors import ContextError
 from parallel.context.methods.allgather import AllGather
@@ -14,17 +14,17 @@ from parallel.context.methods.zigzag import Zigzag
 METHODS: dict[str, Method] = {
     method.name: method for method in (Ring(), Striped(), Zigzag(), AllGather(), WallFacer(), Ulysses(), DoubleRing())
 }
-"""Of softmax attention."""
+"""Methods for softmax attention."""
 STATE_METHODS: dict[str, Method] = {method.name: method for method in (Lasp(), Lasp2())}
-"""Of linear attention alone."""
+"""Methods for linear attention only."""
 LINEAR_METHODS: dict[str, Method] = STATE_METHODS | {
     name: method for name, method in METHODS.items() if method.capabilities().splits_heads
 }
-"""Those that linear attention works by: they pass states on, or give each rank the whole sequence of some heads."""
+"""All methods for linear attention: they pass states on, or give each rank the whole sequence of some heads."""
 
 
 def method_of(name: str) -> Method:
-    """The method of that name.
+    """Return the method of this name.
 
     Raises:
         ContextError: there is none.
@@ -36,7 +36,7 @@ def method_of(name: str) -> Method:
 
 
 def check_kind(method: Method, called: str, attention: str, fitting: dict[str, Method]) -> None:
-    """Refuse a method of the other kind of attention.
+    """Check that the method is for this kind of attention.
 
     Raises:
         ContextError: ``method`` is not among ``fitting``.

@@ -1,7 +1,7 @@
-"""DeepSpeed Ulysses (Jacobs et al. 2023): an all-to-all gives each rank all tokens of some heads, another undoes it.
+"""DeepSpeed Ulysses (Jacobs et al. 2023): one all-to-all gives each rank all tokens of some heads, another undoes it.
 
-Its degree is an option of every method: groups of that many neighbours split the heads, and the method runs over the
-groups. Alone, the group is everyone, and one round is left.
+Its degree is an option of every method: groups of so many neighbours split the heads, and the method runs over the
+groups. The method alone has one group of all ranks and one round.
 """
 
 from dataclasses import replace

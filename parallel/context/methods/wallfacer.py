@@ -1,6 +1,6 @@
-"""WallFacer (Liu et al. 2024): teams that share their queries, and a ring for each member instead of one for all.
+"""WallFacer (Liu et al. 2024): teams share queries, and KV goes around one ring per member instead of one for all.
 
-Of P ranks, C form a team, and G = P / C^2 teams a team group. Rank = r_t C + r_a: member r_a of team r_t.
+Of P ranks, C form a team and G = P / C^2 teams form a team group. Rank = r_t C + r_a: member r_a of team r_t.
 """
 
 from dataclasses import replace
@@ -11,10 +11,10 @@ from parallel.context.methods.base import BalancedMethod, Capabilities, Hop, Ran
 
 
 class WallFacer(BalancedMethod):
-    """A team's members gather Q, K and V, and each attends for the whole team to 1 / C of all KV.
+    """A team's members gather Q, K and V; each attends for the whole team to 1 / C of all KV.
 
-    The team's KV first goes from member r_a to team r_a G + r_t // C, member r_t % C (algorithm 2). After that member a
-    of team t holds the KV of team (t % G) C + a, which G rounds pass round the members a of a team group (algorithm 3).
+    First, member r_a sends the team's KV to team r_a G + r_t // C, member r_t % C (algorithm 2). Then member a of team
+    t holds the KV of team (t % G) C + a, and G rounds pass it around the members a of a team group (algorithm 3).
     """
 
     name = "wallfacer"
@@ -25,7 +25,7 @@ class WallFacer(BalancedMethod):
         team, member = divmod(rank, c)
         group = team // g
         following = ((team + 1) % g + g * group) * c + member
-        first = 1 if c > 1 else 0  # one rank is no team: its KV is in place
+        first = 1 if c > 1 else 0  # a team of one has its KV in place
         found = []
         if first:
             placed = (member * g + team // c) * c + team % c

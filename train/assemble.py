@@ -1,4 +1,4 @@
-"""What every entry puts together of a configuration: the parts of a model, and what runs them."""
+"""Build the model parts and the runner of a configuration, for every entry."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -26,10 +26,10 @@ def build_parts(
     split: Callable[[M], None],
     weight_of: Callable[[str, torch.Size], Tensor],
 ) -> list[M]:
-    """This rank's part of the model for each of its pipeline stages, with its weights; the whole one is one stage.
+    """Build this rank's part of the model, with weights, for each of its pipeline stages.
 
     Args:
-        build: makes the whole model, on torch's default device; it has ``layers`` and ``keep``.
+        build: builds the whole model on torch's default device; it has ``layers`` and ``keep``.
         split: applies tensor parallelism to a part.
         weight_of: (parameter's name, whole shape) -> its initial value.
     """
@@ -41,7 +41,7 @@ def build_parts(
         with torch.device("meta"):
             part = build()
         model: Any = part
-        # In this order: each takes what the one before left of the model.
+        # The order matters: each step takes what the one before left of the model.
         model.keep(layers[stage])
         split(part)
         recompute_layers(model.layers, config.recompute)
@@ -52,7 +52,7 @@ def build_parts(
 
 
 def build_runner(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module], objective: Objective) -> Runner:
-    """What takes a step's micro-batches through this rank's parts of the model."""
+    """Build the runner that takes a step's micro-batches through this rank's parts of the model."""
     strategy, train, ranks = config.data_parallel.strategy, config.train, mesh.pp.size()
     if ranks == 1:
         return Runner(parts, objective.loss_sum, strategy)
@@ -63,7 +63,7 @@ def build_runner(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module], o
             "--num-virtual-stages-per-pipeline-rank 2 shortens the bubbles",
             flush=True,
         )
-    from parallel.pipeline.schedule import PipelineRunner  # which takes a second, for torch.compile
+    from parallel.pipeline.schedule import PipelineRunner  # takes a second, for torch.compile
 
     hidden = (train.micro_batch_size, objective.local_length // mesh.tp.size(), config.shape.hidden_size)  # [B, T, C]
     return PipelineRunner(
@@ -81,7 +81,7 @@ def build_runner(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module], o
 
 
 def summary(config: CommonConfig, mesh: Mesh, model: str, method: str, samples: str) -> str:
-    """One line on what is about to be trained, where, and how."""
+    """Describe in one line the model, the mesh and the data of a run."""
     shape = config.shape
     pipeline = f"pipeline parallel {mesh.pp.size()} x " if mesh.pp.size() > 1 else ""
     tensor = f" x tensor parallel {mesh.tp.size()}" if mesh.tp.size() > 1 else ""

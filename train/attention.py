@@ -1,4 +1,4 @@
-"""The context-parallel dimension that a configuration names, and the attention that a model calls."""
+"""Context parallelism of a configuration, and the attention that its model calls."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ from train.config.flags import ConfigError
 def context_of(
     config: Config, group: dist.ProcessGroup | None
 ) -> tuple[ContextParallel, Attend | LinearAttend | HybridAttention]:
-    """The context-parallel dimension that the configuration names, and the attention that the model calls."""
+    """Return the configuration's context parallelism, and the attention that the model calls."""
     if config.model.softmax_every is not None:
         return _hybrid_context_of(config, group)
     if config.model.linear_attention:
@@ -32,7 +32,7 @@ def context_of(
 
 
 def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, HybridAttention]:
-    """Of a hybrid: tokens lie as linear attention needs them, and softmax attention may have its own layout."""
+    """Set up a hybrid: tokens lie as linear attention needs them; softmax attention may have its own layout."""
     if config.mesh.context_parallel_size == 1:
         context = ContextConfig(context_parallel_method="none")
         inside, softmax = softmax_context(replace(config, context=context), group, sdpa)
@@ -43,7 +43,7 @@ def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple
     if config.context.attention_backend == "reference":
         context = replace(context, attention_backend="reference")
     inside, _ = softmax_context(replace(config, context=context), group, sdpa)
-    # Padded to the same length, so that tokens can change their layout.
+    # Padded to the same length, so that tokens can change layout.
     outside, linear = _linear_context_of(config, group, inside.plan.local_len)
     return outside, HybridAttention(linear, attend_inside(inside, outside))
 
@@ -51,7 +51,7 @@ def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple
 def _linear_context_of(
     config: Config, group: dist.ProcessGroup | None, multiple: int
 ) -> tuple[ContextParallel, LinearAttend]:
-    """Of a model with linear attention: the method's, or of a process that holds whole sequences."""
+    """Set up linear attention by the method, or on one process with whole sequences."""
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
     backend = select_linear_backend(config.context.attention_backend, config.mesh.device_type, dtype)
 
@@ -70,15 +70,15 @@ def _linear_context_of(
 def softmax_context(
     config: CommonConfig, group: dist.ProcessGroup | None, alone: Attend
 ) -> tuple[ContextParallel, Attend]:
-    """The context-parallel dimension that the configuration names, and the attention that the model calls.
+    """Return the configuration's context parallelism, and the attention that the model calls.
 
-    ``alone`` is that of one process without a method. Raises UserError for a backend that cannot do it here.
+    ``alone`` is the attention of one process without a method. Raises UserError if the backend cannot run here.
     """
     method, backend = config.context.context_parallel_method, config.context.attention_backend
     length, tp = config.sequence_length, config.mesh.tensor_model_parallel_size
     if method == "none":
         cp = context_parallel("ring", seq_len=length, multiple=tp, causal=config.causal)
-        # Without a causal mask, the padding that tp asks for would be attended to.
+        # Without a causal mask, tokens would attend to the padding that tp asks for.
         return cp, alone if config.causal or cp.plan.padded_len == length else cp.attend
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
     select_backend(backend, config.mesh.device_type, dtype)

@@ -1,4 +1,4 @@
-"""Exponential moving averages of the weights: what a diffusion model is sampled and validated with."""
+"""Exponential moving averages of the weights, for validation and samples of diffusion models."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,33 +25,33 @@ class EmaConfig:
 
 
 class Ema:
-    """Averages of this rank's shards in float32; no rank needs another one's."""
+    """Averages of this rank's shards in float32; ranks do not communicate."""
 
     def __init__(self, decay: float, parts: Sequence[nn.Module]) -> None:
-        """``parts`` is what this rank holds of the model, filled; an average begins as the weight."""
+        """Start from the weights of ``parts``, this rank's initialised parts of the model."""
         self.decay, self._parts = decay, parts
         self._copies: dict[str, list[nn.Parameter]] = {}
         for part in parts:
             for name, parameter in part.named_parameters():
                 self._copies.setdefault(name, []).append(parameter)
         self.weights: dict[str, Tensor] = {name: copies[0].detach().clone() for name, copies in self._copies.items()}
-        """The averages under the weights' names, sharded as these are."""
+        """The averages by parameter name, sharded like the weights."""
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin again, as the weights are now."""
+        """Reset the averages to the current weights."""
         for name, copies in self._copies.items():
             _own(self.weights[name]).copy_(_own(copies[0]))
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move by ``1 - decay`` of the way to the weights."""
+        """Move the averages by ``1 - decay`` of the way to the weights."""
         weights = [_own(copies[0]) for copies in self._copies.values()]
         torch._foreach_lerp_([_own(average) for average in self.weights.values()], weights, 1 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has its averages for weights in the body, and the bits that it had after it."""
+        """Swap the averages in for the weights inside the block; restore the exact weights after it."""
         self._swap()
         try:
             yield
@@ -61,7 +61,7 @@ class Ema:
     @torch.no_grad()
     def _swap(self) -> None:
         for part in self._parts:
-            reshard(part)  # weights that are still whole from a forward would not be gathered again
+            reshard(part)  # weights still gathered after a forward would not be gathered again
         for name, copies in self._copies.items():
             average, kept = _own(self.weights[name]), _own(copies[0]).clone()
             for parameter in copies:

@@ -35,12 +35,12 @@ MOST_SKIPPED_IN_A_ROW = 10
 
 
 class TrainingError(UserError):
-    """A run that cannot go on; the message says what a person can do about it."""
+    """A run that cannot go on; the message says what to do about it."""
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """A run: everything built, ready to train."""
+    """A run with everything built, ready to train."""
 
     config: CommonConfig
     mesh: Mesh
@@ -54,24 +54,24 @@ class Trainer:
     log: RunLog | None
     """On the first rank; None elsewhere."""
     validation_constants: dict[str, float] = field(default_factory=dict)
-    """What stands beside a validation loss in the records, such as the corpus's unigram entropy."""
+    """Figures recorded with each validation loss, such as the corpus's unigram entropy."""
     ema: Ema | None = None
-    """Averages of the weights, with which the run is validated."""
+    """Averages of the weights, used in validation."""
     after_validation: Callable[[int], None] | None = None
-    """Called on every rank after a validation with its iteration, the averages still in the weights' place."""
+    """Called on every rank with the iteration after a validation, while the averages are in place."""
     progress: Progress = field(default_factory=Progress)
     contents: dict[str, str] = field(default_factory=dict)
-    """Digests of the files that are trained on, for its checkpoints."""
+    """Digests of the training files, for checkpoints."""
     peak_flops: float | None = None
-    """FLOP/s of a process that MFU is measured against; None: what it can reach, found as the run starts."""
+    """FLOP/s per process that MFU is measured against; None: found as the run starts."""
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences per iteration."""
+        """Return the sequences per iteration."""
         return self.config.train.batch_size(self.mesh.dp.size())
 
     def run(self) -> None:
-        """Train from where ``progress`` stands to train_iters, or until told to stop; the last iteration is saved."""
+        """Train from ``progress`` to train_iters, or until told to stop; save the last iteration."""
         started = time.monotonic()
         config, progress = self.config, self.progress
         if self.peak_flops is None:
@@ -105,7 +105,7 @@ class Trainer:
                 break
 
     def _iteration(self, steps: Iterator[list[Batch]], peak: float) -> dict[str, Any]:
-        """One optimizer step, and its record."""
+        """Take one optimizer step and return its record."""
         start = time.perf_counter()
         micro_batches, valid = self._next_step(steps)
         self.progress.iteration += 1
@@ -138,9 +138,9 @@ class Trainer:
         }
 
     def _next_step(self, steps: Iterator[list[Batch]]) -> tuple[list[Batch], int]:
-        """This rank's micro-batches (none at the end, which is the same on all), and all ranks' number of valid tokens.
+        """Return this rank's micro-batches (none at the end, on all ranks alike), and the valid tokens of all ranks.
 
-        A bad sample on one rank is the same error on all: its flag travels with the count, at no cost.
+        A bad sample on one rank raises the same error on all: its flag travels with the count, at no cost.
         """
         error: DataError | None = None
         micro_batches: list[Batch] = []
@@ -151,7 +151,7 @@ class Trainer:
         counts = torch.tensor(
             [sum(map(self.objective.count, micro_batches)), int(error is not None)], device=self.mesh.device
         )
-        dist.all_reduce(counts)  # over tp too, where the same tokens are counted again, since one rank alone may fail
+        dist.all_reduce(counts)  # over tp too: it counts the same tokens again, but one rank alone may fail
         valid, failed = counts.tolist()
         valid //= dist.get_world_size() // self.mesh.dp_cp.size()
         if failed:
@@ -161,7 +161,7 @@ class Trainer:
         return micro_batches, valid
 
     def _forward_backward(self, micro_batches: list[Batch], valid: int) -> tuple[float, float]:
-        """Accumulate and clip the gradients of the mean loss over ``valid`` tokens; return that loss and their norm."""
+        """Accumulate and clip the gradients of the mean loss over ``valid`` tokens; return the loss and their norm."""
         total = self._over_all(self.runner.forward_backward(micro_batches, max(valid, 1)))
         parameters, strategy = self.runner.parameters(), self.config.data_parallel.strategy
         missing = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
@@ -175,13 +175,13 @@ class Trainer:
         return total.item(), norm
 
     def _over_all(self, share: Tensor) -> Tensor:
-        """The sum of a loss's shares over the ranks that hold different tokens, for the stages without the last too."""
+        """Sum a loss's shares over the ranks with different tokens; pipeline stages without a loss get it too."""
         for mesh in (self.mesh.dp_cp, self.mesh.pp):
             dist.all_reduce(share, group=mesh.get_group())
         return share
 
     def _count_skipped(self, norm: float) -> None:
-        """A step whose gradients are not finite is skipped; a run that only skips is beyond help."""
+        """Count a step skipped for gradients that are not finite; raise if the run only skips."""
         progress = self.progress
         progress.skipped_in_a_row = 0 if math.isfinite(norm) else progress.skipped_in_a_row + 1
         progress.skipped_iterations += progress.skipped_in_a_row > 0
@@ -194,14 +194,14 @@ class Trainer:
             )
 
     def _way_back(self, good: int) -> str:
-        """How to go on from a checkpoint that is old enough, if there is one."""
+        """Say how to go on from a checkpoint that is old enough, if there is one."""
         folder = self.config.checkpoint.save
         saved = [iteration for iteration in saved_iterations(Path(folder)) if iteration <= good] if folder else []
         return f"; go on from before with --load {folder} --ckpt-step {saved[0]} and another --save" if saved else ""
 
     @torch.no_grad()
     def _validate(self, data: Samples) -> float:
-        """The validation loss, of the averaged weights where there are any, with what follows a validation."""
+        """Return the validation loss, of the averaged weights if there are any; then call ``after_validation``."""
         with nullcontext() if self.ema is None else self.ema.in_place():
             loss = self._evaluate(data)
             if self.after_validation is not None:
@@ -209,7 +209,7 @@ class Trainer:
         return loss
 
     def _evaluate(self, data: Samples) -> float:
-        """Mean loss over the first eval_iters global batches of the validation data; always the same ones."""
+        """Return the mean loss over the first eval_iters global batches of the validation data, always the same."""
         steps = evaluation_batches(data, self._batching, self._wanted)
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.mesh.device), 0
         while True:
@@ -222,7 +222,7 @@ class Trainer:
 
     @property
     def _wanted(self) -> int:
-        """Validation samples that are asked for."""
+        """Return the number of validation samples to evaluate."""
         return self.config.train.eval_iters * self.global_batch_size
 
     @cached_property
@@ -237,7 +237,7 @@ class Trainer:
         )
 
     def _told_to_stop(self, started: float) -> bool:
-        """Whether exit_interval or exit_duration_in_mins ends the run here; all ranks go by the first one's clock."""
+        """Whether exit_interval or exit_duration_in_mins ends the run here; all ranks use the first rank's clock."""
         train = self.config.train
         if train.exit_interval and self.progress.iteration % train.exit_interval == 0:
             return True

@@ -1,4 +1,4 @@
-"""What a run keeps of its numbers: metrics.jsonl, the loss curve, wandb and TensorBoard."""
+"""Metrics of a run: metrics.jsonl, the loss curve, wandb and TensorBoard."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from train.config.flags import ConfigError
 
 METRICS = "metrics.jsonl"
 LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}
-"""The names under which records have the training loss, each an objective's ``loss_name``, and its unit."""
+"""Name of the training loss in records, an objective's ``loss_name``, and its unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +46,21 @@ Writer = Callable[[dict[str, Any]], None]
 
 
 class RunLog:
-    """Writes one object per iteration to ``metrics.jsonl``, the truth of a run, and the same numbers elsewhere.
+    """Write one object per iteration to ``metrics.jsonl``, and the same numbers to the other services.
 
-    For the first rank alone. ``folder`` None keeps nothing on disk.
+    Only the first rank has one. With ``folder`` None nothing is kept on disk.
     """
 
     def __init__(self, folder: Path | None, config: LoggingConfig, settings: dict[str, Any], iteration: int) -> None:
-        """Start after ``iteration``; what metrics.jsonl holds of later ones (a run that was cut off) is cut away.
+        """Start after ``iteration``; drop later records of metrics.jsonl, left by a run that was cut off.
 
-        ``settings`` is the resolved configuration, for the services that show it.
+        ``settings`` is the resolved configuration, for the services to show.
         """
         self._folder = folder
         self._records: list[dict[str, Any]] = []
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        # The services first: where one refuses, the records stay as they are.
+        # Services first: if one refuses, the records stay untouched.
         self._writers = [*_tensorboard(config, iteration), *_wandb(config, folder, settings)]
         if folder is not None:
             with disk_errors(folder):
@@ -69,11 +69,11 @@ class RunLog:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """Every iteration's record, those before a resume included."""
+        """Return every iteration's record, including those before a resume."""
         return self._records
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add an iteration's record; a number that is not finite, which JSON does not know, becomes null."""
+        """Add an iteration's record; numbers that are not finite become null, as JSON has none."""
         record = {name: value if math.isfinite(value) else None for name, value in record.items()}
         self._records.append(record)
         if self._folder is not None:
@@ -83,7 +83,7 @@ class RunLog:
             writer(record)
 
     def sync(self) -> None:
-        """Bring everything to disk, and the curve up to date."""
+        """Flush everything to disk and redraw the curve."""
         if self._folder is None:
             return
         with disk_errors(self._folder):
@@ -92,7 +92,7 @@ class RunLog:
 
 
 def _append(file: FileIO, line: bytes) -> None:
-    """Write a line whole or, where the disk is full, not at all."""
+    """Write a line whole or, if the disk is full, not at all."""
     end, left = file.tell(), line
     try:
         while left:
@@ -104,7 +104,7 @@ def _append(file: FileIO, line: bytes) -> None:
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Say in one line that ``--save`` cannot be written, and of a full disk how full. Raises ConfigError."""
+    """Turn errors of ``--save``'s disk into a ConfigError of one line; for a full disk it says how full."""
     try:
         yield
     except OSError as error:
@@ -113,10 +113,10 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 
 def cut_back(path: Path, iteration: int) -> list[dict[str, Any]]:
-    """Drop the records after ``iteration`` from a metrics.jsonl, and a last line that a crash left half-written.
+    """Drop the records after ``iteration`` from a metrics.jsonl, and an incomplete last line of a crash.
 
     Returns:
-        The records that stay.
+        The remaining records.
     """
     kept = [record for record in read_metrics(path) if record["iteration"] <= iteration] if path.exists() else []
     write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
@@ -124,10 +124,10 @@ def cut_back(path: Path, iteration: int) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line without its end is no record.
+    """Read the records of a metrics.jsonl; an incomplete last line is ignored.
 
     Raises:
-        ConfigError: a line before the last is no record of an iteration.
+        ConfigError: a line before the last is not a record of an iteration.
     """
     *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
@@ -145,7 +145,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _check_record(record: dict[str, Any]) -> None:
-    """Raises KeyError or TypeError for what no iteration has left."""
+    """Raise KeyError or TypeError for what no iteration writes."""
     if type(record["iteration"]) is not int:
         raise TypeError(f"iteration is {record['iteration']!r}")
     if not any(name in record for name in LOSSES):
@@ -156,19 +156,19 @@ def _check_record(record: dict[str, Any]) -> None:
 
 
 def loss_name(record: dict[str, Any]) -> str:
-    """The one of ``LOSSES`` that a record has."""
+    """Return the one of ``LOSSES`` that a record has."""
     return next(name for name in LOSSES if name in record)
 
 
 def memory_gb(device: torch.device) -> float:
-    """Most memory that this process has held so far, in GB (10^9 bytes): the GPU's, or the process's on the CPU."""
+    """Return this process's peak memory so far in GB (10^9 bytes): the GPU's, or on the CPU the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw training and validation loss over the iterations as a PNG, replaced in one step."""
+    """Draw training and validation loss over the iterations as a PNG, replaced atomically."""
     if not records:
         return
     import matplotlib
@@ -204,7 +204,7 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 def check_services(config: LoggingConfig) -> None:
-    """Import what is asked for besides metrics.jsonl. Raises ConfigError where that is not installed."""
+    """Import the packages of the requested services. Raises ConfigError if one is not installed."""
     wanted = {"tensorboard_dir": "torch.utils.tensorboard", "wandb_project": "wandb"}
     for field, module in wanted.items():
         if getattr(config, field) is None:
@@ -235,7 +235,7 @@ def _tensorboard(config: LoggingConfig, iteration: int) -> list[Writer]:
 
 
 def _wandb_id(folder: Path | None) -> str | None:
-    """The identity under which a run that is resumed goes on in wandb, kept in its folder."""
+    """Return the id under which wandb continues a resumed run, kept in its folder."""
     if folder is None:
         return None
     kept = folder / "wandb_id.txt"

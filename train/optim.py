@@ -1,4 +1,4 @@
-"""Optimizer, the settings of its schedule, and gradient clipping."""
+"""Optimizer, learning-rate settings and gradient clipping."""
 
 import math
 from collections.abc import Iterable
@@ -84,7 +84,7 @@ class OptimizerConfig:
 
 
 def build_optimizer(config: OptimizerConfig, *parts: nn.Module) -> torch.optim.AdamW:
-    """Fused AdamW; only matrices decay, since shrinking a norm's weight or a bias regularises nothing."""
+    """Build a fused AdamW; only matrices decay, since shrinking a norm's weight or a bias regularises nothing."""
     parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -97,13 +97,13 @@ def build_optimizer(config: OptimizerConfig, *parts: nn.Module) -> torch.optim.A
 def gradient_norm(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None, *, copies: int = 1
 ) -> float:
-    """2-norm of the whole gradient, of which each rank of ``group`` (default: all) holds a shard; collective.
+    """Return the 2-norm of the whole gradient, sharded over ``group`` (default: all ranks); collective.
 
-    A shard that several ranks hold, since a DTensor is replicated along a dimension of its mesh, counts once.
-    Summed in float64: over a large tensor float32 is off by 1e-5, by an amount that depends on the shards' sizes.
+    A shard that several ranks hold, because a DTensor is replicated over a mesh dimension, counts once.
+    Summed in float64: in float32 a large tensor is off by 1e-5, by an amount that depends on the shards' sizes.
 
     Args:
-        copies: how many ranks hold each shard besides what its mesh tells (``parallel.data.untracked_replicas``).
+        copies: ranks that hold each shard, besides those its mesh shows (``parallel.data.untracked_replicas``).
     """
     squares = torch.stack([_own_square(p.grad) for p in parameters if p.grad is not None]).sum() / copies
     dist.all_reduce(squares, group=group)
@@ -111,7 +111,7 @@ def gradient_norm(
 
 
 def _own_square(gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the squared norm, float64."""
+    """Return this rank's part of the squared norm, float64."""
     from torch.distributed.tensor import DTensor
 
     copies = 1
@@ -124,6 +124,6 @@ def _own_square(gradient: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, largest: float) -> None:
-    """Scale the gradients, whose norm is given, so that it is at most ``largest``; 0 leaves them as they are."""
+    """Scale the gradients, of 2-norm ``norm``, to a norm of at most ``largest``; 0 does not clip."""
     if 0 < largest < norm < math.inf:
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], largest / norm)

@@ -1,4 +1,4 @@
-"""What a run prints as it goes on: a line of its training now and then, and one for each validation."""
+"""Progress lines of a run: training every few iterations, and each validation."""
 
 import math
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from typing import Any
 from train.objectives.base import Objective
 
 COLUMNS = 110
-"""Width that no line of training exceeds."""
+"""Maximum width of a training line."""
 
 
 class ProgressLines:
-    """The lines of a run's training: after its first iteration, every log_interval iterations, and at its end.
+    """Training lines of a run: after its first iteration, every log_interval iterations, and at its end.
 
-    The first one is for a person who waits: that alone says whether the run is alive, and how long it will take.
+    The first line is for a person who waits: it shows that the run is alive and how long it will take.
     """
 
     def __init__(self, objective: type[Objective], train_iters: int, log_interval: int, processor: str) -> None:
-        """``processor`` is what a process computes on, ``GPU`` or ``process``, to name rates by."""
+        """``processor`` names the unit of rates: ``GPU`` or ``process``."""
         self.objective, self.processor = objective, processor
         self.train_iters, self.log_interval = train_iters, log_interval
         self._unprinted: list[dict[str, Any]] = []
@@ -25,7 +25,7 @@ class ProgressLines:
         self._machine_told = False
 
     def add(self, record: dict[str, Any], now: float, last: bool = False) -> list[str]:
-        """The lines, if any, that an iteration's record calls for. ``now`` is a clock's time in seconds."""
+        """Add an iteration's record and return the lines to print, if any. ``now`` is a clock's time in seconds."""
         first = self._started is None
         if self._started is None:
             self._started = record["iteration"], now
@@ -41,7 +41,7 @@ class ProgressLines:
         return lines
 
     def _seconds_left(self, record: dict[str, Any], now: float) -> float:
-        """Of the whole run, by what the iterations after its first one took, validations and checkpoints included."""
+        """Estimate from all iterations after this run's first one, including validations and checkpoints."""
         assert self._started is not None
         iteration, started = self._started
         done = record["iteration"] - iteration
@@ -52,9 +52,9 @@ class ProgressLines:
 def progress_line(
     objective: type[Objective], records: Sequence[dict[str, Any]], train_iters: int, seconds_left: float
 ) -> str:
-    """One line on the iterations since the last one: means of losses and rates, the latest of the rest.
+    """Return one line on the iterations since the last line: means of losses and rates, the latest of the rest.
 
-    What would make it wider than ``COLUMNS`` is left out: the learning rate, then the rate; metrics.jsonl has all.
+    To fit ``COLUMNS`` it drops the learning rate, then the rate; metrics.jsonl has all.
     """
     last, unit = records[-1], objective.unit
     value = _mean(records, objective.loss_name)
@@ -78,7 +78,7 @@ def progress_line(
 
 
 def machine_line(records: Sequence[dict[str, Any]], processor: str) -> str:
-    """One line on what the iterations since the last one took of the machine."""
+    """Return one line on the rate, MFU and memory of the iterations since the last line."""
     tflops, mfu = (_mean(records, name, "iteration_time_ms") for name in ("tflops_per_gpu", "mfu"))
     memory = records[-1]["memory_gb"]
     rate = f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
@@ -86,13 +86,13 @@ def machine_line(records: Sequence[dict[str, Any]], processor: str) -> str:
 
 
 def _mean(records: Sequence[dict[str, Any]], name: str, weight: str | None = None) -> float:
-    """Mean over the iterations: rates by their time, losses over those that were not skipped."""
+    """Average over the iterations: rates weighted by time, losses without skipped iterations."""
     pairs = [(record[name], record[weight] if weight else 1.0) for record in records if math.isfinite(record[name])]
     return sum(value * share for value, share in pairs) / sum(share for _, share in pairs) if pairs else math.nan
 
 
 def _short(value: float) -> str:
-    """Four digits, and three with k, M or G beyond 9,999."""
+    """Format with four digits; above 9,999 with three and k, M or G."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= max(size, 1e4):
             return f"{value / size:.3g}{unit}"
@@ -100,7 +100,7 @@ def _short(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """1:05, 2:01:05 or 3d 2:01, by what matters of it."""
+    """Format as 1:05, 2:01:05 or 3d 2:01."""
     if not seconds < 1e9:
         return "over 30 years"
     minutes, second = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run, and what going on from it loads, keeps and changes."""
+"""A run's state in its checkpoints, and what a resumed run loads, keeps and changes."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,7 +21,7 @@ from train.schedule import schedule_of, shortened
 Run = TypeVar("Run", bound=CommonConfig)
 OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 AVERAGED = "ema_decay"
-"""What a checkpoint with averages of the weights says beside its tensors."""
+"""Key of the averages' decay in a checkpoint with averages of the weights."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Progress:
     consumed_tokens: int = 0
     skipped_iterations: int = 0
     skipped_in_a_row: int = 0
-    """Of these the last ones: a run that is started again and again ends too where all it does is skip."""
+    """Consecutive ones at the end; kept so that a run that is restarted again and again, and only skips, ends too."""
 
 
 def resume(
@@ -44,18 +44,18 @@ def resume(
     contents: dict[str, str],
     ema: Ema | None = None,
 ) -> tuple[Run, Progress]:
-    """Load what ``--load`` names and say where it stands and what is not as it was; collective.
+    """Load the checkpoint of ``--load``, and print its state and changed settings; collective.
 
-    A run without a checkpoint starts afresh.
+    Without a checkpoint the run starts afresh.
 
     Args:
-        contents: what ``config.contents()`` is.
+        contents: the value of ``config.contents()``.
 
     Returns:
-        The configuration, with the schedule that is gone on with, and how far the run has come.
+        The configuration with the resumed schedule, and the run's progress.
 
     Raises:
-        CheckpointError: broken, of another architecture, or missing where it must be there.
+        CheckpointError: broken, of another architecture, or missing where required.
     """
     path = _to_load(config)
     if path is None:
@@ -98,7 +98,7 @@ def _tell(lines: Sequence[str]) -> None:
 
 
 def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
-    """Where the run of a checkpoint stands. Raises CheckpointError where its manifest says what no run does."""
+    """Read a checkpoint's progress. Raises CheckpointError if its manifest has values that no run writes."""
     progress: Any = extra.get("progress")
     known = {field.name for field in fields(Progress)}
     problem = "" if isinstance(progress, dict) and progress else f"progress is {progress!r:.40}"
@@ -122,7 +122,7 @@ def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
 
 
 def _check_aim(path: Path, extra: dict[str, Any], config: CommonConfig) -> None:
-    """Raise CheckpointError where a checkpoint is trained for another aim."""
+    """Raise CheckpointError if the checkpoint was trained for another objective."""
     for name, now in config.objective_key().items():
         if (before := extra.get("trained_for", {}).get(name, now)) != now:
             raise CheckpointError(
@@ -132,7 +132,7 @@ def _check_aim(path: Path, extra: dict[str, Any], config: CommonConfig) -> None:
 
 
 def _averages(before: float | None, ema: Ema | None) -> list[str]:
-    """What is to be said of the averages of the weights."""
+    """Return notes on the averages of the weights."""
     if before is None and ema is not None:
         return ["note: it has no averages of the weights: they begin as the weights are"]
     if before is not None and ema is None:
@@ -146,10 +146,10 @@ def _averages(before: float | None, ema: Ema | None) -> list[str]:
 
 
 def kept(config: CommonConfig, contents: dict[str, str]) -> dict[str, Any]:
-    """What a checkpoint says of its run's configuration and files, for ``continued`` and ``changes``; JSON-able.
+    """Return the run's configuration and files for its checkpoints, read by ``continued`` and ``changes``; JSON-able.
 
     Args:
-        contents: what ``config.contents()`` was when the run began.
+        contents: the value of ``config.contents()`` when the run began.
     """
     return {
         "sample_order": config.sample_order(),
@@ -161,7 +161,7 @@ def kept(config: CommonConfig, contents: dict[str, str]) -> dict[str, Any]:
 
 
 def settings(config: CommonConfig) -> dict[str, object]:
-    """What changes training but neither its aim, the order of the samples nor the learning rate; by field."""
+    """Return, by field, the settings that change training, except objective, sample order and learning rate."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     return {
         **{name: getattr(config.optimizer, name) for name in OPTIMIZER},
@@ -173,15 +173,15 @@ def settings(config: CommonConfig) -> dict[str, object]:
 
 
 def continued(config: Run, path: Path, extra: dict[str, Any], iteration: int) -> tuple[Run, str | None]:
-    """The configuration with the schedule that ``train.schedule.continued`` chooses, and the line that tells of it."""
+    """Return the configuration with the schedule that ``train.schedule.continued`` chose, and its note."""
     optimizer, note = schedule.continued(config.optimizer, config.train.train_iters, path, extra, iteration)
     return replace(config, optimizer=optimizer), note
 
 
 def changes(config: CommonConfig, extra: dict[str, Any], contents: dict[str, str]) -> list[str]:
-    """A line for each setting and each file that is not as it was, with the flag that keeps the old one."""
+    """Return a note for each setting and file that changed, with the flag that keeps the old value."""
     lines = []
-    # Earlier versions kept an entry's own settings alone, as drawn_by.
+    # Earlier versions kept only an entry's own settings, as drawn_by.
     before = {**extra.get("drawn_by", {}), **extra.get("settings", {})}
     for name, now in settings(config).items():
         if (was := before.get(name, now)) != now:

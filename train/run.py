@@ -1,4 +1,4 @@
-"""A run's beginning and end: its folder, its log, and the one message when it fails."""
+"""Start and end of a run: its folder, its log, and the one message when it fails."""
 
 import atexit
 import os
@@ -22,22 +22,22 @@ from train.config.flags import ConfigError, write_toml
 from train.metrics import METRICS, RunLog, check_services, disk_errors
 from train.resume import Progress
 
-# How long ranks that fail wait for the others, so that a launcher does not end the one that is to speak.
+# How long failing ranks wait for the others, so that a launcher does not end the one that is to speak.
 SECONDS_TO_SPEAK = 5.0
-UNFLUSHED = 120  # Python's own status where output is lost at the end
+UNFLUSHED = 120  # Python's own status if output is lost at exit
 
 
 def exit_status(
     main: Callable[[list[str]], None], arguments: list[str], seconds_to_speak: float = SECONDS_TO_SPEAK
 ) -> int:
-    """Call ``main``; what a user can cause is one line on stderr and status 1, anything else its traceback.
+    """Call ``main``; print a user's error as one line on stderr with status 1, any other as its traceback.
 
-    However many ranks fail, one of them speaks: of an error that all have agreed on, or of one that a rank meets alone.
+    However many ranks fail, only one prints: the error that all agreed on, or that of a rank that failed alone.
     """
     try:
         main(arguments)
     except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)  # by itself: what the ranks would agree by is at fault
+        print(f"error: {error}", file=sys.stderr, flush=True)  # not through the ranks' agreement, which is what failed
         return 1
     except (UserError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None and error.errno not in FULL:
@@ -58,12 +58,12 @@ def exit_status(
 
 
 def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
-    """Call ``main`` with the command line, and end with its ``exit_status`` without taking the interpreter down.
+    """Call ``main`` with the command line, and exit with its ``exit_status`` without finalising the interpreter.
 
-    A thread of gloo's drops its collective's tensors some time after the collective has ended. If the interpreter is
-    being taken down by then, the thread finds no GIL to take, and aborts a process whose work was done: so ended a
-    third of the drawings of tools.sample_dit on a busy machine (github.com/pytorch/pytorch/issues/190489). Output is
-    flushed and exit handlers are called as ever.
+    A gloo thread releases its collective's tensors some time after the collective has ended. If the interpreter is
+    finalising by then, the thread cannot take the GIL and aborts a process whose work is done: this ended a third of
+    the tools.sample_dit runs on a busy machine (github.com/pytorch/pytorch/issues/190489). Output is flushed and exit
+    handlers are called as usual.
     """
     try:
         status = exit_status(main, sys.argv[1:])
@@ -71,11 +71,11 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
         sys.excepthook(*sys.exc_info())
         status = 1
     try:
-        # What multiprocessing does for its children: wait for threads that are no daemons, then call the exit handlers.
+        # As multiprocessing does for its children: wait for threads that are not daemons, then call the exit handlers.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # closed before Python began
+            if stream is not None:  # None if closed before Python began
                 stream.flush()
     except OSError:
         status = status or UNFLUSHED
@@ -93,10 +93,10 @@ def _message(error: Exception) -> str:
 
 @contextmanager
 def owning(config: CommonConfig) -> Iterator[None]:
-    """Keep ``--save`` to this run until the block ends; collective, before any work.
+    """Reserve ``--save`` for this run until the block ends; collective, before any work.
 
     Raises:
-        ConfigError: it cannot be written to, another run writes there, or as ``claim_folder``.
+        ConfigError: it is not writable, another run writes there, or as ``claim_folder``.
     """
     with ExitStack() as held:
         with raise_together():
@@ -113,11 +113,11 @@ def owning(config: CommonConfig) -> Iterator[None]:
 
 
 def claim_folder(config: CommonConfig) -> None:
-    """Refuse to write over another run in ``--save``, or to begin what could not be kept; collective.
+    """Refuse to overwrite another run in ``--save``, or to start a run that could not be saved; collective.
 
     Raises:
-        ConfigError: the folder holds a run that ``--load`` does not go on with, or checkpoints later than the one asked
-            for; it cannot be written to; or what is to receive the numbers besides is not installed.
+        ConfigError: the folder holds a run that ``--load`` does not continue, or checkpoints later than the requested
+            one; it is not writable; or a logging service is not installed.
     """
     from_first(lambda: _claim_folder(config))
 
@@ -143,9 +143,9 @@ def _claim_folder(config: CommonConfig) -> None:
 
 
 def check_writable(folder: Path, name: str) -> None:
-    """Make a nameless file in the folder, or where it would be made: a run that fails here leaves no trace.
+    """Make a nameless file in the folder, or its nearest existing parent, so that a failing run leaves no trace.
 
-    Raises ConfigError that names the folder as the argument ``name``.
+    The ConfigError names the folder as the argument ``name``.
     """
     try:
         whole = (folder, *folder.absolute().parents)
@@ -163,11 +163,11 @@ def check_writable(folder: Path, name: str) -> None:
 
 
 def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
-    """Write config.toml and open the run's log on the first rank; None on the others. Collective.
+    """Write config.toml and open the run's log on the first rank; return None on the others. Collective.
 
     Args:
-        config: as asked for, before ``resume``: the checkpoints keep the schedule that is gone on with. The flags that
-            choose it are left out, as they are for this start alone.
+        config: as given, before ``resume``: checkpoints keep the resumed schedule. The flags that choose it are left
+            out, as they hold for this start alone.
     """
     once = replace(config.optimizer, override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False)
     config = replace(config, optimizer=once)

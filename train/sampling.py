@@ -1,7 +1,7 @@
-"""Samples of a diffusion transformer, drawn over the same mesh that trains it, and pictures of them.
+"""Draw samples of a diffusion transformer over the mesh that trains it, and write pictures of them.
 
-Every data-parallel rank draws other samples, the ranks of a context-parallel group share each. Noise is drawn of whole
-samples from the seed and the sample's number, so that every mesh draws the same ones.
+Each data-parallel rank draws its own samples; the ranks of a context-parallel group share each. Noise is drawn for
+whole samples from the seed and the sample's number, so that every mesh draws the same ones.
 """
 
 import math
@@ -27,7 +27,7 @@ from runtime.together import is_first, raise_together
 from train.config.flags import ConfigError
 
 SMALLEST_SIDE = 48
-"""Pixels that a sample's shorter side has at least in a picture."""
+"""Minimum pixels of a sample's shorter side in a picture."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class SamplingConfig:
             raise ConfigError(f"guidance is {self.guidance}; it must be a number of 0 or more, such as 4")
 
     def check(self, diffusion: Diffusion) -> None:
-        """Raises ConfigError for a method or steps that the objective does not have, or channels that there are not."""
+        """Raise ConfigError for a method or steps that the objective lacks, or more channels than there are."""
         method, objective = self.sample_method or diffusion.methods[0], diffusion.config.objective
         if method not in diffusion.methods:
             raise ConfigError(
@@ -80,7 +80,7 @@ class SamplingConfig:
             )
 
     def check_guidance(self, class_dropout_prob: float) -> None:
-        """Raises ConfigError for guidance away from an embedding of no class that training never sees."""
+        """Raise ConfigError for guidance if training never drops labels."""
         if self.guidance != 1 and class_dropout_prob == 0:
             raise ConfigError(
                 f"guidance is {self.guidance} and class_dropout_prob is {class_dropout_prob}, so that training never "
@@ -90,7 +90,7 @@ class SamplingConfig:
 
 
 class Sampler:
-    """Draws samples with the parts of a model that the ranks of a mesh hold."""
+    """Draw samples with the parts of a model on the ranks of a mesh."""
 
     def __init__(
         self,
@@ -108,14 +108,14 @@ class Sampler:
 
     @torch.no_grad()
     def draw(self, labels: Sequence[int], batch_size: int = 64) -> Tensor:
-        """Latents ``[N, C, (F,) H, W]``, float32 on the CPU, one for each label; on every rank, collective.
+        """Return latents ``[N, C, (F,) H, W]``, float32 on the CPU, one per label; on every rank, collective.
 
         Args:
-            batch_size: samples that go through the model at once, per data-parallel rank, twice that with guidance.
+            batch_size: samples in the model at once, per data-parallel rank; twice that with guidance.
         """
         ranks, rank = self._mesh.dp.size(), self._mesh.dp.get_local_rank()
         each = math.ceil(len(labels) / ranks)
-        # All ranks draw equally many, since the sharded model is gathered by all at once: some are drawn twice.
+        # All ranks draw equally many, since they gather the sharded model together: some samples are drawn twice.
         mine = [number % len(labels) for number in range(rank * each, (rank + 1) * each)]
         drawn = [
             self._draw(mine[begin : begin + batch_size], labels) for begin in range(0, each, batch_size)
@@ -126,7 +126,7 @@ class Sampler:
         return unpatchify(torch.cat(gathered)[: len(labels)], self._model).cpu()
 
     def _draw(self, numbers: list[int], labels: Sequence[int]) -> Tensor:
-        """This rank's patches ``[B, T, W]`` of the samples with these numbers."""
+        """Return this rank's patches ``[B, T, W]`` of the samples with these numbers."""
         sampling = self._sampling
         asked = torch.tensor([labels[number] for number in numbers], device=self._mesh.device)
         none, channels = self._model.num_classes, sampling.guidance_channels
@@ -141,7 +141,7 @@ class Sampler:
         )
 
     def _noise(self, numbers: list[int], when: str) -> Tensor:
-        """This rank's patches ``[B, T, W]`` of the samples' noise."""
+        """Return this rank's patches ``[B, T, W]`` of the samples' noise."""
         noise = [
             torch.randn(self._model.latent_shape, generator=generator_of(self._seed, f"drawn sample {number}, {when}"))
             for number in numbers
@@ -149,7 +149,7 @@ class Sampler:
         return self._cp.shard(patchify(torch.stack(noise), self._model), dim=1).to(self._mesh.device)
 
     def _through_stages(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """The whole model's output; each pipeline stage in turn hands its own to all."""
+        """Return the whole model's output; each pipeline stage in turn broadcasts its own."""
         ranks, group = self._mesh.pp.size(), self._mesh.pp.get_group()
         if ranks == 1 and len(self._parts) == 1:
             return self._parts[0](x, self._positions, times, labels).float()
@@ -162,7 +162,7 @@ class Sampler:
 
 
 def _handed_on(x: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
-    """The tensor of rank ``source``, whose shape and dtype the others do not know."""
+    """Broadcast the tensor of rank ``source``, of which the others know neither shape nor dtype."""
     described: list[Any] = [(x.shape, x.dtype)]
     dist.broadcast_object_list(described, src=source, group=group)
     shape, dtype = described[0]
@@ -172,10 +172,10 @@ def _handed_on(x: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def write_grid(path: Path, latents: Tensor, columns: int) -> None:
-    """Write samples ``[N, C, (F,) H, W]`` as one picture, row by row, ``columns`` in each; of a video the first frame.
+    """Write samples ``[N, C, (F,) H, W]`` as one picture, ``columns`` per row; of a video the first frame.
 
-    Values from -1 to 1 of one channel are grey and of three are colours. Latents have no colours of their own: their
-    first three channels are shown, or the first one alone, from -3 to 3.
+    One channel from -1 to 1 is grey, three are colours. Latents have no colours: their first three channels are shown,
+    or the first alone, from -3 to 3.
     """
     from PIL import Image
 
@@ -198,21 +198,21 @@ def write_grid(path: Path, latents: Tensor, columns: int) -> None:
 
 
 def not_finite(samples: Tensor) -> int:
-    """How many of the samples ``[N, ...]`` hold a NaN or an infinity, which a picture would show as a shade."""
+    """Count the samples ``[N, ...]`` with a NaN or an infinity, which a picture would show as a shade."""
     return int((~samples.isfinite()).flatten(1).any(1).sum())
 
 
 def by_class(classes: Sequence[int], per_class: int) -> list[int]:
-    """The label of every sample of a grid, a row of ``per_class`` for each class."""
+    """Return the label of every sample of a grid with a row of ``per_class`` for each class."""
     return [label for label in classes for _ in range(per_class)]
 
 
 def picture_writer(
     sampler: Sampler, sampling: SamplingConfig, num_classes: int, folder: str | None, micro_batch_size: int
 ) -> Callable[[int], None] | None:
-    """What a run calls with its iteration, on all ranks, to write samples/iter_N.png; None where nothing is to be.
+    """Return a function of the iteration that writes samples/iter_N.png, for all ranks; None if there is none to write.
 
-    No more goes through the model at once than in training. Collective: raises on all ranks where the first one cannot
+    No more samples are in the model at once than in training. Collective: raises on all ranks if the first one cannot
     make the folder or a picture.
     """
     if not sampling.samples_per_class or folder is None:
@@ -222,7 +222,7 @@ def picture_writer(
     pictures = Path(folder) / "samples"
     with raise_together():
         if is_first():
-            import_module("PIL.Image")  # before the training, not after its first validation
+            import_module("PIL.Image")  # fail before training, not after the first validation
             pictures.mkdir(parents=True, exist_ok=True)
 
     def write(iteration: int) -> None:

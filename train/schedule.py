@@ -1,4 +1,4 @@
-"""The learning rate of every iteration: Megatron's schedules as functions of the iteration alone."""
+"""Learning-rate schedules of Megatron as functions of the iteration alone."""
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
@@ -11,10 +11,10 @@ from train.optim import OptimizerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What decides every learning rate, without defaults that hang on train_iters; by OptimizerConfig's names.
+    """The settings of a learning-rate schedule without defaults that depend on train_iters; OptimizerConfig's names.
 
-    The formulas are those of ``megatron.core.optimizer_param_scheduler``, which counts the iterations that are over:
-    its rate in iteration n + 1 is the one here in iteration n, so that a warm-up's first iteration learns.
+    The formulas are those of ``megatron.core.optimizer_param_scheduler``, which counts completed iterations: its rate
+    in iteration n + 1 is the one here in iteration n, so that a warm-up's first iteration learns.
     """
 
     lr: float
@@ -23,13 +23,13 @@ class Schedule:
     lr_warmup_iters: int
     lr_warmup_init: float
     lr_decay_iters: int | None
-    """None where the style has no end."""
+    """None if the style has no end."""
     lr_wsd_decay_iters: int | None
-    """None where the style is not WSD."""
+    """None if the style is not WSD."""
     lr_wsd_decay_style: str
 
     def rate(self, iteration: int) -> float:
-        """Learning rate of ``iteration``; the first is 1."""
+        """Return the learning rate of ``iteration``; the first is 1."""
         warmup, style, end = self.lr_warmup_iters, self.lr_decay_style, self.lr_decay_iters
         if iteration <= warmup:
             return self.lr_warmup_init + (self.lr - self.lr_warmup_init) * iteration / warmup
@@ -42,7 +42,7 @@ class Schedule:
         return self.min_lr + (self.lr - self.min_lr) * self._share(iteration)
 
     def _share(self, iteration: int) -> float:
-        """How much of the way from min_lr to lr is left; 1 where the decay begins, 0 where it ends."""
+        """Return the share of the way from min_lr to lr that is left; 1 where the decay begins, 0 where it ends."""
         assert self.lr_decay_iters is not None
         style, begin = self.lr_decay_style, self.lr_warmup_iters
         if style == "WSD":
@@ -59,16 +59,16 @@ class Schedule:
         return min(1.0, (decay - (iteration - begin)) / decay)
 
     def taken_by(self, config: OptimizerConfig) -> OptimizerConfig:
-        """``config`` with this schedule in place of its own."""
+        """Return ``config`` with this schedule."""
         return replace(config, **asdict(self), lr_warmup_fraction=None)
 
 
 def schedule_of(config: OptimizerConfig, train_iters: int) -> Schedule:
-    """The schedule of a run of ``train_iters`` iterations.
+    """Return the schedule of a run of ``train_iters`` iterations.
 
-    Where lr_decay_iters is left to train_iters, a run too short for its warm-up takes a tenth of it instead, and for
-    its lr_wsd_decay_iters what is left: a shorter run needs no other configuration. The default of lr_wsd_decay_iters
-    never reaches into the warm-up.
+    If lr_decay_iters is not set, a run too short for its warm-up takes a tenth of its iterations instead, and caps
+    lr_wsd_decay_iters at the rest: a shorter run needs no other configuration. The default of lr_wsd_decay_iters never
+    reaches into the warm-up.
     """
     end = config.lr_decay_iters or train_iters
     warmup = config.lr_warmup_iters
@@ -94,7 +94,7 @@ def schedule_of(config: OptimizerConfig, train_iters: int) -> Schedule:
 
 
 def shortened(config: OptimizerConfig, train_iters: int) -> list[str]:
-    """What of the configuration a run so short cannot have, a note for each."""
+    """Return a note for each setting that a short run reduces."""
     schedule = schedule_of(config, train_iters)
     wanted: dict[str, int | None] = {
         "lr_warmup_iters": config.lr_warmup_iters if config.lr_warmup_fraction is None else None
@@ -112,14 +112,13 @@ def shortened(config: OptimizerConfig, train_iters: int) -> list[str]:
 def continued(
     optimizer: OptimizerConfig, train_iters: int, path: Path, extra: dict[str, Any], iteration: int
 ) -> tuple[OptimizerConfig, str | None]:
-    """Choose the schedule that a run takes from ``iteration`` of a checkpoint on; and the line that tells of a choice.
+    """Choose the schedule of a run from ``iteration`` of a checkpoint on; return it and a note on the choice.
 
-    That of the checkpoint where train_iters alone has changed, so that a longer run has no jump, unless it comes to a
-    learning rate of 0 before the run ends; of the configuration where anything else of it has. The flags of
-    OptimizerConfig choose.
+    The checkpoint's, if only train_iters changed, so that a longer run has no jump, unless its learning rate reaches 0
+    before the run ends; the configuration's, if anything else of it changed. The flags of OptimizerConfig override.
 
     Raises:
-        CheckpointError: the checkpoint's schedule makes no sense.
+        CheckpointError: the checkpoint's schedule is not valid.
     """
     own = schedule_of(optimizer, train_iters)
     before = _saved_schedule(optimizer, own, path, extra)
@@ -149,7 +148,7 @@ def continued(
 
 
 def _saved_schedule(optimizer: OptimizerConfig, own: Schedule, path: Path, extra: dict[str, Any]) -> Schedule | None:
-    """None in a checkpoint of a version that kept none."""
+    """Return the saved schedule; None in checkpoints of versions that kept none."""
     if "schedule" not in extra:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Denoising of latents, as the training loop sees it.
+"""Denoising of latents, the objective of diffusion transformers.
 
 Shapes: B samples, T patches of this context-parallel rank, W elements of a patch.
 """
@@ -17,14 +17,14 @@ from parallel.context import ContextParallel
 from train.objectives.base import Objective
 
 CONDITIONING = ("t_embedder.", "y_embedder.")
-"""Modules that every pipeline stage has, since hidden states alone pass between stages."""
+"""Modules of every pipeline stage, since only hidden states pass between stages."""
 
 
 class Denoising(Objective):
-    """Adds noise to a batch, shards it over the context-parallel ranks and sums the loss of this rank's patches.
+    """Add noise to a batch, shard it over the context-parallel ranks and sum the loss of this rank's patches.
 
-    Noise, time and whether the label is dropped are drawn on the CPU, of whole samples, from the seed and the sample's
-    number alone: every mesh, and a run that goes on, has the same ones.
+    Noise, time and label dropout are drawn on the CPU for whole samples, from the seed and the sample's number alone:
+    every mesh and every resumed run draws the same ones.
     """
 
     loss_name = "diffusion_loss"
@@ -35,17 +35,17 @@ class Denoising(Objective):
     ) -> None:
         self._cp, self._device, self._model, self._diffusion, self._seed = cp, device, model, diffusion, seed
         self._positions = cp.positions.to(device)  # [T]
-        self._real = (self._positions < cp.plan.seq_len).float()  # [T]; what is beyond is padding
+        self._real = (self._positions < cp.plan.seq_len).float()  # [T]; 0 for padding
 
     @property
     def local_length(self) -> int:
-        """Patches of a sample that this rank takes, padding included."""
+        """Return this rank's patches per sample, padding included."""
         return len(self._positions)
 
     def local(self, batch: Batch) -> Batch:
-        """This rank's patches [B, T, W] of latents [B, C, (F,) H, W], with what noises and conditions them.
+        """Return this rank's patches [B, T, W] of latents [B, C, (F,) H, W], with noise, times and labels.
 
-        A sample whose number is below 0 is a filler, and carries no loss.
+        A sample with a negative number is a filler and carries no loss.
         """
         drawn = [self._drawn(int(sample)) for sample in batch["sample"]]
         chance, uniform, normal, noise = (torch.stack(values) for values in zip(*drawn, strict=True))
@@ -63,19 +63,20 @@ class Denoising(Objective):
         return {name: value.to(self._device, non_blocking=True) for name, value in local.items()}
 
     def _drawn(self, sample: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of one sample: chance of its label, uniform and normal that decide its time, noise as its latents."""
+        """Draw for one sample: label chance, uniform and normal for its time, noise of the latents' shape."""
         generator = generator_of(self._seed, f"noise of sample {sample}")
         chance, uniform = torch.rand(2, generator=generator)
         normal = torch.randn((), generator=generator)
         return chance, uniform, normal, torch.randn(self._model.latent_shape, generator=generator)
 
     def count(self, local: Batch) -> int:
-        """Patches that carry loss."""
+        """Count the patches that carry loss."""
         return int(local["valid"].sum()) * int(self._real.sum())
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """Sum over this rank's patches of the mean loss of their elements, float32; hidden states, where the model is a
-        part without the end, as a part without the beginning has in the place of the patches.
+        """Return the sum over this rank's patches of their elements' mean loss, float32.
+
+        A stage other than the last returns hidden states; one other than the first takes them in place of patches.
         """
         output = model(local["patches"], self._positions, local["times"], local["labels"])
         if model.final_layer is None:
@@ -86,10 +87,10 @@ class Denoising(Objective):
         return (loss * local["valid"][:, None] * self._real).sum()
 
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
-        """Patches ``[B, T, W]``."""
+        """Return the name and a meta tensor of patches ``[B, T, W]``."""
         return "patches", torch.empty((micro_batch_size, self.local_length, self._model.patch_width), device="meta")
 
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
-        """What conditions the layers, in every stage."""
+        """Tie the conditioning modules of all stages."""
         names = [name for name, _ in part.named_parameters() if name.startswith(CONDITIONING)]
         return dict.fromkeys(names, range(stages))

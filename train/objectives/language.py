@@ -1,4 +1,4 @@
-"""Next-token prediction, as the training loop sees it."""
+"""Next-token prediction, the objective of language models."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,26 +18,26 @@ from train.objectives.base import Objective
 
 
 class NextToken(Objective):
-    """Shards a batch over the context-parallel ranks and sums the loss of this rank's tokens."""
+    """Shard a batch over the context-parallel ranks and sum the loss of this rank's tokens."""
 
     loss_name = "lm_loss"
     unit = "tokens"
 
     def __init__(self, cp: ContextParallel, device: torch.device, loss_chunk_size: int = 0) -> None:
-        """loss_chunk_size: tokens whose logits exist at once; 0 is all."""
+        """loss_chunk_size: tokens whose logits exist at once; 0 for all."""
         self._cp = cp
         self._loss_chunk_size = loss_chunk_size
         self._device = device
-        # Padding takes the last position: those beyond the sequence may have no entry in a table of learned positions.
+        # Padding takes the last position: a table of learned positions may have none beyond the sequence.
         self._positions = cp.positions.clamp(max=cp.plan.seq_len - 1).to(device)  # [T]
 
     @property
     def local_length(self) -> int:
-        """Tokens of a sequence that this rank takes, padding included."""
+        """Return this rank's tokens per sequence, padding included."""
         return len(self._positions)
 
     def local(self, batch: Batch) -> Batch:
-        """This rank's tokens and labels ``[B, T]`` of whole sequences ``[B, S]``; padding carries no loss."""
+        """Return this rank's tokens and labels ``[B, T]`` of sequences ``[B, S]``; padding carries no loss."""
         tokens, labels = (batch[name].to(self._device, non_blocking=True) for name in ("tokens", "labels"))
         return {
             "tokens": self._cp.shard(tokens, dim=1),
@@ -45,13 +45,13 @@ class NextToken(Objective):
         }
 
     def count(self, local: Batch) -> int:
-        """Tokens that carry loss."""
+        """Count the tokens that carry loss."""
         return int((local["labels"] != IGNORE_INDEX).sum())
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """Sum of the losses of this rank's tokens, float32; hidden states, where the model is a part without the end.
+        """Return the sum of this rank's token losses, float32.
 
-        A part without the beginning finds hidden states in the place of the tokens.
+        A stage other than the last returns hidden states; one other than the first takes them in place of tokens.
         """
         labels, size = local["labels"], self._loss_chunk_size
 
@@ -63,16 +63,16 @@ class NextToken(Objective):
         return model(local["tokens"], self._positions, head)
 
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
-        """Tokens ``[B, T]``."""
+        """Return the name and a meta tensor of tokens ``[B, T]``."""
         return "tokens", torch.empty((micro_batch_size, self.local_length), dtype=torch.int64, device="meta")
 
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
-        """The embedding, where it is the output projection too: of the first stage and the last."""
+        """Tie the embedding of the first stage and the last if it is also the output projection."""
         assert isinstance(part, LanguageModel)
         return {} if part.config.untie_embeddings_and_output_weights else {"embedding.weight": (0, stages - 1)}
 
     def validation_line(self, record: dict[str, Any]) -> str:
-        """One line on a validation, beside the loss that knowing the tokens' frequencies alone would give."""
+        """Describe a validation in one line, with the corpus's unigram entropy if known."""
         line = super().validation_line(record) + f" | perplexity: {math.exp(min(record['validation_loss'], 99)):.2f}"
         if "unigram_entropy" in record:
             line += f" | unigram entropy of the corpus: {record['unigram_entropy']:.4f}"
@@ -80,9 +80,9 @@ class NextToken(Objective):
 
 
 def corpus_entropy(data: DataConfig) -> dict[str, float]:
-    """The loss (nats per token) of knowing the tokens' frequencies alone, to print beside a validation loss.
+    """Return the unigram entropy of the corpus (nats per token), to print beside a validation loss.
 
-    Nothing for a blend, whose frequencies depend on its weights.
+    Returns nothing for a blend, whose token frequencies depend on its weights.
     """
     prefixes, _ = blend(data.data_path)
     return {"unigram_entropy": unigram_entropy(prefixes[0])} if len(prefixes) == 1 else {}

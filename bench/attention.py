@@ -22,6 +22,7 @@ import torch
 from bench.processes import ONE_PROCESS, Contestants, Times
 from bench.workload import DTYPES, Workload, check_same
 from parallel.context import METHODS, make_plan
+from runtime.errors import UserError
 from testing.machine import OtherLoad, describe, usable_cores
 from testing.records import write_records
 from tools.arguments import parser_for
@@ -75,12 +76,12 @@ def measure_cpu(
     """Time every contestant in turn, ``repeats`` times or until ``max_seconds`` are over (3 times at least).
 
     Raises:
-        ValueError: fewer cores than ranks, or an unknown method.
+        UserError: fewer cores than ranks, or an unknown method.
         RuntimeError: a process failed, or a method's result differs from the one process's.
     """
     cores = usable_cores()[:ranks]
     if len(cores) < ranks:
-        raise ValueError(f"{ranks} ranks need a core each and this process may use {len(cores)}; use fewer ranks")
+        raise UserError(f"{ranks} ranks need a core each and this process may use {len(cores)}; use fewer ranks")
     limits = {name: slowest_pairs(name, work.seq_length, ranks) for name in methods}
     names = [*methods, ONE_PROCESS]
     rounds: list[dict[str, list[Times]]] = []
@@ -225,14 +226,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     on_gpu = args.device == "cuda"
     methods = tuple(dict.fromkeys(args.methods))
     if args.repeats < 1:
-        raise ValueError(f"--repeats is {args.repeats}; it must be 1 or more")
+        raise UserError(f"--repeats is {args.repeats}; it must be 1 or more")
     chosen = dict(CUDA_DEFAULTS if on_gpu else CPU_DEFAULTS)
     chosen |= {name: value for name, value in vars(args).items() if name in chosen and value is not None}
     ranks = chosen.pop("context_parallel_size")
     heads = chosen["num_heads"] if args.kv_heads is None else args.kv_heads
     work = Workload(**chosen, batch=args.batch, kv_heads=heads)
     if ranks < 1:
-        raise ValueError(f"--context-parallel-size is {ranks}; it must be 1 or more")
+        raise UserError(f"--context-parallel-size is {ranks}; it must be 1 or more")
     if not on_gpu:
         result = measure_cpu(work, methods, ranks, args.repeats, args.max_seconds)
         print(table(result))

@@ -35,6 +35,7 @@ from kernels import reference
 from kernels.linear_attention import linear_attention
 from kernels.linear_scan import SCAN_CHUNK
 from model.transnormer import alibi_slopes
+from runtime.errors import UserError
 from testing.machine import OtherLoad, describe, slug, usable_cores
 from testing.records import write_records
 from tools.arguments import parser_for
@@ -271,12 +272,12 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         if not 1 <= args.min_length <= args.max_length:
-            raise ValueError(
+            raise UserError(
                 f"--min-length is {args.min_length} and --max-length {args.max_length}; the first must be 1 or more, "
                 "the second no less"
             )
         if args.repeats < 1:
-            raise ValueError(f"--repeats is {args.repeats}; it must be 1 or more")
+            raise UserError(f"--repeats is {args.repeats}; it must be 1 or more")
         shape = Workload(
             seq_length=args.min_length,
             batch=args.batch,

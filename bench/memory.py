@@ -34,6 +34,7 @@ from model.config import ModelConfig
 from model.llama import Llama
 from parallel.context import context_parallel
 from parallel.recompute import ATTENTION, RecomputeConfig, recompute_layers
+from runtime.errors import UserError
 from testing.machine import describe
 from testing.records import write_records
 from tools.arguments import parser_for
@@ -59,7 +60,7 @@ class Shape:
     def __post_init__(self) -> None:
         for name in ("seq_length", "num_layers", "chunk_size", "vocab_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+                raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
 
 
 DEFAULTS: dict[str, dict[str, int]] = {

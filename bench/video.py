@@ -26,6 +26,7 @@ import numpy as np
 import pretrain_dit
 from bench.memory import CLEAR, ENVIRONMENT, status
 from data.latents.writer import write_latents
+from runtime.errors import UserError
 from testing.machine import describe
 from testing.ranks import run_ranks
 from testing.records import write_records
@@ -132,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     shape = Shape(**{name: getattr(args, name) for name in asdict(Shape())})
     try:
         if shape.train_iters < 2 or min(*args.frames, *args.processes, 1) < 1:
-            raise ValueError(
+            raise UserError(
                 f"train_iters is {shape.train_iters}, frames {args.frames}, processes {args.processes}; the first must "
                 "be 2 or more, since the first iteration is not timed, the others 1 or more"
             )

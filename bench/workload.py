@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from runtime.errors import UserError
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Matrix products per (query, key) pair and head, 2 D operations each: Q K^T and P V forward; Q K^T again, dO V^T, dV,
@@ -32,11 +34,11 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("seq_length", "batch", "num_heads", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+                raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.num_heads % self.kv_heads:
-            raise ValueError(f"kv_heads is {self.kv_heads}, which does not divide num_heads {self.num_heads}")
+            raise UserError(f"kv_heads is {self.kv_heads}, which does not divide num_heads {self.num_heads}")
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
+            raise UserError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
 
     @property
     def pairs(self) -> int:

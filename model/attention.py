@@ -26,16 +26,16 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @runtime_checkable
-class EarlyAttend(Protocol):
+class PrefetchingAttend(Protocol):
     """An Attend that can start on k and v before q is ready."""
 
-    def begin(self, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
+    def prefetch_kv(self, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
         """Return q -> attention to k and v, to be called once, before any other attention of this object."""
 
 
-def begin(attend: Attend, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return q -> attend(q, k, v); an EarlyAttend starts on k and v now."""
-    return attend.begin(k, v) if isinstance(attend, EarlyAttend) else lambda q: attend(q, k, v)
+def prefetch_kv(attend: Attend, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return q -> attend(q, k, v); a PrefetchingAttend starts on k and v now."""
+    return attend.prefetch_kv(k, v) if isinstance(attend, PrefetchingAttend) else lambda q: attend(q, k, v)
 
 
 LinearAttend = Callable[[Tensor, Tensor, Tensor, Sequence[float]], Tensor]
@@ -116,14 +116,14 @@ class Attention(nn.Module):
         # -1, not the number of heads: under tensor parallelism a device holds some of them.
         # k and v first: with several devices they may be in transit while q is projected.
         k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))  # [B, T, G, D]
-        attention = self._begun(k if rotary is None else rotary.rotate(k), v, states, layer)
+        attention = self._prefetched(k if rotary is None else rotary.rotate(k), v, states, layer)
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
         out = attention(q if rotary is None else rotary.rotate(q))  # [B, T, H, D]
         return self.wo(out.flatten(-2))
 
-    def _begun(self, k: Tensor, v: Tensor, states: States, layer: int) -> Callable[[Tensor], Tensor]:
+    def _prefetched(self, k: Tensor, v: Tensor, states: States, layer: int) -> Callable[[Tensor], Tensor]:
         if states is None:
-            return begin(self.attend, k, v)
+            return prefetch_kv(self.attend, k, v)
 
         def attention(q: Tensor) -> Tensor:
             out, states[layer] = continued(q, k, v, states[layer])

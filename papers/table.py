@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runtime.errors import UserError
 from tools.arguments import parser_for
 
 FOLDER = Path(__file__).parent
@@ -72,7 +73,7 @@ def finished(
     """Train what ``path`` does not hold yet of the wanted rows, and write it there run by run; all that it holds.
 
     Raises:
-        ValueError: it holds runs of other settings, or is not what this writes.
+        UserError: it holds runs of other settings, or is not what this writes.
         RuntimeError: a rank failed.
     """
     from data.text.prepare import Request, prepare
@@ -83,7 +84,7 @@ def finished(
     settings = {"iterations": iterations, **table.sizes}
     result = kept(path) or {"settings": settings, "runs": {}}
     if result["settings"] != settings:
-        raise ValueError(f"{path} holds runs of {result['settings']}, not of {settings}; give another --results")
+        raise UserError(f"{path} holds runs of {result['settings']}, not of {settings}; give another --results")
     names = [name for row in wanted for name in table.runs(row)]
     missing = [name for name in names if name not in result["runs"]]
     if missing:
@@ -120,7 +121,7 @@ def kept(path: Path) -> Result | None:
         return None
     result = {"runs": {}, **read_records(path)}
     if "settings" not in result:
-        raise ValueError(f"{path} holds no settings of runs; give another --results")
+        raise UserError(f"{path} holds no settings of runs; give another --results")
     curves = read_records(curves_of(path)).get("runs", {}) if curves_of(path).exists() else {}
     for name, run in result["runs"].items():
         run |= {"losses": curves[name]["losses"]} if name in curves else {}
@@ -189,7 +190,7 @@ def run(table: Table, args: argparse.Namespace) -> int:
     path = args.results / f"{table.name}.jsonl"
     try:
         if args.iterations < 2:
-            raise ValueError(f"--iterations is {args.iterations}; it must be 2 or more")
+            raise UserError(f"--iterations is {args.iterations}; it must be 2 or more")
         result = finished(table, args.rows, args.iterations, args.data, path, lambda line: print(line, flush=True))
         path.with_suffix(".md").write_text(table.markdown(result), encoding="utf-8")
         without = [name for name, run in result["runs"].items() if "losses" not in run]

@@ -23,7 +23,7 @@ from runtime.errors import UserError
 
 ATTENTION = frozenset(
     {
-        "longmesh::begin_context_attention",
+        "longmesh::prefetch_kv",
         "longmesh::context_attention",
         "longmesh::linear_attention",
         "longmesh::state_attention",

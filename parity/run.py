@@ -40,6 +40,7 @@ from parity.cases import (
     linear_cases,
 )
 from parity.rank import Found, train
+from runtime.errors import UserError
 from runtime.files import write_text
 from testing.machine import describe
 from testing.ranks import run_ranks
@@ -233,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     kinds = list(dict.fromkeys(args.kind))
     try:
         if not any(chosen_cases(kind, args.only) for kind in kinds):
-            raise ValueError(f"--only is {args.only!r}, which is in no mesh's title, such as {cases()[0].title}")
+            raise UserError(f"--only is {args.only!r}, which is in no mesh's title, such as {cases()[0].title}")
         if kinds != [DIFFUSION]:
             prepare(Request(), args.data)
         started, lines, failed = time.monotonic(), list[str](), 0

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from runtime.errors import UserError
 from runtime.files import write_text
 
 DIGITS = 12
@@ -18,7 +19,7 @@ def lines_of(result: dict[str, Any]) -> list[str]:
     """Return the lines of a result's file.
 
     Raises:
-        ValueError: a row has a field named "of" or "key".
+        UserError: a row has a field named "of" or "key".
     """
     result = _short(result)
     first, rows = {}, []
@@ -27,7 +28,7 @@ def lines_of(result: dict[str, Any]) -> list[str]:
             first[name] = value
         for key, row in table:
             if clash := row.keys() & {"of", "key"}:
-                raise ValueError(f"a row of {name} has a field {min(clash)!r}, which the file needs; rename it")
+                raise UserError(f"a row of {name} has a field {min(clash)!r}, which the file needs; rename it")
             rows.append({"of": name, **({} if key is None else {"key": key}), **row})
     return [json.dumps(line) for line in (first, *rows)]
 
@@ -42,16 +43,16 @@ def read_records(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line is not JSON, or not an object.
+        UserError: a line is not JSON, or not an object.
     """
     result: dict[str, Any] = {}
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             line = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"{path}:{number} is not JSON: {error}") from None
+            raise UserError(f"{path}:{number} is not JSON: {error}") from None
         if not isinstance(line, dict) or (number > 1 and "of" not in line):
-            raise ValueError(f"{path}:{number} is no row of a result: {text[:60]}")
+            raise UserError(f"{path}:{number} is no row of a result: {text[:60]}")
         if number == 1:
             result |= line
         elif "key" in line:

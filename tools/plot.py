@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from runtime.errors import UserError
 from tools.arguments import parser_for
 
 if TYPE_CHECKING:
@@ -57,12 +58,12 @@ def layout_figure(methods: list[str] | None, seq_length: int, size: int, causal:
     """Draw these methods, by default those of ``CAPTIONS``.
 
     Raises:
-        ValueError: an unknown method, or a picture too large to read.
+        UserError: an unknown method, or a picture too large to read.
     """
     from tools.layout_picture import CAPTIONS, draw, drawing
 
     if seq_length > LARGEST_PICTURE or size > seq_length:
-        raise ValueError(
+        raise UserError(
             f"--seq-length is {seq_length} and --size {size}; a picture shows up to {LARGEST_PICTURE} tokens, and at "
             "least one for each rank"
         )
@@ -73,13 +74,13 @@ def teams_figure(args: argparse.Namespace) -> "Figure":
     """Draw WallFacer over these ranks.
 
     Raises:
-        ValueError: teams that do not fit the ranks, or a picture too large to read.
+        UserError: teams that do not fit the ranks, or a picture too large to read.
     """
     from parallel.context import make_plan
     from tools.team_picture import draw
 
     if args.size > LARGEST_TEAMS or min(args.ranks_per_node, args.heads, args.kv_heads) < 1:
-        raise ValueError(f"--size is {args.size}; up to {LARGEST_TEAMS} ranks can be shown, nodes and heads from 1 on")
+        raise UserError(f"--size is {args.size}; up to {LARGEST_TEAMS} ranks can be shown, nodes and heads from 1 on")
     length = max(1, 2 * args.size)
     plan = make_plan("wallfacer", seq_len=length, size=args.size, team_size=args.team_size, placement=args.placement)
     return draw(plan, args.ranks_per_node, args.heads, args.kv_heads)
@@ -89,20 +90,20 @@ def read_losses(run: Path) -> dict[str, list[tuple[int, float]]]:
     """Read a run's (iteration, value) pairs by field; a repeated iteration, as after a resume, counts as last written.
 
     Raises:
-        ValueError: the file is missing, or a line is not the record of an iteration.
+        UserError: the file is missing, or a line is not the record of an iteration.
     """
     from train.metrics import read_metrics
 
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.exists():
-        raise ValueError(f"{path} does not exist; name the folder of a run, or its metrics.jsonl")
+        raise UserError(f"{path} does not exist; name the folder of a run, or its metrics.jsonl")
     found: dict[str, dict[int, float]] = {field: {} for field in (*LOSSES, RATE)}
     for record in read_metrics(path):
         for field, values in found.items():
             if record.get(field) is not None:
                 values[record["iteration"]] = record[field]
     if not any(found[field] for field in LOSSES):
-        raise ValueError(f"{path} holds no lm_loss and no diffusion_loss")
+        raise UserError(f"{path} holds no lm_loss and no diffusion_loss")
     return {field: sorted(values.items()) for field, values in found.items()}
 
 

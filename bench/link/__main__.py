@@ -20,6 +20,7 @@ from types import FrameType
 
 from bench.link.cases import CASES, LINEAR_CASES, MODELS, cases_of
 from bench.link.network import check_permission
+from runtime.errors import UserError
 from tools.arguments import parser_for
 
 LINKS = ("shared", "rails")
@@ -71,26 +72,26 @@ def check(args: argparse.Namespace) -> None:
     Removes models without any of the named cases from ``args``.
 
     Raises:
-        ValueError: with the flag, the value and what it must be.
+        UserError: with the flag, the value and what it must be.
     """
     if args.repeats < 1:
-        raise ValueError(f"--repeats is {args.repeats}; it must be 1 or more")
+        raise UserError(f"--repeats is {args.repeats}; it must be 1 or more")
     if args.profile < 0 or (args.profile and args.rate != PROFILED_RATE):
-        raise ValueError(
+        raise UserError(
             f"--profile is {args.profile} with --rate {args.rate}; it must be 0 or more, and bench/link/clusters/ is "
             f"about {PROFILED_RATE}"
         )
     if args.batch_size is not None and args.batch_size < 1:
-        raise ValueError(f"--batch-size is {args.batch_size}; it must be 1 or more")
+        raise UserError(f"--batch-size is {args.batch_size}; it must be 1 or more")
     if args.cases:
         having = [model for model in args.models if any(name in cases_of(model) for name in args.cases)]
         if not having:
             known = "; ".join(f"{model} has {', '.join(cases_of(model))}" for model in args.models)
-            raise ValueError(f"--cases is {' '.join(args.cases)}, none of which any of --models has; {known}")
+            raise UserError(f"--cases is {' '.join(args.cases)}, none of which any of --models has; {known}")
         args.models = having
     for length in args.seq_length:
         if length < 16 or (args.batch_size is None and (args.tokens < length or args.tokens % length)):
-            raise ValueError(
+            raise UserError(
                 f"--seq-length is {length} with --tokens {args.tokens}; it must be 16 or more, and "
                 "tokens a multiple of it, or give --batch-size"
             )

@@ -5,6 +5,7 @@ from typing import Any
 
 from bench.link.cases import reference_of
 from bench.link.planned import verdict
+from runtime.errors import UserError
 from runtime.files import write_text
 from testing.machine import device_name, slug, usable_cores
 from testing.records import read_records, write_records
@@ -74,7 +75,7 @@ def earlier(path: Path, **asked: Any) -> dict[str, Any] | None:
     """Read an earlier run's results, each setting with its date and note; None if there are none.
 
     Raises:
-        ValueError: the file cannot be read, or its figures were taken with other values than ``asked`` (rate, repeats).
+        UserError: the file cannot be read, or its figures were taken with other values than ``asked`` (rate, repeats).
     """
     if not path.exists():
         return None
@@ -87,9 +88,9 @@ def earlier(path: Path, **asked: Any) -> dict[str, Any] | None:
             _key(setting)
             setting["cases"] = {name: {"date": setting["date"], **case} for name, case in setting["cases"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not what this bench writes ({error!r}); give another --results") from None
+        raise UserError(f"{path} is not what this bench writes ({error!r}); give another --results") from None
     if different:
-        raise ValueError(f"{path} holds figures with {' and '.join(different)}; give another --results")
+        raise UserError(f"{path} holds figures with {' and '.join(different)}; give another --results")
     return {**before, "settings": settings}
 
 
@@ -99,7 +100,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     Settings and cases that an earlier run on the same machine measured, and this one did not, stay with their date.
 
     Raises:
-        ValueError: as ``earlier``.
+        UserError: as ``earlier``.
     """
     path = path_of(folder, result["machine"])
     before = earlier(path, rate=result["rate"], repeats=result["repeats"])

@@ -39,21 +39,21 @@ class Executor:
     def __post_init__(self) -> None:
         self.handle = _executors.add(self)
         self._holders, self._team = self.geometry.holders(self.rank), self.geometry.teammates(self.rank)
-        self._begun: tuple[int, Arrival] | None = None
+        self._prefetched: tuple[int, Arrival] | None = None
 
     @property
     def gathers_keys(self) -> bool:
         """Return whether attention starts with an all-gather of k and v."""
         return len(self._holders) > 1
 
-    def begin(self, k: Tensor, v: Tensor) -> int:
-        """Start gathering k and v; return the ticket to pass to the next ``forward``."""
+    def prefetch_kv(self, k: Tensor, v: Tensor) -> int:
+        """Start gathering k and v; return the handle to pass to the next ``forward``."""
         self._take(None)
-        self._begun = next(_tickets), self.transport.gather((k, v), self._holders)
-        return self._begun[0]
+        self._prefetched = next(_prefetches), self.transport.gather((k, v), self._holders)
+        return self._prefetched[0]
 
     def forward(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, ticket: int | None = None
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, prefetch: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider."""
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -62,7 +62,7 @@ class Executor:
         out = torch.zeros(*rows, q.shape[3], dtype=wide, device=q.device)
         lse = torch.full(rows, float("-inf"), dtype=wide, device=q.device)
         arrivals = [
-            self._take(ticket) or self.transport.gather((k, v), self._holders),
+            self._take(prefetch) or self.transport.gather((k, v), self._holders),
             self.transport.gather((q,), self._team),
         ]
         for _, step, (keys, values), (queries,) in self._circulate(arrivals, plan.rounds(self.rank)):
@@ -115,19 +115,19 @@ class Executor:
         dq, dk, dv = (*kept, *brought) if kv_moves else (*brought, *kept)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _take(self, ticket: int | None) -> Arrival | None:
-        """Return the gather begun under ``ticket``, or None without a ticket.
+    def _take(self, prefetch: int | None) -> Arrival | None:
+        """Return the gather of the handle ``prefetch``, or None without a handle.
 
         At most one is pending, since only a layer's q projection runs in between. One that is never taken wastes
         memory and traffic, so it is an error.
         """
-        begun, self._begun = self._begun, None
-        if ticket != (begun and begun[0]):
+        found, self._prefetched = self._prefetched, None
+        if prefetch != (found and found[0]):
             raise ContextError(
-                f"attend: an attention takes ticket {ticket} and {begun and begun[0]} was begun; "
-                "call what begin returns once, before another attention"
+                f"attend: an attention takes the prefetched k and v {prefetch}, and {found and found[0]} is pending; "
+                "call what prefetch_kv returns once, before another attention"
             )
-        return begun and begun[1]
+        return found and found[1]
 
     def _circulate(
         self, arrivals: list[Arrival], rounds: tuple[Round, ...]
@@ -151,19 +151,19 @@ class Executor:
         return gradient if len(ranks) == 1 else self.transport.scatter(gradient, ranks).sum(0)
 
 
-def begin(executor: Executor, k: Tensor, v: Tensor) -> Tensor:
-    """Start gathering k and v; return the ticket to pass to ``attend`` with them: int64 scalar, on the CPU."""
-    return torch.ops.longmesh.begin_context_attention(k.detach(), v.detach(), executor.handle)
+def prefetch_kv(executor: Executor, k: Tensor, v: Tensor) -> Tensor:
+    """Start gathering k and v; return the handle to pass to ``attend`` with them: int64 scalar, on the CPU."""
+    return torch.ops.longmesh.prefetch_kv(k.detach(), v.detach(), executor.handle)
 
 
 def attend(
-    executor: Executor, q: Tensor, k: Tensor, v: Tensor, scale: float, plan: Tensor, ticket: Tensor | None = None
+    executor: Executor, q: Tensor, k: Tensor, v: Tensor, scale: float, plan: Tensor, prefetch: Tensor | None = None
 ) -> Tensor:
     """Attend with this rank's queries to the keys of all ranks; differentiable. Shapes as above.
 
     ``plan`` is a handle in ``PLANS``; the plan must have the executor's geometry.
     """
-    return torch.ops.longmesh.context_attention(q, k, v, scale, executor.handle, plan, ticket)[0]
+    return torch.ops.longmesh.context_attention(q, k, v, scale, executor.handle, plan, prefetch)[0]
 
 
 def _tiles(step: Round, backend: AttentionBackend) -> Iterable[Tile]:
@@ -196,30 +196,30 @@ def _add_gradients(
 # node for recompute policies and torch.compile. The plan's handle is a tensor: the mask may change with every
 # micro-batch, and torch.compile would recompile for each new integer.
 _executors: Handles[Executor] = Handles()
-_tickets = count()
+_prefetches = count()
 
 
-# The ticket is a tensor, so that a recompute policy can save it: recomputing it would gather again.
-@torch.library.custom_op("longmesh::begin_context_attention", mutates_args=())
-def _begin_op(k: Tensor, v: Tensor, handle: int) -> Tensor:
-    return torch.tensor(_executors[handle].begin(k, v))
+# The handle is a tensor, so that a recompute policy can save it: recomputing it would gather again.
+@torch.library.custom_op("longmesh::prefetch_kv", mutates_args=())
+def _prefetch_op(k: Tensor, v: Tensor, handle: int) -> Tensor:
+    return torch.tensor(_executors[handle].prefetch_kv(k, v))
 
 
-@_begin_op.register_fake
+@_prefetch_op.register_fake
 def _(k: Tensor, v: Tensor, handle: int) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
 @torch.library.custom_op("longmesh::context_attention", mutates_args=())
 def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int, plan: Tensor, ticket: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int, plan: Tensor, prefetch: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    return _executors[handle].forward(PLANS[plan], q, k, v, scale, None if ticket is None else int(ticket))
+    return _executors[handle].forward(PLANS[plan], q, k, v, scale, None if prefetch is None else int(prefetch))
 
 
 @_forward_op.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int, plan: Tensor, ticket: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int, plan: Tensor, prefetch: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 

@@ -19,7 +19,7 @@ from parallel.context.transport import Transport
 from runtime.handles import Handles
 
 
-class Moves(NamedTuple):
+class TokenRoute(NamedTuple):
     """One rank's part in an exchange of tokens."""
 
     order: Tensor
@@ -33,7 +33,7 @@ class Moves(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def moves(source: Geometry, target: Geometry, rank: int) -> Moves:
+def token_route(source: Geometry, target: Geometry, rank: int) -> TokenRoute:
     """Compute one rank's part in moving tokens from the layout of ``source`` to that of ``target``.
 
     Raises:
@@ -46,7 +46,7 @@ def moves(source: Geometry, target: Geometry, rank: int) -> Moves:
         )
     mine, theirs = _owners(target)[source.positions(rank)], _owners(source)[target.positions(rank)]
     # Positions of a rank ascend, so both sides order the tokens between two ranks alike.
-    return Moves(
+    return TokenRoute(
         torch.from_numpy(np.argsort(mine, kind="stable")),
         tuple(np.bincount(mine, minlength=source.size).tolist()),
         tuple(np.bincount(theirs, minlength=source.size).tolist()),
@@ -65,7 +65,7 @@ def _owners(geometry: Geometry) -> np.ndarray:
 
 def moved_tokens(source: Geometry, target: Geometry) -> int:
     """Return the most tokens that any rank sends to others; it receives as many."""
-    return max(source.local_len - moves(source, target, rank).sends[rank] for rank in range(source.size))
+    return max(source.local_len - token_route(source, target, rank).sends[rank] for rank in range(source.size))
 
 
 class Relayout:
@@ -74,7 +74,7 @@ class Relayout:
     def __init__(self, outside: Geometry, inside: Geometry, transport: Transport) -> None:
         """Set up both directions; ``transport`` is that of either geometry and counts the bytes."""
         self.transport = transport
-        self._ways = tuple(moves(*pair, transport.rank) for pair in ((outside, inside), (inside, outside)))
+        self._ways = tuple(token_route(*pair, transport.rank) for pair in ((outside, inside), (inside, outside)))
         self.handle = _exchanges.add(self)
 
     def inward(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from parallel.context.errors import ContextError
-from parallel.context.executor import Executor, attend, begin
+from parallel.context.executor import Executor, attend, prefetch_kv
 from parallel.context.heads import HeadExchange
 from parallel.context.methods.registry import METHODS, check_kind
 
@@ -31,28 +31,28 @@ class SoftmaxAttention:
         self._check_queries(q, k)
         return self._attend(q, self._heads.to_heads(k), self._heads.to_heads(v), None)
 
-    def begin(self, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
+    def prefetch_kv(self, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
         """Start gathering k and v, if the method does; return q -> attention, to be called before any other.
 
         Raises:
-            ContextError: as the attention; or an attention was begun and never called.
+            ContextError: as the attention; or k and v were prefetched and never taken.
         """
         if not self._executor.gathers_keys:
             return lambda q: self(q, k, v)
         self._check_keys(k, v)
         keys, values = self._heads.to_heads(k), self._heads.to_heads(v)
-        ticket = begin(self._executor, keys, values)
+        prefetch = prefetch_kv(self._executor, keys, values)
 
         def attention(q: Tensor) -> Tensor:
             self._check_queries(q, k)
-            return self._attend(q, keys, values, ticket)
+            return self._attend(q, keys, values, prefetch)
 
         return attention
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, ticket: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, prefetch: Tensor | None) -> Tensor:
         """Compute attention; the heads of k and v are already exchanged."""
         q = self._heads.to_heads(q)
-        return self._heads.to_tokens(attend(self._executor, q, k, v, q.shape[-1] ** -0.5, self._plan, ticket))
+        return self._heads.to_tokens(attend(self._executor, q, k, v, q.shape[-1] ** -0.5, self._plan, prefetch))
 
     def _check_keys(self, k: Tensor, v: Tensor) -> None:
         check_kind(self._geometry.method, "attend", "softmax attention", METHODS)

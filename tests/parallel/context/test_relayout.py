@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context import ContextError, context_parallel, make_plan
-from parallel.context.relayout import Relayout, attend_inside, moved_tokens, moves
+from parallel.context.relayout import Relayout, attend_inside, moved_tokens, token_route
 from testing.ranks import run_ranks
 
 LENGTH, SHAPE = 21, (3, 2)
@@ -61,7 +61,7 @@ def test_tokens_left_in_the_order_of_their_arrival_would_be_seen() -> None:
 def test_few_tokens_stay() -> None:
     """From contiguous to zigzag over P ranks a rank sends all of its tokens, or half of them."""
     outside, inside = (make_plan(method, seq_len=64, size=4).geometry for method in ("lasp", "zigzag"))
-    kept = [moves(outside, inside, rank).sends[rank] for rank in range(4)]
+    kept = [token_route(outside, inside, rank).sends[rank] for rank in range(4)]
     assert kept == [8, 0, 8, 0]
     assert moved_tokens(outside, inside) == 16
 
@@ -70,7 +70,7 @@ def test_plans_of_other_lengths_or_ranks_are_refused() -> None:
     for outer, inner in ((("lasp", 17, 2), ("zigzag", 17, 2)), (("lasp", 16, 2), ("zigzag", 16, 4))):
         plans = [make_plan(method, seq_len=length, size=size).geometry for method, length, size in (outer, inner)]
         with pytest.raises(ContextError, match=r"tokens cannot go from .* make the one plan with multiple="):
-            moves(*plans, 0)
+            token_route(*plans, 0)
 
 
 def test_one_layout_exchanges_nothing() -> None:

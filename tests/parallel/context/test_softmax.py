@@ -1,4 +1,4 @@
-"""An attention begun with k and v: what it gathers is under way before q is projected, and nothing else changes."""
+"""k and v prefetched: what it gathers is under way before q is projected, and nothing else changes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.attention import EarlyAttend
+from model.attention import PrefetchingAttend
 from model.config import ModelConfig
 from model.llama import Llama
 from parallel.context import ContextError, ContextParallel, Traffic, context_parallel
@@ -26,7 +26,7 @@ AGAIN = {"none": 0, "full": 1, "selective": 1, "attention_boundary": 0}
 
 
 def late(cp: ContextParallel) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The same attention for a model that cannot begin it."""
+    """The same attention for a model that cannot prefetch."""
     return lambda q, k, v: cp.attend(q, k, v)
 
 
@@ -73,7 +73,7 @@ def in_order(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]
     found = []
     for method, options in cases:
         cp = context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, **options)
-        assert isinstance(cp.attend, EarlyAttend)
+        assert isinstance(cp.attend, PrefetchingAttend)
         found.append([events(cp, llama(cp.attend))])
         cp = context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, **options)
         found[-1].append(events(cp, llama(late(cp))))
@@ -102,7 +102,7 @@ def test_where_nothing_is_gathered_nothing_begins_early() -> None:
 
 
 def steps(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
-    """Against an attention of the same plan that is never begun, to the bit, and against one process in float64."""
+    """Against an attention of the same plan that never prefetches, to the bit, and against one process in float64."""
     one = context_parallel("ring", seq_len=LENGTH)
     want = gradients(llama(one.attend), one, 2)
     heads = {"heads": MODEL.num_attention_heads, "kv_heads": MODEL.query_groups, "head_dim": MODEL.head_dim}
@@ -114,7 +114,7 @@ def steps(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -
             plain = gradients(llama(late(cp), granularity), cp, 2)
             case = f"{method}, {options}, {granularity}"
             assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True)), case
-            assert (sent, cp._executor._begun) == (cp.transport.traffic, None), case
+            assert (sent, cp._executor._prefetched) == (cp.transport.traffic, None), case
             if (
                 cp.plan.geometry.ulysses_degree == 1
             ):  # with it attention_boundary repeats a part: the heads exchanged there
@@ -131,41 +131,43 @@ def test_no_policy_of_recomputation_changes_or_gathers_more(world_size: int) -> 
     run_ranks(steps, world_size, GATHERING[world_size])
 
 
-def lose_tickets(rank: int, world_size: int) -> None:
-    """attention_boundary without the operator that an attention begins with."""
+def lose_handles(rank: int, world_size: int) -> None:
+    """attention_boundary without the operator that prefetches."""
     from parallel import recompute
 
-    recompute.ATTENTION -= {"longmesh::begin_context_attention"}
+    recompute.ATTENTION -= {"longmesh::prefetch_kv"}
     cp = context_parallel("wallfacer", seq_len=LENGTH, group=dist.group.WORLD, team_size=2)
     model = llama(cp.attend, "attention_boundary")
-    with pytest.raises(ContextError, match="takes ticket None and"):  # the second layer's, in the backward
+    with pytest.raises(
+        ContextError, match="takes the prefetched k and v None, and"
+    ):  # the second layer's, in the backward
         gradients(model, cp)
 
 
-def test_a_ticket_that_is_not_kept_is_noticed() -> None:
-    run_ranks(lose_tickets, 4)
+def test_a_handle_that_is_not_kept_is_noticed() -> None:
+    run_ranks(lose_handles, 4)
 
 
 def misused(rank: int, world_size: int) -> None:
     cp = context_parallel("wallfacer", seq_len=LENGTH, group=dist.group.WORLD, team_size=2)
     q = torch.randn(1, cp.plan.local_len, 4, 8)
     want = cp.attend(q, q, q)
-    cp.attend.begin(q, q)
-    with pytest.raises(ContextError, match="takes ticket None and"):
-        cp.attend.begin(q, q)
-    cp.attend.begin(q, q)
-    with pytest.raises(ContextError, match="takes ticket None and"):
+    cp.attend.prefetch_kv(q, q)
+    with pytest.raises(ContextError, match="takes the prefetched k and v None, and"):
+        cp.attend.prefetch_kv(q, q)
+    cp.attend.prefetch_kv(q, q)
+    with pytest.raises(ContextError, match="takes the prefetched k and v None, and"):
         cp.attend(q, q, q)
-    attention = cp.attend.begin(q, q)
+    attention = cp.attend.prefetch_kv(q, q)
     assert torch.equal(attention(q), want)
-    with pytest.raises(ContextError, match="and None was begun"):
+    with pytest.raises(ContextError, match="and None is pending"):
         attention(q)
     with pytest.raises(ContextError, match="do not fit a plan of 24 local positions"):
-        cp.attend.begin(q, q[:, :-1])
+        cp.attend.prefetch_kv(q, q[:, :-1])
     assert torch.equal(cp.attend(q, q, q), want)
 
 
-def test_what_is_begun_is_called_once_and_next() -> None:
+def test_what_is_prefetched_is_taken_once_and_next() -> None:
     run_ranks(misused, 4)
 
 
@@ -174,11 +176,9 @@ def traced(rank: int, world_size: int) -> None:
     k = torch.randn(1, 8, 2, 8)
     tests = ("test_schema", "test_autograd_registration")
     for _ in range(2):
-        torch.library.opcheck(
-            torch.ops.longmesh.begin_context_attention.default, (k, k, cp._executor.handle), test_utils=tests
-        )
-        cp._executor._begun = None
+        torch.library.opcheck(torch.ops.longmesh.prefetch_kv.default, (k, k, cp._executor.handle), test_utils=tests)
+        cp._executor._prefetched = None
 
 
-def test_the_beginning_is_an_operator() -> None:
+def test_the_prefetch_is_an_operator() -> None:
     run_ranks(traced, 2)

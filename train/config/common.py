@@ -1,4 +1,4 @@
-"""What the configuration of every entry has, and what contradicts itself in any of them."""
+"""Sections of every entry's configuration, and checks across them."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -49,11 +49,11 @@ class LoopConfig:
             raise ConfigError(f"exit_duration_in_mins is {self.exit_duration_in_mins}; it must be above 0")
 
     def micro_batches(self, dp: int) -> int:
-        """Micro-batches of one iteration on each of ``dp`` data-parallel ranks."""
+        """Return the micro-batches per iteration on each of ``dp`` data-parallel ranks."""
         return self.batch_size(dp) // (self.micro_batch_size * dp)
 
     def batch_size(self, dp: int) -> int:
-        """Sequences, or samples, per iteration on ``dp`` data-parallel ranks."""
+        """Return the sequences, or samples, per iteration on ``dp`` data-parallel ranks."""
         return self.global_batch_size or self.micro_batch_size * dp
 
     def _at_least(self, least: int, *names: str) -> None:
@@ -64,11 +64,11 @@ class LoopConfig:
 
 
 class ModelShape(Protocol):
-    """What the parallel dimensions share out of any model, and whom its tokens attend to."""
+    """Sizes of any model that the parallel dimensions divide."""
 
     @property
     def num_layers(self) -> int:
-        """Repeated blocks."""
+        """Number of repeated blocks."""
 
     @property
     def hidden_size(self) -> int:
@@ -88,11 +88,11 @@ class ModelShape(Protocol):
 
     @property
     def ffn_size(self) -> int:
-        """Width inside of a feed-forward layer."""
+        """Width inside a feed-forward layer."""
 
 
 class Reading(Protocol):
-    """What the loop must know of any data."""
+    """What the loop needs to know of any data."""
 
     @property
     def num_workers(self) -> int:
@@ -105,7 +105,7 @@ class Reading(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CommonConfig(ABC):
-    """The sections of every entry's configuration; an entry says what its model, data and training are."""
+    """The sections of every entry's configuration; an entry defines its model, data and training."""
 
     model: Any
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -121,46 +121,46 @@ class CommonConfig(ABC):
 
     @property
     def causal(self) -> bool:
-        """Whether a token attends to none after it."""
+        """Whether attention is causal."""
         return True
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes of the model."""
+        """Return the sizes of the model."""
         return self.model
 
     @property
     def reading(self) -> Reading:
-        """How the data are read."""
+        """Return how the data are read."""
         return self.data
 
     @property
     @abstractmethod
     def sequence_length(self) -> int:
-        """Tokens of a sample, before context parallelism shares them out."""
+        """Tokens of a sample, before context parallelism shards them."""
 
     def objective_key(self) -> dict[str, object]:
-        """What the weights learn to predict: a run cannot go on with another one. JSON-able, by field."""
+        """Return what the weights learn to predict, by field, JSON-able; a resumed run must have the same."""
         return {}
 
     def noted_settings(self) -> dict[str, object]:
-        """What else of the entry's settings changes training: going on with another is allowed, and noted.
+        """Return the entry's other settings that change training, by field, JSON-able.
 
-        JSON-able, by field.
+        A resumed run may change them, with a note.
         """
         return {}
 
     def contents(self) -> dict[str, str]:
-        """A digest of what each file that is trained on holds, by name; fast. Raises OSError where one is gone."""
+        """Return a digest of each training file by name; fast. Raises OSError if one is gone."""
         return {}
 
     @abstractmethod
     def sample_order(self) -> dict[str, object]:
-        """What decides which sample is the n-th: kept in checkpoints, as consumed samples mean nothing without it."""
+        """Return what decides which sample is the n-th; kept in checkpoints, to give consumed samples a meaning."""
 
 
 def validate_run(config: CommonConfig) -> None:
-    """Check the schedule, and that what is asked for is not without what it needs.
+    """Check the schedule, and that each setting has the others that it needs.
 
     Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
     """
@@ -198,7 +198,7 @@ def validate_run(config: CommonConfig) -> None:
 
 
 def validate_backend(config: CommonConfig) -> None:
-    """Check that the kernel of softmax attention has something to do, and can do it. Raises ConfigError."""
+    """Check that the softmax attention kernel is used and supports the run. Raises ConfigError."""
     backend, method = config.context.attention_backend, config.context.context_parallel_method
     if method == "none" and backend != "auto":
         raise ConfigError(

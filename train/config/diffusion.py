@@ -1,4 +1,4 @@
-"""The configuration of a diffusion transformer's run: where it comes from, and what contradicts itself in it."""
+"""Read and validate the configuration of a diffusion transformer's run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,20 +29,20 @@ A TOML file under configs/ sets the run and flags override it; "none" unsets a f
 
 
 def parse_args(argv: Sequence[str]) -> DiTRunConfig:
-    """The configuration of a command line without the program's name: `--config FILE`, other flags over it.
+    """Parse a command line without the program's name: `--config FILE`, overridden by other flags.
 
-    Raises UserError; prints the help and exits with status 0 where it is asked for.
+    Raises UserError; with --help prints the help and exits with status 0.
     """
     return flags.parse(DiTRunConfig, argv, INTRODUCTION, ENTRIES)
 
 
 def load_config(path: str | Path) -> DiTRunConfig:
-    """The configuration in a TOML file, defaults where it is silent. UserError names the key or field."""
+    """Read a configuration from a TOML file, with defaults for the rest. UserError names the key or field."""
     return flags.build(DiTRunConfig, flags.read_toml(DiTRunConfig, path, ENTRIES))
 
 
 def validate(config: DiTRunConfig, world_size: int) -> None:
-    """Check what no section can see alone, for a run of `world_size` processes; needs no process group.
+    """Check the sections against each other, for a run of `world_size` processes; needs no process group.
 
     Raises UserError for the first contradiction, naming the fields, their values and the fix.
     """
@@ -51,7 +51,7 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
     if config.sampling.samples_per_class:
         config.sampling.check_guidance(config.model.class_dropout_prob)
     schedule = config.pipeline.pipeline_schedule
-    if schedule == "InterleavedZeroBubble":  # before validate_mesh, which would name a strategy that goes with it
+    if schedule == "InterleavedZeroBubble":  # before validate_mesh, which would suggest a strategy for it
         raise ConfigError(
             f"pipeline_schedule is {schedule}, which computes the gradients of weights apart; torch goes back through "
             "all of a stage's layers for those of the embeddings of times and labels, and thereby frees what the "
@@ -75,5 +75,5 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
 
 
 def diffusion_of(config: DiTRunConfig) -> Diffusion:
-    """The objective's arithmetic. Raises UserError where the model cannot have it."""
+    """Build the diffusion objective. Raises UserError if the model does not support it."""
     return Diffusion(config.diffusion, config.model.learn_sigma, config.model.latent_shape[0])

@@ -1,6 +1,6 @@
-"""The configuration of each entry: its sections, and what of them its samples, weights and files hang on.
+"""Configuration of each entry: its sections, and what identifies its samples, weights and files.
 
-A section is the frozen dataclass that lies beside what it configures; flags.py makes flags and TOML keys of it.
+A section is the frozen dataclass beside the code it configures; flags.py turns it into flags and TOML keys.
 """
 
 from dataclasses import dataclass, field
@@ -101,4 +101,4 @@ class DiTRunConfig(CommonConfig):
 
 
 ENTRIES: dict[str, type[CommonConfig]] = {"pretrain_gpt.py": Config, "pretrain_dit.py": DiTRunConfig}
-"""What is given to the one program by mistake may be for the other."""
+"""Entries by program, to recognise settings that are meant for the other one."""

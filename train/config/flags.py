@@ -1,7 +1,7 @@
-"""Dataclasses filled from TOML files and command-line flags: the mechanism, which knows no field by name.
+"""Fill dataclasses from TOML files and command-line flags; no field is known by name here.
 
-A root dataclass has one field per section, each a frozen dataclass whose fields are the flags and the TOML keys; their
-attribute docstrings are the help, `Literal` gives the choices, and a name is unique over all sections.
+A root dataclass has one field per section, each a frozen dataclass whose fields are the flags and TOML keys. Their
+attribute docstrings are the help, `Literal` gives the choices, and names are unique over all sections.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class ConfigError(UserError):
 
 
 def spelled(name: str, value: Any) -> str:
-    """A field and its value as a command line has them; `value` may be of JSON, whose lists are words."""
+    """Spell a field and its value as on a command line; `value` may come from JSON, with lists for several words."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
@@ -46,7 +46,7 @@ def spelled(name: str, value: Any) -> str:
 
 
 class Field(NamedTuple):
-    """One field of one section, its annotation taken apart; `base` is bool, int, float or str."""
+    """One field of a section with its parsed annotation; `base` is bool, int, float or str."""
 
     section: str
     name: str
@@ -66,7 +66,7 @@ class Field(NamedTuple):
         return f"a list, each {one}" if self.many else one
 
     def convert(self, value: Any) -> Any:
-        """`value`, as TOML has it, in the field's type; an integer passes for a float. Raises ConfigError."""
+        """Convert a TOML `value` to the field's type; an integer passes for a float. Raises ConfigError."""
         if self.many and isinstance(value, list):
             return tuple(self._replace(many=False).convert(item) for item in value)
         if self.base is float and type(value) is int:
@@ -74,12 +74,12 @@ class Field(NamedTuple):
         fits = not self.many and type(value) is self.base and (self.choices is None or value in self.choices)
         if not fits or (self.base is float and not math.isfinite(value)):
             raise ConfigError(f"{self.name} is {value!r}; it must be {self.expects}")
-        if self.base is str and (not value or "\0" in value):  # as from a shell's variable that is not set
+        if self.base is str and (not value or "\0" in value):  # as from an unset shell variable
             raise ConfigError(f"{self.name} is {value!r}; it must be a text without zero bytes, or left out")
         return value
 
     def parse(self, text: str) -> Any:
-        """One word of a command line in the field's type; `none` unsets an optional field."""
+        """Convert a command-line word to the field's type; `none` unsets an optional field."""
         if self.optional and text == "none":
             return None
         one = self._replace(many=False)
@@ -90,15 +90,15 @@ class Field(NamedTuple):
 
 
 def _once(fn: Callable[[type], dict[str, Field]]) -> Callable[[type], dict[str, Field]]:
-    """``cache``, whose own type takes no class for hashable."""
+    """Apply ``cache``, whose own type does not accept classes as hashable."""
     return cache(fn)
 
 
 @_once
 def config_fields(root: type) -> dict[str, Field]:
-    """Every field of every section of `root`, by name.
+    """Return every field of every section of `root`, by name.
 
-    Raises TypeError for a name used twice and for an annotation or default that no flag can be made of.
+    Raises TypeError for a duplicate name, and for an annotation or default that cannot be a flag.
     """
     table: dict[str, Field] = {}
     for section, cls in get_type_hints(root).items():
@@ -112,7 +112,7 @@ def config_fields(root: type) -> dict[str, Field]:
                 hint, many = get_args(hint)[0], True
             if get_origin(hint) is Literal:
                 hint, choices = str, get_args(hint)
-            # TOML has no null: None can only be kept by leaving the key out, so it must be the default.
+            # TOML has no null: None is written by leaving the key out, so it must be the default.
             unfit = entry.default is MISSING or (optional and entry.default is not None)
             if unfit or hint not in EXPECTED:
                 raise TypeError(f"{cls.__name__}.{entry.name}: no flag can be made of {entry.type} and its default")
@@ -123,7 +123,7 @@ def config_fields(root: type) -> dict[str, Field]:
 
 
 def build(root: type[Root], values: dict[str, Any]) -> Root:
-    """A `root` with `values` by field name and defaults elsewhere. Raises UserError for a value out of range."""
+    """Build a `root` from `values` by field name, with defaults. Raises UserError for a value out of range."""
     table = config_fields(root)
     sections = {}
     for section, cls in get_type_hints(root).items():
@@ -132,7 +132,7 @@ def build(root: type[Root], values: dict[str, Any]) -> Root:
 
 
 def _hint(root: type, name: str, known: Collection[str], entries: Mapping[str, type]) -> str:
-    """What to do about a section, key or flag that `root` does not know, and that of another entry may."""
+    """Suggest a fix for a section, key or flag that `root` does not know; another entry may."""
     for entry, other in entries.items():
         if other is root:
             continue
@@ -148,9 +148,9 @@ def _hint(root: type, name: str, known: Collection[str], entries: Mapping[str, t
 
 
 def read_toml(root: type, path: str | Path, entries: Mapping[str, type] = NO_OTHERS) -> dict[str, Any]:
-    """The values that a TOML file sets, by field name. Raises ConfigError naming the file, the key and the fix.
+    """Read a TOML file's values by field name. Raises ConfigError naming the file, the key and the fix.
 
-    ``entries`` is as ``parse`` takes it.
+    ``entries`` as in ``parse``.
     """
     try:
         with Path(path).open(encoding="utf-8-sig") as file:
@@ -187,7 +187,7 @@ def read_toml(root: type, path: str | Path, entries: Mapping[str, type] = NO_OTH
 
 
 def write_toml(config: object) -> str:
-    """`config` as TOML, every field that is not None; reading it back gives an equal config."""
+    """Write `config` as TOML, without None fields; reading it back gives an equal config."""
     tree: dict[str, dict[str, Any]] = {section: {} for section in get_type_hints(type(config))}
     for name, field in config_fields(type(config)).items():
         value = getattr(getattr(config, field.section), name)
@@ -197,7 +197,7 @@ def write_toml(config: object) -> str:
 
 
 def _hyphened(word: str) -> str:
-    """A flag with hyphens alone; Megatron has --override-opt_param-scheduler, and fields have underscores."""
+    """Replace underscores by hyphens: Megatron has --override-opt_param-scheduler, fields have underscores."""
     flag, equals, value = word.partition("=")
     return flag.replace("_", "-") + equals + value if word.startswith("--") else word
 
@@ -208,7 +208,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """Attribute docstrings by field name, inherited ones too. Python does not keep them: the sources are read."""
+    """Return attribute docstrings by field name, inherited ones too, from the sources: Python drops them."""
     docs = {}
     for owner in (owner for owner in reversed(cls.__mro__) if is_dataclass(owner)):
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
@@ -220,7 +220,7 @@ def attribute_docs(cls: type) -> dict[str, str]:
 
 
 def _parser(root: type, introduction: str | None) -> _Parser:
-    """The parser of all flags; with an introduction it carries the help texts too."""
+    """Build the parser of all flags; with an introduction, including the help texts."""
     parser = _Parser(
         description=introduction,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=116),
@@ -251,10 +251,10 @@ def _parser(root: type, introduction: str | None) -> _Parser:
 
 
 def parse(root: type[Root], argv: Sequence[str], introduction: str, entries: Mapping[str, type] = NO_OTHERS) -> Root:
-    """The configuration of a command line: `--config FILE`, then every other flag over it.
+    """Parse a command line: `--config FILE`, overridden by other flags.
 
-    `argv` is without the program's name. Raises UserError; prints the help, headed by `introduction`, and exits with
-    status 0 where it is asked for. `entries`: roots by program, one of which what `root` does not know may be for.
+    `argv` is without the program's name. Raises UserError; with --help prints `introduction` and the help, and exits
+    with status 0. `entries`: roots by program, to recognise what is meant for another one.
     """
     flags = ["--config", "--help", *(field.flag for field in config_fields(root).values())]
     argv, taken = without_what_is_so([_hyphened(word) for word in argv], flags)
@@ -274,7 +274,7 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str, entries: Map
 
 
 def _check_so(config: object, entry: Entry) -> None:
-    """Refuse a flag of Megatron's that says what is so with some values of a field alone, where that has another."""
+    """Refuse a Megatron flag that holds for some values of a field only, if the field has another."""
     if not entry.fits:
         return
     field = config_fields(type(config)).get(entry.field)

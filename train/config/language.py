@@ -1,4 +1,4 @@
-"""The configuration of a language model's run: where it comes from, and what contradicts itself in it."""
+"""Read and validate the configuration of a language model's run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,25 +47,25 @@ A TOML file under configs/ sets the run and flags override it; "none" unsets a f
 
 
 def parse_args(argv: Sequence[str]) -> Config:
-    """The configuration of a command line without the program's name: `--config FILE`, other flags over it.
+    """Parse a command line without the program's name: `--config FILE`, overridden by other flags.
 
-    Raises UserError; prints the help and exits with status 0 where it is asked for.
+    Raises UserError; with --help prints the help and exits with status 0.
     """
     return flags.parse(Config, argv, INTRODUCTION, ENTRIES)
 
 
 def load_config(path: str | Path) -> Config:
-    """The configuration in a TOML file, defaults where it is silent. UserError names the key or field."""
+    """Read a configuration from a TOML file, with defaults for the rest. UserError names the key or field."""
     return flags.build(Config, flags.read_toml(Config, path, ENTRIES))
 
 
 def to_toml(config: Config) -> str:
-    """`config` as TOML that `load_config` reads back as an equal Config; what is None is left out."""
+    """Write `config` as TOML, without None fields; `load_config` reads an equal Config back."""
     return flags.write_toml(config)
 
 
 def validate(config: Config, world_size: int) -> None:
-    """Check what no section can see alone, for a run of `world_size` processes; needs no process group.
+    """Check the sections against each other, for a run of `world_size` processes; needs no process group.
 
     Raises UserError for the first contradiction, naming the fields, their values and the fix.
     """
@@ -84,7 +84,7 @@ def validate(config: Config, world_size: int) -> None:
 
 
 def _validate_backend(config: Config) -> None:
-    """Check that the kernel of the attention is one of the model's kind of attention, and has something to do."""
+    """Check that the attention kernel is used and fits the model's kind of attention."""
     backend = config.context.attention_backend
     linear, kind = config.model.linear_attention, config.model.model_type
     if linear and backend in ("aten", "cudnn", "flash_attn"):

@@ -1,12 +1,12 @@
-"""Megatron-LM's flags that do not exist here by their name: what each is here, and what is so without asking."""
+"""Megatron-LM's flags that are missing here by name: what to give instead, or that they always hold."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from runtime.errors import UserError
 
-# A line per flag: the flag, what follows it (N: any word; A|B: one of these), then `=` where it says what is so anyway (with
-# those values of a field alone, where some are named), `>` before what to give instead, or `!` before why there is none.
+# A line per flag: the flag, its values (N: any word; A|B: one of these), then `=` if it always holds (or holds with the
+# named values of a field), `>` before what to give instead, or `!` before why there is none.
 TABLE = """\
 [Model]
 --swiglu                                | | = with model_type llama | its feed-forward is SwiGLU; a gpt has GELU, a transnormer a GLU without activation
@@ -239,7 +239,7 @@ TABLE = """\
 
 
 class Entry(NamedTuple):
-    """What one of Megatron's flags is here; `field` and `fits` say with which values of which field an = is so."""
+    """A Megatron flag's meaning here; `field` and `fits`: with which values of which field an = holds."""
 
     flag: str
     values: tuple[str, ...]
@@ -251,7 +251,7 @@ class Entry(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """What a person who gives the flag should know."""
+        """Say what a user who gives the flag should do."""
         return (
             f"it is Megatron-LM's; here give {self.text}"
             if self.verdict == ">"
@@ -260,7 +260,7 @@ class Entry(NamedTuple):
 
 
 def entries() -> dict[str, Entry]:
-    """The table, by flag."""
+    """Parse the table into entries by flag."""
     table, section = {}, ""
     for line in TABLE.splitlines():
         if line.startswith("["):
@@ -275,10 +275,10 @@ def entries() -> dict[str, Entry]:
 
 
 def without_what_is_so(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[Entry]]:
-    """A command line without the flags that say what is so anyway, and these; `known` are the program's own flags.
+    """Split off Megatron flags that always hold here; return the rest and them. `known` are the program's own flags.
 
     Raises:
-        UserError: a flag that says what is not so, or is another one here.
+        UserError: a flag that does not hold, or has another name here.
     """
     table, left, taken = entries(), [], []
     words = list(argv)
@@ -304,7 +304,7 @@ def without_what_is_so(argv: Sequence[str], known: Sequence[str]) -> tuple[list[
 
 
 def _same(value: str, word: str) -> bool:
-    """Whether two words are one value: 0.00 is 0."""
+    """Whether two words have the same value: 0.00 is 0."""
     try:
         return float(value) == float(word)
     except ValueError:
@@ -312,7 +312,7 @@ def _same(value: str, word: str) -> bool:
 
 
 def markdown() -> str:
-    """docs/reference/megatron_flags.md."""
+    """Return docs/reference/megatron_flags.md."""
     verdicts = {"=": "accepted", ">": "another name", "!": "refused"}
     lines = [
         "# Megatron-LM's flags here",

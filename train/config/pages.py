@@ -1,4 +1,4 @@
-"""Write the pages of docs/reference/ that are made from the sources: flags, Megatron-LM's flags, configurations.
+"""Write the generated pages of docs/reference/: flags, Megatron-LM's flags, configurations.
 
 python -m train.config.pages
 """
@@ -24,12 +24,12 @@ def main() -> None:
 
 
 def pages() -> dict[str, str]:
-    """The text of every generated page, by its name in docs/reference/."""
+    """Return the text of every generated page, by its name in docs/reference/."""
     return {"flags.md": flags_page(), "megatron_flags.md": megatron_flags.markdown(), "configs.md": configs_page()}
 
 
 def flags_page() -> str:
-    """docs/reference/flags.md: the flags of both entries, by section, with their defaults."""
+    """Return docs/reference/flags.md: the flags of both entries, by section, with defaults."""
     lines = [
         "# Flags",
         "",
@@ -45,7 +45,7 @@ def flags_page() -> str:
 
 
 def _section(section: str) -> Iterable[str]:
-    """A section's description and tables: of what both entries have, and of what one of them has alone."""
+    """Yield a section's description and tables: flags of both entries, then of each alone."""
     rows = {entry: _rows(root, section) for entry, root in ENTRIES.items()}
     gpt, dit = rows.values()
     about = [
@@ -61,7 +61,7 @@ def _section(section: str) -> Iterable[str]:
 
 
 def _rows(root: type, section: str) -> list[str]:
-    """A row of the table for each field of a section, or none where the entry has no such section."""
+    """Return a table row per field of a section; none if the entry lacks the section."""
     cls = get_type_hints(root).get(section)
     docs = {} if cls is None else attribute_docs(cls)
     return [_row(field, docs[field.name]) for field in config_fields(root).values() if field.section == section]
@@ -76,7 +76,7 @@ def _row(field: Field, about: str) -> str:
 
 
 def configs_page() -> str:
-    """docs/reference/configs.md: what each TOML file under configs/ says of itself in its first comment."""
+    """Return docs/reference/configs.md: the first comment of each TOML file under configs/."""
     lines = [
         "# Configurations",
         "",
@@ -90,7 +90,7 @@ def configs_page() -> str:
 
 
 def _comment(path: Path) -> str:
-    """The comment at the top of a file, without what says how to give it."""
+    """Return a file's first comment, without its command."""
     words = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#") or line.startswith("#   "):

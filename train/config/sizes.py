@@ -1,4 +1,4 @@
-"""Whether a configuration's sizes fit each other and the number of processes."""
+"""Check that a configuration's sizes fit each other and the number of processes."""
 
 import math
 import os
@@ -14,16 +14,16 @@ from train.config.flags import ConfigError, config_fields
 LARGEST = dict.fromkeys(("num_layers", "num_virtual_stages_per_pipeline_rank"), 10**5)
 LARGEST |= dict.fromkeys(("num_attention_heads", "num_query_groups"), 10**6)
 LARGEST |= dict.fromkeys(("hidden_size", "ffn_hidden_size", "kv_channels"), 10**7)
-"""Beyond these no model could be held; it would be built for hours, module by module."""
+"""Larger models fit nowhere, and would take hours to build module by module."""
 LARGEST_ELSEWHERE = 10**9 - 1
 MOST_BYTES = 10**13
-"""Of one process: the largest machines have some 10^12."""
+"""Per process: the largest machines have some 10^12."""
 
 
 def validate_magnitude(config: CommonConfig, world_size: int) -> None:
-    """Raise ConfigError for sizes that no machine can hold, before anything is planned or allocated by them.
+    """Raise ConfigError for sizes that no machine can hold, before anything is planned or allocated.
 
-    Iterations, intervals and seeds count nothing that is held, and have no bound here.
+    Iterations, intervals and seeds take no memory and have no bound here.
     """
     for name, field in config_fields(type(config)).items():
         value = getattr(getattr(config, field.section), name)
@@ -56,7 +56,7 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
 
 
 def validate_sizes(config: Config, world_size: int) -> None:
-    """Raise UserError for sizes of a language model's run that do not fit, naming them and the nearest that do."""
+    """Raise UserError for sizes of a language model's run that do not fit; name them and the nearest that do."""
     validate_magnitude(config, world_size)
     length, table = config.train.seq_length, config.model.max_position_embeddings
     if table is not None and length > table:
@@ -73,7 +73,7 @@ def validate_sizes(config: Config, world_size: int) -> None:
 
 
 def validate_mesh(config: CommonConfig, world_size: int) -> None:
-    """Raise UserError for sizes of the mesh that do not fit the processes, the model or the batch."""
+    """Raise UserError for mesh sizes that do not fit the processes, the model or the batch."""
     tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
     pp = config.mesh.pipeline_model_parallel_size
     _validate_fit("tensor_model_parallel_size", tp, world_size, "")
@@ -105,7 +105,7 @@ def validate_mesh(config: CommonConfig, world_size: int) -> None:
 
 
 def _validate_copies(copies: int, ranks: int) -> None:
-    """Check that the data- and context-parallel ranks can be divided among copies of the shards."""
+    """Check that the number of copies of the shards divides the data- and context-parallel ranks."""
     if ranks % copies:
         divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
         nearest = [n for n in divisors if n < copies][-1:] + [n for n in divisors if n > copies][:1]
@@ -116,7 +116,7 @@ def _validate_copies(copies: int, ranks: int) -> None:
 
 
 def _validate_method(config: Config) -> None:
-    """Check that the method passes on what the model's kind of attention needs of other tokens."""
+    """Check that the method supports the model's kind of attention."""
     kind, linear = config.model.model_type, config.model.linear_attention
     method, cp = config.context.context_parallel_method, config.mesh.context_parallel_size
     if linear and cp > 1 and method not in (*LINEAR_METHODS, "auto"):
@@ -138,7 +138,7 @@ def _validate_method(config: Config) -> None:
 
 
 def _validate_hybrid(config: Config) -> None:
-    """Check that the softmax layers' method and layout have such layers, and suit the ranks and their heads."""
+    """Check that a softmax method and layout have softmax layers, and fit the ranks and heads."""
     model, hybrid, tp = config.model, config.hybrid, config.mesh.tensor_model_parallel_size
     if model.softmax_every is None:
         for name in ("hybrid_softmax_method", "hybrid_softmax_layout"):
@@ -161,12 +161,12 @@ def _validate_hybrid(config: Config) -> None:
             kv_heads=model.query_groups // tp,
         )
     except ContextError as error:
-        # The plan knows one method, and names its options.
+        # The plan knows one method and names its options.
         raise ConfigError(f"hybrid_softmax_method is {hybrid.hybrid_softmax_method}: {error}") from error
 
 
 def _validate_context(config: CommonConfig) -> None:
-    """Check that the method suits its ranks, and the heads that tensor parallelism leaves to each."""
+    """Check that the method fits its ranks, and the heads that tensor parallelism leaves to each."""
     model, mesh, tp = config.shape, config.mesh, config.mesh.tensor_model_parallel_size
     config.context.check(
         seq_len=config.sequence_length,
@@ -179,7 +179,7 @@ def _validate_context(config: CommonConfig) -> None:
 
 
 def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int = 1) -> None:
-    """Check that ``size`` divides the processes that ``others``, which divide them into ``taken``, leave."""
+    """Check that ``size`` divides the world_size / ``taken`` processes that ``others`` leave."""
     processes = world_size // taken
     if processes % size:
         if world_size == 1:
@@ -196,7 +196,7 @@ def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int
 
 
 def _validate_shares(model: ModelShape, tp: int) -> None:
-    """Check that ``tp`` ranks can share a layer's heads and channels."""
+    """Check that a layer's heads and channels divide among ``tp`` ranks."""
     size = f"tensor_model_parallel_size {tp}"
     both = math.gcd(model.num_attention_heads, model.ffn_size)
     for name, value in (("num_attention_heads", model.num_attention_heads), ("ffn_hidden_size", model.ffn_size)):
@@ -215,7 +215,7 @@ def _validate_shares(model: ModelShape, tp: int) -> None:
 
 
 def validate_entries(entries: int, tp: int, name: str = "vocab_size") -> None:
-    """Check that all of ``tp`` ranks hold some entries, where each but the last ones holds entries / tp, rounded up."""
+    """Check that all ``tp`` ranks hold entries; each but the last ones holds entries / tp, rounded up."""
     if _last_is_empty(entries, tp):
         fits = next(size for size in range(entries + 1, entries + tp * tp) if not _last_is_empty(size, tp))
         raise ConfigError(

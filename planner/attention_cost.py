@@ -1,8 +1,8 @@
-"""Predicted time of one layer's attention on a cluster. Needs no process.
+"""Predict the time of one layer's attention on a cluster. Needs no process.
 
-Ranks are taken to go in step: a round of attention lasts as long as its slowest rank computes, or as its busiest link
-is busy. Collectives, and what is sent after the last round, hide behind nothing. A rank of cp and its neighbours of tp
-fill nodes in order.
+Ranks run in lockstep: a round of attention takes as long as its slowest rank computes or its busiest link is busy.
+Collectives, and what is sent after the last round, are not overlapped. A rank of cp and its neighbours of tp fill nodes
+in order.
 """
 
 from collections.abc import Iterator
@@ -27,20 +27,20 @@ from planner.cluster import Cluster
 FORWARD, BACKWARD = 4, 10
 """Operations per (query, key) pair and channel: 2 matrix products forward, 5 backward (Dao 2023)."""
 SCAN, STATE = 4, 2
-"""Operations per token and element of a state: to write and read it, and to write alone. A backward has 3 scans."""
+"""Operations per token and element of a state: write and read, and write alone. A backward has 3 scans."""
 MICRO, GB = 1e-6, 1e9
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes that the attention of all ranks of a cp group sends in one layer, forward and backward."""
+    """Bytes that all ranks of a cp group send in one layer's attention, forward and backward."""
 
     inside: int
     between: int
 
 
 class _Sent(NamedTuple):
-    """Bytes, and messages (or a part of one), from each of ``ranks`` to its peer: int64 ``[n]`` both."""
+    """Bytes and (possibly fractional) messages from each of ``ranks`` to its peer, both int64 ``[n]``."""
 
     ranks: np.ndarray
     peers: np.ndarray
@@ -50,7 +50,7 @@ class _Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """The attention of one layer, the ranks of cp together."""
+    """Cost of one layer's attention over all ranks of cp."""
 
     plan: Plan
     of: Sizes
@@ -58,20 +58,20 @@ class AttentionCost:
     tp: int = 1
 
     def forward(self) -> float:
-        """Seconds of a forward."""
+        """Return the seconds of a forward."""
         if self.plan.geometry.method.capabilities().states:
             return self._state_seconds(SCAN, reverse=False)
         return self._seconds("kv", None, FORWARD)
 
     def backward(self) -> float:
-        """Seconds of a backward, whose forward is not computed again."""
+        """Return the seconds of a backward, without recomputing its forward."""
         if self.plan.geometry.method.capabilities().states:
             return self._state_seconds(3 * SCAN, reverse=True)
         moves = cheaper_backward(self.plan.geometry, self.of)
         return self._seconds(moves, moves, BACKWARD)
 
     def links(self) -> Links:
-        """What crosses which links, forward and backward, as the plan counts it."""
+        """Return the bytes on each kind of link, forward and backward, as the plan counts them."""
         moves = cheaper_backward(self.plan.geometry, self.of)
         ways = (self._bytes(way) for way in (None, moves))
         return Links(*map(sum, zip(*ways, strict=True)))
@@ -98,14 +98,14 @@ class AttentionCost:
         ranks = np.arange(geometry.size)
         seconds = {
             slot: self._transfer(*(_Sent(ranks, targets[to], *rest) for to, *rest in slot))
-            for slot in set(map(tuple, slots))  # a ring's rounds are all the same
+            for slot in set(map(tuple, slots))  # a ring's rounds are all alike
         }
         computing = [*busy.max(axis=1).tolist(), 0.0]
         rounds = sum(max(longest, seconds[tuple(slot)]) for longest, slot in zip(computing, slots, strict=True))
         return rounds + sum(self._transfer(_joint(collective)) for collective in collectives(geometry, of, backward))
 
     def _state_seconds(self, operations: int, *, reverse: bool) -> float:
-        """Linear attention: from neighbour to neighbour states wait in a row; gathered, they hide behind the scan."""
+        """Time linear attention: passed between neighbours, states wait in turn; gathers overlap the scan."""
         geometry, of = self.plan.geometry, self.of
         elements = of.batch * of.tokens * of.heads * of.head_dim**2
         scan = operations * elements / self._rate
@@ -125,7 +125,7 @@ class AttentionCost:
         return 1e12 * self.cluster.peak_tflops * self.cluster.attention_fraction
 
     def _transfer(self, *together: _Sent) -> float:
-        """Seconds until the busiest rank, or the busiest node's shared link, has sent what is to be sent."""
+        """Return the seconds until the busiest rank, or the busiest node's shared link, has sent everything."""
         cluster, shared = self.cluster, self.cluster.between_link == "node"
         if not together:
             return 0.0
@@ -148,7 +148,7 @@ class AttentionCost:
 
 
 def _joint(collective: Collective) -> _Sent:
-    """An all-gather goes round a ring, as libraries do it; an all-to-all straight to each peer."""
+    """Send an all-gather around a ring, as libraries do, and an all-to-all straight to each peer."""
     size, members = collective.ranks.shape
     rank = np.arange(size)
     if collective.kind == "gather":

@@ -1,4 +1,4 @@
-"""Clusters: what their GPUs compute and what their links carry, as configs/clusters/*.toml say it."""
+"""Clusters: compute and link rates, as in configs/clusters/*.toml."""
 
 import math
 import tomllib
@@ -12,41 +12,41 @@ from runtime.errors import UserError
 
 CLUSTERS = Path(__file__).resolve().parents[1] / "configs" / "clusters"
 KINDS = {"H100": "h100_pod", "H200": "h100_pod", "A100": "a100_pod"}
-"""The cluster that a GPU's name, as torch tells it, stands for."""
+"""Cluster by GPU name, as torch gives it."""
 
 
 class ClusterError(UserError):
-    """A cluster file that does not describe a cluster; the message names the file, the key and the fix."""
+    """An invalid cluster file; the message names the file, the key and the fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal processors. Bandwidths are of one direction, in 10^9 bytes per second."""
+    """Nodes of equal processors. Bandwidths are in one direction, in 10^9 bytes per second."""
 
     name: str
-    """What it is, in a few words."""
+    """Description in a few words."""
     gpus_per_node: int
-    """Processors, and so ranks, in each node."""
+    """Processors, and so ranks, per node."""
     peak_tflops: float
     """Dense bfloat16 rate of one processor by its data sheet, in 10^12 operations per second."""
     matmul_fraction: float
-    """Part of that rate that the matrix products of a layer reach."""
+    """Fraction of that rate that a layer's matrix products reach."""
     attention_fraction: float
-    """Part of that rate that an attention kernel reaches."""
+    """Fraction of that rate that an attention kernel reaches."""
     launch_us: float
-    """Microseconds that each kernel of an attention takes besides its rate: to be started, and its result merged."""
+    """Microseconds per attention kernel besides its rate: to start it and merge its result."""
     memory_gb: float
-    """Memory of one processor that a run can use, in 10^9 bytes."""
+    """Memory of one processor available to a run, in 10^9 bytes."""
     inside_gb_per_s: float
-    """What one rank can send to others of its node."""
+    """Rate from one rank to others of its node."""
     inside_latency_us: float
     """Microseconds until a message inside a node begins to arrive."""
     between_gb_per_s: float
-    """What one link out of a node carries."""
+    """Rate of one link out of a node."""
     between_latency_us: float
     """The same between nodes."""
     between_link: Literal["node", "rank"]
-    """Whether a node's ranks share one link to the other nodes, or each has a rail of its own."""
+    """Whether a node's ranks share one link to other nodes, or each has its own rail."""
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():

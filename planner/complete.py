@@ -1,4 +1,4 @@
-"""What a configuration leaves open, decided once as a run starts: the vocabulary, the method, a hybrid's layout."""
+"""Complete a configuration as a run starts: the vocabulary, the method, a hybrid's layout."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +19,11 @@ CONFIG = "config.toml"
 
 
 def complete(config: Config, entries: int) -> Config:
-    """``config`` with nothing left open, for a tokenizer of so many entries; collective, and says what it chooses.
+    """Return ``config`` complete for a tokenizer of ``entries`` entries, and print what was chosen; collective.
 
     Raises:
-        UserError: the vocabulary has fewer entries, no method suits or fits in memory, or no cluster file is about this
-            device.
+        UserError: the vocabulary has fewer entries, no method fits the sizes or memory, or no cluster file matches this
+                device.
     """
     with raise_together():
         config = with_vocabulary(config, entries)
@@ -33,7 +33,7 @@ def complete(config: Config, entries: int) -> Config:
 
 
 def with_vocabulary(config: Config, entries: int) -> Config:
-    """The configuration with the tokenizer's vocabulary where it names none; ConfigError where it names too few."""
+    """Return the configuration, by default with the tokenizer's vocabulary; ConfigError if its own is too small."""
     size = config.model.vocab_size
     if size is not None and size < entries:
         raise ConfigError(
@@ -45,13 +45,13 @@ def with_vocabulary(config: Config, entries: int) -> Config:
 
 
 def with_method(config: Config, world_size: int) -> Config:
-    """``config`` with a method in the place of ``auto``: that of the run it goes on with, else the predicted fastest.
+    """Replace the method ``auto`` by that of the resumed run, else by the one predicted fastest.
 
     Collective; the first rank chooses.
 
     Raises:
-        ConfigError: nothing suits these sizes, or fits in memory.
-        ClusterError: the cluster file is no good, or none is about this device.
+        ConfigError: no method fits the sizes or memory.
+        ClusterError: the cluster file is invalid, or none matches this device.
     """
     if config.context.context_parallel_method != "auto":
         return config
@@ -62,7 +62,7 @@ def with_method(config: Config, world_size: int) -> Config:
 
 
 def _choice(config: Config, world_size: int) -> tuple[ContextConfig, str]:
-    """The method, and a line that says why."""
+    """Choose the method; return it with a line that says why."""
     earlier = Path(config.checkpoint.load or "") / CONFIG
     if config.checkpoint.load is not None and earlier.exists():
         before = load_config(earlier)
@@ -84,10 +84,10 @@ def _choice(config: Config, world_size: int) -> tuple[ContextConfig, str]:
 
 
 def with_layout(config: Config) -> Config:
-    """``config`` with the layout of a hybrid's softmax layers in the place of ``auto``: the predicted faster one.
+    """Replace the layout ``auto`` of a hybrid's softmax layers by the one predicted faster.
 
     Raises:
-        ConfigError: there are two to choose from, and no cluster file is about this device.
+        ConfigError: there are two to choose from, and no cluster file matches this device.
     """
     model, mesh, hybrid = config.model, config.mesh, config.hybrid
     if model.softmax_every is None or hybrid.hybrid_softmax_layout != "auto":

@@ -1,4 +1,4 @@
-"""Hybrids: what either layout of their layers of softmax attention costs."""
+"""Costs of the two layouts of a hybrid's softmax attention layers."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ from planner.cluster import Cluster
 
 @dataclass(frozen=True)
 class LayoutCost:
-    """The softmax attention of one layer in one layout, forward and backward."""
+    """Softmax attention of one layer in one layout, forward and backward."""
 
     layout: HybridLayout
     pairs: int
-    """(query, key) pairs of the rank that has most."""
+    """(query, key) pairs of the busiest rank."""
     exchanged: int
-    """Bytes that a rank sends to change the layout and back; 0 where there is no change."""
+    """Bytes that a rank sends to change the layout and back; 0 without a change."""
     seconds: float
-    """By the cost model, exchanges included."""
+    """Predicted time, exchanges included."""
 
 
 def layout_costs(
@@ -36,10 +36,10 @@ def layout_costs(
     element_size: int,
     cluster: Cluster,
 ) -> tuple[LayoutCost, ...]:
-    """What each layout that may be taken costs; heads are those of one rank, ``element_size`` bytes of activations.
+    """Return the cost of each allowed layout; heads are per rank, ``element_size`` is in bytes, of activations.
 
-    An exchange moves q, k and v inward and the output outward, and in the backward their gradients: 2 x (2 heads +
-    2 kv_heads) x head_dim elements of each token that changes its rank. It is not overlapped with anything.
+    An exchange moves q, k and v inward and the output outward, and their gradients in the backward: 2 x (2 heads +
+    2 kv_heads) x head_dim elements of each token that changes its rank. It is not overlapped.
     """
     link = cluster.inside_gb_per_s if size * tp <= cluster.gpus_per_node else cluster.between_gb_per_s
 
@@ -61,5 +61,5 @@ def layout_costs(
 
 
 def faster_layout(costs: tuple[LayoutCost, ...]) -> HybridLayout:
-    """The one that takes fewer seconds; contiguous where they are the same."""
+    """Return the layout that takes fewer seconds, contiguous on a tie."""
     return min(costs, key=lambda cost: cost.seconds).layout

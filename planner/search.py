@@ -1,4 +1,4 @@
-"""Which arrangements of a run there are, and what is predicted of each."""
+"""Enumerate the arrangements of a run and predict each."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ RECOMPUTE = ("none", "selective", "attention_boundary", "full")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration and what the cost model says of it."""
+    """A configuration and its prediction."""
 
     config: Config
     prediction: Prediction
@@ -33,7 +33,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What fits, the fastest first; what is refused, by reason; and what does not fit in memory."""
+    """Configurations that fit, fastest first; refusals by reason; configurations that do not fit in memory."""
 
     candidates: list[Candidate]
     refused: Counter[str]
@@ -41,7 +41,7 @@ class Ranking:
 
 
 def workload_of(config: Config, dp: int) -> Workload:
-    """What a step of a configuration computes. Its vocabulary must be known. ConfigError for a hybrid."""
+    """Return the work of a step. The vocabulary must be known. Raises ConfigError for a hybrid."""
     model = config.model
     if model.softmax_every is not None:
         raise ConfigError(
@@ -67,12 +67,12 @@ def workload_of(config: Config, dp: int) -> Workload:
 
 @lru_cache
 def _weights(model: ModelConfig) -> tuple[int, int]:
-    """All parameters, and the weights of all matrix products. Both build the model on the meta device."""
-    return num_parameters(model), int(flops_per_token(model, 0) / 6)  # a sequence of no length has no attention
+    """Count all parameters, and the weights of all matrix products, on the meta device."""
+    return num_parameters(model), int(flops_per_token(model, 0) / 6)  # at length 0 there is no attention
 
 
 def predicted(config: Config, world_size: int, cluster: Cluster) -> Prediction:
-    """Time and memory of a configuration with a method; its sizes must have been validated."""
+    """Predict time and memory of a validated configuration with a method."""
     mesh, recompute = config.mesh, config.recompute
     cp, tp, pp = mesh.context_parallel_size, mesh.tensor_model_parallel_size, mesh.pipeline_model_parallel_size
     dp = world_size // (cp * tp * pp)
@@ -98,9 +98,9 @@ def predicted(config: Config, world_size: int, cluster: Cluster) -> Prediction:
 
 
 def contexts(config: Config, gpus_per_node: int) -> Iterator[ContextConfig]:
-    """Every method x team size x Ulysses degree x placement that the ranks could be asked for, each once.
+    """Yield every method x team size x Ulysses degree x placement that fits the ranks, each once.
 
-    Linear attention has the methods that pass states on, which take none of these.
+    Linear attention has only the methods that pass states, without these options.
     One rank per team is zigzag, one node is no double ring, and a degree of all ranks is Ulysses alone.
     """
     size = config.mesh.context_parallel_size
@@ -136,7 +136,7 @@ def contexts(config: Config, gpus_per_node: int) -> Iterator[ContextConfig]:
 
 
 def arrangements(config: Config, world_size: int) -> Iterator[Config]:
-    """Every tp x pp x cp (the rest is dp) and recompute policy of that many processes, the method not yet chosen."""
+    """Yield every tp x pp x cp (the rest is dp) and recompute policy for the processes, without a method."""
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
     for tp, pp, cp, policy in product(sizes, sizes, sizes, RECOMPUTE):
         if world_size % (tp * pp * cp):
@@ -146,7 +146,7 @@ def arrangements(config: Config, world_size: int) -> Iterator[Config]:
         )
         try:
             recompute = replace(config.recompute, recompute_granularity=policy)  # type: ignore[arg-type]
-        except UserError:  # offload goes with some policies alone
+        except UserError:  # offload needs certain policies
             continue
         yield replace(config, mesh=mesh, recompute=recompute)
 
@@ -171,7 +171,7 @@ def rank(configs: Sequence[Config], world_size: int, cluster: Cluster) -> Rankin
 
 
 def nothing_left(found: Ranking, cluster: Cluster) -> str:
-    """Why there is no candidate, and what to do."""
+    """Say why there is no candidate, and what to do."""
     if found.too_large:
         least = min(candidate.prediction.bytes for candidate in found.too_large)
         return (

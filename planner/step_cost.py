@@ -1,6 +1,6 @@
-"""Predicted time and memory of a training step on a cluster. Needs no process.
+"""Predict time and memory of a training step on a cluster. Needs no process.
 
-What a model is made of comes as numbers: this package knows no model.
+A model is given by numbers: this package imports none.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from planner.cluster import Cluster
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and a step of it; tensor parallelism not yet taken off."""
+    """A model and one step of it, before tensor parallelism."""
 
     layers: int
     hidden: int
@@ -35,7 +35,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """How ranks share that work, beside the plan of their attention."""
+    """How ranks share the work, besides the attention's plan."""
 
     pp: int = 1
     dp: int = 1
@@ -50,7 +50,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step by what takes them, bytes of the busiest rank's memory by what fills them."""
+    """Seconds of a step, and bytes of the busiest rank's memory, each by cause."""
 
     seconds: dict[str, float]
     memory: dict[str, float]
@@ -58,17 +58,17 @@ class Prediction:
 
     @property
     def time(self) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         return sum(self.seconds.values())
 
     @property
     def bytes(self) -> float:
-        """Bytes of memory at the peak."""
+        """Return the bytes of memory at the peak."""
         return sum(self.memory.values())
 
 
 def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster) -> Prediction:
-    """Time and memory of one step of ``work``, each rank of cp having a part of ``plan``."""
+    """Predict time and memory of one step of ``work``, with the attention's ``plan`` over cp."""
     tp = arranged.tp
     heads, kv_heads = work.heads // tp, max(1, work.kv_heads // tp)
     of = sizes(plan.geometry, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)
@@ -82,7 +82,7 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     linear = layers * layer * 3 + head * (4 if arranged.loss_chunk else 3)
     again = layers * (layer if arranged.recompute in ("full", "attention_boundary") else 0.0)
     again += layers * (forward if arranged.recompute in ("full", "selective") else 0.0)
-    steps = work.micro_batches + arranged.pp - 1  # and the pipeline's filling and emptying
+    steps = work.micro_batches + arranged.pp - 1  # fills and drains the pipeline
     seconds = {
         "attention": steps * layers * (forward + backward),
         "linear": steps * linear,
@@ -99,19 +99,19 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
 
 @lru_cache(maxsize=4096)
 def _attention(plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
-    """Seconds forward and backward, and bytes; pipelines and recompute policies have it in common."""
+    """Return seconds forward and backward, and bytes; the same for all pipelines and recompute policies."""
     cost = AttentionCost(plan, of, cluster, tp)
     return cost.forward(), cost.backward(), cost.links()
 
 
 def _tensor(work: Workload, plan: Plan, tp: int, cluster: Cluster) -> float:
-    """A layer's 4 all-gathers and reduce-scatters forward, and as many backward (sequence parallelism)."""
+    """Time a layer's 4 all-gathers and reduce-scatters forward, and as many backward (sequence parallelism)."""
     count = work.micro_batch * plan.local_len * work.hidden * work.element_size * (tp - 1) / tp
     return 8 * _ring_seconds(count, tp, 1, cluster) if tp > 1 else 0.0
 
 
 def _pipeline(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster) -> float:
-    """A micro-batch's activations to the next stage, and their gradients back."""
+    """Time a micro-batch's activations to the next stage, and their gradients back."""
     if arranged.pp == 1:
         return 0.0
     count = work.micro_batch * plan.local_len * work.hidden * work.element_size / arranged.tp
@@ -122,7 +122,7 @@ def _pipeline(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluste
 
 
 def _data(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster) -> float:
-    """Weights gathered and gradients summed over dp x cp in a step."""
+    """Time a step's weight gathers and gradient sums over dp x cp."""
     ranks = arranged.dp * plan.size
     if ranks == 1:
         return 0.0
@@ -137,7 +137,7 @@ def _data(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster) -
 
 
 def _ring_seconds(count: float, ranks: int, stride: int, cluster: Cluster) -> float:
-    """``count`` bytes past each of ``ranks``, every ``stride``-th one; the groups beside share the links out."""
+    """Time ``count`` bytes around a ring of every ``stride``-th rank; parallel groups share the links."""
     if ranks * stride <= cluster.gpus_per_node:
         return count / (cluster.inside_gb_per_s * GB) + (ranks - 1) * cluster.inside_latency_us * MICRO
     rate = min(cluster.inside_gb_per_s, cluster.node_gb_per_s / min(stride, cluster.gpus_per_node))
@@ -145,7 +145,7 @@ def _ring_seconds(count: float, ranks: int, stride: int, cluster: Cluster) -> fl
 
 
 def memory(work: Workload, plan: Plan, arranged: Arrangement, of: Sizes, moves: Moves) -> dict[str, float]:
-    """Bytes of the first stage's rank at the peak of a step, by what they are."""
+    """Return the bytes of a first-stage rank at the peak of a step, by cause."""
     own = work.parameters / (arranged.tp * arranged.pp)
     layers = -(-work.layers // arranged.pp)
     shards = 1 if arranged.strategy in ("ddp", "legacy_ddp") else arranged.dp * plan.size // arranged.copies
@@ -158,7 +158,7 @@ def memory(work: Workload, plan: Plan, arranged: Arrangement, of: Sizes, moves: 
     again = arranged.recompute in ("full", "attention_boundary")
     if arranged.offload:
         kept = 0.0
-    flying = min(arranged.pp, work.micro_batches)  # micro-batches that wait for their backward, in 1F1B
+    flying = min(arranged.pp, work.micro_batches)  # micro-batches waiting for their backward, in 1F1B
     scores = min(tokens, arranged.loss_chunk) if arranged.loss_chunk else tokens
     logits = scores * work.vocab * (work.element_size + 4) / arranged.tp
     layer = (tokens * inside if again else 0.0) + _attention_buffers(plan, of, moves)
@@ -170,7 +170,7 @@ def memory(work: Workload, plan: Plan, arranged: Arrangement, of: Sizes, moves: 
 
 
 def _attention_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
-    """What a backward has of what circulates (twice: at hand and on its way) and of what a team gathers."""
+    """Count a backward's buffers: circulating tensors (twice: held and in transit) and a team's gathered ones."""
     stays: Moves = "queries" if moves == "kv" else "kv"
     held, team = len(plan.geometry.holders(0)), len(plan.geometry.teammates(0))
     if len(plan.geometry.steps(0)) > 1:
@@ -180,9 +180,9 @@ def _attention_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
 
 
 def _layer_activations(work: Workload, arranged: Arrangement) -> tuple[float, float]:
-    """Bytes of a token that a layer keeps for its backward, and that it has while it is computed again.
+    """Return bytes per token that a layer keeps for its backward, and that it holds while recomputed.
 
-    What modules keep, one by one: residuals, norms and projections' inputs; queries, keys (before and after rotary) and
+    Counted module by module: residuals, inputs of norms and projections; queries, keys (before and after rotary) and
     values, the output; gate, up, activation and product of a gated feed-forward, input and activation of another.
     """
     queries, keys = work.heads * work.head_dim, work.kv_heads * work.head_dim

@@ -1,1 +1,1 @@
-"""The papers' published tables, and ours beside them: one module per paper."""
+"""Published tables of papers, and ours beside them: one module per paper."""

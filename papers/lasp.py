@@ -31,9 +31,9 @@ BACKENDS = {
 WAYS = ("without", "lasp")
 RANKS, CONTEXT, BATCH, LENGTH, VOCABULARY = 4, 2, 8, 256, 1024
 LAST = 10
-"""Updates whose mean loss is the figure of the table, beside that of the last."""
+"""Final updates whose mean loss is the table's figure, besides the last loss."""
 BOUND = 0.005
-"""How far the loss with LASP may be from that without it, relative."""
+"""Largest relative difference of the loss with LASP from without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,12 @@ class Published:
 
 
 def rows() -> list[str]:
-    """The names of the table's rows, as the paper orders them."""
+    """Return the names of the table's rows in the paper's order."""
     return [f"{model}/{backend}" for model in MODELS for backend in BACKENDS]
 
 
 def published() -> dict[str, Published]:
-    """The paper's table by the names of our rows."""
+    """Return the paper's table by our row names."""
     models, backends = ({title: name for name, title in names.items()} for names in (MODELS, BACKENDS))
     return {
         f"{models[row['model']]}/{backends[row['backend']]}": Published(
@@ -61,12 +61,12 @@ def published() -> dict[str, Published]:
 
 
 def runs(row: str) -> list[str]:
-    """The names of a row's two runs."""
+    """Return the names of a row's two runs."""
     return [f"{row}/{way}" for way in WAYS]
 
 
 def command_line(run: str, data: Path, iterations: int) -> list[str]:
-    """Flags of pretrain_gpt.py for a run: a row of the table, with LASP or without."""
+    """Return the flags of pretrain_gpt.py for a run: a row of the table, with LASP or without."""
     model, backend, way = run.split("/")
     dp = RANKS // CONTEXT if way == "lasp" else RANKS
     flags = {
@@ -97,26 +97,26 @@ def command_line(run: str, data: Path, iterations: int) -> list[str]:
 
 
 def final(losses: Sequence[float]) -> float:
-    """The mean loss of the last updates."""
+    """Return the mean loss of the last updates."""
     return fmean(losses[-LAST:])
 
 
 def figures(losses: Sequence[float]) -> dict[str, float]:
-    """What the table has of a run."""
+    """Return the table's figures of a run."""
     return {"loss": final(losses), "last": losses[-1]}
 
 
 def difference(without: Mapping[str, float], lasp: Mapping[str, float]) -> float:
-    """Of the loss with LASP from that without it, relative: of the mean over the last updates, or of the last, if more.
+    """Return the larger relative difference with LASP from without, of the final mean loss and of the last loss.
 
-    Infinite where either is not finite.
+    Infinite if either is not finite.
     """
     found = [abs(lasp[name] / without[name] - 1) for name in ("loss", "last")]
     return max(found) if all(x == x for x in found) else float("inf")
 
 
 def markdown(result: Result) -> str:
-    """Our table beside the paper's."""
+    """Format our table beside the paper's."""
     settings, machine, theirs = result["settings"], result["machine"], published()
     lines = [
         "# LASP: convergence",
@@ -143,30 +143,30 @@ def markdown(result: Result) -> str:
 
 
 def _pairs(result: Result) -> dict[str, list[dict[str, float]]]:
-    """The two runs of each finished row, as the paper orders them."""
+    """Return the two runs of each finished row, in the paper's order."""
     done = result["runs"]
     return {row: [done[name] for name in runs(row)] for row in rows() if all(name in done for name in runs(row))}
 
 
 def outside(result: Result) -> list[str]:
-    """The finished rows whose two losses differ by more than the bound."""
+    """Return the finished rows whose losses differ by more than the bound."""
     return [row for row, pair in _pairs(result).items() if not difference(*pair) <= BOUND]
 
 
 def wrong(result: Result) -> str:
-    """What is outside the bound, in words, or nothing."""
+    """Say what is outside the bound; empty if nothing is."""
     found = ", ".join(outside(result))
     return f"with LASP the loss differs by more than {BOUND:.1%} in {found}" if found else ""
 
 
 def apart(without: Sequence[float], lasp: Sequence[float]) -> list[float]:
-    """Of each update: how far the loss with LASP is from that without it, relative; the mean of the last updates."""
+    """Return per update the relative difference with LASP from without, averaged over the last updates."""
     each = [abs(b / a - 1) for a, b in zip(without, lasp, strict=True)]
     return [fmean(each[max(0, update + 1 - LAST) : update + 1]) for update in range(len(each))]
 
 
 def picture(result: Result, path: Path) -> None:
-    """A column for each model: the losses of all runs, which lie on each other, and how far each pair is apart."""
+    """Draw a column per model: the losses of all runs, and each pair's difference."""
     panels = []
     for model, title in MODELS.items():
         curves = {name: run["losses"] for name, run in result["runs"].items() if name.startswith(f"{model}/")}
@@ -203,7 +203,7 @@ CONVERGENCE = Table(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; its exit status is 1 where a row is outside the bound, or has no figures."""
+    """Run the command; exit with status 1 if a row is outside the bound, or has no figures."""
     return table.run(CONVERGENCE, table.build_parser(CONVERGENCE, "lasp", __doc__).parse_args(argv))
 
 

@@ -1,7 +1,7 @@
-"""What tables of papers share: published figures, runs that are trained once and kept, Markdown and a picture.
+"""Shared parts of the papers' tables: published figures, runs trained once and kept, Markdown and a picture.
 
-A table NAME has its published figures in tables/NAME.csv, and ours in results/: NAME.jsonl with a line for each run,
-NAME.md beside the paper's, NAME.png. The runs' curves are in NAME.curves.jsonl, which git ignores.
+Table NAME has its published figures in tables/NAME.csv and ours in results/: NAME.jsonl with a line per run, NAME.md
+beside the paper's, NAME.png. The runs' curves are in NAME.curves.jsonl, which git ignores.
 """
 
 import argparse
@@ -19,45 +19,45 @@ from tools.arguments import parser_for
 
 FOLDER = Path(__file__).parent
 Result = dict[str, Any]
-"""The settings, the machine, and the figures of each finished run by its name, its losses among them where kept."""
+"""The settings, the machine, and each finished run's figures by name, with its losses if kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One table: how its runs are made, and what is made of them."""
+    """A table: how to train its runs and how to show them."""
 
     name: str
-    """What its files are called."""
+    """Base name of its files."""
     ranks: int
     sizes: Mapping[str, int]
-    """What all runs have in common; a file of runs of other sizes is refused."""
+    """Settings of all runs; a file of runs of other sizes is refused."""
     vocabulary: int
     rows: Sequence[str]
     runs: Callable[[str], Sequence[str]]
-    """The names of a row's runs."""
+    """(row) -> the names of its runs."""
     flags: Callable[[str, Path, int], Sequence[str]]
-    """Of pretrain_gpt.py for a run: its name, the data, updates."""
+    """(run, data, updates) -> flags of pretrain_gpt.py."""
     figures: Callable[[Sequence[float]], dict[str, float]]
-    """What stays of a run's losses in the tree."""
+    """(losses) -> the figures that stay in the tree."""
     markdown: Callable[[Result], str]
     picture: Callable[[Result, Path], None]
     wrong: Callable[[Result], str]
-    """What of the finished rows is not as the paper has it, or nothing."""
+    """(result) -> how the finished rows differ from the paper; empty if they agree."""
 
 
 def published(name: str) -> list[dict[str, str]]:
-    """The rows of a paper's table, tables/NAME.csv, by its columns' names."""
+    """Read the rows of a paper's table, tables/NAME.csv, by column name."""
     with (FOLDER / "tables" / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def markdown_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
+    """Format the lines of a Markdown table."""
     return [f"| {' | '.join(head)} |", "| --- " * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def train(rank: int, world_size: int, flags: Sequence[str]) -> list[float]:
-    """One rank of a run of pretrain_gpt.py: on the first, the loss of each update."""
+    """Train one rank of a run of pretrain_gpt.py; return the loss of each update on the first rank."""
     import pretrain_gpt
     from testing.training import Records, trainer_of
 
@@ -70,10 +70,10 @@ def train(rank: int, world_size: int, flags: Sequence[str]) -> list[float]:
 def finished(
     table: Table, wanted: Sequence[str], iterations: int, data: Path, path: Path, tell: Callable[[str], None]
 ) -> Result:
-    """Train what ``path`` does not hold yet of the wanted rows, and write it there run by run; all that it holds.
+    """Train the wanted rows that ``path`` lacks, saving each run; return all that ``path`` then holds.
 
     Raises:
-        UserError: it holds runs of other settings, or is not what this writes.
+        UserError: ``path`` holds runs of other settings, or another format.
         RuntimeError: a rank failed.
     """
     from data.text.prepare import Request, prepare
@@ -109,12 +109,12 @@ def finished(
 
 
 def curves_of(path: Path) -> Path:
-    """Where the losses of all updates lie, which do not stay in the tree."""
+    """Return the file of all updates' losses, which stays out of the tree."""
     return path.with_suffix(".curves.jsonl")
 
 
 def kept(path: Path) -> Result | None:
-    """What a file of results holds, with the curves that lie beside it; None where there is none."""
+    """Read a file of results and its curves; None if it does not exist."""
     from testing.records import read_records
 
     if not path.exists():
@@ -130,17 +130,17 @@ def kept(path: Path) -> Result | None:
 
 @dataclass(kw_only=True)
 class Panel:
-    """A column of the picture: curves over updates above, differences between pairs of them below."""
+    """A column of the picture: curves over updates above, their pairwise differences below."""
 
     title: str
     losses: list[tuple[Sequence[float], bool]] = field(default_factory=list)
     """Each curve, and whether it is dotted."""
     differences: dict[str, Sequence[float]] = field(default_factory=dict)
-    """By the line's name."""
+    """Curves by label."""
 
 
 def picture(panels: Sequence[Panel], path: Path, bound: float, labels: tuple[str, str, str]) -> None:
-    """Draw the columns; ``labels`` are those of the losses, of the differences, and the differences' title."""
+    """Draw the columns; ``labels``: of the losses, of the differences, and the differences' title."""
     from matplotlib.figure import Figure
 
     from tools.layout_picture import FAINT, PALETTE
@@ -172,7 +172,7 @@ def picture(panels: Sequence[Panel], path: Path, bound: float, labels: tuple[str
 
 
 def build_parser(table: Table, module: str, description: str | None) -> argparse.ArgumentParser:
-    """The command line of a table's module."""
+    """Build the command line of a table's module."""
     parser = parser_for(f"python -m papers.{module}", description)
     rows = list(table.rows)
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows, metavar="ROW", help="of: %(choices)s")
@@ -185,8 +185,8 @@ def build_parser(table: Table, module: str, description: str | None) -> argparse
 
 
 def run(table: Table, args: argparse.Namespace) -> int:
-    """Train what is missing, write and print the table; exit status 1 where a row is not as the paper has it."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, here and by the ranks' server
+    """Train missing runs, write and print the table; return 1 if a row differs from the paper."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, here and in the ranks' server
     path = args.results / f"{table.name}.jsonl"
     try:
         if args.iterations < 2:

@@ -2,12 +2,12 @@
 
 Every row is 3 steps of 8 micro-batches, float32, on processes joined by gloo: language models on the default corpus
 with labels masked, the diffusion transformer (dit) on handwritten digits of which some carry no loss, so that the
-ranks hold unequal numbers of valid tokens. Its modulations, which begin at nought and let no gradient through, begin
+ranks hold unequal numbers of valid tokens. Its modulations, which start at zero and let no gradient through, start
 as small numbers here. The reference is one process, softmax attention with plain SDPA. "loss" is the largest
 difference over the 3 steps, "norm" that of the gradient norms, relative; "gradients" and "weights" the largest over
 every element of every parameter, of the first step's gradients before they are clipped, and of the weights after the
 3 steps. Adam divides by the root of the squared gradient, so that rounding of tiny gradients moves weights far:
-weights are reported, not bounded. A key's bias in a gpt or dit is left out of them, since its gradient is nought but
+weights are reported, not bounded. A key's bias in a gpt or dit is left out of them, since its gradient is zero but
 for rounding: it adds the same to all scores of a query. The initial weights must be one process's, to the bit. "MB"
 is what the largest process grew by, "s" seconds per step on these cores, however many processes share them.
 
@@ -50,7 +50,7 @@ from train.metrics import loss_name
 
 LOSS, GRADIENTS, NORM = 2e-6, 1e-7, 1e-6
 """Bounds on the loss, on each element of a gradient, and on the gradient norm (relative)."""
-NOUGHT = "attention.wk.bias"
+ZERO_GRADIENT = "attention.wk.bias"
 CONTROLS: tuple[tuple[str, str, Case], ...] = (
     ("a layer's gradients are not reduced", "llama", Case(dp=2, mode="legacy_ddp")),
     ("a layer's gradients are not reduced", "gpt", Case(dp=2, cp=2, mode="legacy_ddp")),
@@ -132,7 +132,7 @@ def merged(ranks: list[Found]) -> Run:
 def compare(got: Run, want: Run) -> Row:
     """Return how far a run is from the reference."""
     pairs, loss = list(zip(got.records, want.records, strict=True)), loss_name(want.records[0])
-    moved = {name for name in want.tensors["final"] if not name.endswith(NOUGHT)}
+    moved = {name for name in want.tensors["final"] if not name.endswith(ZERO_GRADIENT)}
     return Row(
         loss=max(abs(a[loss] - b[loss]) for a, b in pairs),
         norm=max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in pairs),

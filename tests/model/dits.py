@@ -14,7 +14,7 @@ VIDEO = DiTConfig(
 
 
 def random_dit(config: DiTConfig) -> DiT:
-    """Weights far from nought everywhere, behind which nothing hides."""
+    """Build a DiT of weights far from zero, so that zeros hide no error."""
     model, generator = DiT(config), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

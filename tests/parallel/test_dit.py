@@ -35,7 +35,7 @@ BATCH, SEED = 4, 5
 
 
 def weight_of(config: DiTConfig, name: str, shape: torch.Size) -> Tensor:
-    """Initial weights, but for those that start at nought, behind which no gradient passes."""
+    """Return initial weights, random instead of zero where zeros would let no gradient through."""
     weight = initial_dit_weight(config, name, shape, SEED)
     if weight.any():
         return weight
@@ -154,7 +154,7 @@ def test_parts_hand_on_plain_tensors_and_share_the_embedders_gradients() -> None
 
 
 def in_bfloat16(rank: int, world_size: int) -> float:
-    """Largest difference that rounding the times to bfloat16 first makes; nought would say that they are rounded."""
+    """Return how far rounding the times to bfloat16 moves the output; zero would mean that they are rounded."""
     model = DiT(IMAGE)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     shard_model(model, model.layers, mesh, bf16=True)

@@ -26,10 +26,10 @@ from train.sampling import Sampler, picture_writer
 
 
 def main(arguments: list[str], peak_flops: float | None = None) -> None:
-    """Configuration, processes, data, model, training: the run from its command line to its last checkpoint.
+    """Train from the command line to the last checkpoint: configuration, processes, data, model, training.
 
     Args:
-        peak_flops: what MFU is measured against; by default what a process can reach.
+        peak_flops: FLOP/s that MFU is measured against; by default what a process can reach.
     """
     config = parse_args(arguments)
     validate(config, launched_world_size())
@@ -38,7 +38,7 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
 
 
 def build_trainer(config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
-    """Everything built and loaded, ready to train; collective."""
+    """Build and load everything for training; collective."""
     with raise_together():
         cp, attend = softmax_context(config, mesh.cp.get_group(), full_sdpa)
     model, seed = config.model, config.train.seed
@@ -73,7 +73,7 @@ def build_trainer(config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = N
 
 
 def model_parts(config: DiTRunConfig, mesh: Mesh, attend: Attend) -> list[DiT]:
-    """This rank's part of the model for each of its pipeline stages, with its weights; the whole one is one stage."""
+    """Build this rank's part of the model, with weights, for each of its pipeline stages."""
     from parallel.tensor.split import split_dit  # DTensor, which a refused command line need not wait for
 
     model = config.model
@@ -87,14 +87,14 @@ def model_parts(config: DiTRunConfig, mesh: Mesh, attend: Attend) -> list[DiT]:
 
 
 def pictures(config: DiTRunConfig, mesh: Mesh, cp: ContextParallel, parts: list[DiT]) -> Callable[[int], None] | None:
-    """What draws samples after a validation, where the run has a folder for them."""
+    """Return a function that draws samples after a validation; None if the run has no folder for them."""
     seed, model, sampling = config.train.seed, config.model, config.sampling
     sampler = Sampler(parts, mesh, cp, model, diffusion_of(config), sampling, seed)
     return picture_writer(sampler, sampling, model.num_classes, config.checkpoint.save, config.train.micro_batch_size)
 
 
 def described(config: DiTRunConfig, mesh: Mesh) -> str:
-    """One line on what is about to be trained, where, and how."""
+    """Describe the run in one line: the model, the mesh and the data."""
     model = config.model
     latents = f"latents of {' x '.join(map(str, model.latent_shape))} in {model.num_patches} patches"
     title = f"DiT of {num_dit_parameters(model):,} parameters"

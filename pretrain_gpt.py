@@ -26,10 +26,10 @@ from train.run import open_log, owning, run_entry
 
 
 def main(arguments: list[str], peak_flops: float | None = None) -> None:
-    """Configuration, processes, data, model, training: the run from its command line to its last checkpoint.
+    """Train from the command line to the last checkpoint: configuration, processes, data, model, training.
 
     Args:
-        peak_flops: what MFU is measured against; by default what a process can reach.
+        peak_flops: FLOP/s that MFU is measured against; by default what a process can reach.
     """
     config = parse_args(arguments)
     validate(config, launched_world_size())
@@ -38,7 +38,7 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
 
 
 def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
-    """Everything built and loaded, ready to train; collective."""
+    """Build and load everything for training; collective."""
     with raise_together():
         tokenizer = load_tokenizer(str(config.data.tokenizer_model))
     asked, config = config, complete(config, tokenizer.vocab_size)
@@ -74,7 +74,7 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None) -
 
 
 def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend | HybridAttention) -> list[LanguageModel]:
-    """This rank's part of the model for each of its pipeline stages, with its weights; the whole one is one stage."""
+    """Build this rank's part of the model, with weights, for each of its pipeline stages."""
     from parallel.tensor.split import split_model  # DTensor, which a refused command line need not wait for
 
     model = config.model
@@ -88,7 +88,7 @@ def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend | Hybr
 
 
 def described(config: Config, mesh: Mesh) -> str:
-    """One line on what is about to be trained, where, and how."""
+    """Describe the run in one line: the model, the mesh and the data."""
     model = config.model
     alone = model.linear_attention and mesh.cp.size() == 1
     title = f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters"

@@ -1,4 +1,4 @@
-"""Broken files, as tests/test_bad_input.py hands them to the entry."""
+"""Broken files for tests/test_bad_input.py."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ DOCUMENTS, LENGTH = 40, 60
 
 
 def write(prefix: Path, bad: int | None = None) -> None:
-    """Documents of ids that fit the tokenizer; ``bad`` is the one document with an id that does not."""
+    """Write documents of ids that fit the tokenizer; document ``bad`` has one id that does not."""
     documents = counting_documents(DOCUMENTS, LENGTH, vocab_size=290)
     if bad is not None:
         documents[bad][LENGTH // 2] = 60_000
@@ -31,7 +31,7 @@ def scramble(path: Path, at: int) -> None:
 
 
 def make_bad(root: Path) -> None:
-    """Everything broken that the cases name."""
+    """Write every broken file that the cases name."""
     for name in ("cut_bin", "cut_idx", "cut_header", "no_magic", "pointers"):
         write(root / name)
     cut(root / "cut_bin.bin", 1000)

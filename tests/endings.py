@@ -1,4 +1,4 @@
-"""How a command ends, for tests that give it what it cannot use."""
+"""How a command ends, for tests with invalid input."""
 
 import io
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class Ending:
 
     @property
     def wrong(self) -> str | None:
-        """What is wrong with it, if anything: a refusal is one line and a status, an acceptance no line of errors."""
+        """Say what is wrong, if anything: a refusal is one line and a status, a success prints no errors."""
         lines = self.stderr.splitlines()
         if self.status == 0:
             return f"status 0, and said {lines[-1]}" if any(line.startswith("error:") for line in lines) else None
@@ -28,7 +28,7 @@ class Ending:
 
 
 def end(command: Callable[..., Any], arguments: list[str], seconds_to_speak: float = SECONDS_TO_SPEAK) -> Ending:
-    """Call an entry's or a tool's main as its last line does; a traceback that it would print is in ``stderr``."""
+    """Call an entry's or a tool's main as its last line does; an unhandled exception is noted in ``stderr``."""
     errors, statuses = io.StringIO(), [0]
 
     def noted(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a test's ranks would each import by themselves, in the server that they are forked from."""
+"""Import once, in the server that ranks are forked from, what each rank would import."""
 
 import gc
 from contextlib import suppress

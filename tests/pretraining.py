@@ -1,4 +1,4 @@
-"""Run the entry script's main on forked ranks, on the default data, and read back what it reports."""
+"""Run an entry's main on forked ranks, on the default data, and read its metrics."""
 
 import io
 import sys
@@ -21,9 +21,9 @@ TINY = """
 
 
 def on_rank(rank: int, world_size: int, arguments: list[str]) -> str:
-    """What a launcher would start, but for the measurement that MFU is set against, which takes longer than a step.
+    """Run as a launcher would, but with a fixed peak for MFU, whose measurement takes longer than a step.
 
-    Returns what it prints: a rank's stdout is that of the first test that started ranks, not of the one that runs.
+    Return the output: a rank's stdout belongs to the first test that started ranks, not to the running one.
     """
     with redirect_stdout(io.StringIO()) as said:
         try:
@@ -42,7 +42,7 @@ DIT = """
 
 
 def dit_on_rank(rank: int, world_size: int, arguments: list[str]) -> None:
-    """As ``on_rank``, of a diffusion transformer."""
+    """Do the same as ``on_rank`` for a diffusion transformer."""
     pretrain_dit.main(arguments, PEAK)
 
 
@@ -53,14 +53,14 @@ def pretrain_digits(world_size: int, save: Path, *arguments: str) -> list[dict[s
 
 
 def pretrain(world_size: int, data: Path, save: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Train the tiny model on ``world_size`` ranks into ``save``, print what the first does, return its metrics."""
+    """Train the tiny model on ``world_size`` ranks into ``save``, print the first's output, return the metrics."""
     flags = [*TINY, "--data-path", str(data), "--tokenizer-model", f"{data}.model", "--save", str(save), *arguments]
     print(run_ranks(on_rank, world_size, flags)[0])
     return read_metrics(save / METRICS)
 
 
 def differences(got: Sequence[dict[str, Any]], want: Sequence[dict[str, Any]]) -> float:
-    """Largest relative difference of loss and gradient norm over the iterations."""
+    """Return the largest relative difference of loss and gradient norm over the iterations."""
     assert [record["iteration"] for record in got] == [record["iteration"] for record in want]
     return max(
         abs(a[name] - b[name]) / abs(b[name])

@@ -1,4 +1,4 @@
-"""Programs that tests start: what they inherit, and how long they may take."""
+"""Programs that tests start: the signals they inherit, and how long they may take."""
 
 import random
 import signal
@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PATIENCE = 600.0
-"""Seconds after which what should have ended counts as hung: many times what the slowest takes on a loaded machine."""
+"""Seconds after which a process counts as hung: many times the slowest test on a loaded machine."""
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """What is started in here ends on Ctrl-C and on SIGTERM.
+    """Let processes started inside end on Ctrl-C and on SIGTERM.
 
-    A shell's background jobs ignore Ctrl-C, and what they start inherits that.
+    A shell's background jobs ignore Ctrl-C, and their children inherit that.
     """
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -26,7 +26,7 @@ def interruptible() -> Iterator[None]:
 
 
 def wait_until(holds: Callable[[], object]) -> None:
-    """Return once it holds, however long a loaded machine takes."""
+    """Wait until ``holds()``, however long a loaded machine takes."""
     deadline = time.monotonic() + PATIENCE
     while not holds():
         assert time.monotonic() < deadline, "hung"
@@ -34,7 +34,7 @@ def wait_until(holds: Callable[[], object]) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody holds, below those that the system gives to whoever asks for any."""
+    """Return a free port below the system's ephemeral ones."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as trial:

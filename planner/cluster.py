@@ -44,7 +44,7 @@ class Cluster:
     between_gb_per_s: float
     """Rate of one link out of a node."""
     between_latency_us: float
-    """The same between nodes."""
+    """Microseconds until a message between nodes begins to arrive."""
     between_link: Literal["node", "rank"]
     """Whether a node's ranks share one link to other nodes, or each has its own rail."""
 
@@ -68,12 +68,12 @@ class Cluster:
 
     @property
     def node_gb_per_s(self) -> float:
-        """What all links out of a node carry together."""
+        """Return the rate of all links out of a node together."""
         return self.between_gb_per_s * (1 if self.between_link == "node" else self.gpus_per_node)
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """The cluster in a TOML file, which must give every figure.
+    """Load the cluster of a TOML file, which must give every figure.
 
     Raises:
         ClusterError: naming the file, the key and the fix.
@@ -101,10 +101,10 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def default_cluster(device_type: str) -> Cluster:
-    """What stands for the machine at hand where no file is named: by the GPU's kind, or processes on a CPU.
+    """Load the cluster of this machine's GPU, or of processes on a CPU, when no file is named.
 
     Raises:
-        ClusterError: a GPU that no file under configs/clusters is about.
+        ClusterError: no file under configs/clusters describes this GPU.
     """
     if device_type == "cpu":
         return load_cluster(CLUSTERS / "cpu.toml")

@@ -41,7 +41,7 @@ def build_parts(
         with torch.device("meta"):
             part = build()
         model: Any = part
-        # The order matters: each step takes what the one before left of the model.
+        # The order matters: each step works on what the previous one left.
         model.keep(layers[stage])
         split(part)
         recompute_layers(model.layers, config.recompute)

@@ -181,7 +181,7 @@ class Trainer:
         return share
 
     def _count_skipped(self, norm: float) -> None:
-        """Count a step skipped for gradients that are not finite; raise if the run only skips."""
+        """Count a skipped step, with gradients that are not finite; raise after too many in a row."""
         progress = self.progress
         progress.skipped_in_a_row = 0 if math.isfinite(norm) else progress.skipped_in_a_row + 1
         progress.skipped_iterations += progress.skipped_in_a_row > 0

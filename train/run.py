@@ -22,7 +22,7 @@ from train.config.flags import ConfigError, write_toml
 from train.metrics import METRICS, RunLog, check_services, disk_errors
 from train.resume import Progress
 
-# How long failing ranks wait for the others, so that a launcher does not end the one that is to speak.
+# How long failing ranks wait for the others, so that a launcher does not kill the one that reports the error.
 SECONDS_TO_SPEAK = 5.0
 UNFLUSHED = 120  # Python's own status if output is lost at exit
 
@@ -71,7 +71,7 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
         sys.excepthook(*sys.exc_info())
         status = 1
     try:
-        # As multiprocessing does for its children: wait for threads that are not daemons, then call the exit handlers.
+        # As multiprocessing does for its children: wait for non-daemon threads, then call the exit handlers.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):

@@ -198,7 +198,7 @@ def table(result: dict[str, Any]) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
-    parser = parser_for("attention", __doc__)
+    parser = parser_for("python -m bench.attention", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--seq-length", type=int, help="default: 8192; on cuda several, 2048 to 32768")
     parser.add_argument("--num-heads", type=int, help="query heads (default: 8; on cuda 16)")

@@ -55,7 +55,7 @@ def measure(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
-        prog="ceilings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.ceilings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="of the CPU (default: one per core)")

@@ -72,7 +72,7 @@ def write_result(folder: Path, tests: dict[str, Any], measured: dict[str, Any]) 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = parser_for("gpu_check", __doc__)
+    parser = parser_for("python -m bench.gpu_check", __doc__)
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="default: bench/results")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():

@@ -235,7 +235,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
-    parser = parser_for("linear", __doc__)
+    parser = parser_for("python -m bench.linear", __doc__)
     parser.add_argument("--min-length", type=int, default=256, help="shortest sequence (default: %(default)s)")
     parser.add_argument(
         "--max-length", type=int, default=16384, help="longest; lengths double up to it (default: %(default)s)"

@@ -250,7 +250,7 @@ def row(name: str, found: dict[str, Any], most: int) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = parser_for("memory", __doc__)
+    parser = parser_for("python -m bench.memory", __doc__)
     parser.add_argument("--device", choices=tuple(DEFAULTS), default="cpu", help="default: %(default)s")
     for name in DEFAULTS["cpu"]:
         on_cpu, on_cuda = (DEFAULTS[device][name] for device in ("cpu", "cuda"))

@@ -31,7 +31,12 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
 
 def main(argv: list[str]) -> None:
     """Print the number of processes and the flags; a non-empty NPROC in the environment sets the number."""
-    entry, *flags = argv
+    entry, *flags = argv or ["--help"]
+    if entry in ("-h", "--help"):
+        print(__doc__)
+        return
+    if entry not in ENTRIES:
+        raise ConfigError(f"the entry is {entry!r}; give {' or '.join(ENTRIES)}, and then its flags")
     if {"-h", "--help"} & set(flags):
         print(1)  # the entry prints the help
         return

@@ -80,11 +80,12 @@ def milliseconds(seconds: float) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Format the rows as Markdown."""
-    lines = [
-        "| | method | mesh | recompute | predicted ms | measured ms | inside nodes GB | between GB | memory GB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    """Format the rows as Markdown; what was measured has a column if anything was."""
+    profiled = any(row.measured is not None for row in rows)
+    measured = ["measured ms"] * profiled
+    heads = ["", "method", "mesh", "recompute", "predicted ms", *measured]
+    heads += ["inside nodes GB", "between GB", "memory GB"]
+    lines = [f"| {' | '.join(heads)} |".replace("|  |", "| |"), "|" + " --- |" * len(heads)]
     for number, row in enumerate(rows, 1):
         config, found = row.candidate.config, row.candidate.prediction
         context = config.context
@@ -98,7 +99,7 @@ def table(rows: Sequence[Row]) -> str:
             ", ".join(sizes) or "data",
             config.recompute.recompute_granularity,
             milliseconds(found.time),
-            "" if row.measured is None else milliseconds(row.measured),
+            *["" if row.measured is None else milliseconds(row.measured)] * profiled,
             f"{found.links.inside / 1e9:.3f}",
             f"{found.links.between / 1e9:.3f}",
             f"{found.bytes / 1e9:.1f}",

@@ -29,7 +29,7 @@ LARGEST_TEAMS = 64
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
-    parser = parser_for("plot", __doc__)
+    parser = parser_for("python -m tools.plot", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     layout = commands.add_parser("layout", help="who owns which token, and each round's tiles", allow_abbrev=False)
     layout.add_argument("--methods", nargs="+", metavar="METHOD", help="default: ring striped zigzag allgather")

@@ -26,7 +26,7 @@ DEFAULT_VOCAB_SIZE = 4096
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
-    parser = parser_for("prepare_data", __doc__)
+    parser = parser_for("python -m tools.prepare_data", __doc__)
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--stdlib", action="store_true", help="the standard library's sources without its tests, about 12 MB (default)"

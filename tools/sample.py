@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def sample(args: argparse.Namespace) -> None:
     """Print the samples that the command line asks for."""
+    if not (args.load / "config.toml").is_file():
+        raise ConfigError(f"load is {args.load}, which holds no config.toml; name the folder that a run saved to")
     config = load_config(args.load / "config.toml")
     if config.data.tokenizer_model is None:
         raise ConfigError(f"{args.load / 'config.toml'}: tokenizer_model is not set; name the tokenizer of the run")

@@ -3,6 +3,7 @@
 python -m train.config.pages
 """
 
+import argparse
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,8 +20,11 @@ MADE_BY = "Made by `python -m train.config.pages`."
 
 def main() -> None:
     """Write every page."""
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser("python -m train.config.pages", description=__doc__, formatter_class=raw).parse_args()
     for name, text in pages().items():
         (FOLDER / name).write_text(text, encoding="utf-8")
+        print(f"written: {(FOLDER / name).relative_to(ROOT)}")
 
 
 def pages() -> dict[str, str]:

@@ -186,8 +186,8 @@ class _Source:
                 raise DataError(
                     f'{self.prefix}: split "{self.config.split}" leaves the {SPLITS[index]} split {end - begin} '
                     f"documents with {tokens} tokens, but one sample takes seq_length + 1 = {self.seq_length + 1}; "
-                    "documents are what is shared out: give it a larger share (or 0, with --eval-iters 0), more documents, "
-                    "or a smaller seq_length"
+                    "documents are what is shared out: give it a larger share (or 0, with --eval-iters 0), more "
+                    "documents, or a smaller seq_length"
                 )
         cache = self.cache()
         return [self.endless(index, cache) if index in wanted else None for index in range(len(SPLITS))]

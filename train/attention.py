@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.attention import passed_over, select_backend
-from kernels.linear_attention import linear_attention
-from kernels.linear_attention import select_linear_backend as select_linear_backend
+from kernels.linear_attention import linear_attention, select_linear_backend
 from model.attention import Attend, HybridAttention, LinearAttend, sdpa
 from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.context.relayout import attend_inside

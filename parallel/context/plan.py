@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -180,7 +181,12 @@ def make_plan(
 def _checked(documents: tuple[int, ...] | None, seq_len: int) -> tuple[int, ...] | None:
     """Check boundaries; return them as integers, so that equal ones share a plan."""
     if documents is not None:
-        documents = tuple(int(x) for x in documents)
+        try:
+            documents = tuple(index(x) for x in documents)
+        except TypeError as error:
+            raise ContextError(
+                f"documents must be integers from 0 to seq_len {seq_len} and are {documents!r}"
+            ) from error
         ascending = all(a < b for a, b in pairwise(documents))
         if len(documents) < 2 or documents[0] != 0 or documents[-1] != seq_len or not ascending:
             raise ContextError(f"documents must ascend from 0 to seq_len {seq_len} and are {documents}")

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from parallel.data import Strategy, set_gradient_sync
 
-Batch = dict[str, Tensor]
+MicroBatch = dict[str, Tensor]
 
-LossSum = Callable[[nn.Module, Batch], Tensor]
+LossSum = Callable[[nn.Module, MicroBatch], Tensor]
 """Map a micro-batch to hidden states or, in the last stage, to the sum of its losses.
 
 After the first stage, the batch holds hidden states in place of that stage's input.
@@ -26,7 +26,7 @@ class Runner:
         """Return this rank's parameters by name, without tied copies that another rank of pp counts."""
         return {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
 
-    def forward_backward(self, batches: Sequence[Batch], valid: int) -> Tensor:
+    def forward_backward(self, batches: Sequence[MicroBatch], valid: int) -> Tensor:
         """Accumulate the gradients of the summed losses divided by ``valid``; return this rank's share of that loss.
 
         The share is float64: summing micro-batches and ranks adds no rounding to that of each loss.
@@ -40,7 +40,7 @@ class Runner:
         return torch.stack(losses).double().sum()
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[Batch]) -> Tensor:
+    def forward(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Return this rank's share of the sum of losses, in float64."""
         (model,) = self.parts
         return torch.stack([self.loss_sum(model, batch) for batch in batches]).double().sum()

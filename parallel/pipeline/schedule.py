@@ -17,8 +17,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
 from parallel.data import Strategy, set_gradient_sync
-from parallel.pipeline.runner import Batch, LossSum, Runner
+from parallel.pipeline.runner import LossSum, MicroBatch, Runner
 from parallel.pipeline.stages import SINGLE, PipelineConfig
+from runtime.errors import UserError
 
 
 class PipelineRunner(Runner):
@@ -83,7 +84,7 @@ class PipelineRunner(Runner):
         others = {name for name, holders in self.tied.items() if holders[0] != rank}
         return {name: parameter for name, parameter in super().parameters().items() if name not in others}
 
-    def forward_backward(self, batches: Sequence[Batch], valid: int) -> Tensor:
+    def forward_backward(self, batches: Sequence[MicroBatch], valid: int) -> Tensor:
         self._valid = valid
         total = self._run(self.schedule.step, batches).double().sum()
         for name, holders in self.tied.items():
@@ -92,18 +93,18 @@ class PipelineRunner(Runner):
         return total
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[Batch]) -> Tensor:
+    def forward(self, batches: Sequence[MicroBatch]) -> Tensor:
         self._valid = 1
         return self._run(self.schedule.eval, batches).double().sum()
 
-    def _run(self, step: Callable[..., Any], batches: Sequence[Batch]) -> Tensor:
+    def _run(self, step: Callable[..., Any], batches: Sequence[MicroBatch]) -> Tensor:
         """Run the schedule; return the micro-batches' losses, or one zero without the last stage."""
         others = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
         first, losses = others.pop(self.name), list[Tensor]()
         try:
             step(*([first] if 0 in self.own else []), target=first, losses=losses, return_outputs=False, **others)
         except RuntimeError as error:
-            if isinstance(error.__cause__, ValueError):  # torch wraps what a user can fix
+            if isinstance(error.__cause__, UserError):  # torch wraps what a user can fix
                 raise error.__cause__ from None
             raise
         for stage in self._stages:

@@ -60,9 +60,15 @@ class Capabilities:
 
 
 class Method:
-    """A layout and the rounds over it. Subclasses are data: no tensor, no process group."""
+    """A layout and the rounds over it. Subclasses are data: no tensor, no process group, and equal by their class."""
 
     name: str
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
 
     def layout(self, causal: bool) -> str:
         """Return the layout that defines the method, or else balances its work under this mask."""

@@ -1,5 +1,6 @@
 """Plans, without any process: who owns what, who sends what, and which pairs are computed where."""
 
+import pickle
 from functools import cache
 from itertools import product
 
@@ -270,6 +271,14 @@ def test_fewer_bytes_decide_what_the_backward_moves_and_either_can_be_forced() -
             assert sum(cost.forward.total for cost in costs["kv"]) == sum(c.forward.total for c in costs["queries"])
 
 
+def test_a_plan_from_another_process_is_the_same_plan() -> None:
+    """Workers may plan ahead: what they send must meet the caches here."""
+    plan = make_plan("wallfacer", seq_len=64, size=4, team_size=2, documents=(0, 10, 64))
+    sent = pickle.loads(pickle.dumps(plan))
+    assert (sent, hash(sent)) == (plan, hash(plan))
+    assert sent.geometry.method != make_plan("ring", seq_len=64, size=4).geometry.method
+
+
 def test_plans_are_cached_and_built_without_processes() -> None:
     assert make_plan("zigzag", seq_len=64, size=4) is make_plan("zigzag", seq_len=64, size=4)
 
@@ -306,6 +315,10 @@ def test_plans_are_cached_and_built_without_processes() -> None:
         ),
         ({"method": "ring", "seq_len": 8, "size": 2, "documents": (0, 4)}, "documents must ascend from 0 to seq_len 8"),
         ({"method": "ring", "seq_len": 8, "size": 2, "documents": (0, 5, 4, 8)}, "documents must ascend"),
+        ({"method": "ring", "seq_len": 8, "size": 2, "documents": (0, 4.7, 8)}, "documents must be integers"),
+        ({"method": "ring", "seq_len": 8, "size": 2, "documents": (0, None, 8)}, "documents must be integers"),
+        ({"method": "ring", "seq_len": 8, "size": 2, "documents": "08"}, "documents must be integers"),
+        ({"method": "ring", "seq_len": 8, "size": 2, "documents": 8}, "documents must be integers"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(arguments: dict, message: str) -> None:

@@ -14,6 +14,7 @@ from data.text.digests import check_digests, write_digests
 from data.text.indexed import TokenReader, check_indexed, open_indexed
 from data.text.prepare import Request, prepare, write_indexed
 from data.tokenizer import load_tokenizer
+from runtime.errors import UserError
 from tests.data.test_tokenizer import write_hugging_face
 
 TEXT = "It was the best of tokens, it was the worst of tokens: é漢🙂 ▁\n"
@@ -56,7 +57,7 @@ def outcomes(path: Path, contents: Iterable[bytes], use: Callable[[], object]) -
                 errors.append(error)
     finally:
         path.write_bytes(whole)
-    assert {type(error) for error in errors} <= {ValueError, DataError}
+    assert {type(error) for error in errors} <= {UserError, DataError}
     assert [str(error) for error in errors if "\n" in str(error) or not 20 < len(str(error)) < 600] == []
     return Counter(read=read, refused=len(errors))
 

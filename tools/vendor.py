@@ -70,7 +70,7 @@ def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
     """Rename our packages and operators in a source file; every other byte stays as it is.
 
     Raises:
-        VendorError: an ``import a.b`` without ``as``: its name is used all over the file.
+        VendorError: a relative import, or an ``import a.b`` without ``as``, whose name is used all over the file.
     """
     lines = source.splitlines(keepends=True)
     edits = {edit for node in ast.walk(ast.parse(source)) for edit in _edits(node, lines, path, namespace)}
@@ -83,7 +83,10 @@ def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
 
 def _edits(node: ast.AST, lines: list[bytes], path: Path, namespace: str) -> Iterator[tuple[int, int, bytes, bytes]]:
     """Yield the edits of one node: row, column in bytes, old text and new text."""
-    if isinstance(node, ast.ImportFrom) and node.module and not node.level and (new := _moved(node.module)):
+    if isinstance(node, ast.ImportFrom) and node.level:
+        module = "." * node.level + (node.module or "")
+        raise VendorError(f"{path}:{node.lineno} imports {module}, relative to its folder; give the module's full name")
+    if isinstance(node, ast.ImportFrom) and node.module and (new := _moved(node.module)):
         row, old = node.lineno - 1, node.module.encode()
         start = re.compile(rb"from\s+").match(lines[row], node.col_offset)
         assert start is not None, (path, node.lineno)
@@ -149,7 +152,7 @@ def _check_imports(files: dict[str, bytes], ours: set[str]) -> None:
             continue
         for node in ast.walk(ast.parse(content)):
             found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            if isinstance(node, ast.ImportFrom) and node.module:
                 found = [node.module]
             for module in found:
                 if module.split(".")[0] in ours - {PACKAGE} or (module.startswith(PACKAGE) and module not in modules):

@@ -173,6 +173,9 @@ from longmesh_attention.runtime.files import owned as é; é(torch.ops.longmesh_
     assert vendor.renamed(source.encode(), Path("a.py")).decode() == expected
     with pytest.raises(vendor.VendorError, match=r"a\.py:1 imports kernels\.merge by its full name"):
         vendor.renamed(b"import kernels.merge", Path("a.py"))
+    for line, module in (("from . import plan", r"\."), ("def f():\n    from ..mesh import x", r"\.\.mesh")):
+        with pytest.raises(vendor.VendorError, match=rf"a\.py:\d imports {module}, relative to its folder; give"):
+            vendor.renamed(line.encode(), Path("a.py"))
 
 
 @pytest.mark.parametrize(

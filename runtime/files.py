@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -188,6 +189,27 @@ def room(folder: Path, needed: int | None = None) -> str:
     where = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     wanted = "" if needed is None else f" and {needed:,} are needed"
     return f"{shutil.disk_usage(where).free:,} bytes are free in {where}{wanted}"
+
+
+def unwritable(folder: Path, elsewhere: str) -> str:
+    """Say why a folder, or its nearest existing parent if missing, takes no files, and the fix; empty if it does.
+
+    A nameless file is made there, so that nothing stays of a command that fails later.
+
+    Args:
+        folder: to be written to.
+        elsewhere: the fix if it is closed, such as "choose another --save".
+    """
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+        if not existing.exists():
+            return f"and {existing} is a symlink that leads nowhere; give a folder"
+        if not existing.is_dir():
+            return f"and {existing} is a file; give a folder"
+        with tempfile.TemporaryFile(dir=existing):
+            return ""
+    except OSError as error:
+        return f"which cannot be written to ({error.strerror}); {elsewhere}"
 
 
 def reason(error: OSError, folder: Path, needed: int | None = None) -> str:

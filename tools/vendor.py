@@ -23,7 +23,7 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.errors import UserError
-from runtime.files import fsync_folder, owned
+from runtime.files import fsync_folder, owned, sha256, unwritable
 from tools.arguments import parser_for, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,11 +163,13 @@ def write(destination: Path, files: dict[str, bytes]) -> Path:
     """Write the package into a folder, whole or not at all; return its path.
 
     Raises:
-        VendorError: the target was not written by this command, or was changed since.
+        VendorError: the folder takes no files, or the target was not written by this command or was changed since.
         InUseError: another process writes there.
         OSError: a file cannot be written.
     """
     target = destination / PACKAGE
+    if why := unwritable(destination, "name another folder"):
+        raise VendorError(f"DEST is {destination}, {why}")
     with owned(destination, PACKAGE):
         _check_target(target)
         draft, old = (destination / f".{PACKAGE}.{uuid.uuid4().hex}" for _ in range(2))
@@ -189,23 +191,26 @@ def write(destination: Path, files: dict[str, bytes]) -> Path:
 
 def _check_target(target: Path) -> None:
     """Raise VendorError unless the target is free, or holds this package as it was written."""
-    if not target.exists() and not target.is_symlink():
-        return
     fix = "move it away, or name another folder"
+    if target.is_symlink():
+        raise VendorError(f"{target} is a symlink, which this command does not write; {fix}")
+    if not target.exists():
+        return
     try:
-        kept: dict[str, str] = json.loads((target / ORIGIN).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise VendorError(f"{target} was not written by this command (no {ORIGIN} in it); {fix}") from None
-    found = {
-        path.relative_to(target).as_posix()
-        for path in target.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+        files = json.loads((target / ORIGIN).read_text(encoding="utf-8"))["files"]
+        kept: dict[str, str | None] = {str(name): str(digest) for name, digest in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise VendorError(f"{target} was not written by this command (no valid {ORIGIN} in it); {fix}") from None
+    kept |= {parent.as_posix(): None for name in kept for parent in Path(name).parents if parent.name}
+    below = {path.relative_to(target): path for path in target.rglob("*")}
+    found = {name.as_posix() for name, path in below.items() if "__pycache__" not in name.parts or path.is_symlink()}
     for name in sorted(found ^ {*kept, ORIGIN}):
         raise VendorError(f"{target / name} was {'added' if name in found else 'removed'} since; {fix}")
-    for name, digest in kept.items():
-        if hashlib.sha256((target / name).read_bytes()).hexdigest() != digest:
-            raise VendorError(f"{target / name} was changed since; {fix}")
+    for name, digest in {ORIGIN: None, **kept}.items():
+        path = target / name
+        same = path.is_dir() if digest is None else path.is_file() and sha256(path) == digest
+        if path.is_symlink() or not (same or name == ORIGIN):
+            raise VendorError(f"{path} was changed since; {fix}")
 
 
 def _version(root: Path) -> str:

@@ -3,7 +3,6 @@
 import atexit
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,7 @@ from typing import NoReturn
 
 from checkpoint.api import remove_drafts
 from runtime.errors import UserError
-from runtime.files import FULL, InUseError, owned, write_text
+from runtime.files import FULL, InUseError, owned, unwritable, write_text
 from runtime.lost import tell_lost
 from runtime.processes import LaunchError
 from runtime.together import from_first, is_first, one_voice, raise_together
@@ -143,23 +142,9 @@ def _claim_folder(config: CommonConfig) -> None:
 
 
 def check_writable(folder: Path, name: str) -> None:
-    """Make a nameless file in the folder, or its nearest existing parent, so that a failing run leaves no trace.
-
-    The ConfigError names the folder as the argument ``name``.
-    """
-    try:
-        whole = (folder, *folder.absolute().parents)
-        existing = next(path for path in whole if path.exists() or path.is_symlink())
-        if not existing.exists():
-            raise ConfigError(f"{name} is {folder}, and {existing} is a symlink that leads nowhere; give a folder")
-        if not existing.is_dir():
-            raise ConfigError(f"{name} is {folder}, and {existing} is a file; give a folder")
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"{name} is {folder}, which cannot be written to ({error.strerror}); choose another --{name}"
-        ) from error
+    """Raise ConfigError, which names the folder as the argument ``name``, if it takes no files."""
+    if why := unwritable(folder, f"choose another --{name}"):
+        raise ConfigError(f"{name} is {folder}, {why}")
 
 
 def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:

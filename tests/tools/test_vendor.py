@@ -55,9 +55,10 @@ x = torch.randn(1, 8, 2, 4)
 cp.attend(x, x, x)
 """
 
+EMPTY_DIGEST = hashlib.sha256().hexdigest()
 EMPTY = {
     "__init__.py": b"",
-    vendor.ORIGIN: json.dumps({"files": {"__init__.py": hashlib.sha256().hexdigest()}}).encode(),
+    vendor.ORIGIN: json.dumps({"files": {"__init__.py": EMPTY_DIGEST}}).encode(),
 }
 
 
@@ -145,10 +146,59 @@ def test_only_what_it_wrote_is_written_over(tmp_path: Path, capsys: pytest.Captu
     (target / "__init__.py").write_text("mine = 1\n")
     with pytest.raises(vendor.VendorError, match=r"__init__\.py was changed since"):
         vendor.write(tmp_path, EMPTY)
-    (target / vendor.ORIGIN).unlink()
-    assert vendor.main([str(tmp_path)]) == 1
-    assert "was not written by this command" in capsys.readouterr().err
+    for origin in ("", "[]", '{"files": 5}', '{"files": ["__init__.py"]}', None):
+        (target / vendor.ORIGIN).write_text(origin) if origin is not None else (target / vendor.ORIGIN).unlink()
+        assert vendor.main([str(tmp_path)]) == 1
+        assert "was not written by this command" in capsys.readouterr().err
     assert (target / "__init__.py").read_text() == "mine = 1\n"
+
+
+def test_links_and_folders_of_the_users_are_kept(tmp_path: Path) -> None:
+    nested = {**EMPTY, "part/a.py": b""}
+    nested[vendor.ORIGIN] = json.dumps({"files": dict.fromkeys(("__init__.py", "part/a.py"), EMPTY_DIGEST)}).encode()
+    target = vendor.write(tmp_path, nested)
+    assert vendor.write(tmp_path, nested) == target
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.py").write_bytes(b"")
+    added = target / "part" / "own"
+    for make in (added.mkdir, lambda: added.symlink_to("nowhere"), lambda: added.symlink_to(tmp_path / "other")):
+        make()
+        with pytest.raises(vendor.VendorError, match=r"part/own was added since"):
+            vendor.write(tmp_path, nested)
+        added.unlink() if added.is_symlink() else added.rmdir()
+    for name, like in (("part", "other"), ("__init__.py", "other/a.py"), (vendor.ORIGIN, "ORIGIN.json")):
+        (target / name).rename(tmp_path / "kept")
+        if name == vendor.ORIGIN:
+            (tmp_path / like).write_bytes(nested[name])
+        (target / name).symlink_to(tmp_path / like)
+        with pytest.raises(vendor.VendorError, match=rf"{name}.* was (changed|removed) since"):
+            vendor.write(tmp_path, nested)
+        (target / name).unlink()
+        (tmp_path / "kept").rename(target / name)
+    assert vendor.write(tmp_path, nested) == target
+    target.rename(tmp_path / "elsewhere")
+    target.symlink_to("elsewhere")
+    with pytest.raises(vendor.VendorError, match=r"longmesh_attention is a symlink, .*; move it away"):
+        vendor.write(tmp_path, nested)
+    assert target.is_symlink()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_destination_that_takes_no_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "lost").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    told = {
+        tmp_path / "file": "is a file; give a folder",
+        tmp_path / "file" / "a": "file is a file; give a folder",
+        tmp_path / "lost": "is a symlink that leads nowhere; give a folder",
+        tmp_path / "loop": "is a symlink that leads nowhere; give a folder",
+        Path("/proc"): r"which cannot be written to \(.*\); name another folder",
+    }
+    for destination, message in told.items():
+        with pytest.raises(vendor.VendorError, match=rf"^DEST is {destination}, .*{message}$"):
+            vendor.write(destination, EMPTY)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop", "lost"]
 
 
 def test_nothing_stays_of_a_package_that_cannot_be_written(tmp_path: Path) -> None:

@@ -136,14 +136,12 @@ def load_checkpoint(
         CheckpointError: the architecture or a tensor's name, shape or dtype differs, or a file is damaged. A
             difference raises before any weight changes.
     """
-    from checkpoint.tensors import compare_tensors, read_metadata, read_shards, spread_copies, tensors_of
+    from checkpoint.tensors import compare_tensors, read_shards, spread_copies, tensors_of
 
     folder = Path(path)
     with cpu_group(group) as group:
         with raise_together(group):
-            manifest = read_manifest(folder)
-            _compare_architecture(folder, manifest.architecture, architecture)
-            metadata = read_metadata(folder, manifest)
+            manifest, metadata = _described(folder, architecture)
             optimizer.zero_grad(set_to_none=True)
             stepped = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
             # Recreated below unless saved before the first step: an empty state differs from zeros with step 1.
@@ -171,18 +169,25 @@ def load_model(
     Raises:
         CheckpointError: as ``load_checkpoint`` does.
     """
-    from checkpoint.tensors import compare_tensors, read_metadata, read_shards, tensors_of
+    from checkpoint.tensors import compare_tensors, read_shards, tensors_of
 
     folder = Path(path)
     with cpu_group(group) as group:
         with raise_together(group):
-            manifest = read_manifest(folder)
-            _compare_architecture(folder, manifest.architecture, architecture)
-            metadata = read_metadata(folder, manifest)
+            manifest, metadata = _described(folder, architecture)
             state = {section: tensors_of(model, None)["model"]}
         compare_tensors(folder, state, metadata, group, exact_dtype=False)
         read_shards(folder, state, metadata, group)
     return manifest
+
+
+def _described(folder: Path, architecture: dict[str, Any]) -> tuple[Manifest, Any]:
+    """Read a checkpoint's manifest and DCP's table of tensors, and check that it is of this architecture."""
+    from checkpoint.tensors import read_metadata
+
+    manifest = read_manifest(folder)
+    _compare_architecture(folder, manifest.architecture, architecture)
+    return manifest, read_metadata(folder, manifest)
 
 
 def _make_room(folder: Path, draft: Path, group: dist.ProcessGroup | None) -> None:

@@ -1,4 +1,4 @@
-"""Handles: numbers that stand for objects, since a custom operator takes no Python object."""
+"""Pass objects to custom operators by number, since an operator takes no Python object."""
 
 from itertools import count
 from typing import Generic, TypeVar
@@ -11,35 +11,35 @@ T = TypeVar("T")
 
 
 class Handles(Generic[T]):
-    """Objects of one kind by number. An object lives no longer for it: whoever needs it later must keep it."""
+    """A table of objects by number. It holds them weakly: the caller keeps each object alive as long as it is used."""
 
     def __init__(self) -> None:
         self._numbers = count()
         self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
 
     def add(self, thing: T) -> int:
-        """A new handle of ``thing``; torch.compile specialises on it, as on any int."""
+        """Return a new handle of ``thing``, an int, on which torch.compile specialises."""
         handle = next(self._numbers)
         self._objects[handle] = thing
         return handle
 
     def tensor(self, thing: T) -> Tensor:
-        """A new handle of ``thing`` that torch.compile does not specialise on: int64 ``[]`` on the CPU.
+        """Return a new handle of ``thing`` that torch.compile does not specialise on: int64 ``[]`` on the CPU.
 
-        The tensor keeps ``thing`` alive, so that what saves the one for a backward saves the other.
+        The tensor keeps ``thing`` alive, so a backward that saves the tensor can still use ``thing``.
         """
         handle = torch.tensor(self.add(thing), device="cpu")
         handle.stands_for = thing  # type: ignore[attr-defined]
         return handle
 
     def __getitem__(self, handle: int | Tensor) -> T:
-        """The object of a handle.
+        """Return the object of a handle.
 
         Raises:
-            KeyError: it is gone, or there never was one.
+            KeyError: no object has this handle, or it is no longer alive.
         """
         return self._objects[int(handle)]
 
     def __len__(self) -> int:
-        """How many are alive."""
+        """Return the number of objects alive."""
         return len(self._objects)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from parallel.context.config import HybridConfig, HybridLayout
+from parallel.context.linear.relayout import moved_tokens
 from parallel.context.plan import Plan, make_plan
-from parallel.context.relayout import moved_tokens
 from parallel.context.traffic import sizes
 from planner.attention_cost import GB, AttentionCost
 from planner.cluster import Cluster

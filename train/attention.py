@@ -12,7 +12,7 @@ from kernels.attention import passed_over, select_backend
 from kernels.linear_attention import linear_attention, select_linear_backend
 from model.attention import Attend, HybridAttention, LinearAttend, sdpa
 from parallel.context import ContextConfig, ContextParallel, context_parallel
-from parallel.context.relayout import attend_inside
+from parallel.context.linear.relayout import attend_inside
 from runtime.together import is_first
 from train.config.common import CommonConfig
 from train.config.entries import Config

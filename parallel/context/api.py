@@ -14,10 +14,10 @@ from kernels.linear_attention import check, linear_attention
 from parallel.context.errors import ContextError
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange
+from parallel.context.linear.state import StateExecutor, attend_linear
 from parallel.context.methods.registry import LINEAR_METHODS, check_kind
 from parallel.context.plan import PLANS, Plan, make_plan
 from parallel.context.softmax import SoftmaxAttention
-from parallel.context.state import StateExecutor, attend_linear
 from parallel.context.transport import Transport
 
 

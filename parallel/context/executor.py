@@ -8,7 +8,7 @@ Shapes: B batch, T local positions, H query heads, K key/value heads, D head wid
 ``[B, T, K, D]``. With Ulysses, T, H and K are those after the exchange of heads.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionBackend, block_backward, block_forward, select_backend
-from kernels.merge import merge_, merged
+from kernels.attention import select_backend
+from kernels.merge import merged
+from kernels.tiles import add_gradients_, attend_tiles_
 from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
 from parallel.context.plan import PLANS, Plan, Round
-from parallel.context.tiles import Tile, halved
 from parallel.context.traffic import Sizes, cheaper_backward
 from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.handles import Handles
@@ -66,13 +66,7 @@ class Executor:
             self.transport.gather((q,), self._team),
         ]
         for _, step, (keys, values), (queries,) in self._circulate(arrivals, plan.rounds(self.rank)):
-            for tile in _tiles(step, backend):
-                merge_(
-                    *(out[:, tile.q], lse[:, tile.q]),
-                    *block_forward(
-                        *(queries[:, tile.q], keys[:, tile.k], values[:, tile.k]), tile.kind, scale, backend
-                    ),
-                )
+            attend_tiles_(out, lse, queries, keys, values, step.tiles, scale, backend)
             del keys, values  # free them before the next round allocates
         if len(self._team) > 1:
             out, lse = merged(*(self.transport.scatter(partial, self._team) for partial in (out, lse)))
@@ -102,7 +96,8 @@ class Executor:
             moved = _zeros(held, lse.dtype)
             kept = kept or _zeros(stays, lse.dtype)
             gradients = (*kept, *moved) if kv_moves else (*moved, *kept)
-            _add_gradients(gradients, *((stays, held) if kv_moves else (held, stays)), step, scale, backend)
+            rows, columns = (stays, held) if kv_moves else (held, stays)
+            add_gradients_(gradients, rows, columns, step.tiles, scale, backend)
             for arrival in due.pop(i, []):
                 for mine, theirs in zip(moved, arrival(), strict=True):
                     mine += theirs
@@ -166,30 +161,10 @@ def attend(
     return torch.ops.longmesh.context_attention(q, k, v, scale, executor.handle, plan, prefetch)[0]
 
 
-def _tiles(step: Round, backend: AttentionBackend) -> Iterable[Tile]:
-    """Return the round's tiles, in sizes that suit the kernel."""
-    leaf = backend.causal_leaf
-    return step.tiles if leaf is None else (part for tile in step.tiles for part in halved(tile, leaf))
-
-
 def _zeros(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     """Allocate accumulators for (dk, dv), given (k, v), or for dq, given (q, dout, out, lse)."""
     wanted = tensors if len(tensors) == 2 else tensors[:1]
     return tuple(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in wanted)
-
-
-def _add_gradients(
-    gradients: Tensors, queries: Tensors, keys: Tensors, step: Round, scale: float, backend: AttentionBackend
-) -> None:
-    """Add the gradients of this round's tiles to (dq, dk, dv); ``queries`` are (q, dout, out, lse)."""
-    (dq, dk, dv), (q, dout, out, lse), (k, v) = gradients, queries, keys
-    for tile in _tiles(step, backend):
-        rows, columns = tile.q, tile.k
-        blocks = dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, rows]
-        parts = block_backward(*blocks, tile.kind, scale, backend)
-        dq[:, rows] += parts[0]
-        dk[:, columns] += parts[1]
-        dv[:, columns] += parts[2]
 
 
 # A custom op takes no Python object, so it takes its executor's handle. As one op, the whole attention is a single

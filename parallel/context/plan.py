@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from kernels.tiles import Tile
 from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry, Transfer
 from parallel.context.methods.base import Ranks
 from parallel.context.methods.registry import method_of
 from parallel.context.options import PlanOptions
-from parallel.context.tiles import Piece, Tile, pieces, tiles
+from parallel.context.tiles import Piece, pieces, tiles
 from parallel.context.traffic import Cost, Moves, backward_traffic, cheaper_backward, forward_traffic, sizes
 from parallel.context.work import Sets, Work, work
 from runtime.handles import Handles

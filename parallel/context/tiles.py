@@ -7,25 +7,12 @@ serves all layouts, teams and documents, and no tile has a fully masked row.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kernels.attention import CAUSAL, FULL
+from kernels.tiles import Tile
 from parallel.context.layout import Run
-
-
-class Tile(NamedTuple):
-    """Queries ``q`` (a slice of local indices) against keys ``k`` (a slice of the held keys)."""
-
-    q: slice
-    k: slice
-    kind: str
-
-    @property
-    def pairs(self) -> int:
-        """Count the unmasked (query, key) pairs of the tile."""
-        rows, columns = self.q.stop - self.q.start, self.k.stop - self.k.start
-        return rows * (rows + 1) // 2 if self.kind == CAUSAL else rows * columns
 
 
 class Piece(NamedTuple):
@@ -77,20 +64,6 @@ def tiles(queries: list[Piece], keys: list[Piece], stride: int, causal: bool) ->
             for q0, q1, k0, k1, kind in _compare(q.length, k.length, shift):
                 found.add((q0 + q.offset, q1 + q.offset, k0 + k.offset, k1 + k.offset, kind))
     return tuple(Tile(slice(q0, q1), slice(k0, k1), kind) for q0, q1, k0, k1, kind in sorted(_coalesce(found)))
-
-
-def halved(tile: Tile, leaf: int) -> Iterator[Tile]:
-    """Halve a CAUSAL tile recursively into squares of at most ``leaf`` and the FULL rectangles between them."""
-    side = tile.q.stop - tile.q.start
-    if tile.kind == FULL or side <= leaf:
-        yield tile
-        return
-    half = -(-side // (2 * leaf)) * leaf  # whole leaves, so that only the last is smaller
-    q0, q1, q2 = tile.q.start, tile.q.start + half, tile.q.stop
-    k0, k1, k2 = tile.k.start, tile.k.start + half, tile.k.stop
-    yield from halved(Tile(slice(q0, q1), slice(k0, k1), CAUSAL), leaf)
-    yield Tile(slice(q1, q2), slice(k0, k1), FULL)
-    yield from halved(Tile(slice(q1, q2), slice(k1, k2), CAUSAL), leaf)
 
 
 def _compare(rows: int, columns: int, shift: int) -> list[tuple[int, int, int, int, str]]:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from parallel.context.geometry import Geometry
-from parallel.context.passages import passages
+from parallel.context.linear.passages import passages
 
 Moves = Literal["kv", "queries"]
 """What a backward circulates: KV with its gradient, or queries (q, dout, out, lse) with theirs."""

@@ -13,8 +13,8 @@ from kernels import reference
 from kernels.linear_attention import linear_attention
 from parallel.context import ContextError, Traffic, context_parallel, make_plan
 from testing.ranks import run_ranks
+from tests.parallel.context.linear.test_state import LENGTHS, with_gradients
 from tests.parallel.context.test_executor import error
-from tests.parallel.context.test_state import LENGTHS, with_gradients
 
 BATCH, HEADS, WIDTH = 2, 8, 4
 LOG_DECAY = tuple(math.log(decay) for decay in (1.0, 0.999, 0.99, 0.9, 0.7, 0.5, 0.3, 0.2))

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.context import ContextError, ContextParallel, context_parallel, executor, heads, plan, state
+from parallel.context import ContextError, ContextParallel, context_parallel, executor, heads, plan
+from parallel.context.linear import state
 from testing.ranks import run_ranks
 
 LENGTH, HEADS, WIDTH = 43, 4, 8

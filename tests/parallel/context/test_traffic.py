@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.context import Plan, context_parallel, executor
+from kernels import tiles
+from parallel.context import Plan, context_parallel
 from testing.ranks import run_ranks
 
 BATCH, TOKENS, HEADS, WIDTH = 1, 144, 8, 16
@@ -83,7 +84,7 @@ def live_bytes() -> int:
 
 def hold(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[float]:
     """The most that an attention's tensors take as a block starts, in A: bytes of this rank's q."""
-    found, block_forward = [], executor.block_forward
+    found, block_forward = [], tiles.block_forward
     for method, options in cases:
         cp = context_parallel(method, seq_len=TOKENS, causal=False, group=dist.group.WORLD, **options)
         seen: list[int] = []
@@ -94,7 +95,7 @@ def hold(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) ->
             seen.append(live_bytes())
             return block_forward(*args)
 
-        executor.block_forward = noting
+        tiles.block_forward = noting
         cp.attend(q, k, v)
         found.append(max(seen) / (q.numel() * 4))
     return found

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.linear_attention import from_state, local_state, passed_on, scan_of, select_linear_backend
 from parallel.context.geometry import Geometry
-from parallel.context.passages import Passage, passages
+from parallel.context.linear.passages import Passage, passages
 from parallel.context.plan import PLANS, Plan
 from parallel.context.transport import Tensors, Transport
 from runtime.handles import Handles

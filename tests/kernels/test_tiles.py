@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kernels.attention import CAUSAL, FULL
-from parallel.context.tiles import Tile, halved
+from kernels.tiles import Tile, halved
 
 
 def covered(tiles: list[Tile], side: int) -> np.ndarray:

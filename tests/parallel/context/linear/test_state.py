@@ -12,8 +12,8 @@ from torch import Tensor
 from kernels import reference
 from kernels.linear_attention import linear_attention
 from parallel.context import STATE_METHODS, ContextError, Traffic, context_parallel, make_plan
-from parallel.context.passages import passages
-from parallel.context.state import StateExecutor
+from parallel.context.linear.passages import passages
+from parallel.context.linear.state import StateExecutor
 from testing.ranks import run_ranks
 from tests.parallel.context.test_executor import error
 
@@ -98,7 +98,7 @@ def test_ranks_and_documents_are_exact(world_size: int) -> None:
 
 def attend_broken(rank: int, world_size: int, method: str, broken: str) -> list[Tensor]:
     """States that are not decayed on their way, or gradients of states that are not passed."""
-    from parallel.context import state
+    from parallel.context.linear import state
 
     if broken == "decay":
         state.passed_on = lambda carried, *_: carried
@@ -153,7 +153,7 @@ def test_bytes_are_those_of_one_state_whatever_the_length() -> None:
 
 def record(rank: int, world_size: int, method: str) -> list[str]:
     """What a rank does, in order: its transfers and its products."""
-    from parallel.context import state
+    from parallel.context.linear import state
     from parallel.context.transport import Transport
 
     events: list[str] = []

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context import ContextError, context_parallel, make_plan
-from parallel.context.relayout import Relayout, attend_inside, moved_tokens, token_route
+from parallel.context.linear.relayout import Relayout, attend_inside, moved_tokens, token_route
 from testing.ranks import run_ranks
 
 LENGTH, SHAPE = 21, (3, 2)

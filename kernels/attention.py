@@ -1,8 +1,9 @@
 """Attention of one block, forward and backward: the backends and their selection.
 
 Shapes: q ``[B, T, H, D]``, k and v ``[B, S, K, D]`` with H a multiple of K, lse ``[B, T, H]`` float32 or wider.
-Two kinds of block suffice: FULL, any rectangle, and CAUSAL, always square (kernels disagree on how to align a
-rectangular one). Never pass a backend a fully masked row.
+Three kinds of block suffice: FULL, any rectangle; CAUSAL, where query i sees keys j <= i, always square (kernels
+disagree on how to align a rectangular one); and ANTI, a square where query i sees keys j >= i. Reversed along tokens,
+an ANTI block is a CAUSAL one, so it needs no kernel. Never pass a backend a fully masked row.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from runtime.errors import UserError
 
 FULL = "full"
 CAUSAL = "causal"
+ANTI = "anti"
 
 # aten's CPU kernel steps over keys by 512; of leaves from 64 to 1024 this was the fastest at 4096 tokens.
 ATEN_CPU_LEAF = 128
@@ -50,7 +52,9 @@ def block_forward(
         out ``[B, T, H, D]`` (float32 or wider on the CPU, the inputs' dtype on a GPU) and lse ``[B, T, H]``.
     """
     backend = backend or select_backend("auto", q.device.type, q.dtype)
-    return backend.forward(q, k, v, _is_causal(q, k, kind), scale)
+    q, k, v = _turned(kind, q, k, v)
+    out, lse = _turned(kind, *backend.forward(q, k, v, _is_causal(q, k, kind), scale))
+    return out, lse
 
 
 def block_backward(
@@ -70,7 +74,9 @@ def block_backward(
         dq ``[B, T, H, D]``, dk and dv ``[B, S, K, D]``; dtypes as in ``block_forward``.
     """
     backend = backend or select_backend("auto", q.device.type, q.dtype)
-    return backend.backward(dout, q, k, v, out, lse, _is_causal(q, k, kind), scale)
+    dout, q, k, v, out, lse = _turned(kind, dout, q, k, v, out, lse)
+    dq, dk, dv = _turned(kind, *backend.backward(dout, q, k, v, out, lse, _is_causal(q, k, kind), scale))
+    return dq, dk, dv
 
 
 @cache
@@ -117,9 +123,14 @@ def passed_over(name: str, device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
-    if kind == CAUSAL and q.shape[1] != k.shape[1]:
-        raise ValueError(f"a CAUSAL block is square, and this one has {q.shape[1]} queries and {k.shape[1]} keys")
-    return kind == CAUSAL
+    if kind != FULL and q.shape[1] != k.shape[1]:
+        raise ValueError(f"a block of kind {kind} is square; this one has {q.shape[1]} queries and {k.shape[1]} keys")
+    return kind != FULL
+
+
+def _turned(kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Reverse the tokens of an ANTI block, there and back."""
+    return tuple(x.flip(1) for x in tensors) if kind == ANTI else tensors
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -10,19 +10,43 @@ import torch
 from torch import Tensor
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] = (None, None),
+    documents: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute softmax attention with all scores materialised, in the dtype of the inputs; differentiable.
 
     Args:
         q: ``[B, T, H, D]``.
-        k, v: ``[B, S, K, D]``.
-        causal: query t sees keys 0..t (needs T == S).
+        k, v: ``[B, S, K, D]``. T == S unless query t may see every key.
+        causal: query t sees keys 0..t.
         scale: factor of the scores; default 1 / sqrt(D).
+        window: (behind, ahead); query t sees keys t - behind to t + ahead; None: no limit.
+        documents: cumulative lengths (0, l1, l1 + l2, ..., T); query t sees keys of its document alone.
 
     Returns:
         out ``[B, T, H, D]`` and lse ``[B, T, H]``, the log of each row's sum of exponentials.
     """
-    scores = _scores(q, k, causal=causal, scale=q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = _scores(q, k, scale=q.shape[-1] ** -0.5 if scale is None else scale)
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)  # [T, S]
+    behind, ahead = window
+    if causal:
+        seen = seen.tril()
+    if behind is not None:
+        seen = seen.triu(-behind)
+    if ahead is not None:
+        seen = seen.tril(ahead)
+    if documents is not None:
+        place = torch.arange(q.shape[1], device=q.device)
+        document = torch.bucketize(place, torch.tensor(documents, device=q.device), right=True)
+        seen = seen & (document[:, None] == document)
+    scores = scores.masked_fill(~seen, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)  # [B, K, G, T]
     out = torch.einsum("bkgts,bskd->btkgd", torch.exp(scores - lse[..., None]), v)
     return out.flatten(2, 3), _to_rows(lse)
@@ -45,7 +69,10 @@ def block_backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     dout, q, k, v, out, lse = (x.to(wide) for x in (dout, q, k, v, out, lse))
     groups = (k.shape[2], q.shape[2] // k.shape[2])
-    probabilities = torch.exp(_scores(q, k, causal=causal, scale=scale) - _from_rows(lse, groups)[..., None])
+    scores = _scores(q, k, scale=scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    probabilities = torch.exp(scores - _from_rows(lse, groups)[..., None])
     grouped_dout = dout.unflatten(2, groups)  # [B, T, K, G, D]
     delta = _from_rows((dout * out).sum(-1), groups)  # [B, K, G, T]
     dv = torch.einsum("bkgts,btkgd->bskd", probabilities, grouped_dout)
@@ -56,14 +83,10 @@ def block_backward(
     return dq, dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """Return scaled scores ``[B, K, G, T, S]``, G = H / K query heads per key/value head; -inf where masked."""
+def _scores(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
+    """Return scaled scores ``[B, K, G, T, S]``, G = H / K query heads per key/value head."""
     groups = (k.shape[2], q.shape[2] // k.shape[2])
-    scores = torch.einsum("btkgd,bskd->bkgts", q.unflatten(2, groups), k) * scale
-    if causal:
-        hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    return scores
+    return torch.einsum("btkgd,bskd->bkgts", q.unflatten(2, groups), k) * scale
 
 
 def _to_rows(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention over a list of tiles: the unmasked blocks of many (query, key) pairs.
+"""Attention over a list of tiles: the visible blocks of many (query, key) pairs.
 
 Shapes: q, dout, out and dq ``[B, T, H, D]``; k, v, dk and dv ``[B, S, K, D]``, H a multiple of K; lse ``[B, T, H]``.
 """
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kernels.attention import CAUSAL, FULL, AttentionBackend, block_backward, block_forward
+from kernels.attention import ANTI, FULL, AttentionBackend, block_backward, block_forward
 from kernels.merge import merge_
 
 
@@ -21,9 +21,9 @@ class Tile(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Count the unmasked (query, key) pairs of the tile."""
+        """Count the visible (query, key) pairs of the tile."""
         rows, columns = self.q.stop - self.q.start, self.k.stop - self.k.start
-        return rows * (rows + 1) // 2 if self.kind == CAUSAL else rows * columns
+        return rows * columns if self.kind == FULL else rows * (rows + 1) // 2
 
 
 def attend_tiles_(
@@ -72,7 +72,7 @@ def add_gradients_(
 
 
 def halved(tile: Tile, leaf: int) -> Iterator[Tile]:
-    """Halve a CAUSAL tile recursively into squares of at most ``leaf`` and the FULL rectangles between them."""
+    """Halve a CAUSAL or ANTI tile recursively into squares of at most ``leaf`` and FULL rectangles between them."""
     side = tile.q.stop - tile.q.start
     if tile.kind == FULL or side <= leaf:
         yield tile
@@ -80,9 +80,9 @@ def halved(tile: Tile, leaf: int) -> Iterator[Tile]:
     half = -(-side // (2 * leaf)) * leaf  # whole leaves, so that only the last is smaller
     q0, q1, q2 = tile.q.start, tile.q.start + half, tile.q.stop
     k0, k1, k2 = tile.k.start, tile.k.start + half, tile.k.stop
-    yield from halved(Tile(slice(q0, q1), slice(k0, k1), CAUSAL), leaf)
-    yield Tile(slice(q1, q2), slice(k0, k1), FULL)
-    yield from halved(Tile(slice(q1, q2), slice(k1, k2), CAUSAL), leaf)
+    yield from halved(Tile(slice(q0, q1), slice(k0, k1), tile.kind), leaf)
+    yield Tile(slice(q0, q1), slice(k1, k2), FULL) if tile.kind == ANTI else Tile(slice(q1, q2), slice(k0, k1), FULL)
+    yield from halved(Tile(slice(q1, q2), slice(k1, k2), tile.kind), leaf)
 
 
 def _fitting(tiles: Sequence[Tile], backend: AttentionBackend) -> Iterable[Tile]:

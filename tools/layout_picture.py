@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels.attention import CAUSAL
+from kernels.attention import CAUSAL, FULL
 from parallel.context import ContextError, Plan, make_plan
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def _computed(plan: Plan, index: int) -> np.ndarray:
         keys = np.sort(np.concatenate([plan.positions(held).numpy() for held in step.holds]))
         for tile in step.tiles:
             inside = np.ones((tile.q.stop - tile.q.start, tile.k.stop - tile.k.start), dtype=bool)
-            if tile.kind == CAUSAL:
-                inside = np.tril(inside)
+            if tile.kind != FULL:
+                inside = np.tril(inside) if tile.kind == CAUSAL else np.triu(inside)
             rows, columns = np.nonzero(inside)
             computed[queries[tile.q][rows], keys[tile.k][columns]] = rank
     return computed

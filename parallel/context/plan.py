@@ -205,7 +205,7 @@ def _work(plan: Plan, moves: Moves) -> Work:
         pair = (own, held) if moves == "kv" else (held, own)
         pairings.append(None if hop.gradient is None else pair)
     sets = (team, holds) if moves == "kv" else (holds, team)
-    return work(*sets, pairings, plan.causal, geometry.layout.stride)
+    return work(*sets, pairings, geometry.layout.stride, (None, 0 if plan.causal else None))
 
 
 @lru_cache(maxsize=4096)
@@ -214,6 +214,6 @@ def _rounds(plan: Plan, rank: int, moves: Moves) -> tuple[Round, ...]:
     found = []
     for step in plan.geometry.steps(rank):
         pair = (team, plan.pieces(step.holds)) if moves == "kv" else (plan.pieces(step.holds), team)
-        computed = () if step.gradient is None else tiles(*pair, stride, plan.causal)
+        computed = () if step.gradient is None else tiles(*pair, stride, (None, 0 if plan.causal else None))
         found.append(Round(*step, computed))
     return tuple(found)

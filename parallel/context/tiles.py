@@ -1,22 +1,31 @@
-"""Tiles: the unmasked (query, key) pairs of two sets of positions, as blocks for an attention kernel.
+"""Tiles: the visible (query, key) pairs of two sets of positions, as blocks for an attention kernel.
 
-A rank's positions are a few arithmetic progressions (runs). Two runs of one stride compare by a single integer:
-query i sees key j if j <= i + d, d = floor((q_start - k_start) / stride). Columns below d are FULL, a CAUSAL square
-with its diagonal follows, and the rows below that square are FULL. Packed documents cut the runs first. So one function
-serves all layouts, teams and documents, and no tile has a fully masked row.
+A rank's positions are a few arithmetic progressions (runs). Two runs of one stride compare by two integers. The query
+at position p sees the keys from p - behind to p + ahead, so query i sees key j if i + e <= j <= i + d, with
+d = floor((q_start - k_start + ahead) / stride) and e = ceil((q_start - k_start - behind) / stride).
+
+Without e, columns below d are FULL, a CAUSAL square with its diagonal follows, and the rows below that square are FULL.
+Without d it is the mirror image, with an ANTI square. With both, rows are cut into blocks of d - e + 1; of each block's
+columns, the left ones are cut by e alone and the right ones by d alone. Packed documents cut the runs first. So one
+function serves all layouts, teams, documents and windows, and no tile has a fully masked row or column.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kernels.attention import CAUSAL, FULL
+from kernels.attention import ANTI, CAUSAL, FULL
 from kernels.tiles import Tile
 from parallel.context.layout import Run
 
+Reach = tuple[int | None, int | None]
+"""How many positions behind and ahead of itself a query sees in its document; None: all. Causal is (None, 0)."""
+
+Block = tuple[int, int, int, int, str]  # first and last + 1 of the rows, of the columns; kind
+
 
 class Piece(NamedTuple):
-    """Part of a run in one document; ``offset`` is the local index of its first position."""
+    """Part of a run in one document, -1 for padding; ``offset`` is the local index of its first position."""
 
     start: int
     offset: int
@@ -52,58 +61,122 @@ def pieces(runs: Iterable[Run], stride: int, boundaries: tuple[int, ...]) -> lis
     return found
 
 
-def tiles(queries: list[Piece], keys: list[Piece], stride: int, causal: bool) -> tuple[Tile, ...]:
-    """Return tiles that cover every unmasked pair of these queries and keys exactly once."""
+def tiles(queries: Sequence[Piece], keys: Sequence[Piece], stride: int, reach: Reach) -> tuple[Tile, ...]:
+    """Return ascending tiles that cover every visible pair of these queries and keys exactly once.
+
+    No tile has a fully masked row or column. Pieces of document -1 are padding: they see nothing and nothing sees them.
+    """
     keys_of: dict[int, list[Piece]] = {}
     for k in keys:
         keys_of.setdefault(k.document, []).append(k)
-    found: set[tuple[int, int, int, int, str]] = set()
+    queries_of: dict[int, list[Piece]] = {}
     for q in queries:
-        for k in keys_of.get(q.document, ()):
-            shift = (q.start - k.start) // stride if causal else k.length
-            for q0, q1, k0, k1, kind in _compare(q.length, k.length, shift):
-                found.add((q0 + q.offset, q1 + q.offset, k0 + k.offset, k1 + k.offset, kind))
-    return tuple(Tile(slice(q0, q1), slice(k0, k1), kind) for q0, q1, k0, k1, kind in sorted(_coalesce(found)))
+        if q.document >= 0 and q.document in keys_of:
+            queries_of.setdefault(q.document, []).append(q)
+    found: list[Block] = []
+    for document, rows in queries_of.items():
+        columns = keys_of[document]
+        blocks = [block for q in rows for k in columns for block in _between(q, k, stride, reach)]
+        found += blocks if len(rows) == len(columns) == 1 else _coalesce(blocks)  # one pair leaves nothing to join
+    found.sort()
+    return tuple([Tile(slice(q0, q1), slice(k0, k1), kind) for q0, q1, k0, k1, kind in found])
 
 
-def _compare(rows: int, columns: int, shift: int) -> list[tuple[int, int, int, int, str]]:
+def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[Block]:
+    """Return the tiles of two pieces of one document, in local indices."""
+    behind, ahead = reach
+    distance = q.start - k.start
+    last = k.length if ahead is None else (distance + ahead) // stride
+    first = -q.length if behind is None else -((behind - distance) // stride)
+    return [
+        (q0 + q.offset, q1 + q.offset, k0 + k.offset, k1 + k.offset, kind)
+        for q0, q1, k0, k1, kind in _band(q.length, k.length, first, last)
+    ]
+
+
+def _band(rows: int, columns: int, first: int, last: int) -> list[Block]:
+    """Return tiles of ``rows`` x ``columns`` where row i sees columns i + first .. i + last."""
+    if first <= 1 - rows:
+        return _compare(rows, columns, last)
+    if last >= columns - 1:
+        return _mirrored(rows, columns, first)
+    found: list[Block] = []
+    side, seen = last - first + 1, range(max(0, -last), min(rows, columns - first))
+    # Cut the rows that see anything into blocks of ``side``. Left of the column that a block's first row sees last,
+    # only the near edge of the window cuts; from there on, only its far edge.
+    for q0 in range(seen.start, seen.stop, side) if side > 0 else ():
+        q1 = min(q0 + side, seen.stop)
+        middle = min(max(q0 + last, 0), columns)
+        left = _mirrored(q1 - q0, middle, q0 + first)
+        right = _compare(q1 - q0, columns - middle, q0 + last - middle)
+        found += [(r0 + q0, r1 + q0, k0, k1, kind) for r0, r1, k0, k1, kind in left]
+        found += [(r0 + q0, r1 + q0, k0 + middle, k1 + middle, kind) for r0, r1, k0, k1, kind in right]
+    return found
+
+
+def _mirrored(rows: int, columns: int, shift: int) -> list[Block]:
+    """Return tiles of ``rows`` x ``columns`` where row i sees columns i + shift and after.
+
+    Counted from their ends, row i sees columns up to i + columns - rows - shift.
+    """
+    return [
+        (rows - q1, rows - q0, columns - k1, columns - k0, ANTI if kind == CAUSAL else kind)
+        for q0, q1, k0, k1, kind in _compare(rows, columns, columns - rows - shift)
+    ]
+
+
+def _compare(rows: int, columns: int, shift: int) -> list[Block]:
     """Return tiles of ``rows`` x ``columns`` where row i sees columns 0 .. i + shift."""
     full = min(max(shift, 0), columns)  # columns before the square, seen by every row
     first = min(max(-shift, 0), rows)  # rows before the square, which see nothing
     side = min(rows - first, columns - full)
-    candidates = [
+    candidates = (
         (0, rows, 0, full, FULL),
         (first, first + side, full, full + side, CAUSAL),
         (first + side, rows, full, columns, FULL),
-    ]
-    return [(q0, q1, k0, k1, kind) for q0, q1, k0, k1, kind in candidates if q0 < q1 and k0 < k1]
+    )
+    return [block for block in candidates if block[0] < block[1] and block[2] < block[3]]
 
 
-def _coalesce(found: set[tuple[int, int, int, int, str]]) -> set[tuple[int, int, int, int, str]]:
+def _coalesce(found: list[Block]) -> list[Block]:
     """Join neighbouring tiles, for fewer kernel calls and merges of partial results."""
-    while joined := _join_causal(found) or _join_full(found):
-        found = joined
-    return found
+    while True:
+        count = len(found)
+        found = _join_beside(_join_below(_join_squares(found)))
+        if len(found) == count:
+            return found
 
 
-def _join_causal(found: set[tuple[int, int, int, int, str]]) -> set[tuple[int, int, int, int, str]] | None:
-    """Join two squares on one diagonal and the rectangle below the first and left of the second into a square."""
-    squares = {(q0, k0): (q0, q1, k0, k1, kind) for q0, q1, k0, k1, kind in found if kind == CAUSAL}
-    for q0, q1, k0, k1, _ in squares.values():
-        after = squares.get((q1, k1))
-        if after is not None and (between := (q1, after[1], k0, k1, FULL)) in found:
-            return found - {(q0, q1, k0, k1, CAUSAL), after, between} | {(q0, after[1], k0, after[3], CAUSAL)}
-    return None
+def _join_squares(found: list[Block]) -> list[Block]:
+    """Join squares of one kind on one diagonal, with the rectangle between them, into one square."""
+    rest = {block: None for block in found if block[4] == FULL}
+    ending: dict[tuple[int, int, str], Block] = {}
+    for q0, q1, k0, k1, kind in sorted(block for block in found if block[4] != FULL):
+        r0, c0 = q0, k0
+        while before := ending.get((r0, c0, kind)):
+            p0, _, b0, _, _ = before
+            between = (r0, q1, b0, c0, FULL) if kind == CAUSAL else (p0, r0, c0, k1, FULL)
+            if between not in rest:
+                break
+            del rest[between], ending[r0, c0, kind]
+            r0, c0 = p0, b0
+        ending[q1, k1, kind] = (r0, q1, c0, k1, kind)
+    return [*ending.values(), *rest]
 
 
-def _join_full(found: set[tuple[int, int, int, int, str]]) -> set[tuple[int, int, int, int, str]] | None:
-    """Join two rectangles with the same keys and adjacent rows, or the same rows and adjacent keys."""
-    rectangles = [tile for tile in found if tile[4] == FULL]
-    below = {(q0, k0, k1): (q0, q1, k0, k1, kind) for q0, q1, k0, k1, kind in rectangles}
-    beside = {(q0, q1, k0): (q0, q1, k0, k1, kind) for q0, q1, k0, k1, kind in rectangles}
-    for q0, q1, k0, k1, _ in rectangles:
-        if (lower := below.get((q1, k0, k1))) is not None:
-            return found - {(q0, q1, k0, k1, FULL), lower} | {(q0, lower[1], k0, k1, FULL)}
-        if (right := beside.get((q0, q1, k1))) is not None:
-            return found - {(q0, q1, k0, k1, FULL), right} | {(q0, q1, k0, right[3], FULL)}
-    return None
+def _join_below(found: list[Block]) -> list[Block]:
+    """Join rectangles with the same keys and adjacent rows."""
+    joined: list[Block] = []
+    for block in sorted(found, key=lambda block: (block[4], block[2], block[3], block[0])):
+        q0, q1, k0, k1, kind = block
+        if joined and kind == FULL and joined[-1][1:] == (q0, k0, k1, FULL):
+            joined[-1] = (joined[-1][0], q1, k0, k1, FULL)
+        else:
+            joined.append(block)
+    return joined
+
+
+def _join_beside(found: list[Block]) -> list[Block]:
+    """Join rectangles with the same rows and adjacent keys."""
+    turned = _join_below([(k0, k1, q0, q1, kind) for q0, q1, k0, k1, kind in found])
+    return [(q0, q1, k0, k1, kind) for k0, k1, q0, q1, kind in turned]

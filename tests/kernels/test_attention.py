@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.attention import CAUSAL, FULL, block_backward, block_forward, select_backend
+from kernels.attention import ANTI, CAUSAL, FULL, block_backward, block_forward, select_backend
 from kernels.merge import merge_
 
 SCALE = 0.2
@@ -19,7 +19,8 @@ def tensors(queries: int, keys: int, heads: int, kv_heads: int, dtype: torch.dty
 
 @pytest.mark.parametrize("name", ["aten", "reference"])
 @pytest.mark.parametrize(
-    ("queries", "keys", "kind"), [(1, 1, CAUSAL), (1, 7, FULL), (33, 33, CAUSAL), (65, 17, FULL), (600, 600, CAUSAL)]
+    ("queries", "keys", "kind"),
+    [(1, 1, CAUSAL), (1, 7, FULL), (33, 33, CAUSAL), (65, 17, FULL), (600, 600, CAUSAL), (1, 1, ANTI), (67, 67, ANTI)],
 )
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
@@ -29,7 +30,8 @@ def test_forward_and_gradients_equal_autograd_of_the_naive_form(
     backend = select_backend(name, "cpu", dtype)
     q, k, v, dout = tensors(queries, keys, heads, kv_heads, dtype)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    want_out, want_lse = reference.attention(*leaves, causal=kind == CAUSAL, scale=SCALE)
+    window = (0, None) if kind == ANTI else (None, None)
+    want_out, want_lse = reference.attention(*leaves, causal=kind == CAUSAL, scale=SCALE, window=window)
     want = torch.autograd.grad(want_out, leaves, dout.double())
     out, lse = block_forward(q, k, v, kind, SCALE, backend)
     got = block_backward(dout, q, k, v, out, lse, kind, SCALE, backend)
@@ -99,16 +101,19 @@ def test_a_backend_that_cannot_serve_is_refused(arguments: tuple, message: str) 
         select_backend(*arguments)
 
 
-def test_a_rectangular_causal_block_is_refused() -> None:
+@pytest.mark.parametrize("kind", [CAUSAL, ANTI])
+def test_a_square_kind_refuses_a_rectangle(kind: str) -> None:
     q, k, v, _ = tensors(4, 6, 4, 4, torch.float32)
-    with pytest.raises(ValueError, match="4 queries and 6 keys"):
-        block_forward(q, k, v, CAUSAL, SCALE)
+    with pytest.raises(ValueError, match=f"{kind} is square; this one has 4 queries and 6 keys"):
+        block_forward(q, k, v, kind, SCALE)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
 @pytest.mark.parametrize("name", ["aten", "cudnn", "auto"])
-@pytest.mark.parametrize(("queries", "keys", "kind"), [(128, 128, CAUSAL), (256, 64, FULL), (1000, 1000, CAUSAL)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "kind"), [(128, 128, CAUSAL), (256, 64, FULL), (1000, 1000, CAUSAL), (1000, 1000, ANTI)]
+)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
 def test_cuda_blocks_equal_the_naive_form(
     name: str, queries: int, keys: int, kind: str, heads: int, kv_heads: int
@@ -117,7 +122,8 @@ def test_cuda_blocks_equal_the_naive_form(
     shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads))
     q, k, v, dout = (torch.randn(2, *shape, 64, generator=generator).bfloat16().cuda() for shape in shapes)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    want_out, want_lse = reference.attention(*leaves, causal=kind == CAUSAL)
+    window = (0, None) if kind == ANTI else (None, None)
+    want_out, want_lse = reference.attention(*leaves, causal=kind == CAUSAL, window=window)
     want = torch.autograd.grad(want_out, leaves, dout.double())
     backend = select_backend(name, "cuda", torch.bfloat16)
     out, lse = block_forward(q, k, v, kind, 64**-0.5, backend)

@@ -1,0 +1,86 @@
+"""Tiles against brute force: every visible pair once, for random documents, windows and runs of positions."""
+
+import random
+
+import numpy as np
+import pytest
+
+from kernels.attention import ANTI, CAUSAL, FULL
+from kernels.tiles import Tile
+from parallel.context.layout import Run
+from parallel.context.tiles import Piece, Reach, pieces, tiles
+
+MASKS = {CAUSAL: np.tril, ANTI: np.triu, FULL: lambda block: block}
+
+
+def spelled_out(given: list[Piece], stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and documents of the pieces, row by row."""
+    positions = [np.arange(p.start, p.start + p.length * stride, stride) for p in given]
+    return np.concatenate(positions), np.repeat([p.document for p in given], [p.length for p in given])
+
+
+def visible(queries: list[Piece], keys: list[Piece], stride: int, reach: Reach) -> np.ndarray:
+    (q, q_document), (k, k_document) = spelled_out(queries, stride), spelled_out(keys, stride)
+    behind, ahead = (10**9 if limit is None else limit for limit in reach)
+    distance = k - q[:, None]
+    return (
+        (q_document[:, None] == k_document) & (q_document >= 0)[:, None] & (-behind <= distance) & (distance <= ahead)
+    )
+
+
+def covered(found: tuple[Tile, ...], shape: tuple[int, int]) -> np.ndarray:
+    """How often each pair is computed; checks each tile's shape and count, and that it has no masked row or column."""
+    counts = np.zeros(shape, dtype=np.int64)
+    for tile in found:
+        mask = MASKS[tile.kind](np.ones((tile.q.stop - tile.q.start, tile.k.stop - tile.k.start), dtype=np.int64))
+        assert tile.kind == FULL or mask.shape[0] == mask.shape[1]
+        assert mask.sum() == tile.pairs
+        assert mask.any(axis=0).all()
+        assert mask.any(axis=1).all()
+        counts[tile.q, tile.k] += mask
+    return counts
+
+
+def any_pieces(draw: random.Random, length: int, stride: int) -> list[Piece]:
+    runs, start = [], draw.randrange(stride)
+    while start < length:
+        run = Run(start, draw.randint(1, 1 + (length - start) // stride))
+        runs.append(run)
+        start += run.length * stride + draw.choice([0, 1, 2, stride])
+    return pieces(runs, stride, tuple(sorted(draw.sample(range(1, length), 3))))
+
+
+@pytest.mark.parametrize("stride", [1, 2, 5, 8])
+@pytest.mark.parametrize("ahead", [0, None, 3])
+def test_every_visible_pair_is_computed_once(stride: int, ahead: int | None) -> None:
+    draw = random.Random(f"{stride} {ahead}")
+    for _ in range(150):
+        length = draw.randint(8, 60)
+        queries, keys = (any_pieces(draw, length, stride) for _ in range(2))
+        for behind in (None, 0, draw.randint(1, stride), draw.randint(1, 20), length):
+            reach = behind, ahead
+            want = visible(queries, keys, stride, reach)
+            np.testing.assert_array_equal(covered(tiles(queries, keys, stride, reach), want.shape), want, str(reach))
+
+
+def test_padding_sees_nothing_and_is_not_seen() -> None:
+    pieces = [Piece(0, 0, 4, 0), Piece(4, 4, 3, -1)]
+    for reach in ((None, 0), (None, None), (2, 2)):
+        assert covered(tiles(pieces, pieces, 1, reach), (7, 7))[:, 4:].sum() == 0
+        assert sum(tile.pairs for tile in tiles(pieces, pieces, 1, reach)) == visible(pieces, pieces, 1, reach).sum()
+
+
+def test_the_next_window_has_other_tiles() -> None:
+    """Negative control: brute force sees a window that is one key too wide, and one that is too narrow."""
+    (given,) = (any_pieces(random.Random(3), 60, 1),)
+    for wrong in (6, 8):
+        got = covered(tiles(given, given, 1, (wrong, 0)), visible(given, given, 1, (7, 0)).shape)
+        assert (got != visible(given, given, 1, (7, 0))).any()
+
+
+def test_what_lies_together_is_joined() -> None:
+    two = [Piece(0, 0, 4, 0), Piece(8, 4, 4, 0)]
+    assert tiles(two, two, 1, (None, 0)) == (Tile(slice(0, 8), slice(0, 8), CAUSAL),)
+    assert tiles(two, two, 1, (0, None)) != tiles(two, two, 1, (None, 0))
+    assert tiles(two, two, 1, (0, None)) == (Tile(slice(0, 8), slice(0, 8), ANTI),)
+    assert tiles(two, two, 1, (None, None)) == (Tile(slice(0, 8), slice(0, 8), FULL),)

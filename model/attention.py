@@ -5,7 +5,7 @@ In linear attention queries and keys have width D, values width E.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -13,37 +13,111 @@ from torch import Tensor, nn
 
 from kernels.linear_attention import linear_attention
 from model.layers import Rotary
+from runtime.errors import UserError
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q [B, T, H, D], k and v [B, T, G, D] -> [B, T, H, D]; causal, scaled by 1/sqrt(D)."""
+Window = tuple[int, int]
+"""(left, right): query i sees keys i - left .. i + right, -1 being all on that side; right is 0 under a causal mask."""
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention on one device that holds the whole sequence in order; shapes as in Attend."""
+Attend = Callable[..., Tensor]
+"""attend(q, k, v, mask=None, *, window=None, sinks=None) -> attention [B, T, H, D], scaled by 1 / sqrt(D).
+
+q [B, T, H, D], k and v [B, T, G, D]. Only what is set is passed. ``mask`` is what the micro-batch's tokens see of each
+other, made where ``attend`` was; the model hands it on. It is no tensor, which FSDP would cast. None is what ``attend``
+was made for, such as a causal mask. ``window`` is the layer's, on top of the mask; ``sinks`` [H] are the score of one
+more key per head, whose value is 0.
+"""
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *, window: Window | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Compute causal attention on one device that holds the whole sequence in order; shapes as in Attend.
+
+    A window or sinks take blocks of queries, so that memory grows with T times the window; learned sinks keep their
+    scores for the backward.
+
+    Raises:
+        UserError: a mask, which belongs to a method of context parallelism.
+    """
+    refuse_mask(mask)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or G, T, D]
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+    if window is None and sinks is None:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+    length, left = q.shape[2], _left(window)
+    found = []
+    for start in range(0, length, BLOCK):
+        rows, columns = slice(start, start + BLOCK), slice(0 if left is None else max(0, start - left), start + BLOCK)
+        found.append(_of_last(q[:, :, rows], k[:, :, columns], v[:, :, columns], window=window, sinks=sinks))
+    return torch.cat(found, 2).transpose(1, 2)
+
+
+BLOCK = 256
+"""Queries that go through a masked kernel at once."""
+
+
+def refuse_mask(mask: Any) -> None:
+    """Raise UserError for a mask, which an attention of one device without a method does not know."""
+    if mask is not None:
+        raise UserError(
+            f"mask is a {type(mask).__name__}, and this attention has no method of context parallelism, which alone "
+            "knows masks of micro-batches; set a context_parallel_method, or leave the mask out"
+        )
+
+
+def _left(window: Window | None) -> int | None:
+    """Return how many keys before its own a query sees under a causal mask; None is all."""
+    return None if window is None or window[0] < 0 else window[0]
+
+
+def _of_last(q: Tensor, k: Tensor, v: Tensor, *, window: Window | None, sinks: Tensor | None) -> Tensor:
+    """Compute causal attention of the last T of S tokens: q [B, H, T, D], k and v [B, G, S, D] -> [B, H, T, D]."""
+    (heads, tokens), seen, left = q.shape[1:3], k.shape[2], _left(window)
+    bias = torch.ones(tokens, seen, dtype=torch.bool, device=q.device).tril(seen - tokens)  # [T, S]
+    if left is not None:
+        bias = bias.triu(seen - tokens - left)
+    bias = bias[None, None]
+    if sinks is not None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))  # a key and a value of 0 before the others
+        scores = torch.zeros(bias.shape, dtype=wide, device=q.device).masked_fill(~bias, float("-inf"))
+        sink = sinks.to(wide)[:, None, None].expand(heads, tokens, 1)
+        bias = torch.cat((sink, scores[0].expand(heads, -1, -1)), 2)[None]  # [1, H, T, 1 + S]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=heads != k.shape[1])
 
 
 @runtime_checkable
 class PrefetchingAttend(Protocol):
     """An Attend that can start on k and v before q is ready."""
 
-    def prefetch_kv(self, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
+    def prefetch_kv(
+        self, k: Tensor, v: Tensor, mask: Any = None, *, window: Window | None = None, sinks: Tensor | None = None
+    ) -> Callable[[Tensor], Tensor]:
         """Return q -> attention to k and v, to be called once, before any other attention of this object."""
 
 
-def prefetch_kv(attend: Attend, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return q -> attend(q, k, v); a PrefetchingAttend starts on k and v now."""
-    return attend.prefetch_kv(k, v) if isinstance(attend, PrefetchingAttend) else lambda q: attend(q, k, v)
+def prefetch_kv(attend: Attend, k: Tensor, v: Tensor, **settings: Any) -> Callable[[Tensor], Tensor]:
+    """Return q -> attend(q, k, v, **settings); a PrefetchingAttend starts on k and v now."""
+    if isinstance(attend, PrefetchingAttend):
+        return attend.prefetch_kv(k, v, **settings)
+    return lambda q: attend(q, k, v, **settings)
 
 
-LinearAttend = Callable[[Tensor, Tensor, Tensor, Sequence[float]], Tensor]
-"""q and k [B, T, H, D], v [B, T, H, E], log of H decays -> [B, T, H, E]; causal, unscaled."""
+LinearAttend = Callable[..., Tensor]
+"""attend(q, k, v, log_decay, mask=None) -> causal, unscaled attention [B, T, H, E].
+
+q and k [B, T, H, D], v [B, T, H, E], log of H decays; ``mask`` as in Attend, passed only if it is set.
+"""
 
 
-def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
-    """Compute linear attention on one device that holds the whole sequence in order; shapes as in LinearAttend."""
+def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: Any = None) -> Tensor:
+    """Compute linear attention on one device that holds the whole sequence in order; shapes as in LinearAttend.
+
+    Raises:
+        UserError: a mask, which belongs to a method of context parallelism.
+    """
+    refuse_mask(mask)
     return linear_attention(q, k, v, log_decay)[0]
 
 
@@ -61,18 +135,25 @@ Linear attention keeps a state [B, H, D, E], softmax attention all keys and valu
 """
 
 
-def continued(q: Tensor, k: Tensor, v: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
+def continued(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: Tensor | None,
+    *,
+    window: Window | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute causal attention of new tokens to a KV cache and themselves; return it and the extended cache.
 
     q [B, T, H, D], k and v [B, T, G, D] of the new tokens, past [2, B, S, G, D] -> [B, T, H, D], [2, B, S + T, G, D].
+    Under a window the cache keeps what the next token sees: at most as many tokens as the window has on its left.
     """
     new = torch.stack((k, v))
     past = new if past is None else torch.cat((past, new), 2)
-    tokens, seen = q.shape[1], past.shape[2]
-    mask = torch.ones(tokens, seen, dtype=torch.bool, device=q.device).tril(seen - tokens)  # [T, S + T]
-    q, k, v = (x.transpose(1, 2) for x in (q, *past))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2), past
+    out = _of_last(*(x.transpose(1, 2) for x in (q, *past)), window=window, sinks=sinks).transpose(1, 2)
+    left = _left(window)
+    return out, past if left is None else past[:, :, max(0, past.shape[2] - left) :]
 
 
 class LinearCore(nn.Module):
@@ -80,10 +161,20 @@ class LinearCore(nn.Module):
 
     attend: LinearAttend
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], states: States, layer: int) -> Tensor:
+    def core(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Sequence[float],
+        mask: Any = None,
+        states: States = None,
+        layer: int = 0,
+    ) -> Tensor:
         """Return the attention's output [B, T, H, E]; with states, read and replace this layer's."""
         if states is None:
-            return self.attend(q, k, v, log_decay)
+            return self.attend(q, k, v, log_decay, *(() if mask is None else (mask,)))
+        refuse_mask(mask)
         out, states[layer] = linear_attention(q, k, v, log_decay, states[layer])
         return out
 
@@ -111,19 +202,23 @@ class Attention(nn.Module):
         self.wv = nn.Linear(hidden_size, num_query_groups * head_dim, bias=bias)
         self.wo = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, states: States = None, layer: int = 0) -> Tensor:
-        """Apply the attention; with states, read and replace this layer's."""
+    def forward(
+        self, x: Tensor, rotary: Rotary | None, mask: Any = None, states: States = None, layer: int = 0
+    ) -> Tensor:
+        """Apply the attention under the micro-batch's mask; with states, read and replace this layer's."""
         # -1, not the number of heads: under tensor parallelism a device holds some of them.
         # k and v first: with several devices they may be in transit while q is projected.
         k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))  # [B, T, G, D]
-        attention = self._prefetched(k if rotary is None else rotary.rotate(k), v, states, layer)
+        attention = self._prefetched(k if rotary is None else rotary.rotate(k), v, mask, states, layer)
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
         out = attention(q if rotary is None else rotary.rotate(q))  # [B, T, H, D]
         return self.wo(out.flatten(-2))
 
-    def _prefetched(self, k: Tensor, v: Tensor, states: States, layer: int) -> Callable[[Tensor], Tensor]:
+    def _prefetched(self, k: Tensor, v: Tensor, mask: Any, states: States, layer: int) -> Callable[[Tensor], Tensor]:
+        settings: dict[str, Any] = {} if mask is None else {"mask": mask}
         if states is None:
-            return prefetch_kv(self.attend, k, v)
+            return prefetch_kv(self.attend, k, v, **settings)
+        refuse_mask(mask)
 
         def attention(q: Tensor) -> Tensor:
             out, states[layer] = continued(q, k, v, states[layer])

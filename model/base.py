@@ -6,6 +6,7 @@ Shapes: B sequences, T tokens, C width of the residual stream, V vocabulary entr
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,16 +35,20 @@ class LanguageModel(nn.Module):
     only_first: tuple[str, ...] = ()
     """Modules before the layers, besides the embedding."""
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, head: Head | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, head: Head | None = None, mask: Any = None
+    ) -> Tensor:
         """Return logits [B, T, V] of tokens [B, T]; positions [T] or [B, T] are global, by default 0 .. T-1.
 
         A head replaces the logits, for example by a loss that never materialises all of them. It runs here because a
         sharded model has whole weights only during its forward.
 
+        The mask of the micro-batch is handed to every attention unseen (``model.attention.Attend``).
+
         A part that `keep` made takes hidden states [B, T, C] of earlier layers instead of tokens, and returns hidden
         states if layers follow.
         """
-        hidden = self.hidden(tokens, positions)
+        hidden = self.hidden(tokens, positions, mask)
         if self.norm is None:
             return hidden
         return self.project(hidden) if head is None else head(hidden, self.output_weight)
@@ -55,7 +60,7 @@ class LanguageModel(nn.Module):
         assert weight is not None
         return weight.weight
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
         """Return normalised hidden states [B, T, C], for `project`; arguments as in `forward`."""
         raise TypeError(f"{type(self).__name__} defines no hidden states")
 
@@ -113,20 +118,22 @@ class RecurrentModel(LanguageModel):
 
     Softmax layers of a hybrid keep a growing KV cache.
 
-    A subclass sets the modules of a LanguageModel and defines `embed`; a layer takes (x, positions, states).
+    A subclass sets the modules of a LanguageModel and defines `embed`; a layer takes (x, positions, mask, states).
     """
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the first layer's input [B, T, C] of tokens [B, T] and positions [T] or [B, T]."""
         raise TypeError(f"{type(self).__name__} defines no embedding")
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None, states: States = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None, states: States = None
+    ) -> Tensor:
         """Do as in LanguageModel; with states, one per layer, continue from these and replace them."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)
         for layer in self.layers:
-            x = layer(x, positions) if states is None else layer(x, positions, states)
+            x = layer(x, positions, mask, states)
         return x if self.norm is None else self.norm(x)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Attend, Attention
+from model.attention import Attend, Attention, Window, refuse_mask
 from model.base import drop_layers, generator_of
 from model.dit_config import DiTConfig
 from model.layers import MLP, LayerNorm
@@ -21,8 +21,18 @@ FREQUENCIES = 256
 """Sines and cosines per time."""
 
 
-def full_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention without a mask on one device that holds all patches: [B, T, H, D] each -> [B, T, H, D]."""
+def full_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *, window: Window | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Compute attention without a mask on one device that holds all patches: [B, T, H, D] each -> [B, T, H, D].
+
+    Raises:
+        UserError: a mask, which belongs to a method of context parallelism.
+        ValueError: a window or sinks, which no diffusion transformer has here.
+    """
+    refuse_mask(mask)
+    if window is not None or sinks is not None:
+        raise ValueError("a diffusion transformer's attention has no window and no sinks; leave them out")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
@@ -104,9 +114,9 @@ class Block(nn.Module):
         self.mlp = MLP(width, config.ffn_size)
         self.adaLN_modulation = modulation(width, 6)
 
-    def forward(self, x: Tensor, conditions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, conditions: Tensor, mask: Any = None) -> Tensor:
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaLN_modulation(conditions).chunk(6, dim=-1)
-        x = x + gate[:, None] * self.attention(modulate(self.attention_norm(x), shift, scale), None)
+        x = x + gate[:, None] * self.attention(modulate(self.attention_norm(x), shift, scale), None, mask)
         return x + mlp_gate[:, None] * self.mlp(modulate(self.mlp_norm(x), mlp_shift, mlp_scale))
 
 
@@ -140,18 +150,19 @@ class DiT(nn.Module):
         self.layers = nn.ModuleList(Block(config, attend) for _ in range(config.num_layers))
         self.final_layer: FinalLayer | None = FinalLayer(config)
 
-    def forward(self, x: Tensor, positions: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, times: Tensor, labels: Tensor, mask: Any = None) -> Tensor:
         """Predict patches [B, T, out_width] from noisy patches [B, T, patch_width] at global positions [T].
 
         times [B] are numbers, labels [B] integers; label num_classes means none. A part that `keep` made takes hidden
-        states [B, T, C] of earlier layers instead of patches, and returns hidden states if layers follow.
+        states [B, T, C] of earlier layers instead of patches, and returns hidden states if layers follow. The mask of
+        the micro-batch is handed to every attention unseen (``model.attention.Attend``).
         """
         if self.x_embedder is not None:
             x = self.x_embedder(x.to(self.x_embedder.weight.dtype))
             x = x + position_embedding(positions, self.config).to(x.dtype)
         conditions = self.t_embedder(times) + self.y_embedder(labels)  # [B, C]
         for layer in self.layers:
-            x = layer(x, conditions)
+            x = layer(x, conditions, mask)
         return x if self.final_layer is None else self.final_layer(x, conditions)
 
     def keep(self, layers: range) -> None:

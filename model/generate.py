@@ -53,7 +53,7 @@ def generate(
     for _ in range(max_new_tokens):
         if isinstance(model, RecurrentModel):
             positions = torch.arange(seen, tokens.shape[1], device=tokens.device)
-            hidden = model.hidden(tokens[:, seen:], positions, states)
+            hidden = model.hidden(tokens[:, seen:], positions, states=states)
             seen = tokens.shape[1]
         else:
             hidden = model.hidden(tokens)

@@ -3,6 +3,8 @@
 Shapes: B sequences, T tokens, C width of the residual stream.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,8 +25,8 @@ class Layer(nn.Module):
         self.mlp_norm = LayerNorm(width, eps=config.norm_epsilon)
         self.mlp = MLP(width, config.ffn_size)
 
-    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary)
+    def forward(self, x: Tensor, rotary: Rotary | None, mask: Any = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -43,7 +45,7 @@ class GPT(LanguageModel):
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_epsilon)
         self.output = output_module(config)
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
         """Do as in LanguageModel. Learned positions, also of padding, must be below max_position_embeddings.
 
         Raises ValueError for more tokens than that without explicit positions.
@@ -60,5 +62,5 @@ class GPT(LanguageModel):
         if table is None:
             rotary = Rotary(positions, self.config.head_dim, self.config.rotary_base, x.dtype)
         for layer in self.layers:
-            x = layer(x, rotary)
+            x = layer(x, rotary, mask)
         return x if self.norm is None else self.norm(x)

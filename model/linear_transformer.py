@@ -5,6 +5,8 @@ Sinusoidal positions (Vaswani et al. 2017, section 3.5) are added to the embeddi
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -48,11 +50,11 @@ class LinearAttention(LinearCore):
         self.wq, self.wk, self.wv = (nn.Linear(width, heads * self.head_dim) for _ in range(3))
         self.wo = nn.Linear(heads * self.head_dim, width)
 
-    def forward(self, x: Tensor, states: States = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Any = None, states: States = None) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]
         # An extra value channel of ones computes the normaliser z, so its state travels with the others.
         v = F.pad(v, (0, 1), value=1.0)  # [B, T, H, D + 1]
-        out = self.core(features(q), features(k), v, (0.0,) * q.shape[2], states, self.layer)
+        out = self.core(features(q), features(k), v, (0.0,) * q.shape[2], mask, states, self.layer)
         return self.wo((out[..., :-1] / out[..., -1:]).flatten(-2))
 
 
@@ -67,8 +69,8 @@ class Layer(nn.Module):
         self.mlp_norm = LayerNorm(width, eps=config.norm_epsilon)
         self.mlp = MLP(width, config.ffn_size)
 
-    def forward(self, x: Tensor, positions: Tensor, states: States = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), states)
+    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), mask, states)
         return x + self.mlp(self.mlp_norm(x))
 
 

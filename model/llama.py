@@ -3,6 +3,8 @@
 Shapes: B sequences, T tokens, C width of the residual stream.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,8 +25,8 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(width, eps=config.norm_epsilon)
         self.mlp = SwiGLU(width, config.ffn_size)
 
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary)
+    def forward(self, x: Tensor, rotary: Rotary, mask: Any = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -39,11 +41,11 @@ class Llama(LanguageModel):
         self.norm: nn.Module | None = RMSNorm(config.hidden_size, eps=config.norm_epsilon)
         self.output = output_module(config)
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedded(tokens)  # [B, T, C]
         rotary = Rotary(positions, self.config.head_dim, self.config.rotary_base, x.dtype)
         for layer in self.layers:
-            x = layer(x, rotary)
+            x = layer(x, rotary, mask)
         return x if self.norm is None else self.norm(x)

@@ -8,6 +8,7 @@ Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residu
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,12 +83,12 @@ class TokenMixer(LinearCore):
         self.norm = RMSNorm(inside, eps=config.norm_epsilon, elementwise_affine=False)
         self.wo = nn.Linear(inside, width, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor, states: States = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States = None) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]
         q, k = F.silu(q), F.silu(k)
         if self.lrpe is not None:
             q, k = self.lrpe(q, k, positions)  # [B, T, H, 2 D]
-        out = self.core(q, k, v, self.log_decay, states, self.layer)  # [B, T, H, D]
+        out = self.core(q, k, v, self.log_decay, mask, states, self.layer)  # [B, T, H, D]
         return self.wo(self.wu(x) * self.norm(out.flatten(-2)))
 
 
@@ -106,12 +107,12 @@ class Layer(nn.Module):
         """Build the attention of this layer."""
         return TokenMixer(config, layer, attends.linear)
 
-    def mix(self, x: Tensor, positions: Tensor, states: States) -> Tensor:
+    def mix(self, x: Tensor, positions: Tensor, mask: Any, states: States) -> Tensor:
         """Apply the attention to normalised x."""
-        return self.attention(x, positions, states)
+        return self.attention(x, positions, mask, states)
 
-    def forward(self, x: Tensor, positions: Tensor, states: States = None) -> Tensor:
-        x = x + self.mix(self.attention_norm(x), positions, states)
+    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States = None) -> Tensor:
+        x = x + self.mix(self.attention_norm(x), positions, mask, states)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -123,9 +124,9 @@ class SoftmaxLayer(Layer):
         heads, groups = config.num_attention_heads, config.query_groups
         return Attention(config.hidden_size, heads, groups, config.head_dim, attends.softmax)
 
-    def mix(self, x: Tensor, positions: Tensor, states: States) -> Tensor:
+    def mix(self, x: Tensor, positions: Tensor, mask: Any, states: States) -> Tensor:
         rotary = Rotary(positions, self.head_dim, self.rotary_base, x.dtype)
-        return self.attention(x, rotary, states, self.layer)
+        return self.attention(x, rotary, mask, states, self.layer)
 
 
 class TransNormer(RecurrentModel):

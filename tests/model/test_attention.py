@@ -1,7 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from model.attention import Attention, sdpa
+from model.attention import Attention, continued, sdpa
 from model.layers import Rotary
 
 
@@ -32,6 +34,77 @@ def test_sdpa_and_its_gradients(groups):
         torch.autograd.grad(out, (q, k, v), upstream), torch.autograd.grad(expected, (q, k, v), upstream), strict=True
     ):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def leaves(length, groups=2, heads=4):
+    """q, k, v and sinks, float64; the lengths of the tests below fill blocks of queries and do not."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, length, heads, 8), (2, length, groups, 8), (2, length, groups, 8), (heads,)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def gpt_oss(q, k, v, sinks, left=None):
+    """As transformers computes it: [B, T, H, D] each, a window as gpt-oss makes its mask."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    module = SimpleNamespace(num_key_value_groups=q.shape[2] // k.shape[2], sinks=sinks, training=False)
+    place = torch.arange(q.shape[1])
+    behind = place[:, None] - place
+    hidden = (behind < 0) | (behind > (q.shape[1] if left is None else left))
+    mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden, float("-inf"))
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    return eager_attention_forward(module, *heads_first, mask, scaling=q.shape[-1] ** -0.5)[0]
+
+
+def difference(one, other, inputs):
+    """Largest difference of outputs and of every gradient."""
+    upstream = torch.randn(one.shape, generator=torch.Generator().manual_seed(1), dtype=one.dtype)
+    pairs = zip(*(torch.autograd.grad(out, inputs, upstream, retain_graph=True) for out in (one, other)), strict=True)
+    return max((a - b).abs().max().item() for a, b in [(one, other), *pairs])
+
+
+@pytest.mark.parametrize("left", [None, 1, 5, 300])
+@pytest.mark.parametrize("length", [7, 256, 600])
+def test_windows_and_sinks_equal_those_of_gpt_oss(length, left):
+    *qkv, sinks = inputs = leaves(length)
+    window = None if left is None else (left, 0)
+    want = gpt_oss(*inputs, left)
+    assert difference(sdpa(*qkv, window=window, sinks=sinks), want, inputs) < 1e-12
+    no_sinks = torch.full_like(sinks, float("-inf"))
+    assert difference(sdpa(*qkv, window=window), gpt_oss(*qkv, no_sinks, left), qkv) < 1e-12
+    # Negative controls: the sinks of other heads, and a window one off.
+    assert difference(sdpa(*qkv, window=window, sinks=sinks.roll(1)), want, inputs) > 1e-3
+    if left is not None and left < length:
+        assert difference(sdpa(*qkv, window=(left + 1, 0), sinks=sinks), want, inputs) > 1e-3
+
+
+def test_a_window_that_is_unlimited_is_none():
+    *qkv, _ = leaves(20)
+    assert difference(sdpa(*qkv, window=(-1, 0)), sdpa(*qkv), qkv) < 1e-14
+
+
+@pytest.mark.parametrize("window", [None, (4, 0), (50, 0)])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_a_cache_goes_on_under_a_window_and_with_sinks(window, sunk):
+    """And keeps of the tokens so far what the next one sees."""
+    q, k, v, sinks = leaves(40)
+    settings = {"window": window} | ({"sinks": sinks} if sunk else {})
+    found, past, start = [], None, 0
+    for stop in (1, 9, 10, 30, 40):
+        out, past = continued(q[:, start:stop], k[:, start:stop], v[:, start:stop], past, **settings)
+        assert past.shape[2] == (stop if window is None else min(stop, window[0]))
+        found.append(out)
+        start = stop
+    torch.testing.assert_close(torch.cat(found, 1), sdpa(q, k, v, **settings), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("settings", [{"window": (5, 0)}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}])
+def test_windows_and_sinks_in_bfloat16(settings):
+    """Sinks are added in float32."""
+    q, k, v = (x.detach() for x in leaves(300)[:3])
+    got = sdpa(*(x.bfloat16() for x in (q, k, v)), **settings)
+    assert got.dtype == torch.bfloat16
+    assert (got - sdpa(q, k, v, **settings)).norm() < 0.01 * got.norm()
 
 
 def test_attend_is_injected_and_sees_rotated_heads():

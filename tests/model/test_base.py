@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from model.attention import sdpa
+from model.attention import HybridAttention, linear, sdpa
 from model.base import initial_weight
 from model.config import ModelConfig
 from model.registry import build_model
+from runtime.errors import UserError
 
 LLAMA = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
 GPT = dataclasses.replace(LLAMA, model_type="gpt", max_position_embeddings=100, num_query_groups=None)
@@ -107,6 +108,31 @@ def test_explicit_positions_make_the_order_of_tokens_free(any_kind):
     torch.testing.assert_close(each, permuted, rtol=0, atol=1e-6)
     wrong = model(tokens()[:, order])[:, back]
     assert (wrong - expected).abs().max() > 1e-3  # the bound sees positions that were not given
+
+
+HYBRID = dataclasses.replace(LINEAR[0], softmax_every=2)
+
+
+@pytest.mark.parametrize("config", [*KINDS, HYBRID], ids=lambda config: config.model_type)
+def test_the_mask_reaches_every_attention_and_is_refused_without_a_method(config):
+    seen, mask = [], object()
+
+    def recurrence(q, k, v, log_decay, mask=None):
+        seen.append(mask)
+        return linear(q, k, v, log_decay)
+
+    def scores(q, k, v, mask=None):
+        seen.append(mask)
+        return sdpa(q, k, v)
+
+    both = HybridAttention(recurrence, scores)
+    attend = both if config is HYBRID else recurrence if config.linear_attention else scores
+    masked, model = built(config, attend=attend)(tokens(), mask=mask), built(config)
+    assert len(seen) == config.num_layers
+    assert all(one is mask for one in seen)
+    assert torch.equal(masked, model(tokens()))
+    with pytest.raises(UserError, match=r"mask is a object, .* no method .* set a context_parallel_method"):
+        model(tokens(), mask=mask)
 
 
 @pytest.mark.parametrize("config", KINDS)

@@ -110,7 +110,7 @@ def test_a_state_goes_on_where_the_parallel_form_is(recurrent):
     want = recurrent.hidden(tokens)
     states, parts, start, sizes = [None] * 3, [], 0, []
     for stop in (1, 70, 71, 72, 150):
-        parts.append(recurrent.hidden(tokens[:, start:stop], torch.arange(start, stop), states))
+        parts.append(recurrent.hidden(tokens[:, start:stop], torch.arange(start, stop), states=states))
         found = [state.numel() for state in states if state.ndim == 4]  # of linear attention
         sizes = sizes or found
         assert sizes == found
@@ -118,7 +118,7 @@ def test_a_state_goes_on_where_the_parallel_form_is(recurrent):
         start = stop
     assert (torch.cat(parts, 1) - want).norm() < 1e-12 * want.norm()
     assert len(sizes) == (3 if recurrent.config.softmax_every is None else 2)
-    wrong = recurrent.hidden(tokens[:, 1:2], torch.arange(1, 2), [None] * 3)
+    wrong = recurrent.hidden(tokens[:, 1:2], torch.arange(1, 2), states=[None] * 3)
     assert (wrong - want[:, 1:2]).norm() > 1e-3 * want[:, 1:2].norm()  # negative control: without what came before
 
 
@@ -136,7 +136,7 @@ def test_recurrent_generation_reads_each_token_once_and_takes_what_the_parallel_
 
     def counted(tokens, positions=None, states=None):
         read.append(tokens.shape[1])
-        return hidden(tokens, positions, states)
+        return hidden(tokens, positions, states=states)
 
     monkeypatch.setattr(recurrent, "hidden", counted)
     out = generate(recurrent, PROMPT, 40, temperature=0)

@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from model.attention import sdpa
 from model.config import ModelConfig
 from model.gpt import GPT
+from model.registry import build_model
 from parallel.context import context_parallel
-from parallel.data import init_parameters, set_gradient_sync
+from parallel.data import init_parameters, set_gradient_sync, shard_model
 from parallel.mesh import distributed_mesh
-from parallel.recompute import RecomputeConfig
+from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor import styles as tensor_styles
 from parallel.tensor.split import split_model
 from parallel.tensor.vocabulary import cross_entropy_sum
@@ -94,6 +96,31 @@ def test_one_step_is_that_of_one_process(mesh: str) -> None:
 @pytest.mark.parametrize("mesh", ["tp4", "tp2 cp2"])
 def test_chunks_of_the_loss_and_of_the_feed_forward_are_the_same_step(mesh: str) -> None:
     check(mesh, [*LLAMAS, *GPTS[:2]], CHUNKS)
+
+
+def masks_seen(rank: int, world_size: int, granularity: Any) -> list[bool]:
+    """Whether each attention of a step in bfloat16, also of the recomputation, has the mask itself."""
+    given, seen = object(), list[bool]()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        seen.append(mask is given)
+        return sdpa(q, k, v)
+
+    with distributed_mesh(mesh_config(tp=2)) as mesh:
+        with torch.device("meta"):
+            model = build_model(config(), attend)
+        split_model(model, mesh.tp, head_dim=config().head_dim, kv_heads=config().query_groups)
+        recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
+        shard_model(model, model.layers, mesh.dp_cp, bf16=True)
+        init_parameters(model, mesh.device, lambda name, shape: weight_of(config(), name, shape))
+        model(data()[0], None, None, given).to_local().float().logsumexp(-1).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize(("granularity", "forwards"), [("none", 1), ("selective", 2), ("full", 2)])
+def test_the_mask_passes_tensor_parallelism_sharding_and_recomputation(granularity: str, forwards: int) -> None:
+    layers = config().num_layers
+    assert run_ranks(masks_seen, 2, granularity) == [[True] * forwards * layers] * 2
 
 
 def without_the_sum(rank: int, world_size: int) -> Step:

@@ -136,7 +136,9 @@ def test_a_length_that_does_not_divide_is_padded_never_cut(
 
 def without_the_shift(rank: int, world_size: int, arguments: list[str]) -> None:
     """Train with the diagonal kept in every round of striping, where the later ranks' tokens must not be seen."""
-    tiles._compare = lambda rows, columns, shift: [(0, rows, 0, columns, CAUSAL if shift < columns else FULL)]
+    tiles._compare = lambda rows, columns, shift, q0, k0: [
+        (q0, q0 + rows, k0, k0 + columns, CAUSAL if shift < columns else FULL)
+    ]
     on_rank(rank, world_size, arguments)
 
 

@@ -77,9 +77,9 @@ def tiles(queries: Sequence[Piece], keys: Sequence[Piece], stride: int, reach: R
     for document, rows in queries_of.items():
         columns = keys_of[document]
         blocks = [block for q in rows for k in columns for block in _between(q, k, stride, reach)]
-        found += blocks if len(rows) == len(columns) == 1 else _coalesce(blocks)  # one pair leaves nothing to join
+        found += _coalesce(blocks) if len(rows) + len(columns) > 2 else blocks  # one pair leaves nothing to join
     found.sort()
-    return tuple([Tile(slice(q0, q1), slice(k0, k1), kind) for q0, q1, k0, k1, kind in found])
+    return tuple([Tile._make((slice(q0, q1), slice(k0, k1), kind)) for q0, q1, k0, k1, kind in found])
 
 
 def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[Block]:
@@ -87,55 +87,57 @@ def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[Block]:
     behind, ahead = reach
     distance = q.start - k.start
     last = k.length if ahead is None else (distance + ahead) // stride
-    first = -q.length if behind is None else -((behind - distance) // stride)
-    return [
-        (q0 + q.offset, q1 + q.offset, k0 + k.offset, k1 + k.offset, kind)
-        for q0, q1, k0, k1, kind in _band(q.length, k.length, first, last)
-    ]
+    if behind is None:
+        return _compare(q.length, k.length, last, q.offset, k.offset)
+    return _band(q.length, k.length, -((behind - distance) // stride), last, q.offset, k.offset)
 
 
-def _band(rows: int, columns: int, first: int, last: int) -> list[Block]:
-    """Return tiles of ``rows`` x ``columns`` where row i sees columns i + first .. i + last."""
+def _band(rows: int, columns: int, first: int, last: int, q0: int, k0: int) -> list[Block]:
+    """Return tiles of ``rows`` x ``columns``, starting at (q0, k0), where row i sees columns i + first .. i + last."""
     if first <= 1 - rows:
-        return _compare(rows, columns, last)
+        return _compare(rows, columns, last, q0, k0)
     if last >= columns - 1:
-        return _mirrored(rows, columns, first)
+        return _mirrored(rows, columns, first, q0, k0)
     found: list[Block] = []
     side, seen = last - first + 1, range(max(0, -last), min(rows, columns - first))
     # Cut the rows that see anything into blocks of ``side``. Left of the column that a block's first row sees last,
     # only the near edge of the window cuts; from there on, only its far edge.
-    for q0 in range(seen.start, seen.stop, side) if side > 0 else ():
-        q1 = min(q0 + side, seen.stop)
-        middle = min(max(q0 + last, 0), columns)
-        left = _mirrored(q1 - q0, middle, q0 + first)
-        right = _compare(q1 - q0, columns - middle, q0 + last - middle)
-        found += [(r0 + q0, r1 + q0, k0, k1, kind) for r0, r1, k0, k1, kind in left]
-        found += [(r0 + q0, r1 + q0, k0 + middle, k1 + middle, kind) for r0, r1, k0, k1, kind in right]
+    for row in range(seen.start, seen.stop, side) if side > 0 else ():
+        count = min(side, seen.stop - row)
+        middle = min(max(row + last, 0), columns)
+        found += _mirrored(count, middle, row + first, q0 + row, k0)
+        found += _compare(count, columns - middle, row + last - middle, q0 + row, k0 + middle)
     return found
 
 
-def _mirrored(rows: int, columns: int, shift: int) -> list[Block]:
-    """Return tiles of ``rows`` x ``columns`` where row i sees columns i + shift and after.
+def _mirrored(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[Block]:
+    """Return tiles of ``rows`` x ``columns``, starting at (q0, k0), where row i sees columns i + shift and after.
 
     Counted from their ends, row i sees columns up to i + columns - rows - shift.
     """
+    q1, k1 = q0 + rows, k0 + columns
     return [
-        (rows - q1, rows - q0, columns - k1, columns - k0, ANTI if kind == CAUSAL else kind)
-        for q0, q1, k0, k1, kind in _compare(rows, columns, columns - rows - shift)
+        (q1 - b, q1 - a, k1 - d, k1 - c, ANTI if kind == CAUSAL else kind)
+        for a, b, c, d, kind in _compare(rows, columns, columns - rows - shift, 0, 0)
     ]
 
 
-def _compare(rows: int, columns: int, shift: int) -> list[Block]:
-    """Return tiles of ``rows`` x ``columns`` where row i sees columns 0 .. i + shift."""
-    full = min(max(shift, 0), columns)  # columns before the square, seen by every row
-    first = min(max(-shift, 0), rows)  # rows before the square, which see nothing
-    side = min(rows - first, columns - full)
-    candidates = (
-        (0, rows, 0, full, FULL),
-        (first, first + side, full, full + side, CAUSAL),
-        (first + side, rows, full, columns, FULL),
-    )
-    return [block for block in candidates if block[0] < block[1] and block[2] < block[3]]
+def _compare(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[Block]:
+    """Return tiles of ``rows`` x ``columns``, starting at (q0, k0), where row i sees columns 0 .. i + shift."""
+    found: list[Block] = []
+    if shift > 0:  # columns before the square, seen by every row
+        full = min(shift, columns)
+        if full > 0:
+            found.append((q0, q0 + rows, k0, k0 + full, FULL))
+        columns, k0 = columns - full, k0 + full
+    else:  # rows before the square, which see nothing
+        rows, q0 = rows + shift, q0 - shift
+    side = min(rows, columns)
+    if side > 0:
+        found.append((q0, q0 + side, k0, k0 + side, CAUSAL))
+        if rows > side:
+            found.append((q0 + side, q0 + rows, k0, k0 + columns, FULL))
+    return found
 
 
 def _coalesce(found: list[Block]) -> list[Block]:

@@ -91,8 +91,8 @@ def attend_without_the_shift(rank: int, world_size: int) -> list[Tensor]:
     from kernels.attention import CAUSAL, FULL
     from parallel.context import tiles
 
-    def compare(rows: int, columns: int, shift: int) -> list[tuple[int, int, int, int, str]]:
-        return [(0, rows, 0, columns, CAUSAL if shift < columns else FULL)]
+    def compare(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[tuple[int, int, int, int, str]]:
+        return [(q0, q0 + rows, k0, k0 + columns, CAUSAL if shift < columns else FULL)]
 
     tiles._compare = compare
     return attend_on_ranks(rank, world_size, [("striped", "mha", torch.float64, True)])[0]

@@ -1,15 +1,16 @@
 """Plans are made of runs alone: a twin that writes every position out agrees, and a million tokens take no longer."""
 
 import random
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
 from parallel.context import METHODS, ContextError, Plan, layout, make_plan
-from parallel.context.tiles import Piece, tiles
+from parallel.context.tiles import Piece, pieces, tiles
 from parallel.context.traffic import Moves, backward_traffic, bytes_of_all, forward_traffic, sizes
-from parallel.context.work import Work
+from parallel.context.work import Sets, Work, work
 
 MILLION = 1 << 20
 
@@ -70,6 +71,29 @@ def check_tiles(plan: Plan, moves: Moves) -> None:
             sides = [written_out(positions(r), stride, plan.boundaries) for r in (plan.geometry.team(rank), step.holds)]
             reach = (None, 0 if plan.causal else None)
             assert step.tiles == tiles(*(sides if moves == "kv" else sides[::-1]), stride, reach)
+
+
+@pytest.mark.parametrize("layout_name", layout.LAYOUTS)
+@pytest.mark.parametrize("ahead", [0, None, 2])
+def test_windows_documents_and_padding_of_all_places_at_once_are_those_of_each(
+    layout_name: str, ahead: int | None
+) -> None:
+    draw = random.Random(f"{layout_name} {ahead}")
+    for size in (1, 2, 5, 16, 64):
+        length = layout.padded_length(layout_name, draw.randint(4 * size, 12 * size), size)
+        cuts = tuple(sorted(draw.sample(range(1, length), 3)))
+        placed = layout.Layout(layout_name, length, size)
+        held = [pieces(placed.runs(rank), placed.stride, cuts) for rank in range(size)]
+        held = [[p._replace(document=-1) if p.document == 3 else p for p in pieces] for pieces in held]
+        ranks = np.arange(size)
+        pairings = [(ranks, (ranks - shift) % size) for shift in {0, 1, size // 2}]
+        for behind in (None, 0, draw.randint(1, size), length // 4):
+            reach = behind, ahead
+            everyone = work(Sets(held), Sets(held), [None, *pairings], placed.stride, reach)
+            for index, rank in product(range(1, 1 + len(pairings)), range(size)):
+                made = tiles(held[rank], held[pairings[index - 1][1][rank]], placed.stride, reach)
+                got = everyone.pairs[index, rank], everyone.tiles[index, rank]
+                assert got == (sum(tile.pairs for tile in made), len(made))
 
 
 @pytest.mark.parametrize("moves", [None, "kv", "queries"])

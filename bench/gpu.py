@@ -167,7 +167,7 @@ def _step(plan: Plan, executor: Executor, q: Tensor, k: Tensor, v: Tensor, dout:
     scale = q.shape[-1] ** -0.5
 
     def step() -> None:
-        out, lse = executor.forward(plan, q, k, v, scale)
+        out, lse = executor.forward(plan, q, k, v, None, scale)
         executor.backward(plan, dout, q, k, v, out, lse, scale)
 
     return step

@@ -24,10 +24,11 @@ def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         out: ``[C, B, T, H, D]``, float32 or wider.
-        lse: ``[C, B, T, H]``; -inf where a part has no key for a row; every row needs one part that has.
+        lse: ``[C, B, T, H]``; -inf where a part has no key for a row.
 
     Returns:
-        out ``[B, T, H, D]`` and lse ``[B, T, H]``.
+        out ``[B, T, H, D]`` and lse ``[B, T, H]``; 0 and -inf for a row without any key, such as padding.
     """
     weight = torch.softmax(lse, 0)  # of differences from the largest, so nothing overflows
+    weight = weight.masked_fill((lse == float("-inf")).all(0), 0)
     return (out * weight[..., None]).sum(0), torch.logsumexp(lse, 0)

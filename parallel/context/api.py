@@ -16,7 +16,7 @@ from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange
 from parallel.context.linear.state import StateExecutor, attend_linear
 from parallel.context.methods.registry import LINEAR_METHODS, check_kind
-from parallel.context.plan import PLANS, Plan, make_plan
+from parallel.context.plan import PLANS, Plan, PlanHandle, make_plan
 from parallel.context.softmax import SoftmaxAttention
 from parallel.context.transport import Transport
 
@@ -34,8 +34,6 @@ class ContextParallel:
         rank = dist.get_rank(group) if plan.size > 1 else 0
         geometry = plan.geometry
         self.group = group
-        self.positions = plan.positions(rank)
-        """Ascending global positions of this rank: int64 ``[T_local]``; ``plan.seq_len`` and above are padding."""
         self.transport = Transport(geometry, group, rank, timeout)
         self._rank, self._backend = rank, backend
         self._heads = HeadExchange(self.transport)
@@ -43,25 +41,31 @@ class ContextParallel:
         self._state_executor = StateExecutor(geometry, self.transport, rank, backend)
         self._follow(plan)
 
-    def under(self, *, documents: tuple[int, ...] | None) -> "ContextParallel":
-        """Return a copy for other packed documents, with the same ranks, groups and positions. Not collective.
+    def under(
+        self, *, documents: tuple[int, ...] | None = None, window: tuple[int, int] | None = None
+    ) -> "ContextParallel":
+        """Return a copy under another mask, with the same ranks, groups and operators. Not collective.
 
         Use both in any order, as long as all ranks use the same one; a backward uses its forward's mask.
 
         Args:
-            documents: as for ``make_plan``.
+            documents, window: as for ``make_plan``.
 
         Raises:
-            ContextError: boundaries do not ascend from 0 to the sequence's length.
+            ContextError: as ``make_plan``.
         """
         other = copy(self)
-        other._follow(self.plan.under(documents))
+        other._follow(self.plan.under(documents=documents, window=window))
         return other
 
     def _follow(self, plan: Plan) -> None:
         self.plan = plan
-        self._plan_handle = PLANS.tensor(plan)
-        self.attend = SoftmaxAttention(self._executor, self._heads, self._plan_handle)
+        self.positions = plan.positions(self._rank)
+        """Ascending global positions of this rank: int64 ``[T_local]``; ``plan.seq_len`` and above are padding."""
+        self.handle = PlanHandle(PLANS.tensor(plan))
+        """The plan, for a model to hand on to ``attend`` or ``attend_linear`` of any mask of these ranks."""
+        gathers = self._executor.gathers_keys and not plan.sparse
+        self.attend = SoftmaxAttention(self._executor, self._heads, self.handle.tensor, gathers=gathers)
         """Softmax attention: this rank's q, k, v -> out; it can start on k and v before q is ready."""
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
@@ -90,7 +94,9 @@ class ContextParallel:
         whole = torch.cat(parts, dim)
         return torch.empty_like(whole).index_copy_(dim, positions, whole).narrow(dim, 0, self.plan.seq_len)
 
-    def attend_linear(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
+    def attend_linear(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: PlanHandle | None = None
+    ) -> Tensor:
         """Compute causal, unscaled linear attention over the whole sequence; differentiable, collective.
 
         A method that splits heads gives this rank the whole sequence and the decays of some heads; others pass
@@ -100,6 +106,7 @@ class ContextParallel:
             q, k: ``[B, T_local, H, D]``.
             v: ``[B, T_local, H, E]``.
             log_decay: log of each head's decay, H numbers <= 0.
+            mask: the plan of these sequences, another ``handle``; by default this object's own.
 
         Returns:
             ``[B, T_local, H, E]`` in v's dtype. Rows of padding are undefined.
@@ -108,7 +115,7 @@ class ContextParallel:
             ContextError: a method for softmax attention only; shapes, heads or dtypes that do not fit; a decay outside
                 (0, 1].
         """
-        geometry = self.plan.geometry
+        geometry, handle = self.plan.geometry, mask or self.handle
         check_kind(geometry.method, "attend_linear", "linear attention", LINEAR_METHODS)
         if q.shape[1] != self.plan.local_len:
             raise ContextError(
@@ -121,9 +128,9 @@ class ContextParallel:
         except ValueError as error:
             raise ContextError(f"attend_linear: {error}") from error
         if geometry.method.capabilities().states:
-            return attend_linear(self._state_executor, q, k, v, log_decay, self._plan_handle)
+            return attend_linear(self._state_executor, q, k, v, log_decay, handle.tensor)
         geometry.check_heads(q.shape[2], q.shape[2])
-        ranks, bounds = geometry.head_group(self._rank), self.plan.boundaries
+        ranks, bounds = geometry.head_group(self._rank), PLANS[handle.tensor].boundaries
         own = len(log_decay) // len(ranks)
         rates = log_decay[ranks.index(self._rank) * own :][:own]
         documents = (0, *bounds, self.plan.padded_len) if bounds else None  # padding is a document
@@ -146,7 +153,7 @@ def context_parallel(
         group: the ranks that share a sequence; None is this process alone.
         backend: attention kernel, see ``kernels.attention`` or ``kernels.linear_attention``.
         timeout: for the subgroups of teams and Ulysses within ``group``; by default torch's.
-        others: as for ``make_plan``: ``causal``, ``documents`` and the fields of ``PlanOptions``.
+        others: as for ``make_plan``: ``causal``, ``documents``, ``window`` and the fields of ``PlanOptions``.
 
     Raises:
         ContextError: as in ``make_plan``.

@@ -8,7 +8,6 @@ Shapes: B batch, T local positions, H query heads, K key/value heads, D head wid
 ``[B, T, K, D]``. With Ulysses, T, H and K are those after the exchange of heads.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -18,11 +17,14 @@ from torch import Tensor
 
 from kernels.attention import select_backend
 from kernels.merge import merged
+from kernels.sinks import sinks_gradient, with_sinks
 from kernels.tiles import add_gradients_, attend_tiles_
+from parallel.context.circulation import Circulation, Needed, Whole
 from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
-from parallel.context.plan import PLANS, Plan, Round
-from parallel.context.traffic import Sizes, cheaper_backward
+from parallel.context.mask import Window
+from parallel.context.plan import PLANS, Plan
+from parallel.context.traffic import Moves, Sizes
 from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.handles import Handles
 
@@ -53,23 +55,32 @@ class Executor:
         return self._prefetched[0]
 
     def forward(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, prefetch: int | None = None
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        prefetch: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider."""
+        """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider; ``sinks`` ``[H]``."""
         wide = torch.promote_types(q.dtype, torch.float32)
         backend = select_backend(self.backend_name, q.device.type, q.dtype)
         rows = (q.shape[0], q.shape[1] * len(self._team), q.shape[2])  # of the whole team
         out = torch.zeros(*rows, q.shape[3], dtype=wide, device=q.device)
         lse = torch.full(rows, float("-inf"), dtype=wide, device=q.device)
-        arrivals = [
-            self._take(prefetch) or self.transport.gather((k, v), self._holders),
-            self.transport.gather((q,), self._team),
-        ]
-        for _, step, (keys, values), (queries,) in self._circulate(arrivals, plan.rounds(self.rank)):
-            attend_tiles_(out, lse, queries, keys, values, step.tiles, scale, backend)
+        circulation = self._circulation(plan, (k, v), "kv", self._take(prefetch))
+        staying = self.transport.gather((q,), self._team)
+        stays: Tensors = ()
+        for _, tiles, (keys, values) in circulation.visits():
+            (queries,) = stays = stays or staying()
+            attend_tiles_(out, lse, queries, keys, values, tiles, scale, backend)
             del keys, values  # free them before the next round allocates
         if len(self._team) > 1:
             out, lse = merged(*(self.transport.scatter(partial, self._team) for partial in (out, lse)))
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
         return out.to(q.dtype), lse
 
     def backward(
@@ -83,31 +94,26 @@ class Executor:
         backend = select_backend(self.backend_name, q.device.type, q.dtype)
         batch, tokens, heads, width = q.shape
         of = Sizes(batch, tokens, heads, k.shape[2], width, q.element_size())
-        kv_moves = cheaper_backward(self.geometry, of) == "kv"
-        queries, keys = (q, dout, out, lse), (k, v)
-        arrivals = [
-            self.transport.gather(keys if kv_moves else queries, self._holders),
-            self.transport.gather(queries if kv_moves else keys, self._team),
-        ]
-        rounds = plan.rounds(self.rank, "kv" if kv_moves else "queries")
-        due: dict[int, list[Arrival]] = {}
-        kept: Tensors = ()
-        for i, step, held, stays in self._circulate(arrivals, rounds):
+        moves = plan.backward_moves(of)
+        sides = (q, dout, out, lse), (k, v)
+        moving, still = sides[::-1] if moves == "kv" else sides
+        circulation = self._circulation(plan, moving, moves, None)
+        staying = self.transport.gather(still, self._team)
+        stays: Tensors = ()
+        for i, tiles, held in circulation.visits():
+            if not stays:
+                stays = staying()
+                kept = _zeros(stays, lse.dtype)
             moved = _zeros(held, lse.dtype)
-            kept = kept or _zeros(stays, lse.dtype)
-            gradients = (*kept, *moved) if kv_moves else (*moved, *kept)
-            rows, columns = (stays, held) if kv_moves else (held, stays)
-            add_gradients_(gradients, rows, columns, step.tiles, scale, backend)
-            for arrival in due.pop(i, []):
-                for mine, theirs in zip(moved, arrival(), strict=True):
-                    mine += theirs
-            assert step.gradient is not None
-            far = step.gradient.due > i + 1
-            due.setdefault(step.gradient.due, []).append(self.transport.shift(moved, step.gradient, far))
-        (home,) = due.pop(len(rounds))
-        brought = tuple(self._reduced(x, self._holders) for x in home())
-        kept = tuple(self._reduced(x, self._team) for x in kept)
-        dq, dk, dv = (*kept, *brought) if kv_moves else (*brought, *kept)
+            if moves == "kv":
+                add_gradients_((*kept, *moved), stays, held, tiles, scale, backend)
+            else:
+                add_gradients_((*moved, *kept), held, stays, tiles, scale, backend)
+            circulation.send_gradient(i, moved)
+        kept = kept if stays else _zeros(staying(), lse.dtype)  # tokens that nothing sees: padding
+        brought = circulation.home() or _zeros(moving, lse.dtype)
+        kept = tuple(self.transport.reduced(x, self._team) for x in kept)
+        dq, dk, dv = (*kept, *brought) if moves == "kv" else (*brought, *kept)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _take(self, prefetch: int | None) -> Arrival | None:
@@ -124,26 +130,11 @@ class Executor:
             )
         return found and found[1]
 
-    def _circulate(
-        self, arrivals: list[Arrival], rounds: tuple[Round, ...]
-    ) -> Iterator[tuple[int, Round, Tensors, Tensors]]:
-        """Yield index, round, moving and staying tensors of every round that computes, while later ones are in transit.
-
-        Empties ``arrivals``, [moving, staying]: they would keep what has arrived alive.
-        """
-        staying, due = arrivals.pop(), {0: arrivals.pop()}
-        stays: Tensors = ()
-        for i, step in enumerate(rounds):
-            held = due.pop(i)()
-            for transfer in step.transfers:
-                due[transfer.due] = self.transport.shift(held, transfer, transfer.due > i + 1)
-            stays = stays or staying()
-            if step.gradient is not None:
-                yield i, step, held, stays
-
-    def _reduced(self, gradient: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Sum the gradients of this rank's tokens over ``ranks``."""
-        return gradient if len(ranks) == 1 else self.transport.scatter(gradient, ranks).sum(0)
+    def _circulation(self, plan: Plan, moving: Tensors, moves: Moves, prefetched: Arrival | None) -> Circulation:
+        if plan.sparse:
+            return Needed(self.transport, plan.course(self.rank, moves), moving)
+        arrival = prefetched or self.transport.gather(moving, self._holders)
+        return Whole(self.transport, plan.rounds(self.rank, moves), self._holders, arrival)
 
 
 def prefetch_kv(executor: Executor, k: Tensor, v: Tensor) -> Tensor:
@@ -152,13 +143,23 @@ def prefetch_kv(executor: Executor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend(
-    executor: Executor, q: Tensor, k: Tensor, v: Tensor, scale: float, plan: Tensor, prefetch: Tensor | None = None
+    executor: Executor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    plan: Tensor,
+    window: Window | None = None,
+    prefetch: Tensor | None = None,
 ) -> Tensor:
-    """Attend with this rank's queries to the keys of all ranks; differentiable. Shapes as above.
+    """Attend with this rank's queries to the keys of all ranks; differentiable. Shapes as above, sinks ``[H]``.
 
-    ``plan`` is a handle in ``PLANS``; the plan must have the executor's geometry.
+    ``plan`` is a handle in ``PLANS``; the plan must have the executor's geometry. ``window`` is this layer's.
     """
-    return torch.ops.longmesh.context_attention(q, k, v, scale, executor.handle, plan, prefetch)[0]
+    return torch.ops.longmesh.context_attention(
+        q, k, v, sinks, scale, executor.handle, plan, list(window or ()), prefetch
+    )[0]
 
 
 def _zeros(tensors: Tensors, dtype: torch.dtype) -> Tensors:
@@ -185,43 +186,85 @@ def _(k: Tensor, v: Tensor, handle: int) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
+def _plan(handle: Tensor, window: list[int]) -> Plan:
+    plan = PLANS[handle]
+    return plan.windowed((window[0], window[1])) if window else plan
+
+
 @torch.library.custom_op("longmesh::context_attention", mutates_args=())
 def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int, plan: Tensor, prefetch: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    handle: int,
+    plan: Tensor,
+    window: list[int],
+    prefetch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _executors[handle].forward(PLANS[plan], q, k, v, scale, None if prefetch is None else int(prefetch))
+    taken = None if prefetch is None else int(prefetch)
+    return _executors[handle].forward(_plan(plan, window), q, k, v, sinks, scale, taken)
 
 
 @_forward_op.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int, plan: Tensor, prefetch: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    handle: int,
+    plan: Tensor,
+    window: list[int],
+    prefetch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @torch.library.custom_op("longmesh::context_attention_backward", mutates_args=())
 def _backward_op(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, handle: int, plan: Tensor
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    handle: int,
+    plan: Tensor,
+    window: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _executors[handle].backward(PLANS[plan], dout, q, k, v, out, lse, scale)
+    return _executors[handle].backward(_plan(plan, window), dout, q, k, v, out, lse, scale)
 
 
 @_backward_op.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, handle: int, plan: Tensor
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    handle: int,
+    plan: Tensor,
+    window: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale, ctx.handle, ctx.plan, _ = inputs  # the handle keeps the plan alive
-    ctx.executor = _executors[ctx.handle]  # keep it alive until the backward
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, sinks, *ctx.rest, _ = inputs  # the plan's handle keeps the plan alive
+    ctx.executor = _executors[ctx.rest[1]]  # keep it alive until the backward
+    ctx.save_for_backward(q, k, v, sinks, *output)
 
 
 def _gradients(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.longmesh.context_attention_backward(dout, *ctx.saved_tensors, ctx.scale, ctx.handle, ctx.plan)
-    return *gradients, None, None, None, None
+    q, k, v, sinks, out, lse = ctx.saved_tensors
+    gradients = torch.ops.longmesh.context_attention_backward(dout, q, k, v, out, lse, *ctx.rest)
+    dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks).to(sinks.dtype)
+    return *gradients, dsinks, *[None] * 5
 
 
 _forward_op.register_autograd(_gradients, setup_context=_save)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel.context.errors import ContextError
-from parallel.context.layout import Layout, padded_length, places
+from parallel.context.layout import BALANCED, Layout, padded_length, places
 from parallel.context.methods.base import Hop, Method, Ranks, Send, Shape
 from parallel.context.options import PlanOptions
 
@@ -59,8 +59,12 @@ class Geometry:
 
     @cached_property
     def layout(self) -> Layout:
-        """Return the layout of the padded sequence; ranks that split heads share tokens as a team does."""
-        name, team = self.options.layout, self.team_size * self.ulysses_degree
+        """Return the layout of the padded sequence; ranks that split heads share tokens as a team does.
+
+        Of ``balanced``, which depends on the mask (``Plan.layout``), it has only the lengths.
+        """
+        name = "contiguous" if self.options.layout == BALANCED else self.options.layout
+        team = self.team_size * self.ulysses_degree
         padded = padded_length(name, self.seq_len, self.size, team, self.options.multiple)
         return Layout(name, padded, self.size, team)
 

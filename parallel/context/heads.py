@@ -33,6 +33,10 @@ class HeadExchange:
         heads = x.shape[2] * len(self.ranks)
         return torch.ops.longmesh.heads_to_tokens(x, heads, len(self.ranks), self.handle)
 
+    def own(self, x: Tensor) -> Tensor:
+        """Return the part of x [H] of the heads that this rank attends with; differentiable."""
+        return x.chunk(len(self.ranks))[self.ranks.index(self.transport.rank)]
+
 
 _exchanges: Handles[HeadExchange] = Handles()
 

@@ -17,6 +17,8 @@ import numpy as np
 from parallel.context.errors import ContextError
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
+BALANCED = "balanced"
+"""The layout that depends on the mask (parallel/context/arcs.py)."""
 PLACEMENTS = ("collect_intra", "p2p_intra")
 
 

@@ -2,21 +2,31 @@
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
-from operator import index
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from kernels.tiles import Tile
-from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry, Transfer
+from parallel.context.layout import BALANCED
+from parallel.context.mask import Mask, Window, mask_of
 from parallel.context.methods.base import Ranks
 from parallel.context.methods.registry import method_of
 from parallel.context.options import PlanOptions
+from parallel.context.sparse.flow import Course, Flow, Held, clipped, course
+from parallel.context.sparse.visible import seeing_queries, seen_keys
 from parallel.context.tiles import Piece, pieces, tiles
-from parallel.context.traffic import Cost, Moves, backward_traffic, cheaper_backward, forward_traffic, sizes
+from parallel.context.traffic import (
+    Cost,
+    Moves,
+    Sizes,
+    backward_traffic,
+    cheaper_backward,
+    forward_traffic,
+    needed_traffic,
+    sizes,
+)
 from parallel.context.work import Sets, Work, work
 from runtime.handles import Handles
 
@@ -49,8 +59,23 @@ class Plan:
     """The rounds of a geometry under one mask; immutable."""
 
     geometry: Geometry
-    causal: bool
-    documents: tuple[int, ...] | None
+    mask: Mask
+
+    @property
+    def causal(self) -> bool:
+        """Return whether a position sees those up to itself only."""
+        return self.mask.causal
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """Return the cumulative lengths of packed documents."""
+        return self.mask.documents
+
+    @property
+    def sparse(self) -> bool:
+        """Return whether only the rows that a query sees travel."""
+        able = self.geometry.method.capabilities()
+        return able.needed_only or self.geometry.options.layout == BALANCED or not self.mask.whole
 
     @property
     def seq_len(self) -> int:
@@ -80,17 +105,53 @@ class Plan:
         """Check the head counts; see ``Geometry.check_heads``."""
         self.geometry.check_heads(heads, kv_heads)
 
-    def under(self, documents: tuple[int, ...] | None) -> "Plan":
-        """Return the plan of the same geometry for other documents.
+    def under(self, *, documents: tuple[int, ...] | None, window: Window | None) -> "Plan":
+        """Return the plan of the same geometry under another mask.
 
         Raises:
-            ContextError: boundaries do not ascend from 0 to the sequence's length.
+            ContextError: as in ``make_plan``.
         """
-        return _plan(self.geometry, self.causal, _checked(documents, self.seq_len))
+        return _plan(self.geometry, mask_of(self.causal, documents, window, self.seq_len))
+
+    def windowed(self, window: Window) -> "Plan":
+        """Return the plan with a window, for the layers that have one; made once."""
+        if window not in self._windowed:
+            self._windowed[window] = self.under(documents=self.documents, window=window)
+        return self._windowed[window]
+
+    @cached_property
+    def _windowed(self) -> dict[Window, "Plan"]:
+        return {}
 
     def rounds(self, rank: int, moves: Moves = "kv") -> tuple[Round, ...]:
         """Return the rounds of ``rank``, in order, of a forward or of a backward that moves KV or queries."""
         return _rounds(self, rank, moves)
+
+    def course(self, rank: int, moves: Moves = "kv") -> Course:
+        """Return what ``rank`` sends, receives and computes where only the rows that a query sees travel."""
+        if (rank, moves) not in self._courses:
+            self._courses[rank, moves] = _course(self, rank, moves)
+        return self._courses[rank, moves]
+
+    @cached_property
+    def _courses(self) -> dict[tuple[int, Moves], Course]:
+        return {}
+
+    def flow(self, moves: Moves = "kv") -> Flow:
+        """Return the routes of all rows that a query sees."""
+        if moves not in self._flows:
+            self._flows[moves] = _flow(self, moves)
+        return self._flows[moves]
+
+    @cached_property
+    def _flows(self) -> dict[Moves, Flow]:
+        return {}
+
+    def backward_moves(self, of: Sizes) -> Moves:
+        """Return what a backward with tensors of these sizes moves."""
+        if self.sparse:
+            return "queries" if self.geometry.options.backward == "queries" else "kv"
+        return cheaper_backward(self.geometry, of)
 
     def work(self, moves: Moves = "kv") -> Work:
         """Return the work of all ranks in all rounds: as in ``rounds``, but hundreds of times faster."""
@@ -117,7 +178,11 @@ class Plan:
         geometry, boundaries = self.geometry, self.boundaries
         geometry.check_heads(heads, kv_heads)
         of = sizes(geometry, batch, heads, kv_heads, head_dim, element_size, value_dim)
-        moves = cheaper_backward(geometry, of)
+        moves = self.backward_moves(of)
+        if self.sparse:
+            pairs = tuple(sum(tile.pairs for tile in stop.tiles) for stop in self.course(rank).stops)
+            forward = needed_traffic(self.flow(), rank, of, None)
+            return Cost(pairs, forward, needed_traffic(self.flow(moves), rank, of, moves), moves)
         return Cost(
             tuple(step.pairs for step in self.rounds(rank)),
             forward_traffic(geometry, rank, of, boundaries),
@@ -139,11 +204,26 @@ class Plan:
         owned = (run for rank in ranks for run in layout.runs(self.geometry.owner(rank)))
         return pieces(owned, layout.stride, self.boundaries)
 
+    def real_pieces(self, ranks: tuple[int, ...]) -> list[Piece]:
+        """Return the pieces without padding, which nothing sees."""
+        return [piece for piece in self.pieces(ranks) if piece.start < self.seq_len]
+
     def sets(self, places: tuple[Ranks, ...]) -> tuple[Sets, np.ndarray]:
         """Return the distinct sets of peers in ``places``, told apart by the first peer, and each place's set index."""
         firsts = np.broadcast_to(places[0], self.geometry.shape.size)
         _, where, which = np.unique(firsts, return_index=True, return_inverse=True)
         return Sets([self.pieces(self.geometry.ranks_at(places, int(place))) for place in where]), which
+
+
+@dataclass(frozen=True)
+class PlanHandle:
+    """A micro-batch's plan, as a model hands it from layer to layer.
+
+    Not a tensor itself: data parallelism moves and casts the tensors that it finds among a layer's arguments.
+    """
+
+    tensor: Tensor
+    """A handle in ``PLANS``, int64 on the CPU."""
 
 
 _geometry = lru_cache(maxsize=1024)(Geometry)
@@ -157,6 +237,7 @@ def make_plan(
     size: int,
     causal: bool = True,
     documents: tuple[int, ...] | None = None,
+    window: Window | None = None,
     **options: Any,
 ) -> Plan:
     """Make the plan of a method. Needs no processes; cached.
@@ -167,6 +248,7 @@ def make_plan(
         size: ranks that share the sequence.
         causal: position p sees positions up to p in its document; otherwise all of its document.
         documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., seq_len).
+        window: keys (left, right) that a query sees besides its own, -1 for all; right is 0 if causal.
         options: the fields of ``PlanOptions``.
 
     Raises:
@@ -174,24 +256,9 @@ def make_plan(
     """
     chosen = method_of(method)
     resolved = PlanOptions(**options).resolved(chosen, seq_len, size, causal)
-    plan = _plan(_geometry(chosen, seq_len, size, resolved), causal, _checked(documents, seq_len))
+    plan = _plan(_geometry(chosen, seq_len, size, resolved), mask_of(causal, documents, window, seq_len))
     chosen.check(plan.geometry.shape, causal)
     return plan
-
-
-def _checked(documents: tuple[int, ...] | None, seq_len: int) -> tuple[int, ...] | None:
-    """Check boundaries; return them as integers, so that equal ones share a plan."""
-    if documents is not None:
-        try:
-            documents = tuple(index(x) for x in documents)
-        except TypeError as error:
-            raise ContextError(
-                f"documents must be integers from 0 to seq_len {seq_len} and are {documents!r}"
-            ) from error
-        ascending = all(a < b for a, b in pairwise(documents))
-        if len(documents) < 2 or documents[0] != 0 or documents[-1] != seq_len or not ascending:
-            raise ContextError(f"documents must ascend from 0 to seq_len {seq_len} and are {documents}")
-    return documents
 
 
 @lru_cache(maxsize=64)
@@ -205,7 +272,7 @@ def _work(plan: Plan, moves: Moves) -> Work:
         pair = (own, held) if moves == "kv" else (held, own)
         pairings.append(None if hop.gradient is None else pair)
     sets = (team, holds) if moves == "kv" else (holds, team)
-    return work(*sets, pairings, geometry.layout.stride, (None, 0 if plan.causal else None))
+    return work(*sets, pairings, geometry.layout.stride, plan.mask.reach)
 
 
 @lru_cache(maxsize=4096)
@@ -214,6 +281,32 @@ def _rounds(plan: Plan, rank: int, moves: Moves) -> tuple[Round, ...]:
     found = []
     for step in plan.geometry.steps(rank):
         pair = (team, plan.pieces(step.holds)) if moves == "kv" else (plan.pieces(step.holds), team)
-        computed = () if step.gradient is None else tiles(*pair, stride, (None, 0 if plan.causal else None))
+        computed = () if step.gradient is None else tiles(*pair, stride, plan.mask.reach)
         found.append(Round(*step, computed))
     return tuple(found)
+
+
+def _flow(plan: Plan, moves: Moves) -> Flow:
+    geometry = plan.geometry
+    places = range(geometry.shape.size)
+    own = [plan.real_pieces(geometry.ranks_at((place,), place)) for place in places]
+    members = geometry.method.team(np.arange(len(places)), geometry.shape)
+    teams = [plan.real_pieces(geometry.ranks_at(members, place)) for place in places]
+    stride, reach = geometry.layout.stride, plan.mask.reach
+    seen = seen_keys(teams, own, stride, reach) if moves == "kv" else seeing_queries(own, teams, stride, reach)
+    return Flow(geometry, seen)
+
+
+def _course(plan: Plan, rank: int, moves: Moves) -> Course:
+    geometry, flow = plan.geometry, plan.flow(moves)
+    team, stride = plan.real_pieces(geometry.team(rank)), geometry.layout.stride
+    owners = {owner for held in flow.held for owner in held[geometry.place(rank)].rows}
+    pieces = {owner: plan.real_pieces(geometry.ranks_at((owner,), owner)) for owner in owners}
+
+    def tiles_of(index: int, held: Held) -> tuple[Tile, ...]:
+        if geometry.hops[index].gradient is None:
+            return ()
+        there = clipped(held, pieces, stride)
+        return tiles(*((team, there) if moves == "kv" else (there, team)), stride, plan.mask.reach)
+
+    return course(flow, rank, tiles_of)

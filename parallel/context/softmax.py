@@ -1,13 +1,16 @@
 """Softmax attention over ranks, as a model calls it: at once, or started on k and v while the model projects q."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
 from parallel.context.errors import ContextError
 from parallel.context.executor import Executor, attend, prefetch_kv
 from parallel.context.heads import HeadExchange
+from parallel.context.mask import Window
 from parallel.context.methods.registry import METHODS, check_kind
+from parallel.context.plan import PlanHandle
 
 
 class SoftmaxAttention:
@@ -16,43 +19,69 @@ class SoftmaxAttention:
     Shapes: q ``[B, T_local, H, D]``, k and v ``[B, T_local, K, D]``, H a multiple of K.
     """
 
-    def __init__(self, executor: Executor, heads: HeadExchange, plan: Tensor) -> None:
-        """Bind an executor to a plan; ``plan`` is a handle in ``PLANS``."""
-        self._executor, self._heads, self._plan = executor, heads, plan
+    def __init__(self, executor: Executor, heads: HeadExchange, plan: Tensor, *, gathers: bool) -> None:
+        """Bind an executor to a plan; ``plan`` is a handle in ``PLANS``, ``gathers`` whether it joins whole k and v."""
+        self._executor, self._heads, self._plan, self._gathers = executor, heads, plan, gathers
         self._geometry = executor.geometry
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: PlanHandle | None = None,
+        *,
+        window: Window | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Return ``[B, T_local, H, D]`` in q's dtype. Rows of padding are undefined.
 
+        Args:
+            mask: the plan of these sequences, from ``ContextParallel.handle``; by default the one bound.
+            window: keys (left, right) that a query of this layer sees besides its own, -1 for all.
+            sinks: a score per head, ``[H]``, in the denominator of the softmax.
+
         Raises:
-            ContextError: shapes or dtypes do not fit each other or the plan.
+            ContextError: shapes or dtypes do not fit each other or the plan; a window that sees nothing or the future.
         """
         self._check_keys(k, v)
         self._check_queries(q, k)
-        return self._attend(q, self._heads.to_heads(k), self._heads.to_heads(v), None)
+        masked = _Masked(self._plan if mask is None else mask.tensor, window, sinks)
+        return self._attend(q, self._heads.to_heads(k), self._heads.to_heads(v), None, masked)
 
-    def prefetch_kv(self, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
+    def prefetch_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        mask: PlanHandle | None = None,
+        *,
+        window: Window | None = None,
+        sinks: Tensor | None = None,
+    ) -> Callable[[Tensor], Tensor]:
         """Start gathering k and v, if the method does; return q -> attention, to be called before any other.
 
         Raises:
             ContextError: as the attention; or k and v were prefetched and never taken.
         """
-        if not self._executor.gathers_keys:
-            return lambda q: self(q, k, v)
+        if not self._gathers or mask is not None or window is not None:
+            return lambda q: self(q, k, v, mask, window=window, sinks=sinks)
         self._check_keys(k, v)
         keys, values = self._heads.to_heads(k), self._heads.to_heads(v)
         prefetch = prefetch_kv(self._executor, keys, values)
 
         def attention(q: Tensor) -> Tensor:
             self._check_queries(q, k)
-            return self._attend(q, keys, values, prefetch)
+            return self._attend(q, keys, values, prefetch, _Masked(self._plan, None, sinks))
 
         return attention
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, prefetch: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, prefetch: Tensor | None, masked: "_Masked") -> Tensor:
         """Compute attention; the heads of k and v are already exchanged."""
-        q = self._heads.to_heads(q)
-        return self._heads.to_tokens(attend(self._executor, q, k, v, q.shape[-1] ** -0.5, self._plan, prefetch))
+        q, sinks = self._heads.to_heads(q), masked.sinks
+        if sinks is not None:
+            sinks = self._heads.own(sinks)
+        out = attend(self._executor, q, k, v, sinks, q.shape[-1] ** -0.5, masked.plan, masked.window, prefetch)
+        return self._heads.to_tokens(out)
 
     def _check_keys(self, k: Tensor, v: Tensor) -> None:
         check_kind(self._geometry.method, "attend", "softmax attention", METHODS)
@@ -69,3 +98,11 @@ class SoftmaxAttention:
                 "widths and dtypes must be equal, and query heads a multiple of the key heads"
             )
         self._geometry.check_heads(q.shape[2], k.shape[2])
+
+
+class _Masked(NamedTuple):
+    """What is attended to besides tensors."""
+
+    plan: Tensor
+    window: Window | None
+    sinks: Tensor | None

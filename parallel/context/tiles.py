@@ -17,9 +17,7 @@ from typing import NamedTuple
 from kernels.attention import ANTI, CAUSAL, FULL
 from kernels.tiles import Tile
 from parallel.context.layout import Run
-
-Reach = tuple[int | None, int | None]
-"""How many positions behind and ahead of itself a query sees in its document; None: all. Causal is (None, 0)."""
+from parallel.context.mask import Reach
 
 Block = tuple[int, int, int, int, str]  # first and last + 1 of the rows, of the columns; kind
 

@@ -1,7 +1,7 @@
 """Bytes that a geometry sends between ranks: point to point, and in collectives, counted per peer.
 
-Traffic of keys, values and queries is the same under every mask. A state passes to the next rank only inside a
-document, so its traffic depends on ``boundaries``: the starts of all documents but the first.
+Of one whole document all keys, values and queries travel; under other masks, the rows that a query sees. A state passes
+to the next rank only inside a document: ``boundaries`` are the starts of all documents but the first.
 """
 
 from collections import Counter
@@ -14,6 +14,8 @@ import numpy as np
 
 from parallel.context.geometry import Geometry
 from parallel.context.linear.passages import passages
+from parallel.context.sparse.flow import Flow
+from parallel.context.sparse.rows import count
 
 Moves = Literal["kv", "queries"]
 """What a backward circulates: KV with its gradient, or queries (q, dout, out, lse) with theirs."""
@@ -140,10 +142,13 @@ def messages(
         yield Message(onward, of.state, 0, 0)
 
 
-def collectives(geometry: Geometry, of: Sizes, moves: Moves | None) -> Iterator[Collective]:
+def collectives(
+    geometry: Geometry, of: Sizes, moves: Moves | None, *, holders_join: bool = True
+) -> Iterator[Collective]:
     """Yield the collectives of a backward that moves KV or queries, or (None) of a forward; skip groups of one.
 
-    For heads: q, k, v there and out back, or dout there and dq, dk, dv back.
+    For heads: q, k, v there and out back, or dout there and dq, dk, dv back. Without ``holders_join`` what circulates
+    is not gathered first, since only the rows needed travel.
     """
     heads, holders, team = geometry.head_groups, geometry.holder_groups, geometry.team_groups
     rows = of.batch * of.tokens
@@ -154,13 +159,13 @@ def collectives(geometry: Geometry, of: Sizes, moves: Moves | None) -> Iterator[
     ]
     if moves is None:
         found += [
-            Collective("gather", holders, of.payload("kv")),
+            *([Collective("gather", holders, of.payload("kv"))] if holders_join else []),
             Collective("gather", team, rows * of.heads * of.head_dim * of.element_size),  # q
             Collective("exchange", team, rows * of.heads * (of.head_dim + 1) * of.wide),  # partial out and lse
         ]
     else:
         stays: Moves = "queries" if moves == "kv" else "kv"
-        for ranks, what in ((holders, moves), (team, stays)):
+        for ranks, what in ((holders, moves), (team, stays))[0 if holders_join else 1 :]:
             found += [
                 Collective("gather", ranks, of.payload(what)),
                 Collective("exchange", ranks, of.gradient(what)),
@@ -181,6 +186,26 @@ def backward_traffic(geometry: Geometry, rank: int, of: Sizes, moves: Moves, bou
     """Return the bytes that ``rank`` sends in a backward that moves KV or queries."""
     sent = messages(geometry, of, moves, gradients=True, boundaries=boundaries)
     return _sum(rank, sent, collectives(geometry, of, moves))
+
+
+def needed_traffic(flow: Flow, rank: int, of: Sizes, moves: Moves | None) -> Traffic:
+    """Return the bytes that ``rank`` sends in a backward that moves KV or queries, or (None) in a forward.
+
+    ``flow`` has the rows that travel, with these moves (in a forward, KV).
+    """
+    total = _sum(rank, (), collectives(flow.geometry, of, moves, holders_join=False))
+    rounds = range(len(flow.held))
+    row = of.payload(moves or "kv") // of.tokens
+    sent = [
+        (parcel, row) for some in (flow.start(rank), *(flow.moves(rank, i) for i in rounds)) for parcel in some.sends
+    ]
+    if moves is not None:
+        row = of.gradient(moves) // of.tokens
+        sent += [(parcel, row) for i in rounds for parcel in flow.gradients(rank, i).sends]
+    for parcel, size in sent:
+        if parcel.peer != rank:
+            total.p2p[parcel.peer] += count(parcel.rows) * size
+    return total
 
 
 def _sum(rank: int, sent: Iterable[Message], joint: Iterable[Collective]) -> Traffic:

@@ -52,7 +52,7 @@ class Transport:
     def shift(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
         """Send tensors to one rank and receive the same shapes from another; change none until both are done."""
         group = self._far if far else self._group
-        self._connect(group, tensors[0].device)
+        self.connect(tensors[0].device, group)
         if transfer.send_to == self.rank:  # then no other rank sends here
             return lambda: tensors
         tensors = tuple(tensor.contiguous() for tensor in tensors)
@@ -76,6 +76,38 @@ class Transport:
             return received
 
         return wait
+
+    def post(
+        self, sends: list[tuple[int, Tensors]], receives: list[tuple[int, Tensors]], far: bool
+    ) -> tuple[list[Arrival], Callable[[], object]]:
+        """Start sends to, and receives from, any ranks; between two ranks both must be in the same order.
+
+        Returns one arrival per receive, and a function that waits for the sends; do not change them before. What this
+        rank sends to itself is handed over.
+        """
+        group = self._far if far else self._group
+        own = iter([tensors for peer, tensors in sends if peer == self.rank])
+        leaving = [(peer, tuple(x.contiguous() for x in tensors)) for peer, tensors in sends if peer != self.rank]
+        coming = [(peer, tensors) for peer, tensors in receives if peer != self.rank]
+        operations = [
+            dist.P2POp(operation, x, group=group, group_peer=peer)
+            for operation, several in ((dist.irecv, coming), (dist.isend, leaving))
+            for peer, tensors in several
+            for x in tensors
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        for peer, tensors in leaving:
+            self.traffic.p2p[peer] += sum(map(_bytes, tensors))
+        apart = len(works) == len(operations)  # NCCL has one for all
+        arrivals, used = list[Arrival](), 0
+        for peer, tensors in receives:
+            if peer == self.rank:
+                arrivals.append(_arrival((), next(own)))
+            else:
+                mine = slice(used, used := used + len(tensors)) if apart else slice(None)
+                arrivals.append(_arrival(works[mine], tensors))
+        sent = _arrival(works[used:] if apart else works, tuple(x for _, tensors in leaving for x in tensors))
+        return arrivals, sent
 
     def receive(self, like: Tensor, source: int) -> Callable[[], Tensor]:
         """Post a receive from one rank; return a function that waits for the tensor."""
@@ -159,7 +191,16 @@ class Transport:
                 self.traffic.collective[rank] += tokens * _bytes(x[0])
         return received
 
-    def _connect(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def reduced(self, gradient: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """Sum what ``ranks`` have for this rank's tokens, in a fixed order: [B, len(ranks) * T, ...] -> [B, T, ...]."""
+        return gradient if len(ranks) == 1 else self.scatter(gradient, ranks).sum(0)
+
+    def connect_all(self, device: torch.device) -> None:
+        """Do as ``connect`` for every group that ``post`` uses."""
+        for group in (self._group, self._far):
+            self.connect(device, group)
+
+    def connect(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Let NCCL connect the group once: this needs all its ranks, and some may have nothing to send."""
         if device.type == "cuda" and group is not None and group not in self._connected:
             self._connected.add(group)
@@ -169,6 +210,17 @@ class Transport:
         for rank in ranks:
             if rank != self.rank:
                 self.traffic.collective[rank] += count
+
+
+def _arrival(works: Sequence[dist.Work], tensors: Tensors) -> Arrival:
+    """Return a function that waits for ``works`` and returns ``tensors``, which it keeps alive until then."""
+
+    def wait() -> Tensors:
+        for work in works:
+            work.wait()
+        return tensors
+
+    return wait
 
 
 def _bytes(tensor: Tensor) -> int:

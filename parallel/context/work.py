@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel.context.tiles import Piece, Reach, tiles
+from parallel.context.mask import Reach
+from parallel.context.tiles import Piece, tiles
 
 NOWHERE = Piece(0, 0, 0, -1)
 START, OFFSET, LENGTH, DOCUMENT = range(4)  # fields of a piece, as columns

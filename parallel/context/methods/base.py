@@ -54,6 +54,8 @@ class Capabilities:
     """Layouts to choose from; a single one if it defines the method."""
     teams: bool = False
     nodes: bool = False
+    needed_only: bool = False
+    """Whether only rows that a query sees travel under any mask; otherwise under packed documents and windows."""
     splits_heads: bool = False
     states: Literal["", "neighbour", "gather"] = ""
     """How states move: to the next rank or by an all-gather; empty for softmax attention, which has none."""

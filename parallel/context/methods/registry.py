@@ -4,6 +4,7 @@ from parallel.context.errors import ContextError
 from parallel.context.methods.allgather import AllGather
 from parallel.context.methods.base import Method
 from parallel.context.methods.double_ring import DoubleRing
+from parallel.context.methods.exchange import Exchange
 from parallel.context.methods.lasp import Lasp, Lasp2
 from parallel.context.methods.ring import Ring
 from parallel.context.methods.striped import Striped
@@ -12,7 +13,8 @@ from parallel.context.methods.wallfacer import WallFacer
 from parallel.context.methods.zigzag import Zigzag
 
 METHODS: dict[str, Method] = {
-    method.name: method for method in (Ring(), Striped(), Zigzag(), AllGather(), WallFacer(), Ulysses(), DoubleRing())
+    method.name: method
+    for method in (Ring(), Striped(), Zigzag(), AllGather(), WallFacer(), Ulysses(), DoubleRing(), Exchange())
 }
 """Methods for softmax attention."""
 STATE_METHODS: dict[str, Method] = {method.name: method for method in (Lasp(), Lasp2())}

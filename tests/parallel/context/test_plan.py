@@ -100,9 +100,9 @@ def check_transfers(geometry: Geometry) -> None:
         assert list(part[rank]) == [rounds]
         reached = []
         for holder in geometry.holders(rank):
-            ((holds, queries),) = part[holder][rounds]
-            assert holds == steps[rank][0].holds
-            reached += queries
+            for holds, queries in part[holder][rounds]:
+                assert holds == steps[rank][0].holds
+                reached += queries
         assert sorted(reached) == list(range(geometry.size))
 
 

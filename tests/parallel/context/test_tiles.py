@@ -8,7 +8,8 @@ import pytest
 from kernels.attention import ANTI, CAUSAL, FULL
 from kernels.tiles import Tile
 from parallel.context.layout import Run
-from parallel.context.tiles import Piece, Reach, pieces, tiles
+from parallel.context.mask import Reach
+from parallel.context.tiles import Piece, pieces, tiles
 
 MASKS = {CAUSAL: np.tril, ANTI: np.triu, FULL: lambda block: block}
 

@@ -284,7 +284,7 @@ def test_the_attention_is_one_operator_that_autograd_and_tracing_accept() -> Non
     cp = context_parallel("lasp2", seq_len=16)
     q, k, v = (torch.randn(1, 16, HEADS, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     torch.library.opcheck(
-        torch.ops.longmesh.state_attention.default, (q, k, v, LOG_DECAY, cp._state_executor.handle, cp._plan_handle)
+        torch.ops.longmesh.state_attention.default, (q, k, v, LOG_DECAY, cp._state_executor.handle, cp.handle.tensor)
     )
 
 

@@ -1,0 +1,155 @@
+"""How rows visit a rank, round by round, and how their gradients go home: whole tensors, or only the rows needed.
+
+Every transfer is posted before the compute that hides it. What is added, is added in a fixed order, so that results do
+not depend on what arrives first.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.tiles import Tile
+from parallel.context.plan import Round
+from parallel.context.sparse.flow import Course, Parcels
+from parallel.context.sparse.rows import Rows, count
+from parallel.context.transport import Arrival, Tensors, Transport
+
+Visit = tuple[int, tuple[Tile, ...], Tensors]
+"""A round's index, its tiles, and the tensors that this rank holds in it."""
+
+
+class Circulation(Protocol):
+    """Rows that move from rank to rank, and the sums of their gradients."""
+
+    def visits(self) -> Iterator[Visit]:
+        """Yield every round with something to do, while what later ones hold is in transit."""
+
+    def send_gradient(self, index: int, moved: Tensors) -> None:
+        """Take this rank's gradient of what round ``index`` held; it may be changed."""
+
+    def home(self) -> Tensors:
+        """Return the whole gradient of this rank's own rows; () if it had no part in any."""
+
+
+class Whole:
+    """Whole tensors circulate, as the method's paper says; a gradient follows one round behind."""
+
+    def __init__(
+        self, transport: Transport, rounds: tuple[Round, ...], holders: tuple[int, ...], arrival: Arrival
+    ) -> None:
+        """``arrival`` brings what the first round holds: the tensors of ``holders``, joined."""
+        self._transport, self._rounds, self._holders = transport, rounds, holders
+        self._due: dict[int, Arrival] = {0: arrival}
+        self._gradients: dict[int, list[Arrival]] = {}
+
+    def visits(self) -> Iterator[Visit]:
+        for i, step in enumerate(self._rounds):
+            held = self._due.pop(i)()
+            for transfer in step.transfers:
+                self._due[transfer.due] = self._transport.shift(held, transfer, transfer.due > i + 1)
+            if step.gradient is not None:
+                yield i, step.tiles, held
+
+    def send_gradient(self, index: int, moved: Tensors) -> None:
+        for arrival in self._gradients.pop(index, []):
+            for mine, theirs in zip(moved, arrival(), strict=True):
+                mine += theirs
+        transfer = self._rounds[index].gradient
+        assert transfer is not None
+        sent = self._transport.shift(moved, transfer, transfer.due > index + 1)
+        self._gradients.setdefault(transfer.due, []).append(sent)
+
+    def home(self) -> Tensors:
+        (home,) = self._gradients.pop(len(self._rounds))
+        return tuple(self._transport.reduced(x, self._holders) for x in home())
+
+
+class Needed:
+    """Only rows that a query sees travel (parallel/context/sparse/flow.py)."""
+
+    def __init__(self, transport: Transport, course: Course, own: Tensors) -> None:
+        self._transport, self._course, self._own = transport, course, own
+        self._arriving: dict[int, list[tuple[Rows, Arrival]]] = {}
+        self._returning: dict[int, list[tuple[Rows, Arrival]]] = {}
+        self._sent: list[Callable[[], object]] = []
+        self._sums: Tensors = ()
+
+    def visits(self) -> Iterator[Visit]:
+        self._transport.connect_all(self._own[0].device)
+        self._post(self._course.start, self._own, 0, self._arriving)
+        for i, stop in enumerate(self._course.stops):
+            held = self._own if stop.in_place else self._filled(stop.length, self._arriving.pop(i, []))
+            self._post(stop.moves, held, i + 1, self._arriving)
+            if stop.tiles or stop.gradients.sends or stop.gradients.receives or i in self._returning:
+                yield i, stop.tiles, held
+        self._finish()
+
+    def send_gradient(self, index: int, moved: Tensors) -> None:
+        for rows, arrival in self._returning.pop(index, []):
+            _add(moved, rows, arrival())
+        self._post(self._course.stops[index].gradients, moved, index + 1, self._returning)
+
+    def home(self) -> Tensors:
+        for rows, arrival in self._returning.pop(len(self._course.stops), []):
+            parts = arrival()
+            self._sums = self._sums or tuple(
+                x.new_zeros(x.shape[0], self._own[0].shape[1], *x.shape[2:]) for x in parts
+            )
+            _add(self._sums, rows, parts)
+        self._finish()
+        return self._sums
+
+    def _post(
+        self, parcels: Parcels, tensors: Tensors, following: int, waiting: dict[int, list[tuple[Rows, Arrival]]]
+    ) -> None:
+        """Start sends of ``tensors`` and receives like them; ``following`` is the next round."""
+        for due in sorted({parcel.due for side in parcels for parcel in side}):
+            sends = [(parcel.peer, _taken(tensors, parcel.rows)) for parcel in parcels.sends if parcel.due == due]
+            receives = [parcel for parcel in parcels.receives if parcel.due == due]
+            wanted = [(parcel.peer, _empty(tensors, count(parcel.rows))) for parcel in receives]
+            arrivals, sent = self._transport.post(sends, wanted, due > following)
+            waiting.setdefault(due, []).extend(
+                (parcel.rows, arrival) for parcel, arrival in zip(receives, arrivals, strict=True)
+            )
+            self._sent.append(sent)
+
+    def _filled(self, length: int, arriving: list[tuple[Rows, Arrival]]) -> Tensors:
+        """Return a buffer of ``length`` rows, filled by what arrives."""
+        if len(arriving) == 1:
+            return arriving[0][1]()  # all of it
+        buffer = _empty(self._own, length)
+        for rows, arrival in arriving:
+            for mine, theirs in zip(buffer, arrival(), strict=True):
+                for (first, end), part in _parts(rows, theirs):
+                    mine[:, first:end] = part
+        return buffer
+
+    def _finish(self) -> None:
+        """Wait until everything is sent."""
+        for sent in self._sent:
+            sent()
+        self._sent.clear()
+
+
+def _taken(tensors: Tensors, rows: Rows) -> Tensors:
+    """Return these rows, in this order."""
+    if len(rows) == 1:
+        return tuple(x[:, rows[0][0] : rows[0][1]] for x in tensors)
+    return tuple(torch.cat([x[:, first:end] for first, end in rows], 1) for x in tensors)
+
+
+def _empty(like: Tensors, length: int) -> Tensors:
+    return tuple(x.new_empty(x.shape[0], length, *x.shape[2:]) for x in like)
+
+
+def _add(sums: Tensors, rows: Rows, parts: Tensors) -> None:
+    for mine, theirs in zip(sums, parts, strict=True):
+        for (first, end), part in _parts(rows, theirs):
+            mine[:, first:end] += part
+
+
+def _parts(rows: Rows, x: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    """Yield the intervals of ``rows`` with their part of x, which holds them one after another."""
+    return zip(rows, x.split([end - first for first, end in rows], 1), strict=True)

@@ -1,0 +1,161 @@
+"""The layout ``balanced``: every rank has the same tokens and the same work, whatever documents the sequence packs."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from parallel.context.arcs.needs import Pieces, Rows, in_parts, rows_needed, seen
+from parallel.context.arcs.orders import Level, Packing, best, divided
+from parallel.context.errors import ContextError
+from parallel.context.layout import Run
+
+
+@dataclass(frozen=True)
+class ArcLayout:
+    """``seq_len`` tokens in packed documents over ``size`` ranks, by arcs; see ``circles``.
+
+    Args:
+        seq_len: tokens, a multiple of ``size``.
+        real: tokens that exist; padding, the rest, is no document's and has no work.
+        size: ranks.
+        team_size: neighbouring ranks that share a place, each a slice of its tokens.
+        documents: cumulative lengths, ``(0, l1, l1 + l2, ..., real)``.
+        causal: a token sees none behind it.
+        window: how many tokens before and behind itself a token sees, besides itself: -1 for all of its document's.
+
+    Raises:
+        ContextError: a field that does not fit the others.
+    """
+
+    seq_len: int
+    real: int
+    size: int
+    team_size: int
+    documents: tuple[int, ...]
+    causal: bool = True
+    window: tuple[int, int] | None = None
+
+    name = "balanced"
+    stride = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.team_size < 1 or self.size % self.team_size:
+            raise ContextError(f"team size {self.team_size} does not divide the context-parallel size {self.size}")
+        if self.seq_len < 1 or self.seq_len % self.size:
+            padded = -(-max(self.seq_len, 1) // self.size) * self.size
+            raise ContextError(
+                f"the balanced layout over {self.size} ranks needs a multiple of {self.size} tokens and got "
+                f"{self.seq_len}; pad to {padded}"
+            )
+        if not 1 <= self.real <= self.seq_len:
+            raise ContextError(f"real tokens must be 1 to all of the {self.seq_len} tokens and are {self.real}")
+        _check_documents(self.documents, self.real)
+        window = self.window or (-1, 0 if self.causal else -1)
+        if len(window) != 2 or min(window) < -1 or (self.causal and window[1] != 0):
+            raise ContextError(
+                f"window must be (left, right), numbers of tokens or -1 for all, right 0 under a causal mask, "
+                f"and is {self.window}"
+            )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Return the hash, taken once: it passes over all documents."""
+        fields = (self.seq_len, self.real, self.size, self.team_size, self.causal)
+        return hash((*fields, self.documents, self.window or ()))
+
+    @property
+    def places(self) -> int:
+        """Return the number of places, each of ``team_size`` ranks."""
+        return self.size // self.team_size
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Return how many tokens before and behind itself a token sees at most."""
+        left, right = self.window or (-1, 0 if self.causal else -1)
+        return (self.real if left < 0 else left, self.real if right < 0 else right)
+
+    @property
+    def packing(self) -> Packing:
+        """Return what is divided among places."""
+        return Packing(np.array(self.documents, dtype=np.int64), self.seq_len, self.places, self.reach)
+
+    def pieces(self) -> Pieces:
+        """Return the pieces of documents that each place holds, by place and position, padding too."""
+        return _arcs(self).pieces
+
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        """Return the ascending runs of ``rank``: ``seq_len / size`` tokens."""
+        if not 0 <= rank < self.size:
+            raise ContextError(f"rank {rank} is not among {self.size} ranks")
+        _, _, start, length, bounds = _arcs(self)
+        own = slice(bounds[rank], bounds[rank + 1])
+        return tuple(map(Run, start[own].tolist(), length[own].tolist()))
+
+    def positions(self, rank: int) -> np.ndarray:
+        """Return the ascending global positions of ``rank``: int64 ``[seq_len / size]``."""
+        return np.concatenate([np.arange(start, start + length) for start, length in self.runs(rank)])
+
+
+def _check_documents(documents: tuple[int, ...], real: int) -> None:
+    bounds = np.asarray(documents)
+    must = f"documents must be integers that ascend from 0 to the {real} real tokens"
+    if bounds.dtype.kind != "i" or bounds.ndim != 1 or len(bounds) < 2:
+        raise ContextError(f"{must} and are {documents!r}")
+    if bounds[0] != 0 or bounds[-1] != real:
+        raise ContextError(f"{must} and go from {bounds[0]} to {bounds[-1]}")
+    empty = np.flatnonzero(bounds[1:] <= bounds[:-1])
+    if len(empty):
+        raise ContextError(f"{must}, and after {bounds[empty[0]]} comes {bounds[empty[0] + 1]}")
+
+
+def transfers(layout: ArcLayout) -> Rows:
+    """Return the rows that each place's queries see and another place holds."""
+    documents = layout.packing.documents
+    pieces = in_parts(layout.pieces(), documents)
+    return rows_needed(pieces, *seen(pieces, documents, layout.reach))
+
+
+def levels(layout: ArcLayout) -> tuple[Level, ...]:
+    """Return the circles and their cuts, from the circle of all documents to the last ones of two or three places."""
+    return divided(layout.packing, [_arcs(layout).order])[1]
+
+
+class _Arcs(NamedTuple):
+    """What is known of a layout. Rank r has the runs from ``bounds[r]`` to ``bounds[r + 1]``."""
+
+    pieces: Pieces
+    order: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    bounds: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def _arcs(layout: ArcLayout) -> _Arcs:
+    pieces, order = best(layout.packing)
+    found = _Arcs(pieces, order, *_runs(pieces, layout.size))
+    for array in (*pieces, *found[1:]):
+        array.setflags(write=False)  # all layouts that are equal share it
+    return found
+
+
+def _runs(pieces: Pieces, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Join the pieces of each place that touch, and cut places into equal slices for ``size`` ranks in all.
+
+    Returns:
+        start and length of each run, and the first run of each rank and, last, how many there are.
+    """
+    begin = np.cumsum(pieces.length) - pieces.length  # on a line of all places' tokens
+    total = begin[-1] + pieces.length[-1]
+    ranks = np.arange(size) * (total // size)
+    apart = pieces.start[1:] != (pieces.start + pieces.length)[:-1]
+    joints = begin[np.flatnonzero(np.append(True, apart))]
+    cuts = np.sort(np.append(joints, ranks[joints[joints.searchsorted(ranks, "right") - 1] < ranks]))
+    source = begin.searchsorted(cuts, "right") - 1
+    start, length = pieces.start[source] + cuts - begin[source], np.diff(cuts, append=total)
+    return start, length, np.append(cuts.searchsorted(ranks), len(cuts))

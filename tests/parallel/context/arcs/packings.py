@@ -1,0 +1,59 @@
+"""Packed documents for tests, and what is true of them token by token."""
+
+import numpy as np
+
+from parallel.context.arcs import ArcLayout
+
+
+def token_work(layout: ArcLayout) -> np.ndarray:
+    """Keys that each token sees: int64 ``[seq_len]``, 0 for padding."""
+    left, right = layout.reach
+    work = np.zeros(layout.seq_len, dtype=np.int64)
+    for begin, end in zip(layout.documents, layout.documents[1:], strict=False):
+        offset = np.arange(end - begin)
+        work[begin:end] = np.minimum(offset, left) + 1 + np.minimum(end - begin - 1 - offset, right)
+    return work
+
+
+def place_work(layout: ArcLayout, mask: ArcLayout) -> np.ndarray:
+    """Work of each place, by the positions of its ranks, under the mask of a layout."""
+    work, ranks = token_work(mask), range(layout.size)
+    own = [work[layout.positions(rank)].sum() for rank in ranks]
+    return np.array(own).reshape(layout.places, layout.team_size).sum(axis=1)
+
+
+def drawn(rng: np.random.Generator) -> ArcLayout:
+    """Any numbers of ranks, teams and tokens; documents of any kind, among them of one token; any mask."""
+    size, tokens = int(rng.integers(1, 20)), int(rng.integers(1, 60))
+    team_size = int(rng.choice([team for team in range(1, size + 1) if size % team == 0]))
+    real = size * tokens - int(rng.integers(0, min(size * tokens, 2 * size)) * (rng.random() < 0.4))
+    most = [0, real - 1, int(rng.integers(0, real)), min(4, real - 1)][rng.integers(4)]
+    inner = np.sort(rng.choice(np.arange(1, real), most, replace=False)) if real > 1 else np.array([])
+    if rng.random() < 0.2:
+        inner = np.arange(1, real)[:: int(rng.integers(1, real + 1))]  # all equal, but for the last
+    causal = bool(rng.random() < 0.6)
+    window = (int(rng.integers(-1, 25)), 0 if causal else int(rng.integers(-1, 25))) if rng.random() < 0.5 else None
+    documents = (0, *inner.astype(int).tolist(), real)
+    return ArcLayout(size * tokens, real, size, team_size, documents, causal, window)
+
+
+def lognormal(rng: np.random.Generator, seq_len: int) -> float:
+    return np.clip(np.exp(rng.normal(7.0, 1.6)), 64, seq_len / 4)
+
+
+def chat(rng: np.random.Generator, seq_len: int) -> float:
+    """Short ones, and 3 % with a heavy tail."""
+    long = rng.random() < 0.03
+    return np.clip(4096 * (1 + rng.pareto(0.9)) if long else np.exp(rng.normal(6.2, 0.8)), 32, seq_len / 2)
+
+
+def short(rng: np.random.Generator, seq_len: int) -> float:
+    return np.clip(rng.normal(500, 120), 100, 1500)
+
+
+def filled(length, seq_len: int, seed: int) -> tuple[int, ...]:
+    """Documents of drawn lengths until the sequence is full; the last one is cut."""
+    rng, documents = np.random.default_rng(seed), [0]
+    while documents[-1] < seq_len:
+        documents.append(min(documents[-1] + int(length(rng, seq_len)), seq_len))
+    return tuple(documents)

@@ -1,0 +1,64 @@
+"""What travels is what someone sees and does not hold, row by row."""
+
+import numpy as np
+import pytest
+
+from parallel.context.arcs import ArcLayout, layout, needs, transfers
+from tests.parallel.context.arcs.packings import drawn
+
+
+def check(packed: ArcLayout) -> int:
+    """Compare with every pair of a query and a key. Returns how many rows travel."""
+    place = np.empty(packed.seq_len, dtype=np.int64)
+    for rank in range(packed.size):
+        place[packed.positions(rank)] = rank // packed.team_size
+    tokens = np.arange(packed.real)
+    document = np.searchsorted(packed.documents, tokens, "right")
+    ahead = tokens[None, :] - tokens[:, None]
+    left, right = packed.reach
+    sees = (document[:, None] == document[None, :]) & (-left <= ahead) & (ahead <= right)
+    expected = np.zeros((packed.places, packed.seq_len), dtype=np.int64)
+    for reader in range(packed.places):
+        own = place[: packed.real] == reader
+        expected[reader, : packed.real] = sees[own].any(axis=0) & ~own
+    received, until = np.zeros_like(expected), {}
+    rows = transfers(packed)
+    for owner, reader, first, end in zip(*rows, strict=True):
+        assert first < end
+        assert (place[first:end] == owner).all()
+        assert until.get((owner, reader), -1) < first  # else they touch
+        received[reader, first:end] += 1
+        until[owner, reader] = end
+    np.testing.assert_array_equal(received, expected)
+    assert (np.diff(rows.reader * packed.seq_len + rows.first) > 0).all()
+    return expected.sum()
+
+
+def test_rows_that_travel_are_seen_and_rows_that_are_seen_travel():
+    rng = np.random.default_rng(0)
+    assert sum(check(drawn(rng)) for _ in range(100)) > 10_000
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_halo_one_row_short_is_seen(monkeypatch, side):
+    rng, whole, found = np.random.default_rng(0), needs.seen, 0
+    monkeypatch.setattr(
+        layout, "seen", lambda *of: tuple(np.array(x) + (n == side) * (1 - 2 * n) for n, x in enumerate(whole(*of)))
+    )
+    for _ in range(60):
+        try:
+            check(drawn(rng))
+        except AssertionError:
+            found += 1
+    assert found > 10
+
+
+def test_one_document_on_two_places():
+    """Zigzag: 0 has 0, 1, 6, 7 and reads 2 to 5; 1 reads 0 and 1."""
+    rows = transfers(ArcLayout(8, 8, 2, 1, (0, 8)))
+    assert [tuple(map(int, row)) for row in zip(*rows, strict=True)] == [(1, 0, 2, 6), (0, 1, 0, 2)]
+
+
+def test_whole_documents_send_nothing():
+    rows = transfers(ArcLayout(32, 32, 4, 2, (0, 8, 16, 24, 32)))
+    assert [len(field) for field in rows] == [0, 0, 0, 0]

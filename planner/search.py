@@ -119,6 +119,8 @@ def contexts(config: Config, gpus_per_node: int) -> Iterator[ContextConfig]:
     degrees = [degree for degree in range(1, size) if size % degree == 0]
     for name, method in METHODS.items():
         able = method.capabilities()
+        if able.needed_only:
+            continue  # its bytes depend on the documents
         if able.splits_heads:
             fields = {"context_parallel_method": name}
             yield replace(base, **fields)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from parallel.context.errors import ContextError
+from parallel.context.layout import BALANCED
 from parallel.context.methods.registry import method_of
 from parallel.context.plan import make_plan
 
@@ -23,16 +24,19 @@ class ContextConfig:
         "wallfacer",
         "ulysses",
         "double_ring",
+        "exchange",
         "lasp",
         "lasp2",
         "none",
         "auto",
     ] = "striped"
-    """Layout and communication of the attention; none is plain SDPA in one process, to compare with. For linear
+    """Layout and communication of the attention; none is plain SDPA in one process, to compare with. exchange sends
+    each rank just the keys that its queries see: for packed documents, windows and several nodes. For linear
     attention: lasp, or lasp2, which pass states on, or ulysses. auto takes what the cost model finds fastest on the
     cluster, once, as the run starts (docs/concepts/planner.md)."""
-    context_parallel_layout: Literal["auto", "contiguous", "striped", "zigzag"] = "auto"
-    """Who owns which tokens, for the methods that take any; auto is zigzag where a causal mask must be balanced. Under
+    context_parallel_layout: Literal["auto", "contiguous", "striped", "zigzag", "balanced"] = "auto"
+    """Who owns which tokens, for the methods that take any; auto is zigzag where a causal mask must be balanced.
+    balanced, exchange's own, follows the documents of each micro-batch: equal tokens and work on every rank. Under
     full attention striped and zigzag bring nothing, as layouts and as methods, and run only where this names them."""
     context_parallel_team_size: int = 1
     """Ranks of a team of wallfacer (C), whose square must divide the context-parallel size; 1 is a plain ring."""
@@ -90,7 +94,7 @@ class ContextConfig:
             )
         if method not in ("none", "auto"):
             own = method_of(method).layout(causal=False)
-            if not causal and own != "contiguous" and self.context_parallel_layout == "auto":
+            if not causal and own not in ("contiguous", BALANCED) and self.context_parallel_layout == "auto":
                 raise ContextError(
                     f"context_parallel_method is {method}, whose layout balances a causal mask, and this attention is "
                     f"full: every rank has the same work in any layout, and {own} brings nothing; use ring, wallfacer, "
@@ -106,7 +110,7 @@ class FullContextConfig(ContextConfig):
     """How the context-parallel processes share one sequence's attention, in which every token attends to all."""
 
     context_parallel_method: Literal[
-        "ring", "allgather", "wallfacer", "ulysses", "double_ring", "striped", "zigzag", "none"
+        "ring", "allgather", "wallfacer", "ulysses", "double_ring", "exchange", "striped", "zigzag", "none"
     ] = "ring"
     """Communication of the attention; none is plain SDPA in one process, to compare with. striped and zigzag, which
     balance a causal mask, bring nothing here."""

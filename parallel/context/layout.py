@@ -18,7 +18,7 @@ from parallel.context.errors import ContextError
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 BALANCED = "balanced"
-"""The layout that depends on the mask (parallel/context/arcs.py)."""
+"""The layout that depends on the mask (parallel/context/arcs)."""
 PLACEMENTS = ("collect_intra", "p2p_intra")
 
 

@@ -5,11 +5,13 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kernels.tiles import Tile
+from parallel.context.arcs import ArcLayout
 from parallel.context.geometry import Geometry, Transfer
-from parallel.context.layout import BALANCED
+from parallel.context.layout import BALANCED, Layout
 from parallel.context.mask import Mask, Window, mask_of
 from parallel.context.methods.base import Ranks
 from parallel.context.methods.registry import method_of
@@ -60,6 +62,18 @@ class Plan:
 
     geometry: Geometry
     mask: Mask
+    balanced: Mask | None = None
+    """The mask that the layout ``balanced`` balances, if not this one: that of the layers without a window."""
+
+    @cached_property
+    def layout(self) -> Layout | ArcLayout:
+        """Return who owns which tokens."""
+        geometry, mask = self.geometry, self.balanced or self.mask
+        if geometry.options.layout != BALANCED:
+            return geometry.layout
+        documents = mask.documents or (0, self.seq_len)
+        sizes = self.padded_len, self.seq_len, self.size, geometry.ulysses_degree
+        return ArcLayout(*sizes, documents, mask.causal, mask.window)
 
     @property
     def causal(self) -> bool:
@@ -99,7 +113,7 @@ class Plan:
 
     def positions(self, rank: int) -> Tensor:
         """Return ascending global positions of ``rank``: int64 ``[local_len]``; seq_len and above are padding."""
-        return self.geometry.positions(rank)
+        return torch.from_numpy(self.layout.positions(self.geometry.owner(rank)))
 
     def check_heads(self, heads: int, kv_heads: int) -> None:
         """Check the head counts; see ``Geometry.check_heads``."""
@@ -116,7 +130,8 @@ class Plan:
     def windowed(self, window: Window) -> "Plan":
         """Return the plan with a window, for the layers that have one; made once."""
         if window not in self._windowed:
-            self._windowed[window] = self.under(documents=self.documents, window=window)
+            mask = mask_of(self.causal, self.documents, window, self.seq_len)
+            self._windowed[window] = _plan(self.geometry, mask, self.balanced or self.mask)
         return self._windowed[window]
 
     @cached_property
@@ -200,7 +215,7 @@ class Plan:
 
     def pieces(self, ranks: tuple[int, ...]) -> list[Piece]:
         """Return the positions of ``ranks``, joined and cut at documents."""
-        layout = self.geometry.layout
+        layout = self.layout
         owned = (run for rank in ranks for run in layout.runs(self.geometry.owner(rank)))
         return pieces(owned, layout.stride, self.boundaries)
 
@@ -272,12 +287,12 @@ def _work(plan: Plan, moves: Moves) -> Work:
         pair = (own, held) if moves == "kv" else (held, own)
         pairings.append(None if hop.gradient is None else pair)
     sets = (team, holds) if moves == "kv" else (holds, team)
-    return work(*sets, pairings, geometry.layout.stride, plan.mask.reach)
+    return work(*sets, pairings, plan.layout.stride, plan.mask.reach)
 
 
 @lru_cache(maxsize=4096)
 def _rounds(plan: Plan, rank: int, moves: Moves) -> tuple[Round, ...]:
-    team, stride = plan.pieces(plan.geometry.team(rank)), plan.geometry.layout.stride
+    team, stride = plan.pieces(plan.geometry.team(rank)), plan.layout.stride
     found = []
     for step in plan.geometry.steps(rank):
         pair = (team, plan.pieces(step.holds)) if moves == "kv" else (plan.pieces(step.holds), team)
@@ -292,14 +307,14 @@ def _flow(plan: Plan, moves: Moves) -> Flow:
     own = [plan.real_pieces(geometry.ranks_at((place,), place)) for place in places]
     members = geometry.method.team(np.arange(len(places)), geometry.shape)
     teams = [plan.real_pieces(geometry.ranks_at(members, place)) for place in places]
-    stride, reach = geometry.layout.stride, plan.mask.reach
+    stride, reach = plan.layout.stride, plan.mask.reach
     seen = seen_keys(teams, own, stride, reach) if moves == "kv" else seeing_queries(own, teams, stride, reach)
     return Flow(geometry, seen)
 
 
 def _course(plan: Plan, rank: int, moves: Moves) -> Course:
     geometry, flow = plan.geometry, plan.flow(moves)
-    team, stride = plan.real_pieces(geometry.team(rank)), geometry.layout.stride
+    team, stride = plan.real_pieces(geometry.team(rank)), plan.layout.stride
     owners = {owner for held in flow.held for owner in held[geometry.place(rank)].rows}
     pieces = {owner: plan.real_pieces(geometry.ranks_at((owner,), owner)) for owner in owners}
 

@@ -12,8 +12,9 @@ import torch
 
 from model.attention import HybridAttention, linear, sdpa
 from model.config import ModelConfig
-from parallel.context import ContextError, relayout
+from parallel.context import ContextError
 from parallel.context.config import HybridConfig
+from parallel.context.linear import relayout
 from parallel.data import DataParallelConfig, Strategy
 from parallel.mesh import distributed_mesh
 from parallel.pipeline.stages import PipelineConfig

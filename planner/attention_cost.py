@@ -7,7 +7,6 @@ in order.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,11 +17,11 @@ from parallel.context.traffic import (
     Moves,
     Sizes,
     bytes_of_all,
-    cheaper_backward,
     collectives,
     messages,
 )
 from planner.cluster import Cluster
+from planner.needed_cost import Sent, bytes_needed, slots
 
 FORWARD, BACKWARD = 4, 10
 """Operations per (query, key) pair and channel: 2 matrix products forward, 5 backward (Dao 2023)."""
@@ -39,15 +38,6 @@ class Links:
     between: int
 
 
-class _Sent(NamedTuple):
-    """Bytes and (possibly fractional) messages from each of ``ranks`` to its peer, both int64 ``[n]``."""
-
-    ranks: np.ndarray
-    peers: np.ndarray
-    size: float
-    messages: float
-
-
 @dataclass(frozen=True)
 class AttentionCost:
     """Cost of one layer's attention over all ranks of cp."""
@@ -61,22 +51,28 @@ class AttentionCost:
         """Return the seconds of a forward."""
         if self.plan.geometry.method.capabilities().states:
             return self._state_seconds(SCAN, reverse=False)
+        if self.plan.sparse:
+            return self._needed_seconds("kv", None, FORWARD)
         return self._seconds("kv", None, FORWARD)
 
     def backward(self) -> float:
         """Return the seconds of a backward, without recomputing its forward."""
         if self.plan.geometry.method.capabilities().states:
             return self._state_seconds(3 * SCAN, reverse=True)
-        moves = cheaper_backward(self.plan.geometry, self.of)
+        moves = self.plan.backward_moves(self.of)
+        if self.plan.sparse:
+            return self._needed_seconds(moves, moves, BACKWARD)
         return self._seconds(moves, moves, BACKWARD)
 
     def links(self) -> Links:
         """Return the bytes on each kind of link, forward and backward, as the plan counts them."""
-        moves = cheaper_backward(self.plan.geometry, self.of)
+        moves = self.plan.backward_moves(self.of)
         ways = (self._bytes(way) for way in (None, moves))
         return Links(*map(sum, zip(*ways, strict=True)))
 
     def _bytes(self, moves: Moves | None) -> tuple[int, int]:
+        if self.plan.sparse and not self.plan.geometry.method.capabilities().states:
+            return bytes_needed(self.plan, self.of, moves, self._per_node)
         return bytes_of_all(self.plan.geometry, self.of, moves, self._per_node, self.plan.boundaries)
 
     @property
@@ -85,9 +81,7 @@ class AttentionCost:
 
     def _seconds(self, moves: Moves, backward: Moves | None, operations: int) -> float:
         geometry, of = self.plan.geometry, self.of
-        work = self.plan.work(moves)
-        per_pair = operations * of.batch * of.heads * of.head_dim
-        busy = work.pairs.astype(np.float64) * per_pair / self._rate + work.tiles * self.cluster.launch_us * MICRO
+        busy = self._busy(moves, operations)
         slots: list[list[tuple[int, float, float]]] = [[] for _ in range(len(geometry.hops) + 1)]
         targets = {}
         for message in self._messages(moves, gradients=backward is not None):
@@ -97,12 +91,32 @@ class AttentionCost:
                 slots[index].append((id(message.to), message.size / len(under_way), 1 / len(under_way)))
         ranks = np.arange(geometry.size)
         seconds = {
-            slot: self._transfer(*(_Sent(ranks, targets[to], *rest) for to, *rest in slot))
+            slot: self._transfer(*(Sent(ranks, targets[to], *rest) for to, *rest in slot))
             for slot in set(map(tuple, slots))  # a ring's rounds are all alike
         }
         computing = [*busy.max(axis=1).tolist(), 0.0]
         rounds = sum(max(longest, seconds[tuple(slot)]) for longest, slot in zip(computing, slots, strict=True))
         return rounds + sum(self._transfer(_joint(collective)) for collective in collectives(geometry, of, backward))
+
+    def _busy(self, moves: Moves, operations: int) -> np.ndarray:
+        """Return the seconds that every place computes in every round, float64 ``[rounds, places]``."""
+        work, of = self.plan.work(moves), self.of
+        per_pair = operations * of.batch * of.heads * of.head_dim
+        return work.pairs.astype(np.float64) * per_pair / self._rate + work.tiles * self.cluster.launch_us * MICRO
+
+    def _needed_seconds(self, moves: Moves, backward: Moves | None, operations: int) -> float:
+        """Time an attention of which only rows needed travel.
+
+        Ranks of a method that keeps own KV in place need not keep step: the busiest rank or link decides.
+        """
+        geometry, busy = self.plan.geometry, self._busy(moves, operations)
+        sent = slots(self.plan, self.of, moves, gradients=backward is not None)
+        joint = collectives(geometry, self.of, backward, holders_join=False)
+        extra = sum(self._transfer(_joint(collective)) for collective in joint)
+        if geometry.method.capabilities().needed_only:
+            return max(float(busy.sum(axis=0).max()), self._transfer(*sent)) + extra
+        computing = [*busy.max(axis=1).tolist(), 0.0]
+        return sum(max(longest, self._transfer(slot)) for longest, slot in zip(computing, sent, strict=True)) + extra
 
     def _state_seconds(self, operations: int, *, reverse: bool) -> float:
         """Time linear attention: passed between neighbours, states wait in turn; gathers overlap the scan."""
@@ -114,7 +128,7 @@ class AttentionCost:
             return STATE * elements / self._rate + max(scan, gathers)
         *_, onward = self._messages("kv", gradients=reverse)
         return scan + sum(
-            self._transfer(_Sent(np.array([rank]), onward.to[[rank]], of.state, 1)) for rank in range(geometry.size)
+            self._transfer(Sent(np.array([rank]), onward.to[[rank]], of.state, 1)) for rank in range(geometry.size)
         )
 
     def _messages(self, moves: Moves, *, gradients: bool) -> Iterator[Message]:
@@ -124,16 +138,17 @@ class AttentionCost:
     def _rate(self) -> float:
         return 1e12 * self.cluster.peak_tflops * self.cluster.attention_fraction
 
-    def _transfer(self, *together: _Sent) -> float:
+    def _transfer(self, *together: Sent) -> float:
         """Return the seconds until the busiest rank, or the busiest node's shared link, has sent everything."""
         cluster, shared = self.cluster, self.cluster.between_link == "node"
         if not together:
             return 0.0
         rank, peer = (np.concatenate([getattr(sent, side) for sent in together]) for side in ("ranks", "peers"))
-        counts = [len(sent.ranks) for sent in together]
         pair, which = np.unique(rank * self.plan.size + peer, return_inverse=True)
         size, count = (
-            np.bincount(which, np.repeat([getattr(sent, what) for sent in together], counts))
+            np.bincount(
+                which, np.concatenate([np.broadcast_to(getattr(sent, what), len(sent.ranks)) for sent in together])
+            )
             for what in ("size", "messages")
         )
         rank, peer = np.divmod(pair, self.plan.size)
@@ -147,12 +162,12 @@ class AttentionCost:
         ) + (count * latency)[rank != peer].max(initial=0.0)
 
 
-def _joint(collective: Collective) -> _Sent:
+def _joint(collective: Collective) -> Sent:
     """Send an all-gather around a ring, as libraries do, and an all-to-all straight to each peer."""
     size, members = collective.ranks.shape
     rank = np.arange(size)
     if collective.kind == "gather":
         own = np.argmax(collective.ranks == rank[:, None], axis=1)
         following = collective.ranks[rank, (own + 1) % members]
-        return _Sent(rank, following, (members - 1) * collective.size, members - 1)
-    return _Sent(np.repeat(rank, members), collective.ranks.ravel(), collective.size, 1)
+        return Sent(rank, following, (members - 1) * collective.size, members - 1)
+    return Sent(np.repeat(rank, members), collective.ranks.ravel(), collective.size, 1)

@@ -1,0 +1,64 @@
+"""What travels, and when, where only the rows that a query sees do: packed documents, windows, exchange."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from parallel.context.plan import Plan
+from parallel.context.sparse.flow import Parcel
+from parallel.context.sparse.rows import count
+from parallel.context.traffic import Moves, Sizes, needed_traffic
+
+
+class Sent(NamedTuple):
+    """Bytes and (possibly fractional) messages from each of ``ranks`` to its peer, both int64 ``[n]``."""
+
+    ranks: np.ndarray
+    peers: np.ndarray
+    size: float | np.ndarray
+    messages: float | np.ndarray
+
+
+def slots(plan: Plan, of: Sizes, moves: Moves, *, gradients: bool) -> list[Sent]:
+    """Return what is in transit in every round of a forward or (``gradients``) a backward, and after the last.
+
+    A parcel's bytes are spread over the rounds until the one that needs it.
+    """
+    rounds = len(plan.flow(moves).held)
+    entries: list[list[tuple[int, int, float, float]]] = [[] for _ in range(rounds + 1)]
+    for rank in range(plan.size):
+        for parcel, size, under_way in _parcels(plan, of, moves, rank, gradients=gradients):
+            part = len(under_way)
+            for index in under_way:
+                entries[index].append((rank, parcel.peer, size / part, 1 / part))
+    return [_columns(found) for found in entries]
+
+
+def bytes_needed(plan: Plan, of: Sizes, moves: Moves | None, ranks_per_node: int) -> tuple[int, int]:
+    """Return the bytes of all ranks (within nodes, between nodes), in a backward, or (None) in a forward."""
+    flow, inside, between = plan.flow(moves or "kv"), 0, 0
+    for rank in range(plan.size):
+        sent = needed_traffic(flow, rank, of, moves)
+        beyond = sent.between_nodes(rank, ranks_per_node)
+        inside, between = inside + sent.total - beyond, between + beyond
+    return inside, between
+
+
+def _parcels(plan: Plan, of: Sizes, moves: Moves, rank: int, *, gradients: bool) -> Iterator[tuple[Parcel, int, range]]:
+    """Yield what a rank sends, in bytes, and the rounds in which it is under way."""
+    flow = plan.flow(moves)
+    row, gradient_row = of.payload(moves) // of.tokens, of.gradient(moves) // of.tokens
+    for parcel in flow.start(rank).sends:
+        yield parcel, count(parcel.rows) * row, range(1)
+    for index in range(len(flow.held)):
+        for parcel in flow.moves(rank, index).sends:
+            yield parcel, count(parcel.rows) * row, range(index, parcel.due)
+        if gradients:
+            for parcel in flow.gradients(rank, index).sends:
+                yield parcel, count(parcel.rows) * gradient_row, range(index + 1, parcel.due + 1)
+
+
+def _columns(found: list[tuple[int, int, float, float]]) -> Sent:
+    ranks, peers, size, messages = np.array(found, dtype=np.float64).reshape(-1, 4).T
+    return Sent(ranks.astype(np.int64), peers.astype(np.int64), size, messages)

@@ -1,0 +1,64 @@
+"""Costs of an attention of which only the rows needed travel: bytes as the plan counts them, and what wins where."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parallel.context import Plan, make_plan
+from parallel.context.traffic import sizes
+from planner.attention_cost import AttentionCost
+from planner.cluster import load_cluster
+from planner.needed_cost import bytes_needed, slots
+
+H100 = "configs/clusters/h100_pod.toml"
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("zigzag", {}),
+    ("striped", {}),
+    ("double_ring", {"ranks_per_node": 4}),
+    ("wallfacer", {"team_size": 2}),
+    ("allgather", {}),
+    ("exchange", {"ranks_per_node": 4}),
+    ("exchange", {"ulysses_degree": 2}),
+]
+
+
+def log_normal(tokens: int, seed: int) -> tuple[int, ...]:
+    """Cumulative lengths of documents, exp(N(7.0, 1.6)) within 64 and a quarter of the sequence; the last is cut."""
+    drawn = np.exp(np.random.default_rng(seed).normal(7.0, 1.6, tokens // 64)).clip(64, tokens // 4).astype(int)
+    ends = np.cumsum(drawn)
+    return (0, *ends[ends < tokens].tolist(), tokens)
+
+
+def packed(method: str, tokens: int, size: int, **options: Any) -> Plan:
+    return make_plan(method, seq_len=tokens, size=size, documents=log_normal(tokens, 0), **options)
+
+
+@pytest.mark.parametrize(("method", "options"), CASES)
+def test_all_ranks_bytes_are_the_plan_s(method: str, options: dict[str, Any]) -> None:
+    plan = packed(method, 4096, 8, **options)
+    heads = {"heads": 8, "kv_heads": 4, "head_dim": 16, "element_size": 2}
+    of = sizes(plan.geometry, 1, *heads.values())
+    costs = [plan.cost(rank, batch=1, **heads) for rank in range(8)]
+    for moves, way, gradients in ((None, "forward", False), ("kv", "backward", True)):
+        sent = [getattr(cost, way) for cost in costs]
+        between = sum(traffic.between_nodes(rank, 4) for rank, traffic in enumerate(sent))
+        assert bytes_needed(plan, of, moves, 4) == (sum(traffic.total for traffic in sent) - between, between)
+        found = slots(plan, of, "kv", gradients=gradients)
+        apart = [(slot.size[slot.ranks != slot.peers]).sum() for slot in found]  # type: ignore[index]
+        assert sum(apart) == pytest.approx(sum(traffic.p2p.total() for traffic in sent))
+
+
+def seconds(method: str, tokens: int, size: int, **options: Any) -> float:
+    plan = packed(method, tokens, size, **options)
+    cost = AttentionCost(plan, sizes(plan.geometry, 1, 32, 8, 128, 2), load_cluster(H100))
+    return cost.forward() + cost.backward()
+
+
+def test_an_exchange_is_predicted_to_win_between_nodes_and_not_to_lose_inside_one() -> None:
+    """128K log-normal tokens on 32 ranks in nodes of 8, and on 8 ranks of one."""
+    exchange = seconds("exchange", 131072, 32, ranks_per_node=8)
+    assert exchange < seconds("exchange", 131072, 32)
+    for method in ("zigzag", "striped", "allgather"):
+        assert exchange < 0.6 * seconds(method, 131072, 32)
+        assert seconds("exchange", 131072, 8) < 1.05 * seconds(method, 131072, 8)

@@ -118,7 +118,7 @@ def test_a_kept_state_is_not_passed_on_again() -> None:
 
 
 def undecayed(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Step, int]]:
-    from parallel.context import state
+    from parallel.context.linear import state
 
     state.passed_on = lambda carried, *_: carried
     return steps(rank, world_size, cases)

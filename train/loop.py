@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from parallel.mesh import Mesh
 from parallel.pipeline.runner import Runner
 from runtime.errors import UserError
 from runtime.together import raise_together
+from train.ahead import Ahead
 from train.config.common import CommonConfig
 from train.ema import Ema
 from train.metrics import RunLog, memory_gb
@@ -76,7 +78,6 @@ class Trainer:
         config, progress = self.config, self.progress
         if self.peak_flops is None:
             self.peak_flops = peak_flops(self.mesh.device, torch.bfloat16 if config.train.bf16 else torch.float32)
-        steps = batches(self.train_data, self._batching, progress.consumed_samples)
         processor = "GPU" if self.mesh.device.type == "cuda" else "process"
         lines = ProgressLines(type(self.objective), config.train.train_iters, config.logging.log_interval, processor)
         if self.log is not None and progress.iteration >= config.train.train_iters:
@@ -91,18 +92,25 @@ class Trainer:
                 f"there are {len(self.valid_data)}, and all are used",
                 flush=True,
             )
-        while progress.iteration < config.train.train_iters:
-            record = self._iteration(steps, self.peak_flops)
-            stop = self._told_to_stop(started)
-            last = stop or progress.iteration == config.train.train_iters
-            if self.valid_data is not None and (last or progress.iteration % config.train.eval_interval == 0):
-                record |= {"validation_loss": self._validate(self.valid_data), **self.validation_constants}
-            self._report(record, lines.add(record, time.monotonic(), last))
-            interval = config.checkpoint.save_interval
-            if config.checkpoint.save and (last or (interval and progress.iteration % interval == 0)):
-                self._save()
-            if stop:
-                break
+        left = max(0, config.train.train_iters - progress.iteration)
+        with self._local(islice(batches(self.train_data, self._batching, progress.consumed_samples), left)) as steps:
+            while progress.iteration < config.train.train_iters:
+                record = self._iteration(steps, self.peak_flops)
+                stop = self._told_to_stop(started)
+                last = stop or progress.iteration == config.train.train_iters
+                if self.valid_data is not None and (last or progress.iteration % config.train.eval_interval == 0):
+                    steps.wait()
+                    record |= {"validation_loss": self._validate(self.valid_data), **self.validation_constants}
+                self._report(record, lines.add(record, time.monotonic(), last))
+                interval = config.checkpoint.save_interval
+                if config.checkpoint.save and (last or (interval and progress.iteration % interval == 0)):
+                    self._save()
+                if stop:
+                    break
+
+    def _local(self, steps: Iterator[list[Batch]]) -> Ahead[list[Batch]]:
+        """Return this rank's parts of the micro-batches of each step, made while the step before runs."""
+        return Ahead(([self.objective.local(batch) for batch in step] for step in steps), self.mesh.device)
 
     def _iteration(self, steps: Iterator[list[Batch]], peak: float) -> dict[str, Any]:
         """Take one optimizer step and return its record."""
@@ -138,14 +146,14 @@ class Trainer:
         }
 
     def _next_step(self, steps: Iterator[list[Batch]]) -> tuple[list[Batch], int]:
-        """Return this rank's micro-batches (none at the end, on all ranks alike), and the valid tokens of all ranks.
+        """Return a step's micro-batches (none at the end, on all ranks alike), and the valid tokens of all ranks.
 
         A bad sample on one rank raises the same error on all: its flag travels with the count, at no cost.
         """
         error: DataError | None = None
         micro_batches: list[Batch] = []
         try:
-            micro_batches = [self.objective.local(batch) for batch in next(steps, [])]
+            micro_batches = next(steps, [])
         except DataError as caught:
             error = caught
         counts = torch.tensor(
@@ -210,14 +218,14 @@ class Trainer:
 
     def _evaluate(self, data: Samples) -> float:
         """Return the mean loss over the first eval_iters global batches of the validation data, always the same."""
-        steps = evaluation_batches(data, self._batching, self._wanted)
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.mesh.device), 0
-        while True:
-            micro_batches, valid = self._next_step(steps)
-            if not micro_batches:
-                break
-            total += self.runner.forward(micro_batches)
-            tokens += valid
+        with self._local(evaluation_batches(data, self._batching, self._wanted)) as steps:
+            while True:
+                micro_batches, valid = self._next_step(steps)
+                if not micro_batches:
+                    break
+                total += self.runner.forward(micro_batches)
+                tokens += valid
         return self._over_all(total).item() / max(tokens, 1)
 
     @property

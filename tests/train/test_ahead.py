@@ -1,0 +1,56 @@
+"""Items made ahead: in order, each error where its item is taken, no thread left."""
+
+import threading
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+import torch
+
+from train.ahead import Ahead
+
+CPU = torch.device("cpu")
+
+
+def items(made: list[str], bad: int | None = None) -> Iterator[int]:
+    """0, 1, 2, 3; notes the thread of each."""
+    for number in range(4):
+        made.append(threading.current_thread().name)
+        if number == bad:
+            raise ValueError(f"{number} is bad")
+        yield number
+
+
+def test_items_come_in_order_each_made_while_the_one_before_is_in_use() -> None:
+    made: list[str] = []
+    with Ahead(items(made), CPU) as ahead:
+        assert made == []
+        for number in range(4):
+            assert next(ahead) == number
+            ahead.wait()
+            assert len(made) == min(number + 2, 4)
+        assert next(ahead, None) is None
+    assert made[0] == threading.current_thread().name
+    assert all(name.startswith("ahead") for name in made[1:])
+    assert not any(thread.name.startswith("ahead") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_an_error_is_raised_where_its_item_is_taken(bad: int) -> None:
+    with Ahead(items([], bad), CPU) as ahead:
+        assert [next(ahead) for _ in range(bad)] == list(range(bad))
+        with pytest.raises(ValueError, match=f"{bad} is bad"):
+            next(ahead)
+    assert not any(thread.name.startswith("ahead") for thread in threading.enumerate())
+
+
+def test_an_item_that_is_not_taken_raises_nothing() -> None:
+    with Ahead(items([], 1), CPU) as ahead:
+        assert next(ahead) == 0
+
+
+def test_no_more_is_made_than_there_is() -> None:
+    made: list[str] = []
+    with Ahead(islice(items(made), 2), CPU) as ahead:
+        assert list(ahead) == [0, 1]
+    assert len(made) == 2

@@ -7,6 +7,7 @@ all-to-all moves q, k and v into the other layout, another moves the output back
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from parallel.context.api import ContextParallel
 from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
+from parallel.context.plan import PLANS, Plan, PlanHandle
 from parallel.context.transport import Transport
 from runtime.handles import Handles
 
@@ -93,25 +95,46 @@ class Relayout:
         return torch.empty_like(come).index_copy_(0, places.to(x.device), come).transpose(0, 1).contiguous()
 
 
-def attend_inside(inside: ContextParallel, outside: ContextParallel) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return the softmax attention of ``inside`` for tensors in the layout of ``outside``, over the same ranks.
+class InsideAttention:
+    """The softmax attention of ``inside`` for tensors and masks of ``outside``, over the same ranks.
 
     Equal layouts need no exchange.
-
-    Raises:
-        ContextError: as in ``moves``.
     """
-    geometries = outside.plan.geometry, inside.plan.geometry
-    if geometries[0].layout == geometries[1].layout:
-        return inside.attend
-    relayout = Relayout(*geometries, inside.transport)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __init__(self, inside: ContextParallel, outside: ContextParallel) -> None:
+        """Raise ContextError as ``token_route`` does."""
+        geometries = outside.plan.geometry, inside.plan.geometry
+        equal = geometries[0].layout == geometries[1].layout
+        self._inside = inside
+        self._relayout = None if equal else Relayout(*geometries, inside.transport)
+        self._handles: WeakKeyDictionary[Plan, PlanHandle] = WeakKeyDictionary()
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: PlanHandle | None = None, **settings: Any) -> Tensor:
+        """Return the attention, as ``SoftmaxAttention`` does; ``mask`` is a handle of ``outside``."""
+        mask = self.own(mask)
+        if self._relayout is None:
+            return self._inside.attend(q, k, v, mask, **settings)
         heads = [x.shape[2] for x in (q, k, v)]
-        q, k, v = relayout.inward(torch.cat((q, k, v), 2)).split(heads, 2)  # one exchange for all three
-        return relayout.outward(inside.attend(q.contiguous(), k.contiguous(), v.contiguous()))
+        q, k, v = self._relayout.inward(torch.cat((q, k, v), 2)).split(heads, 2)  # one exchange for all three
+        out = self._inside.attend(q.contiguous(), k.contiguous(), v.contiguous(), mask, **settings)
+        return self._relayout.outward(out)
 
-    return attend
+    def prefetch_kv(
+        self, k: Tensor, v: Tensor, mask: PlanHandle | None = None, **settings: Any
+    ) -> Callable[[Tensor], Tensor]:
+        """Do as ``SoftmaxAttention.prefetch_kv``; between two layouts nothing starts before q is there."""
+        if self._relayout is None:
+            return self._inside.attend.prefetch_kv(k, v, self.own(mask), **settings)
+        return lambda q: self(q, k, v, mask, **settings)
+
+    def own(self, mask: PlanHandle | None) -> PlanHandle | None:
+        """Return the handle of ``inside`` for the documents of a handle of ``outside``; it lives as long as that."""
+        if mask is None:
+            return None
+        plan = PLANS[mask.tensor]
+        if plan not in self._handles:
+            self._handles[plan] = self._inside.under(documents=plan.documents).handle
+        return self._handles[plan]
 
 
 # Operators, as in parallel/context/heads.py, so that recompute policies can keep the second's result.

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context import ContextError, context_parallel, make_plan
-from parallel.context.linear.relayout import Relayout, attend_inside, moved_tokens, token_route
+from parallel.context.linear.relayout import InsideAttention, Relayout, moved_tokens, token_route
+from parallel.context.plan import PLANS
 from testing.ranks import run_ranks
 
 LENGTH, SHAPE = 21, (3, 2)
@@ -75,4 +76,22 @@ def test_plans_of_other_lengths_or_ranks_are_refused() -> None:
 
 def test_one_layout_exchanges_nothing() -> None:
     one = context_parallel("ring", seq_len=8)
-    assert attend_inside(one, context_parallel("lasp", seq_len=8)) == one.attend
+    attend = InsideAttention(one, context_parallel("lasp", seq_len=8))
+    x = torch.randn(1, 8, 2, 4)
+    assert torch.equal(attend(x, x, x), one.attend(x, x, x))
+    assert torch.equal(attend.prefetch_kv(x, x)(x), one.attend(x, x, x))
+    assert attend._relayout is None
+
+
+def test_a_mask_of_the_outer_layout_is_that_of_the_inner_one() -> None:
+    inside, outside = context_parallel("ring", seq_len=8), context_parallel("lasp", seq_len=8)
+    attend, x = InsideAttention(inside, outside), torch.randn(1, 8, 2, 4)
+    masks = [(0, 3, 8), (0, 5, 8)]
+    handles = [outside.under(documents=documents).handle for documents in masks]
+    for documents, handle in zip(masks, handles, strict=True):
+        assert torch.equal(attend(x, x, x, handle), inside.under(documents=documents).attend(x, x, x))
+        own = attend.own(handle)
+        assert own is attend.own(handle)
+        assert own is not None
+        assert PLANS[own.tensor].geometry == inside.plan.geometry
+    assert not torch.equal(attend(x, x, x, handles[0]), attend(x, x, x, handles[1]))

@@ -52,7 +52,13 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None) -
     architecture = architecture_of(config.model)
     contents = from_first(config.contents)
     scheduled, progress = resume(config, parts, optimizer, architecture, contents)
-    objective = NextToken(cp, mesh.device, config.recompute.loss_chunk_size)
+    objective = NextToken(
+        cp,
+        mesh.device,
+        config.recompute.loss_chunk_size,
+        reset_position_ids=config.data.reset_position_ids,
+        reset_attention_mask=config.data.reset_attention_mask,
+    )
     if is_first():
         print(described(config, mesh), flush=True)
     return Trainer(
@@ -65,7 +71,8 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None) -
         valid_data=valid_data if config.train.eval_iters else None,
         architecture=architecture,
         flops_per_token=flops_per_token(config.model, config.train.seq_length),
-        log=open_log(replace(config, hybrid=asked.hybrid), progress),  # another mesh may have another layout
+        # As asked for: another number of processes may have another layout, and other ranks to join.
+        log=open_log(replace(config, hybrid=asked.hybrid, mesh=asked.mesh, train=asked.train), progress),
         validation_constants=frequencies,
         progress=progress,
         contents=contents,

@@ -23,8 +23,8 @@ Batch = dict[str, torch.Tensor]
 class Samples(Protocol):
     """Dataset of dicts of tensors; item None is a filler without loss.
 
-    Text samples hold `tokens`, `labels` (int64 [S]) and `loss_mask` ([S]), which batching applies to the labels. Other
-    samples are stacked as they are.
+    Text samples hold `tokens`, `labels` (int64 [S]) and `loss_mask` ([S]), which batching applies to the labels, and
+    may hold `starts` (bool [S], the first tokens of documents). Other samples are stacked as they are.
     """
 
     def __len__(self) -> int:
@@ -63,6 +63,7 @@ class Batching:
 def batches(dataset: Samples, batching: Batching, consumed_samples: int) -> Iterator[list[Batch]]:
     """Yield steps without end, each this rank's micro-batches: dicts of `tokens` and `labels`, int64 [B, S].
 
+    With samples that tell where documents start, also of `starts`, bool [B, S].
     The micro-batches of all ranks in a step are exactly the samples [consumed, consumed + global_batch_size); then
     `consumed` grows by global_batch_size. Labels without loss are IGNORE_INDEX.
 
@@ -131,7 +132,7 @@ def _collate(samples: list[Batch | DataError]) -> Batch | DataError:
         if isinstance(sample, DataError):
             return sample
         good.append(sample)
-    if "loss_mask" not in good[0]:
-        return {name: torch.stack([sample[name] for sample in good]) for name in good[0]}
-    tokens, labels, loss_mask = (torch.stack([sample[k] for sample in good]) for k in ("tokens", "labels", "loss_mask"))
-    return {"tokens": tokens, "labels": labels.masked_fill(loss_mask == 0, IGNORE_INDEX)}  # [B, S]
+    batch = {name: torch.stack([sample[name] for sample in good]) for name in good[0]}  # [B, S]
+    if "loss_mask" in batch:
+        batch["labels"] = batch["labels"].masked_fill(batch.pop("loss_mask") == 0, IGNORE_INDEX)
+    return batch

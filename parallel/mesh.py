@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -34,6 +34,9 @@ class MeshConfig:
     """Processes that share the layers, each a run of them."""
     context_parallel_size: int = 1
     """Processes that share each sequence."""
+    balance_over: Literal["cp", "dp_cp"] = "cp"
+    """Over whom the tokens of packed documents are shared and balanced: the context-parallel processes of each
+    micro-batch, or, as one micro-batch, all data-parallel ones too; dp_cp needs reset_attention_mask."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that every process computes on; auto takes cuda where it is available."""
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -61,6 +64,16 @@ class MeshConfig:
     def data_parallel_size(self, world_size: int) -> int:
         """Return ``world_size`` divided by the sizes of pp, cp and tp."""
         return world_size // math.prod(getattr(self, name) for name in SIZES)
+
+    def joined(self, world_size: int) -> "MeshConfig":
+        """Return the arrangement that ``balance_over`` asks for: dp_cp puts the data-parallel ranks among those of cp.
+
+        Sizes that do not divide ``world_size`` stay as they are.
+        """
+        dp, rest = divmod(world_size, math.prod(getattr(self, name) for name in SIZES))
+        if self.balance_over == "cp" or rest:
+            return self
+        return replace(self, context_parallel_size=dp * self.context_parallel_size)
 
     @property
     def context_ranks_per_node(self) -> int | None:
@@ -122,6 +135,7 @@ def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
 
 def _arranged(config: MeshConfig, device: torch.device, timeout: timedelta) -> Mesh:
     """Build the mesh of the joined processes."""
+    config = config.joined(dist.get_world_size())
     pp, cp, tp = (getattr(config, name) for name in SIZES)
     sizes = {"pp": pp, "dp": dist.get_world_size() // (pp * cp * tp), "cp": cp, "tp": tp}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -10,6 +10,7 @@ from planner.cluster import ClusterError, default_cluster, load_cluster
 from planner.hybrid import faster_layout, layout_costs
 from planner.search import nothing_left, rank
 from runtime.together import from_first, is_first, raise_together
+from train.config.common import with_joined_ranks
 from train.config.entries import Config
 from train.config.flags import ConfigError
 from train.config.language import load_config
@@ -21,12 +22,14 @@ CONFIG = "config.toml"
 def complete(config: Config, entries: int) -> Config:
     """Return ``config`` complete for a tokenizer of ``entries`` entries, and print what was chosen; collective.
 
+    With balance_over dp_cp, data-parallel ranks are context-parallel ones in it, as they are in the mesh.
+
     Raises:
         UserError: the vocabulary has fewer entries, no method fits the sizes or memory, or no cluster file matches this
                 device.
     """
     with raise_together():
-        config = with_vocabulary(config, entries)
+        config = with_vocabulary(with_joined_ranks(config, dist.get_world_size()), entries)
     config = with_method(config, dist.get_world_size())
     with raise_together():
         return with_layout(config)
@@ -66,7 +69,7 @@ def _choice(config: Config, world_size: int) -> tuple[ContextConfig, str]:
     earlier = Path(config.checkpoint.load or "") / CONFIG
     if config.checkpoint.load is not None and earlier.exists():
         before = load_config(earlier)
-        alike = (before.mesh, before.train.seq_length) == (config.mesh, config.train.seq_length)
+        alike = (before.mesh.joined(world_size), before.train.seq_length) == (config.mesh, config.train.seq_length)
         if alike and before.context.context_parallel_method != "auto":
             return before.context, f"context parallelism: {before.context.title}, as {earlier} has it"
     named, per_node = config.context.cluster, config.mesh.context_ranks_per_node
@@ -104,10 +107,10 @@ def with_layout(config: Config) -> Config:
     tp = mesh.tensor_model_parallel_size
     costs = layout_costs(
         hybrid,
-        seq_len=config.train.seq_length,
+        seq_len=config.joined_length,
         size=mesh.context_parallel_size,
         tp=tp,
-        batch=config.train.micro_batch_size,
+        batch=1 if config.packed else config.train.micro_batch_size,
         heads=model.num_attention_heads // tp,
         kv_heads=model.query_groups // tp,
         head_dim=model.head_dim,

@@ -15,6 +15,7 @@ from parallel.context.methods.registry import METHODS, STATE_METHODS
 from planner.cluster import Cluster
 from planner.step_cost import Arrangement, Prediction, Workload, predict
 from runtime.errors import UserError
+from train.config.common import with_joined_ranks
 from train.config.flags import ConfigError
 from train.config.language import Config
 from train.config.sizes import validate_sizes
@@ -158,7 +159,7 @@ def rank(configs: Sequence[Config], world_size: int, cluster: Cluster) -> Rankin
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     refused = Counter[str]()
-    for config in configs:
+    for config in (with_joined_ranks(config, world_size) for config in configs):
         for context in contexts(config, cluster.gpus_per_node):
             candidate = replace(config, context=context)
             try:

@@ -23,12 +23,12 @@ class Handles(Generic[T]):
         self._objects[handle] = thing
         return handle
 
-    def tensor(self, thing: T) -> Tensor:
-        """Return a new handle of ``thing`` that torch.compile does not specialise on: int64 ``[]`` on the CPU.
+    def tensor(self, thing: T, shape: tuple[int, ...] = ()) -> Tensor:
+        """Return a new handle of ``thing`` that torch.compile does not specialise on: int64 on the CPU.
 
         The tensor keeps ``thing`` alive, so a backward that saves the tensor can still use ``thing``.
         """
-        handle = torch.tensor(self.add(thing), device="cpu")
+        handle = torch.full(shape, self.add(thing), dtype=torch.int64, device="cpu")
         handle.stands_for = thing  # type: ignore[attr-defined]
         return handle
 

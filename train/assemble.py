@@ -65,7 +65,9 @@ def build_runner(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module], o
         )
     from parallel.pipeline.schedule import PipelineRunner  # takes a second, for torch.compile
 
-    hidden = (train.micro_batch_size, objective.local_length // mesh.tp.size(), config.shape.hidden_size)  # [B, T, C]
+    first = objective.first_input(train.micro_batch_size)
+    sequences, tokens = first[1].shape[:2]
+    hidden = (sequences, tokens // mesh.tp.size(), config.shape.hidden_size)  # [B, T, C]
     return PipelineRunner(
         parts,
         objective.loss_sum,
@@ -74,7 +76,7 @@ def build_runner(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module], o
         mesh=mesh.pp,
         device=mesh.device,
         micro_batches=train.micro_batches(mesh.dp.size()),
-        first_input=objective.first_input(train.micro_batch_size),
+        first_input=first,
         hidden=torch.empty(hidden, dtype=torch.bfloat16 if train.bf16 else torch.float32, device="meta"),
         tied=objective.tied(parts[0], config.pipeline.stages(ranks)),
     )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,8 @@ from kernels.attention import passed_over, select_backend
 from kernels.linear_attention import linear_attention, select_linear_backend
 from model.attention import Attend, HybridAttention, LinearAttend, sdpa
 from parallel.context import ContextConfig, ContextParallel, context_parallel
-from parallel.context.linear.relayout import attend_inside
+from parallel.context.linear.relayout import InsideAttention
+from parallel.context.plan import PLANS, PlanHandle
 from runtime.together import is_first
 from train.config.common import CommonConfig
 from train.config.entries import Config
@@ -33,7 +35,8 @@ def context_of(
 def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, HybridAttention]:
     """Set up a hybrid: tokens lie as linear attention needs them; softmax attention may have its own layout."""
     if config.mesh.context_parallel_size == 1:
-        context = ContextConfig(context_parallel_method="none")
+        method: Literal["ring", "none"] = "ring" if config.packed else "none"  # SDPA knows no documents
+        context = ContextConfig(context_parallel_method=method)
         inside, softmax = softmax_context(replace(config, context=context), group, sdpa)
         outside, linear = _linear_context_of(config, group, inside.plan.local_len)
         return outside, HybridAttention(linear, softmax)
@@ -44,7 +47,7 @@ def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple
     inside, _ = softmax_context(replace(config, context=context), group, sdpa)
     # Padded to the same length, so that tokens can change layout.
     outside, linear = _linear_context_of(config, group, inside.plan.local_len)
-    return outside, HybridAttention(linear, attend_inside(inside, outside))
+    return outside, HybridAttention(linear, InsideAttention(inside, outside))
 
 
 def _linear_context_of(
@@ -54,15 +57,17 @@ def _linear_context_of(
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
     backend = select_linear_backend(config.context.attention_backend, config.mesh.device_type, dtype)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> Tensor:
-        return linear_attention(q, k, v, log_decay, backend=backend)[0]
+    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: PlanHandle | None = None) -> Tensor:
+        plan = None if mask is None else PLANS[mask.tensor]
+        documents = (0, *plan.boundaries, plan.padded_len) if plan and plan.boundaries else None
+        return linear_attention(q, k, v, log_decay, documents=documents, backend=backend)[0]
 
-    seq_length = config.train.seq_length
+    length = config.joined_length
     if config.mesh.context_parallel_size == 1:
-        return context_parallel("ring", seq_len=seq_length, multiple=multiple), attend
+        return context_parallel("ring", seq_len=length, multiple=multiple), attend
     timeout = timedelta(minutes=config.mesh.distributed_timeout_minutes)
     method = config.context.context_parallel_method
-    cp = context_parallel(method, seq_len=seq_length, group=group, multiple=multiple, backend=backend, timeout=timeout)
+    cp = context_parallel(method, seq_len=length, group=group, multiple=multiple, backend=backend, timeout=timeout)
     return cp, cp.attend_linear
 
 
@@ -74,7 +79,7 @@ def softmax_context(
     ``alone`` is the attention of one process without a method. Raises UserError if the backend cannot run here.
     """
     method, backend = config.context.context_parallel_method, config.context.attention_backend
-    length, tp = config.sequence_length, config.mesh.tensor_model_parallel_size
+    length, tp = config.joined_length, config.mesh.tensor_model_parallel_size
     if method == "none":
         cp = context_parallel("ring", seq_len=length, multiple=tp, causal=config.causal)
         # Without a causal mask, tokens would attend to the padding that tp asks for.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data.errors import DataError
+from data.text.documents import document_starts
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,7 @@ class EpochedDataset:
         name: file named in messages.
         vocab_size: token ids must be in [0, vocab_size).
         masked_input: token at whose positions the dataset masks the loss, if any.
+        eod: token that ends a document, if samples are to tell where documents start.
         check: called before each sample; raises DataError if the files have changed.
     """
 
@@ -37,6 +39,7 @@ class EpochedDataset:
         name: str,
         vocab_size: int,
         masked_input: int | None = None,
+        eod: int | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._epochs = {0: first}
@@ -44,7 +47,7 @@ class EpochedDataset:
         self._length = len(first)
         self._name = name
         self._vocab_size = vocab_size
-        self._masked_input, self._check = masked_input, check
+        self._masked_input, self._eod, self._check = masked_input, eod, check
 
     def __len__(self) -> int:
         """Return the samples of one epoch."""
@@ -52,6 +55,8 @@ class EpochedDataset:
 
     def __getitem__(self, index: int | None) -> dict[str, "torch.Tensor"]:
         """Return sample `index` >= 0, or for None a filler of the same shape with all loss masked.
+
+        It holds `tokens`, `labels`, `loss_mask` and, with `eod`, `starts` (see data.text.documents), each [S].
 
         Raises:
             DataError: a token id outside the vocabulary, or a changed file; names the file and the sample.
@@ -82,7 +87,8 @@ class EpochedDataset:
                 raise DataError(
                     f"{self._name}: sample {index} holds token id -1 in {found - meant} places; write the file again"
                 )
-        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+        starts = {} if self._eod is None else {"starts": document_starts(tokens, self._eod)}
+        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, **starts}
 
     def _epoch(self, epoch: int) -> "GPTDataset":
         if epoch not in self._epochs:

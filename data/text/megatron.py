@@ -45,6 +45,11 @@ class DataConfig:
     """Folder for the sample indices, seen by all processes; by default PREFIX/cache beside the data."""
     eod_mask_loss: bool = False
     """Leave out the loss at end-of-document tokens: what follows them is another document's beginning."""
+    reset_position_ids: bool = False
+    """Count positions from 0 in each document of a sample, not through the sample."""
+    reset_attention_mask: bool = False
+    """Let tokens attend inside their document alone, not to all before them in the sample. The samples of a micro-batch
+    are then one sequence for context parallelism."""
     num_workers: int = 0
     """Processes that read batches ahead; 0 reads in the training process."""
 
@@ -54,6 +59,11 @@ class DataConfig:
             blend(self.data_path)
         if self.num_workers < 0:
             raise DataError(f"num_workers is {self.num_workers}; it must be 0 or more")
+
+    @property
+    def tells_documents(self) -> bool:
+        """Whether samples tell where their documents start."""
+        return self.reset_position_ids or self.reset_attention_mask
 
 
 def split_shares(split: str) -> list[float]:
@@ -104,7 +114,8 @@ def build_datasets(
     """Build the training, validation and test samples of `config.data_path`; None for a split whose share is 0.
 
     Sample n is a pure function of (files, split, seq_length, seed, n): a dict of `tokens` and `labels`, int64
-    [seq_length], labels already shifted, and `loss_mask`, float32 [seq_length].
+    [seq_length], labels already shifted, `loss_mask`, float32 [seq_length], and, if documents are told apart,
+    `starts`, bool [seq_length].
 
     Collective over all ranks if a process group is initialised: rank 0 checks the files and writes the index caches,
     the others map them. A failure on one rank raises on all.
@@ -208,6 +219,7 @@ class _Source:
             name=f"{self.prefix}.bin",
             vocab_size=self.tokenizer.vocab_size,
             masked_input=self.tokenizer.eod if self.config.eod_mask_loss else None,
+            eod=self.tokenizer.eod if self.config.tells_documents else None,
             check=self.reader.check,
         )
 

@@ -141,3 +141,16 @@ def test_tensor_parallel_ranks_are_the_nearest_neighbours() -> None:
         [[2, 3], [1, 3], [3], [1, 3]],
     ]
     assert run_ranks(tensor_places, 4, 2, 1)[3] == [[2, 3], [3], [1, 3], [1, 3]]
+
+
+def joined_places(rank: int, world_size: int) -> list[list[int]]:
+    """The ranks of this one's groups of pp, dp, cp and both."""
+    config = MeshConfig(device="cpu", pipeline_model_parallel_size=2, context_parallel_size=2, balance_over="dp_cp")
+    with distributed_mesh(config) as mesh:
+        return [dist.get_process_group_ranks(part.get_group()) for part in (mesh.pp, mesh.dp, mesh.cp, mesh.dp_cp)]
+
+
+def test_joined_data_parallel_ranks_are_context_parallel_ones() -> None:
+    first, *_, last = run_ranks(joined_places, 8)
+    assert first == [[0, 4], [0], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert last == [[3, 7], [7], [4, 5, 6, 7], [4, 5, 6, 7]]

@@ -151,6 +151,7 @@ def test_a_schedule_that_makes_no_sense_is_refused_by_name(broken: Any) -> None:
         ("--bf16", "bf16 was False and is True; --no-bf16 keeps it"),
         ("--global-batch-size 8", "global_batch_size was 1 and is 8; --global-batch-size 1 keeps it"),
         ("--eod-mask-loss", "eod_mask_loss was False and is True; --no-eod-mask-loss keeps it"),
+        ("--reset-attention-mask", "reset_attention_mask was False and is True; --no-reset-attention-mask keeps it"),
         (
             "--data-path b",
             "data_path was ['a'] and is ['b']: the samples to come may repeat consumed ones; --data-path a keeps it",

@@ -1,8 +1,8 @@
 """Sections of every entry's configuration, and checks across them."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 from checkpoint.api import CheckpointConfig
 from data.text.megatron import split_shares
@@ -139,6 +139,16 @@ class CommonConfig(ABC):
     def sequence_length(self) -> int:
         """Tokens of a sample, before context parallelism shards them."""
 
+    @property
+    def packed(self) -> bool:
+        """Whether documents attend apart; the samples of a micro-batch are then joined into one sequence."""
+        return False
+
+    @property
+    def joined_length(self) -> int:
+        """Tokens of what context parallelism shards as one sequence: a sample, or a micro-batch's joined ones."""
+        return self.sequence_length * (self.train.micro_batch_size if self.packed else 1)
+
     def objective_key(self) -> dict[str, object]:
         """Return what the weights learn to predict, by field, JSON-able; a resumed run must have the same."""
         return {}
@@ -157,6 +167,20 @@ class CommonConfig(ABC):
     @abstractmethod
     def sample_order(self) -> dict[str, object]:
         """Return what decides which sample is the n-th; kept in checkpoints, to give consumed samples a meaning."""
+
+
+C = TypeVar("C", bound=CommonConfig)
+
+
+def with_joined_ranks(config: C, world_size: int) -> C:
+    """Return the configuration with the data-parallel ranks among the context-parallel ones, if balance_over is dp_cp.
+
+    Their micro-batches become one, so that a step has the same samples. Applied again, it changes nothing.
+    """
+    mesh = config.mesh.joined(world_size)
+    times = mesh.context_parallel_size // config.mesh.context_parallel_size
+    train = replace(config.train, micro_batch_size=times * config.train.micro_batch_size)
+    return replace(config, mesh=mesh, train=train)
 
 
 def validate_run(config: CommonConfig) -> None:

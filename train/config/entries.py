@@ -52,8 +52,13 @@ class Config(CommonConfig):
             "split": self.data.split,
         }
 
+    @property
+    def packed(self) -> bool:
+        return self.data.reset_attention_mask
+
     def noted_settings(self) -> dict[str, object]:
-        return {"eod_mask_loss": self.data.eod_mask_loss}
+        names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+        return {name: getattr(self.data, name) for name in names}
 
     def contents(self) -> dict[str, str]:
         tokenizer = self.data.tokenizer_model

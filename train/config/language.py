@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from train.config import flags
-from train.config.common import validate_backend, validate_run
+from train.config.common import validate_backend, validate_run, with_joined_ranks
 from train.config.entries import ENTRIES, Config, TrainConfig
 from train.config.flags import ConfigError
 from train.config.sizes import validate_sizes
@@ -69,6 +69,8 @@ def validate(config: Config, world_size: int) -> None:
 
     Raises UserError for the first contradiction, naming the fields, their values and the fix.
     """
+    config = with_joined_ranks(config, world_size)
+    _validate_documents(config)
     validate_sizes(config, world_size)
     validate_run(config)
     data = config.data
@@ -80,6 +82,22 @@ def validate(config: Config, world_size: int) -> None:
     if data.tokenizer_model is None:
         raise ConfigError(
             "tokenizer_model is not set; give --tokenizer-model FILE, the one that the data was written with"
+        )
+
+
+def _validate_documents(config: Config) -> None:
+    """Check that the model and its attention can tell documents apart, if that is asked for."""
+    if not config.packed:
+        return
+    if config.model.learned_positions and not config.data.reset_position_ids:
+        raise ConfigError(
+            "reset_attention_mask is set with learned_absolute positions and without reset_position_ids: a document "
+            "would have other positions wherever it lies; give --reset-position-ids, or --position-embedding-type rope"
+        )
+    if config.context.context_parallel_method == "none" and not config.model.linear_attention:
+        raise ConfigError(
+            "reset_attention_mask is set and context_parallel_method is none, which is torch's own SDPA and knows no "
+            "documents; choose a method, which one process can run too"
         )
 
 

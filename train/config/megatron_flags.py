@@ -182,8 +182,6 @@ TABLE = """\
 --tokenizer-name-or-path                | N | > | --tokenizer-model FILE
 --dataloader-type                       | single | = | the order is a function of the seed and the samples consumed
 --no-mmap-bin-files                     | | = | .bin files are read by pread
---reset-position-ids                    | | ! | positions count through a sequence, whatever documents are in it
---reset-attention-mask                  | | ! | attention sees the whole sequence, whatever documents are in it
 --no-create-attention-mask-in-dataloader | | = | no mask is ever made
 --encoder-seq-length                    | N | > | --seq-length N
 --decoder-seq-length                    | N | > | --seq-length N

@@ -74,6 +74,11 @@ def validate_sizes(config: Config, world_size: int) -> None:
 
 def validate_mesh(config: CommonConfig, world_size: int) -> None:
     """Raise UserError for mesh sizes that do not fit the processes, the model or the batch."""
+    if config.mesh.balance_over == "dp_cp" and not config.packed:
+        raise ConfigError(
+            "balance_over is dp_cp, which balances the documents of all data-parallel processes as one sequence, and "
+            "here documents do not attend apart; give pretrain_gpt.py --reset-attention-mask, or leave it out"
+        )
     tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
     pp = config.mesh.pipeline_model_parallel_size
     _validate_fit("tensor_model_parallel_size", tp, world_size, "")
@@ -155,7 +160,7 @@ def _validate_hybrid(config: Config) -> None:
         )
     try:
         hybrid.check(
-            seq_len=config.train.seq_length,
+            seq_len=config.joined_length,
             size=config.mesh.context_parallel_size,
             heads=model.num_attention_heads // tp,
             kv_heads=model.query_groups // tp,
@@ -169,7 +174,7 @@ def _validate_context(config: CommonConfig) -> None:
     """Check that the method fits its ranks, and the heads that tensor parallelism leaves to each."""
     model, mesh, tp = config.shape, config.mesh, config.mesh.tensor_model_parallel_size
     config.context.check(
-        seq_len=config.sequence_length,
+        seq_len=config.joined_length,
         size=mesh.context_parallel_size,
         heads=model.num_attention_heads // tp,
         kv_heads=max(1, model.query_groups // tp),

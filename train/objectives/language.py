@@ -1,4 +1,4 @@
-"""Next-token prediction, the objective of language models."""
+"""Next-token prediction, the objective of language models. B samples of S tokens, T tokens of this rank."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.loader import IGNORE_INDEX, Batch
+from data.text.documents import cumulative_lengths, positions_in_documents
 from data.text.megatron import DataConfig, blend
 from data.text.prepare import unigram_entropy
 from model.base import LanguageModel
 from parallel.context import ContextParallel
+from parallel.context.plan import PLANS, PlanHandle
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
 from train.objectives.base import Objective
+
+PADDING = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0}
+"""Values of padding, by what a rank holds of a batch."""
 
 
 class NextToken(Objective):
@@ -23,11 +28,26 @@ class NextToken(Objective):
     loss_name = "lm_loss"
     unit = "tokens"
 
-    def __init__(self, cp: ContextParallel, device: torch.device, loss_chunk_size: int = 0) -> None:
-        """loss_chunk_size: tokens whose logits exist at once; 0 for all."""
+    def __init__(
+        self,
+        cp: ContextParallel,
+        device: torch.device,
+        loss_chunk_size: int = 0,
+        *,
+        reset_position_ids: bool = False,
+        reset_attention_mask: bool = False,
+    ) -> None:
+        """Set up for ``cp``, made for sequences of S tokens or, with ``reset_attention_mask``, of B * S.
+
+        Args:
+            loss_chunk_size: tokens whose logits exist at once; 0 for all.
+            reset_position_ids: positions count from 0 in each document.
+            reset_attention_mask: tokens attend inside their document alone.
+        """
         self._cp = cp
         self._loss_chunk_size = loss_chunk_size
         self._device = device
+        self._reset_positions, self._reset_attention = reset_position_ids, reset_attention_mask
         # Padding takes the last position: a table of learned positions may have none beyond the sequence.
         self._positions = cp.positions.clamp(max=cp.plan.seq_len - 1).to(device)  # [T]
 
@@ -37,12 +57,28 @@ class NextToken(Objective):
         return len(self._positions)
 
     def local(self, batch: Batch) -> Batch:
-        """Return this rank's tokens and labels ``[B, T]`` of sequences ``[B, S]``; padding carries no loss."""
-        tokens, labels = (batch[name].to(self._device, non_blocking=True) for name in ("tokens", "labels"))
-        return {
-            "tokens": self._cp.shard(tokens, dim=1),
-            "labels": self._cp.shard(labels, dim=1, pad_value=IGNORE_INDEX),
-        }
+        """Return this rank's tokens and labels ``[B, T]`` of sequences ``[B, S]``; padding carries no loss.
+
+        Where documents are told apart, there are ``positions`` [B, T] too. Where tokens attend inside them alone, the
+        samples are joined, in order, into one sequence whose attention needs no rows: tokens, labels and positions are
+        ``[1, T]``, and ``plan`` is the number of its plan in ``PLANS``, int64 [1] on the CPU, which keeps it alive.
+        """
+        cp, plan = self._cp, {}
+        if self._reset_positions or self._reset_attention:
+            batch = batch | {"positions": self._positions_of(batch["starts"])}
+        if self._reset_attention:
+            batch = {name: rows.reshape(1, -1) for name, rows in batch.items()}  # [1, B * S]
+            cp = cp.under(documents=cumulative_lengths(batch["starts"][0]))
+            plan = {"plan": PLANS.tensor(cp.plan, shape=(1,))}
+        names = [name for name in PADDING if name in batch]
+        whole = {name: batch[name].to(self._device, non_blocking=True) for name in names}
+        return {name: cp.shard(x, dim=1, pad_value=PADDING[name]) for name, x in whole.items()} | plan
+
+    def _positions_of(self, starts: Tensor) -> Tensor:
+        """Return the positions [B, S] of samples whose documents have these ``starts`` [B, S]."""
+        if self._reset_positions:
+            return positions_in_documents(starts)
+        return torch.arange(starts.shape[1]).expand(starts.shape)
 
     def count(self, local: Batch) -> int:
         """Count the tokens that carry loss."""
@@ -60,11 +96,13 @@ class NextToken(Objective):
                 return chunked_cross_entropy_sum(hidden, weight, labels, size, IGNORE_INDEX)
             return cross_entropy_sum(F.linear(hidden, weight), labels, IGNORE_INDEX)[0]
 
-        return model(local["tokens"], self._positions, head)
+        mask = {"mask": PlanHandle(local["plan"])} if "plan" in local else {}
+        return model(local["tokens"], local.get("positions", self._positions), head, **mask)
 
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
-        """Return the name and a meta tensor of tokens ``[B, T]``."""
-        return "tokens", torch.empty((micro_batch_size, self.local_length), dtype=torch.int64, device="meta")
+        """Return the name and a meta tensor of tokens ``[B, T]``, or ``[1, T]`` of joined samples."""
+        sequences = 1 if self._reset_attention else micro_batch_size
+        return "tokens", torch.empty((sequences, self.local_length), dtype=torch.int64, device="meta")
 
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
         """Tie the embedding of the first stage and the last if it is also the output projection."""

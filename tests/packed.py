@@ -1,0 +1,139 @@
+"""Samples that hold several documents, one step over any mesh, and the documents alone, for the tests of packing."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pretrain_gpt
+from data.loader import IGNORE_INDEX, Batch, Batching, batches
+from data.text.documents import cumulative_lengths
+from data.text.megatron import build_datasets
+from data.tokenizer import load_tokenizer
+from kernels.loss import cross_entropy_sum
+from model.registry import build_model
+from testing.ranks import run_ranks
+from testing.training import Records, trainer_of
+from tests.data.text.corpora import write_documents
+from tests.parallel.whole import gradients_of
+from train.config.language import parse_args
+from train.loop import Trainer
+
+VOCABULARY, LENGTH, ROWS = 2048, 61, 4
+"""The length is divisible by no number of ranks."""
+TINY = f"""
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --init-method-std 0.1 --seq-length {LENGTH} --device cpu
+    --global-batch-size {ROWS} --micro-batch-size 2 --lr 1e-2 --lr-warmup-iters 1 --split 70,30,0
+    --eval-iters 1 --eval-interval 1000 --log-interval 1000 --reset-attention-mask --reset-position-ids
+""".split()
+
+
+def write_packed(folder: Path, tokenizer: Path, seed: int = 1, longest: int = 50) -> list[str]:
+    """Write documents of 1 to ``longest`` random tokens, each with an end; return the flags that name them."""
+    eod = load_tokenizer(str(tokenizer)).eod
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(longest, (80,), generator=generator).tolist()
+    ids = [torch.randint(5, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    prefix = write_documents(folder / "packed", [[*document, eod] for document in ids])
+    return ["--data-path", prefix, "--tokenizer-model", str(tokenizer)]
+
+
+@dataclass
+class Step:
+    """The loss of one step, its gradients by parameter, in full, and how many tokens carry loss."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    valid: int
+
+    def difference(self, other: "Step") -> float:
+        """Return the largest relative difference of any gradient, but for a key's bias, whose gradient is zero."""
+        assert self.gradients.keys() == other.gradients.keys()
+        return max(
+            float((a - other.gradients[name]).norm() / other.gradients[name].norm())
+            for name, a in self.gradients.items()
+            if not name.endswith("wk.bias")
+        )
+
+    def equal(self, other: "Step") -> bool:
+        """Return whether loss and gradients are the same bits."""
+        return self.loss == other.loss and all(torch.equal(x, other.gradients[n]) for n, x in self.gradients.items())
+
+
+Change = Callable[[Batch], Batch]
+"""Changes a micro-batch before it is sharded."""
+
+
+def as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def steps_on_rank(
+    rank: int, world_size: int, runs: Sequence[Sequence[str]], changes: Sequence[Change]
+) -> list[list[Step]]:
+    """Return the first step of training of each run's flags, under each change."""
+    found = []
+    for flags in runs:
+        with trainer_of(pretrain_gpt, [*TINY, *flags], Records()) as trainer:
+            found.append([_step(trainer, change) for change in changes])
+    return found
+
+
+def _step(trainer: Trainer, change: Change) -> Step:
+    batching = trainer._batching
+    step = [change(batch) for batch in next(batches(trainer.train_data, batching, 0))]
+    micro_batches, valid = trainer._next_step(iter([[trainer.objective.local(batch) for batch in step]]))
+    loss = trainer._over_all(trainer.runner.forward_backward(micro_batches, valid)).item()
+    gradients = {name: x for part in trainer.runner.parts for name, x in gradients_of(part).items()}
+    trainer.optimizer.zero_grad(set_to_none=True)
+    return Step(loss, gradients, valid)
+
+
+def over_ranks(
+    world_size: int, runs: Sequence[Sequence[str]], changes: Sequence[Change] = (as_it_is,)
+) -> list[list[Step]]:
+    """Return the steps [run][change] of ``world_size`` ranks; pipeline stages have parts of the gradients."""
+
+    def whole(steps: Sequence[Step]) -> Step:
+        gradients = {name: x for step in steps for name, x in step.gradients.items()}
+        return dataclasses.replace(steps[0], gradients=gradients)
+
+    by_rank = run_ranks(steps_on_rank, world_size, runs, changes)
+    return [[whole(steps) for steps in zip(*run, strict=True)] for run in zip(*by_rank, strict=True)]
+
+
+def validation_on_rank(rank: int, world_size: int, flags: Sequence[str]) -> float:
+    """Return the loss over the validation samples of the weights at the start."""
+    with trainer_of(pretrain_gpt, [*TINY, *flags], Records()) as trainer:
+        assert trainer.valid_data is not None
+        return trainer._validate(trainer.valid_data)
+
+
+def alone(flags: Sequence[str], validation: bool = False) -> Step:
+    """Compute the same step, or all samples of the validation, from each document alone, in float64 and one process."""
+    config = parse_args([*TINY, *flags])
+    tokenizer = load_tokenizer(str(config.data.tokenizer_model))
+    train, valid_data, _ = build_datasets(config.data, LENGTH, config.train.seed, tokenizer)
+    data: Any = valid_data if validation else train
+    rows = len(data) if validation else ROWS
+    (batch,) = next(batches(data, Batching(global_batch_size=rows, micro_batch_size=rows), 0))
+    model = build_model(dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
+    model.init_weights(config.train.seed)
+    losses, valid = [], int((batch["labels"] != IGNORE_INDEX).sum())
+    model.double()
+    for tokens, labels in documents(batch):
+        losses.append(cross_entropy_sum(model(tokens[None]), labels[None], IGNORE_INDEX)[0])
+    loss = torch.stack(losses).sum() / valid
+    loss.backward()
+    return Step(loss.item(), gradients_of(model), valid)
+
+
+def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield tokens and labels of each document of each row."""
+    for tokens, labels, starts in zip(batch["tokens"], batch["labels"], batch["starts"], strict=True):
+        lengths = torch.tensor(cumulative_lengths(starts)).diff().tolist()
+        yield from zip(tokens.split(lengths), labels.split(lengths), strict=True)

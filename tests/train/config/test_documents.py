@@ -1,0 +1,81 @@
+"""What the flags of packed documents go with, and ranks that are joined for them."""
+
+from dataclasses import replace
+
+import pytest
+
+from runtime.errors import UserError
+from train.config import diffusion
+from train.config.common import with_joined_ranks
+from train.config.language import Config, parse_args, validate
+
+DATA = ["--data-path", "runs/data/x", "--tokenizer-model", "x.model"]
+GPT = "--model-type gpt --max-position-embeddings 251 --seq-length 251"
+APART, JOINED = "--reset-attention-mask", "--balance-over dp_cp --reset-attention-mask"
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "message"),
+    [
+        (
+            1,
+            f"{APART} {GPT}",
+            "reset_attention_mask is set with learned_absolute .* --reset-position-ids, or --position-embedding-type",
+        ),
+        (
+            1,
+            f"{APART} --context-parallel-method none",
+            "reset_attention_mask is set and context_parallel_method is none, .* choose a method",
+        ),
+        (4, "--balance-over dp_cp", r"balance_over is dp_cp, .* give pretrain_gpt\.py --reset-attention-mask"),
+        (
+            8,
+            f"{JOINED} --context-parallel-size 2 --context-parallel-method ulysses --num-attention-heads 4",
+            "ulysses_degree is 8 with 4 query .* degrees that fit 8 ranks: 1, 2, 4",
+        ),
+        (6, f"{JOINED} --context-parallel-size 4", "context_parallel_size is 4, which does not divide the 6 processes"),
+        (4, f"{JOINED} --global-batch-size 6", "global_batch_size is 6, not a multiple of micro_batch_size 4"),
+    ],
+)
+def test_contradictions_are_refused_with_the_fix(processes: int, flags: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate(parse_args([*DATA, *flags.split()]), processes)
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (1, f"{APART} --reset-position-ids {GPT}"),
+        (1, f"--reset-position-ids {GPT}"),
+        (1, f"{APART} --model-type transnormer --context-parallel-method none"),
+        (4, f"{JOINED} --context-parallel-method wallfacer --context-parallel-team-size 2"),
+        (1, JOINED),
+    ],
+)
+def test_the_flags_are_independent_otherwise(processes: int, flags: str) -> None:
+    validate(parse_args([*DATA, *flags.split()]), processes)
+
+
+def test_a_diffusion_transformer_has_no_documents_to_join() -> None:
+    with pytest.raises(UserError, match="balance_over is dp_cp"):
+        diffusion.validate(diffusion.parse_args(["--balance-over", "dp_cp"]), 4)
+
+
+def test_joined_ranks_are_those_of_a_larger_context_and_have_the_same_samples() -> None:
+    sizes = "--context-parallel-size 2 --tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 16"
+    apart = parse_args([APART, *sizes.split()])
+    asked = replace(apart, mesh=replace(apart.mesh, balance_over="dp_cp"))
+    assert with_joined_ranks(apart, 16) == apart
+    joined = with_joined_ranks(asked, 16)
+    assert (joined.mesh.context_parallel_size, joined.train.micro_batch_size) == (8, 8)
+    assert (joined.mesh.data_parallel_size(16), apart.mesh.data_parallel_size(16)) == (1, 4)
+    assert joined.train.micro_batches(1) == apart.train.micro_batches(4) == 2
+    assert with_joined_ranks(joined, 16) == joined
+    assert with_joined_ranks(asked, 6) == asked, "sizes that do not fit are left for validate to name"
+
+
+def test_the_samples_of_a_micro_batch_are_one_sequence_only_where_documents_attend_apart() -> None:
+    sizes = ["--micro-batch-size", "3", "--seq-length", "100"]
+    assert parse_args([*sizes, APART]).joined_length == 300
+    assert parse_args([*sizes, "--reset-position-ids"]).joined_length == 100
+    assert (Config().joined_length, diffusion.DiTRunConfig().joined_length) == (1024, 256)

@@ -10,7 +10,7 @@ from data.tokenizer import load_tokenizer
 from model.attention import Attend, HybridAttention, LinearAttend
 from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
-from model.registry import TITLES, build_model, flops_per_token, num_parameters
+from model.registry import TITLES, attention_title, build_model, flops_per_token, num_parameters
 from parallel.mesh import Mesh, distributed_mesh
 from planner.complete import complete
 from runtime.processes import launched_world_size
@@ -99,6 +99,8 @@ def described(config: Config, mesh: Mesh) -> str:
     model = config.model
     alone = model.linear_attention and mesh.cp.size() == 1
     title = f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters"
+    if (attention := attention_title(model)) is not None:
+        title += f", {attention}"
     method = "linear attention" if alone else config.context.title
     if model.softmax_every is not None and not alone:
         method += f", softmax layers by {config.hybrid.hybrid_softmax_method}, {config.hybrid.hybrid_softmax_layout}"

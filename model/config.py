@@ -7,7 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from model.windows import MOST_LAYERS, Window, Windows, windows_of
 from runtime.errors import UserError
+
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,15 @@ class ModelConfig:
     softmax_every: int | None = None
     """Give every so many-th layer of a transnormer softmax attention with rope (a hybrid: 8 is seven linear layers,
     then one of softmax); by default none has it."""
+    window_size: str | None = None
+    """Keys that a token sees before and after its own, such as 1023,0; the second is 0, since the mask is causal, and
+    -1 before is all of them. By default every layer sees all earlier tokens. In a hybrid, of the softmax layers."""
+    window_attn_skip_freq: str | None = None
+    """Layers without that window: N is every N-th one; a pattern has a 1 for each layer with it and a 0 for each
+    without, such as ([1]*3+[0]*1)*6 for 24. By default every layer has it."""
+    softmax_type: SoftmaxType = "vanilla"
+    """What attention divides by: the sum over the keys; 1 more, so that a head can look at nothing; or the exponential
+    of a learned number per head more, an attention sink, as in gpt-oss."""
     linear_decay: Literal["released", "paper"] | None = None
     """How fast a transnormer's heads forget: as its released models do, the default, or as its paper writes."""
     no_scale_embedding: bool = False
@@ -69,6 +81,7 @@ class ModelConfig:
         )
         self._require(heads % self.query_groups == 0, "num_query_groups", f"it must divide num_attention_heads {heads}")
         self._check_kind()
+        self._check_softmax()
         self._check_positions()
 
     def _check_kind(self) -> None:
@@ -115,6 +128,22 @@ class ModelConfig:
             kind == "transnormer" or self.hidden_size % 2 == 0,
             "hidden_size",
             "it must be even: sinusoidal positions come in pairs",
+        )
+
+    def _check_softmax(self) -> None:
+        """Check windows and sinks, which layers of softmax attention alone have."""
+        softmax = not self.linear_attention or self.softmax_every is not None
+        for name in ("window_size", "softmax_type"):
+            self._require(
+                softmax or getattr(self, name) == getattr(type(self), name),
+                name,
+                f"model_type {self.model_type} has linear attention, which divides by no softmax and keeps no keys; "
+                "leave it out, or give a transnormer layers of softmax attention by softmax_every",
+            )
+        self._require(
+            self._windows.window is None or any(map(self.window, range(min(self.num_layers, MOST_LAYERS)))),
+            "window_attn_skip_freq",
+            "it leaves no layer of softmax attention with the window; give one of them a 1, or leave window_size out",
         )
 
     def _check_positions(self) -> None:
@@ -173,6 +202,14 @@ class ModelConfig:
             return (layer + 1) % self.softmax_every == 0
         return not self.linear_attention
 
+    def window(self, layer: int) -> Window | None:
+        """Return the window of this layer, counted from 0; None if it sees all earlier tokens, or is linear."""
+        return self._windows.of(layer) if self.has_softmax(layer) else None
+
+    @property
+    def _windows(self) -> Windows:
+        return windows_of(self.window_size, self.window_attn_skip_freq, self.num_layers)
+
     @property
     def embedding_scale(self) -> float:
         """Factor of the embeddings in a model with linear attention (Vaswani et al. 2017, section 3.4)."""
@@ -214,6 +251,14 @@ class ModelConfig:
 def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str | None]:
     """Return all that decides the model's shapes and function, defaults resolved; if equal, checkpoints fit."""
     positions = "learned_absolute" if config.learned_positions else "rope"
+    softmax: dict[str, int | float | bool | str | None] = {}  # without an entry where older checkpoints have none
+    windows = [config.window(layer) for layer in range(config.num_layers)]
+    if any(windows):
+        left, right = next(window for window in windows if window)
+        softmax["window_size"] = f"{left},{right}"
+        softmax["window_layers"] = "".join(str(int(window is not None)) for window in windows)
+    if config.softmax_type != "vanilla":
+        softmax["softmax_type"] = config.softmax_type
     linear: dict[str, int | float | bool | str | None] = {}
     if config.linear_attention:
         positions = "lrpe" if config.model_type == "transnormer" else "sinusoidal"
@@ -238,4 +283,5 @@ def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str |
         "norm_epsilon": config.norm_epsilon,
         "untie_embeddings_and_output_weights": config.untie_embeddings_and_output_weights,
         **linear,
+        **softmax,
     }

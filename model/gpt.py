@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.attention import Attend, Attention, sdpa
+from model.attention import Attend, attention_of, sdpa
 from model.base import LanguageModel, output_module
 from model.config import ModelConfig
 from model.layers import MLP, LayerNorm, Rotary
@@ -17,11 +17,11 @@ from model.layers import MLP, LayerNorm, Rotary
 class Layer(nn.Module):
     """One pre-norm transformer layer: [B, T, C] -> [B, T, C]."""
 
-    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+    def __init__(self, config: ModelConfig, layer: int, attend: Attend) -> None:
         super().__init__()
-        width, heads, groups = config.hidden_size, config.num_attention_heads, config.query_groups
+        width = config.hidden_size
         self.attention_norm = LayerNorm(width, eps=config.norm_epsilon)
-        self.attention = Attention(width, heads, groups, config.head_dim, attend, bias=True)
+        self.attention = attention_of(config, layer, attend, bias=True)
         self.mlp_norm = LayerNorm(width, eps=config.norm_epsilon)
         self.mlp = MLP(width, config.ffn_size)
 
@@ -41,7 +41,7 @@ class GPT(LanguageModel):
         self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
         table = config.max_position_embeddings
         self.position_embedding = nn.Embedding(table, config.hidden_size) if table is not None else None
-        self.layers = nn.ModuleList(Layer(config, attend) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, layer, attend) for layer in range(config.num_layers))
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_epsilon)
         self.output = output_module(config)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.attention import Attend, Attention, sdpa
+from model.attention import Attend, attention_of, sdpa
 from model.base import LanguageModel, output_module
 from model.config import ModelConfig
 from model.layers import RMSNorm, Rotary, SwiGLU
@@ -17,11 +17,11 @@ from model.layers import RMSNorm, Rotary, SwiGLU
 class Layer(nn.Module):
     """One pre-norm transformer layer: [B, T, C] -> [B, T, C]."""
 
-    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+    def __init__(self, config: ModelConfig, layer: int, attend: Attend) -> None:
         super().__init__()
         width = config.hidden_size
         self.attention_norm = RMSNorm(width, eps=config.norm_epsilon)
-        self.attention = Attention(width, config.num_attention_heads, config.query_groups, config.head_dim, attend)
+        self.attention = attention_of(config, layer, attend)
         self.mlp_norm = RMSNorm(width, eps=config.norm_epsilon)
         self.mlp = SwiGLU(width, config.ffn_size)
 
@@ -37,7 +37,7 @@ class Llama(LanguageModel):
         super().__init__()
         self.config = config
         self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, attend) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, layer, attend) for layer in range(config.num_layers))
         self.norm: nn.Module | None = RMSNorm(config.hidden_size, eps=config.norm_epsilon)
         self.output = output_module(config)
 

@@ -10,6 +10,7 @@ from model.gpt import GPT
 from model.linear_transformer import LinearTransformer
 from model.llama import Llama
 from model.transnormer import TransNormer
+from model.windows import Window
 
 MODELS: dict[str, type[LanguageModel]] = {
     "llama": Llama,
@@ -50,25 +51,47 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     Counts 6 per weight of every matrix product, including the output projection but not embedding lookups, as PaLM does
     (Chowdhery et al. 2022, appendix B). Attention adds 12 * layers * heads * head width * seq_length for a full mask;
     the causal mask needs half, and half is counted, as in Megatron-LM's num_floating_point_operations. PaLM and nanoGPT
-    count the full square and so report a higher utilisation. Linear attention adds 12 per element of a layer's state,
-    which each token writes and reads. Each layer of a hybrid counts as its kind.
+    count the full square and so report a higher utilisation. Under a window a token has the keys that it sees in the
+    place of that half. Linear attention adds 12 per element of a layer's state, which each token writes and reads. Each
+    layer of a hybrid counts as its kind. Sinks add nothing that counts.
     """
     model = _on_meta(config)
     matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     if model.output is None:
         matrices += model.output_weight.numel()
-    scores = softmax_layers(config) * config.num_attention_heads * config.head_dim * seq_length / 2
+    keys = sum(mean_keys(config.window(layer), seq_length) for layer in softmax_layers(config))
+    scores = keys * config.num_attention_heads * config.head_dim
     return 6 * matrices + 12 * (state_elements(config) + scores)
 
 
-def softmax_layers(config: ModelConfig) -> int:
-    """Count the layers with softmax attention."""
-    return sum(map(config.has_softmax, range(config.num_layers)))
+def mean_keys(window: Window | None, seq_length: int) -> float:
+    """Return how many keys a token sees on average, those of the diagonal as halves: seq_length / 2 without a window.
+
+    A window of w keys, a token's own among them, hides (seq_length - w)^2 / 2 of seq_length^2 / 2 pairs.
+    """
+    keys = seq_length if window is None else min(window[0] + 1, seq_length)
+    return keys - keys**2 / (2 * seq_length) if seq_length else 0.0
+
+
+def softmax_layers(config: ModelConfig) -> list[int]:
+    """Return the layers with softmax attention, counted from 0."""
+    return list(filter(config.has_softmax, range(config.num_layers)))
+
+
+def attention_title(config: ModelConfig) -> str | None:
+    """Describe windows and sinks in a few words; None if there are none."""
+    windows = [window for window in map(config.window, range(config.num_layers)) if window]
+    words = []
+    if windows:
+        words.append(f"{len(windows)} of {config.num_layers} layers see {windows[0][0]:,} tokens back")
+    if config.softmax_type != "vanilla":
+        words.append(f"{config.softmax_type} softmax")
+    return ", ".join(words) or None
 
 
 def state_elements(config: ModelConfig) -> int:
     """Count the state elements of all linear attention layers, per sequence."""
-    one, layers = config.num_attention_heads * config.head_dim**2, config.num_layers - softmax_layers(config)
+    one, layers = config.num_attention_heads * config.head_dim**2, config.num_layers - len(softmax_layers(config))
     if config.model_type == "transnormer":
         return one * (layers + (not config.has_softmax(0)))  # LRPE doubles the first layer's keys
     return (one + config.num_attention_heads * config.head_dim) * layers  # and the normaliser

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Attention, HybridAttention, LinearAttend, LinearCore, States, linear
+from model.attention import HybridAttention, LinearAttend, LinearCore, States, attention_of, linear
 from model.base import RecurrentModel, output_module
 from model.config import ModelConfig
 from model.layers import SGLU, RMSNorm, Rotary
@@ -121,8 +121,7 @@ class SoftmaxLayer(Layer):
 
     def mixer(self, config: ModelConfig, layer: int, attends: HybridAttention) -> nn.Module:
         self.layer, self.head_dim, self.rotary_base = layer, config.head_dim, config.rotary_base
-        heads, groups = config.num_attention_heads, config.query_groups
-        return Attention(config.hidden_size, heads, groups, config.head_dim, attends.softmax)
+        return attention_of(config, layer, attends.softmax)
 
     def mix(self, x: Tensor, positions: Tensor, mask: Any, states: States) -> Tensor:
         rotary = Rotary(positions, self.head_dim, self.rotary_base, x.dtype)

@@ -70,6 +70,12 @@ def _family(config: ModelConfig) -> Family:
         raise UserError(
             f"model_type is {config.model_type}, which Hugging Face has no model of; only {_listed(FAMILIES)}"
         )
+    for name, default in (("window_size", None), ("softmax_type", "vanilla")):
+        if (value := getattr(config, name)) != default:
+            raise UserError(
+                f"{name} is {value}, and Hugging Face's {config.model_type} has neither windows nor sinks; only "
+                f"{'none' if default is None else default} can be read and written, keep others in their checkpoints"
+            )
     return FAMILIES[config.model_type]
 
 
@@ -164,6 +170,11 @@ def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
     shapes = shapes_of(config)
     state = {_whole_name(name, family.PREFIX): weight for name, weight in state.items()}
     state = {name: weight for name, weight in state.items() if not family.DERIVED.fullmatch(name)}
+    if sinks := sorted(name for name in state if name.endswith(".sinks")):
+        raise UserError(
+            f"{sinks[0]} holds attention sinks, and a model of model_type {config.model_type} has none there, so that "
+            "other tokens would get their share; take a checkpoint without sinks: gpt-oss is not read"
+        )
     if not config.untie_embeddings_and_output_weights and "lm_head.weight" in state:
         output, embedding = state.pop("lm_head.weight"), state.get(family.EMBEDDING)
         if embedding is not None and not torch.equal(output, embedding):

@@ -50,13 +50,23 @@ class AllTokens(ParallelStyle):
 
 
 class OwnHeads(AllTokens):
-    """An attention that keeps the decays of this rank's heads, if it has any."""
+    """An attention that keeps the decays or the sinks of this rank's heads, if it has any.
+
+    Learned sinks are sharded by heads; ``own_sinks`` returns this rank's.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rates: Any = getattr(module, "log_decay", None)
         if rates is not None:
             own, rank = len(rates) // device_mesh.size(), device_mesh.get_local_rank()
             module.log_decay = rates[rank * own : (rank + 1) * own]
+        part: Any = module
+        if hasattr(module, "num_heads"):
+            part.num_heads //= device_mesh.size()
+        if getattr(module, "sinks", None) is not None:
+            split = distribute_tensor(part.sinks, device_mesh, [Shard(0)])
+            module.register_parameter("sinks", nn.Parameter(split))
+            part.own_sinks = lambda like: part.sinks.to_local()  # read at every call: FSDP replaces the parameter
         return super()._apply(module, device_mesh)
 
 

@@ -1,9 +1,12 @@
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from model.attention import Attention, continued, sdpa
+from model.attention import Attention, attention_of, continued, sdpa
+from model.config import ModelConfig
 from model.layers import Rotary
 
 
@@ -76,6 +79,49 @@ def test_windows_and_sinks_equal_those_of_gpt_oss(length, left):
     assert difference(sdpa(*qkv, window=window, sinks=sinks.roll(1)), want, inputs) > 1e-3
     if left is not None and left < length:
         assert difference(sdpa(*qkv, window=(left + 1, 0), sinks=sinks), want, inputs) > 1e-3
+
+
+def our_name(theirs):
+    """q_proj.weight is wq.weight, and so on; sinks are sinks."""
+    return re.sub(r"^(.)_proj", r"w\1", theirs)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_is_that_of_gpt_oss_and_so_is_every_gradient(layer):
+    """A window in one layer and none in the other; theirs counts a token's own key, Megatron's and ours does not."""
+    from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+
+    kinds = ["sliding_attention", "full_attention"]
+    theirs_config = GptOssConfig(
+        hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=2, sliding_window=6,
+        layer_types=kinds, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = GptOssAttention(theirs_config, layer).double()
+    config = ModelConfig(
+        hidden_size=24, num_attention_heads=4, num_query_groups=2, kv_channels=8, num_layers=2, vocab_size=9,
+        window_size="5,0", window_attn_skip_freq="2", softmax_type="learnable",
+    )  # fmt: skip
+    ours = attention_of(config, layer, sdpa, bias=True).double()
+    torch.manual_seed(0)
+    for name, parameter in theirs.named_parameters():
+        nn.init.normal_(parameter)
+        ours.get_parameter(our_name(name)).data.copy_(parameter)
+    x, place = torch.randn(2, 20, 24, dtype=torch.float64), torch.arange(20)
+    rotary = Rotary(place, 8, 1e4, x.dtype)
+    cos, sin = (angles.squeeze(-2)[None] for angles in (rotary.cos, rotary.sin))
+    hidden = place[:, None] < place
+    if kinds[layer] == "sliding_attention":
+        hidden |= place[:, None] - place >= theirs_config.sliding_window
+    mask = torch.zeros(20, 20, dtype=x.dtype).masked_fill(hidden, float("-inf"))
+    want, got = theirs(x, (cos, sin), mask)[0], ours(x, rotary)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    upstream = torch.randn_like(want)
+    (want * upstream).sum().backward()
+    (got * upstream).sum().backward()
+    assert ours.sinks.grad.abs().min() > 1e-3
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(ours.get_parameter(our_name(name)).grad, parameter.grad, rtol=0, atol=1e-11)
 
 
 def test_a_window_that_is_unlimited_is_none():

@@ -21,6 +21,10 @@ ALL = {
     "llama, tied": dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False),
     "gpt": GPT,
     "gpt, rope": dataclasses.replace(GPT, position_embedding_type="rope", max_position_embeddings=None),
+    "llama, windows and sinks": dataclasses.replace(
+        LLAMA, window_size="3,0", window_attn_skip_freq="2", softmax_type="learnable"
+    ),
+    "gpt, off by one": dataclasses.replace(GPT, window_size="5,0", softmax_type="off-by-one"),
     "gpt, grouped and tied": dataclasses.replace(GPT, num_query_groups=2, untie_embeddings_and_output_weights=False),
 }
 
@@ -98,8 +102,8 @@ def test_explicit_positions_make_the_order_of_tokens_free(any_kind):
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     back = order.argsort()
 
-    def attend(q, k, v):
-        return sdpa(*(x[:, back] for x in (q, k, v)))[:, order]
+    def attend(q, k, v, **settings):
+        return sdpa(*(x[:, back] for x in (q, k, v)), **settings)[:, order]
 
     expected, model = used(any_kind)(tokens()), used(any_kind, attend)
     permuted = model(tokens()[:, order], order)
@@ -133,6 +137,34 @@ def test_the_mask_reaches_every_attention_and_is_refused_without_a_method(config
     assert torch.equal(masked, model(tokens()))
     with pytest.raises(UserError, match=r"mask is a object, .* no method .* set a context_parallel_method"):
         model(tokens(), mask=mask)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT, HYBRID], ids=lambda config: config.model_type)
+def test_each_layer_has_its_own_window_and_sinks(config):
+    windows = ["2,0", "5,0"][config is HYBRID]
+    config = dataclasses.replace(
+        config, num_layers=4, window_size=windows, window_attn_skip_freq="[1,1,0,1]", softmax_type="learnable"
+    )
+    seen = []
+
+    def scores(q, k, v, *, sinks, window=None):
+        seen.append((window, sinks))
+        return sdpa(q, k, v, sinks=sinks, window=window)
+
+    model = used(config, HybridAttention(linear, scores) if config.softmax_every else scores)
+    model(tokens())
+    softmax = [layer for layer in range(4) if config.has_softmax(layer)]
+    assert [window for window, _ in seen] == [config.window(layer) for layer in softmax]
+    assert [sinks for _, sinks in seen] == [model.layers[layer].attention.sinks for layer in softmax]
+    assert len({sinks.sum().item() for _, sinks in seen}) == len(softmax)
+    zero = built(config).double()
+    for layer in softmax:
+        zero.layers[layer].attention.sinks.data.zero_()
+    off_by_one, vanilla = (
+        built(dataclasses.replace(config, softmax_type=kind)).double()(tokens()) for kind in ("off-by-one", "vanilla")
+    )
+    torch.testing.assert_close(off_by_one, zero(tokens()), rtol=0, atol=1e-14)
+    assert (off_by_one - vanilla).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("config", KINDS)

@@ -94,6 +94,17 @@ def test_defaults_of_a_gpt():
         ({"model_type": "transnormer", "softmax_every": 5}, "softmax_every is 5; .* to num_layers 4"),
         ({"model_type": "transnormer", "softmax_every": 1}, "softmax_every is 1; it must be from 2"),
         (
+            {"model_type": "transnormer", "window_size": "8,0"},
+            "window_size is 8,0; model_type transnormer has linear .* leave it out, or .* softmax_every",
+        ),
+        (
+            {"model_type": "linear_transformer", "softmax_type": "learnable"},
+            "softmax_type is learnable; model_type linear_transformer has linear",
+        ),
+        ({"window_size": "0,0"}, "window_size is 0,0, 0 keys before"),
+        ({"window_attn_skip_freq": "2"}, "window_attn_skip_freq is 2 and window_size is not set"),
+        ({"window_size": "8,0", "window_attn_skip_freq": "[0]*4"}, "window_attn_skip_freq is .*; it leaves no layer"),
+        (
             {"model_type": "transnormer", "softmax_every": 2, "hidden_size": 15, "num_attention_heads": 5},
             "hidden_size is 15; .* must be even",
         ),
@@ -120,6 +131,23 @@ def test_architecture_tells_apart_what_computes_something_else():
     ]
     plain = dataclasses.replace(decays[0], no_scale_embedding=True)
     assert architecture_of(dataclasses.replace(decays[0], linear_decay=None)) == architecture_of(decays[0])
+    windows = [dataclasses.replace(llama, window_size="8,0", window_attn_skip_freq=skip) for skip in (None, "2", "3")]
+    windows.append(dataclasses.replace(llama, window_size="9,0"))
+    same = dataclasses.replace(windows[1], window_size="(8, 0)", window_attn_skip_freq="([1]+[0])*2")
+    assert architecture_of(same) == architecture_of(windows[1])
+    assert architecture_of(dataclasses.replace(llama, window_size="-1,0")) == architecture_of(llama)
+    softmax = [dataclasses.replace(llama, softmax_type=kind) for kind in ("off-by-one", "learnable")]
+    assert not {"window_size", "window_layers", "softmax_type"} & architecture_of(llama).keys()  # older checkpoints
     hybrids = [dataclasses.replace(decays[0], softmax_every=every) for every in (2, 4)]
-    others = [dataclasses.replace(GPT, max_position_embeddings=65), rope, llama, linear, *decays, plain, *hybrids]
+    others = [
+        dataclasses.replace(GPT, max_position_embeddings=65),
+        rope,
+        llama,
+        linear,
+        *decays,
+        plain,
+        *hybrids,
+        *windows,
+        *softmax,
+    ]
     assert all(architecture_of(a) != architecture_of(b) for i, a in enumerate(others) for b in [GPT, *others[:i]])

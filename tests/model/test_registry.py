@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.attention import HybridAttention
 from model.config import ModelConfig
-from model.registry import MODELS, TITLES, build_model, flops_per_token, num_parameters, state_elements
+from model.registry import MODELS, TITLES, attention_title, build_model, flops_per_token, num_parameters, state_elements
 
 LLAMA = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
 TIED = dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False)
@@ -69,6 +69,26 @@ def test_flops_match_those_torch_counts(config):
     width = config.num_attention_heads * config.head_dim
     full_mask = flops_per_token(config, 12) + 12 * 2 * width * 12 / 2
     assert counter.get_total_flops() == 2 * 12 * full_mask
+
+
+@pytest.mark.parametrize(("left", "length"), [(3, 12), (11, 12), (40, 12), (100, 1000)])
+def test_flops_of_windows_count_the_keys_that_are_seen(left, length):
+    """Those of the diagonal as halves, as without a window."""
+    config = dataclasses.replace(SOFTMAX[0], window_size=f"{left},0", window_attn_skip_freq="2")
+    pairs = sum(min(i, left) + 1 for i in range(length)) - min(left + 1, length) / 2
+    matrices = flops_per_token(config, 0)
+    per_pair = 12 * config.num_attention_heads * config.head_dim
+    windowed, full = (config.num_layers + 1) // 2, config.num_layers // 2
+    want = matrices + per_pair * (windowed * pairs / length + full * length / 2)
+    assert flops_per_token(config, length) == pytest.approx(want, rel=1e-12)
+
+
+def test_sinks_are_counted_and_described():
+    config = dataclasses.replace(SOFTMAX[0], window_size="1023,0", window_attn_skip_freq="2", softmax_type="learnable")
+    heads = config.num_layers * config.num_attention_heads
+    assert num_parameters(config) == num_parameters(SOFTMAX[0]) + heads
+    assert attention_title(config) == "1 of 2 layers see 1,023 tokens back, learnable softmax"
+    assert attention_title(SOFTMAX[0]) is None
 
 
 @pytest.mark.parametrize("config", LINEAR)

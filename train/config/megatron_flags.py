@@ -30,7 +30,6 @@ TABLE = """\
 --quick-geglu                           | | ! | feed-forwards are SwiGLU in a llama and GELU in a gpt
 --openai-gelu                           | | = with model_type gpt, linear_transformer | their GELU is in the tanh form, as GPT-2 has it
 --onnx-safe                             | | ! | nothing is exported to ONNX; model/hf/api.py writes Hugging Face's format
---window-size                           | N | ! | attention sees every earlier token; context parallelism is what makes that cheap
 --multi-latent-attention                | | ! | attention is of many heads or grouped queries
 --num-experts                           | N | ! | there is no mixture of experts
 --moe-router-topk                       | N | ! | there is no mixture of experts

@@ -53,8 +53,8 @@ def test_flags_override_the_file_and_the_rest_stays(tmp_path):
 
 
 def test_toml_round_trip_of_every_field(tmp_path):
-    changed: dict[str, object] = {
-        "split": "90,5,5",
+    changed: dict[str, object] = {"split": "90,5,5", "window_size": "8,0", "window_attn_skip_freq": "2"}
+    changed |= {
         "data_path": ("a b", 'c "d" \\ é'),
         "position_embedding_type": "learned_absolute",
         "data_parallel_sharding_strategy": "fsdp",

@@ -1,0 +1,137 @@
+"""Sliding windows of attention and the layers that have them, in Megatron-LM's words.
+
+``window_size`` is "L,R": query i sees keys i - L .. i + R. ``window_attn_skip_freq`` names the layers that see all.
+"""
+
+import ast
+from functools import lru_cache
+from typing import NamedTuple
+
+from runtime.errors import UserError
+
+Window = tuple[int, int]
+"""(left, right): query i sees keys i - left .. i + right, -1 being all on that side; right is 0 under a causal mask."""
+
+WIDEST = 10**9 - 1
+MOST_LAYERS = 100_000
+LONGEST_PATTERN = 10_000
+"""Characters."""
+
+
+class Windows(NamedTuple):
+    """The window of a causal model and the layers without it."""
+
+    window: Window | None
+    skip: int | tuple[bool, ...] | None
+    """Every so-many-th layer, counted from 1, sees all earlier tokens; or whether each layer has the window; None is a
+    window in every layer."""
+
+    def of(self, layer: int) -> Window | None:
+        """Return the window of this layer, counted from 0; None if it sees all earlier tokens."""
+        if self.skip is None:
+            return self.window
+        has = (layer + 1) % self.skip != 0 if isinstance(self.skip, int) else self.skip[layer]
+        return self.window if has else None
+
+
+@lru_cache
+def windows_of(size: str | None, skip: str | None, layers: int) -> Windows:
+    """Return the windows of a causal model of that many layers.
+
+    Args:
+        size: ``window_size``; None, and -1 before a token, are no window.
+        skip: ``window_attn_skip_freq``; None leaves out no layer.
+
+    Raises:
+        UserError: they are no window and no layers, or the one is of no use without the other.
+    """
+    if size is None:
+        if skip is not None:
+            raise UserError(
+                f"window_attn_skip_freq is {skip} and window_size is not set, so that every layer sees all earlier "
+                "tokens; leave it out, or give --window-size"
+            )
+        return Windows(None, None)
+    window = _window(size)
+    return Windows(window if window[0] > 0 else None, _layers(skip, layers))
+
+
+def _window(text: str) -> Window:
+    """Parse a causal window, such as "1023,0" or "(1023, 0)"."""
+    try:
+        left, right = (int(word) for word in text.strip().removeprefix("(").removesuffix(")").split(","))
+    except ValueError:
+        raise UserError(
+            f"window_size is {text}; it must be two numbers, the keys that a token sees before and after its own, such "
+            "as 1023,0"
+        ) from None
+    if left != -1 and not 1 <= left <= WIDEST:
+        raise UserError(
+            f"window_size is {text}, {left} keys before a token's own; it must be from 1 to {WIDEST:,}, or -1 for all "
+            "of them"
+        )
+    if right != 0:
+        raise UserError(
+            f"window_size is {text}, {right} keys after a token's own, which a causal mask hides; give --window-size "
+            f"{left},0"
+        )
+    return left, right
+
+
+def _layers(skip: str | None, layers: int) -> int | tuple[bool, ...] | None:
+    """Parse which layers see all, as in ``Windows``."""
+    if skip is None:
+        return None
+    if len(skip) > LONGEST_PATTERN:
+        raise UserError(
+            f"window_attn_skip_freq is a text of {len(skip):,} characters; it can have {LONGEST_PATTERN:,}: write "
+            "layers that repeat as [1]*3"
+        )
+    try:
+        found = _value(ast.parse(skip.strip(), mode="eval").body, min(layers, MOST_LAYERS))
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        reason = str(error) if type(error) is ValueError else "it is neither"
+        raise UserError(
+            f"window_attn_skip_freq is {skip}; it must be a number, of which every so-many-th layer sees all, or a "
+            f"pattern of 1 and 0 for num_layers {layers}, such as ([1]*3+[0]*1)*6 for 24; {reason}"
+        ) from None
+    if isinstance(found, int):
+        if found < 2:
+            raise UserError(
+                f"window_attn_skip_freq is {skip}, which leaves no layer with the window; it must be 2 (every other "
+                "layer sees all) or more, or left out"
+            )
+        return found
+    if len(found) != layers:
+        raise UserError(
+            f"window_attn_skip_freq is {skip}, a pattern of {len(found)} layers, and num_layers is {layers}; give each "
+            "layer a 1 or a 0"
+        )
+    return tuple(map(bool, found))
+
+
+def _value(node: ast.expr, most: int) -> int | list[int]:
+    """Evaluate lists of 1 and 0, numbers, + and *, and nothing else; no list grows longer than ``most``."""
+    match node:
+        case ast.Constant(value=int() as number) if type(number) is int:
+            return number
+        case ast.List(elts=elements):
+            found = [_value(element, most) for element in elements]
+            if any(one not in (0, 1) for one in found):
+                raise ValueError("a list has a 1 for each layer with the window and a 0 for each without")
+            return [int(one) for one in found if isinstance(one, int)]
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
+            return _combined(_value(left, most), operator, _value(right, most), most)
+    raise ValueError("it has more than numbers, lists, + and *")
+
+
+def _combined(left: int | list[int], operator: ast.operator, right: int | list[int], most: int) -> int | list[int]:
+    """Return the sum or the product of two values of a pattern."""
+    match left, operator, right:
+        case list(), ast.Add(), list():
+            return left + right
+        case (list() as one, ast.Mult(), int() as times) | (int() as times, ast.Mult(), list() as one):
+            if len(one) * times > most:
+                raise ValueError(f"it has more than {most} layers")
+            return one * times
+    raise ValueError("lists are added to lists, and multiplied by numbers")

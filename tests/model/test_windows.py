@@ -1,0 +1,109 @@
+"""Windows and the layers that have them, in Megatron-LM's words and as Megatron-LM takes them."""
+
+import pytest
+
+from model.config import ModelConfig
+from model.windows import windows_of
+from runtime.errors import UserError
+
+
+@pytest.mark.parametrize("text", ["8,0", "(8,0)", " (8, 0) "])
+def test_a_window_is_the_keys_before_a_token_and_after_it(text):
+    assert [windows_of(text, None, 3).of(layer) for layer in range(3)] == [(8, 0)] * 3
+    assert windows_of("-1,0", None, 3).of(0) is None
+    assert windows_of(None, None, 3).of(0) is None
+
+
+def megatrons(window_attn_skip_freq, layer_number):
+    """megatron-core 0.16.1's is_layer_window_attention, where there is a window; its import takes 6 s."""
+    if window_attn_skip_freq is None:
+        return True
+    if isinstance(window_attn_skip_freq, int):
+        return layer_number % window_attn_skip_freq != 0
+    return bool(window_attn_skip_freq[layer_number - 1])
+
+
+@pytest.mark.parametrize(
+    "skip",
+    [
+        None,
+        "2",
+        "3",
+        "12",
+        "13",
+        "[1]*12",
+        "([1]*3+[0]*1)*3",
+        "[1,0,1,1]+2*[0]+([1]+[0])*3",
+        "3*([0]+[1]*3)",
+        "[1]*11+[0]",
+    ],
+)
+def test_layers_are_those_of_megatron(skip):
+    want = [megatrons(None if skip is None else eval(skip), number) for number in range(1, 13)]
+    assert [windows_of("8,0", skip, 12).of(layer) == (8, 0) for layer in range(12)] == want
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("0,0", "window_size is 0,0, 0 keys before .* from 1 to 999,999,999, or -1"),
+        ("-2,0", "window_size is -2,0, -2 keys before"),
+        ("1000000000,0", "window_size is 1000000000,0, .* from 1 to"),
+        ("8,1", "window_size is 8,1, 1 keys after .* causal mask hides; give --window-size 8,0"),
+        ("8,-1", "window_size is 8,-1, -1 keys after .* give --window-size 8,0"),
+        ("8", "window_size is 8; it must be two numbers"),
+        ("8,0,0", "window_size is 8,0,0; it must be two numbers"),
+        ("a,b", "window_size is a,b; it must be two numbers"),
+        ("1.5,0", "window_size is 1.5,0; it must be two numbers"),
+        ("9" * 5000 + ",0", "it must be two numbers"),
+    ],
+)
+def test_what_is_no_window_is_refused(size, message):
+    with pytest.raises(UserError, match=message):
+        windows_of(size, None, 4)
+
+
+@pytest.mark.parametrize(
+    ("skip", "message"),
+    [
+        ("1", "window_attn_skip_freq is 1, which leaves no layer with the window; it must be 2"),
+        ("0", "window_attn_skip_freq is 0, which leaves no layer"),
+        ("-4", "window_attn_skip_freq is -4; it must be a number, .* more than numbers, lists"),
+        ("[1]*3", "window_attn_skip_freq is .*, a pattern of 3 layers, and num_layers is 4; give each"),
+        ("[]", "a pattern of 0 layers"),
+        ("[1]*5", "it has more than 4 layers"),
+        ("[1]*1000000000000", "it has more than 4 layers"),
+        ("[2]*4", "a list has a 1 for each layer with the window and a 0"),
+        ("[[1]]*4", "a list has a 1"),
+        ("[True]*4", "more than numbers, lists"),
+        ("[1]*[1]", "lists are added to lists, and multiplied by numbers"),
+        ("2*2", "lists are added to lists, and multiplied by numbers"),
+        ("[1]+4", "lists are added to lists"),
+        ("[1]*4;1", "it is neither"),
+        ("__import__('os').abort()", "more than numbers, lists"),
+        ("[1 for _ in range(4)]", "more than numbers, lists"),
+        ("(" * 3000, "it is neither"),
+        ("+".join(["[]"] * 3000), "window_attn_skip_freq is"),
+        ("x" * 10001, "window_attn_skip_freq is a text of 10,001 characters"),
+        ("\0", "it is neither|more than numbers"),
+        ("\udcff", "it is neither"),
+    ],
+)
+def test_what_are_no_layers_is_refused_and_never_run(skip, message):
+    with pytest.raises(UserError, match=message):
+        windows_of("8,0", skip, 4)
+
+
+def test_layers_without_a_window_to_leave_out_are_refused():
+    with pytest.raises(UserError, match=r"window_attn_skip_freq is 2 and window_size is not set, .* --window-size"):
+        windows_of(None, "2", 4)
+
+
+def test_layers_of_a_hybrid_keep_their_numbers():
+    """Of 8 layers the second, fourth, ... are of softmax; Megatron counts all."""
+    config = ModelConfig(model_type="transnormer", num_layers=8, softmax_every=2, window_size="8,0")
+    assert [config.window(layer) for layer in range(8)] == [None, (8, 0)] * 4
+    fourths = ModelConfig(**{**vars(config), "window_attn_skip_freq": "4"})
+    assert [fourths.window(layer) for layer in range(8)] == [None, (8, 0), None, None] * 2
+    with pytest.raises(UserError, match="window_attn_skip_freq is 2; it leaves no layer of softmax attention"):
+        ModelConfig(**{**vars(config), "window_attn_skip_freq": "2"})

@@ -21,10 +21,14 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("--model-type", "gpt", "--max-position-embeddings", "128"),
         "--no-untie-embeddings-and-output-weights",
     ),
+    "windows": (
+        *("--num-query-groups", "2", "--window-size", "40,0", "--window-attn-skip-freq", "3"),
+        *("--softmax-type", "learnable"),
+    ),
     DIFFUSION: ("--latent-shape", "1", "8", "8", "--patch-size", "2", "--num-classes", "10", "--data-path", "digits"),
 }
 """llama: two query heads per KV head, untied. gpt: learned positions, biases, tied. The vocabulary is odd in both.
-dit: handwritten digits in 16 patches."""
+windows: the llama with windows in all layers but the third, and sinks. dit: handwritten digits in 16 patches."""
 LINEAR_KINDS: dict[str, tuple[str, ...]] = {
     "transnormer": ("--model-type", "transnormer", "--no-untie-embeddings-and-output-weights"),
     "linear_transformer": ("--model-type", "linear_transformer"),

@@ -49,6 +49,7 @@ def workload_of(config: Config, dp: int) -> Workload:
             f"softmax_every is {model.softmax_every}, and the planner knows models of one kind of attention alone"
         )
     parameters, matrix_weights = _weights(model)
+    windows = [window for window in map(model.window, range(model.num_layers)) if window]
     return Workload(
         layers=model.num_layers,
         hidden=model.hidden_size,
@@ -63,6 +64,8 @@ def workload_of(config: Config, dp: int) -> Workload:
         element_size=2 if config.train.bf16 else 4,
         micro_batch=config.train.micro_batch_size,
         micro_batches=config.train.micro_batches(dp),
+        window=windows[0] if windows else None,
+        windowed_layers=len(windows),
     )
 
 

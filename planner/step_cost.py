@@ -6,6 +6,7 @@ A model is given by numbers: this package imports none.
 from dataclasses import dataclass
 from functools import lru_cache
 
+from parallel.context.mask import Window
 from parallel.context.plan import Plan
 from parallel.context.traffic import Moves, Sizes, cheaper_backward, sizes
 from parallel.data import Strategy
@@ -31,6 +32,9 @@ class Workload:
     element_size: int
     micro_batch: int
     micro_batches: int
+    window: Window | None = None
+    """Keys that a query of a layer with a window sees before and after its own."""
+    windowed_layers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +82,7 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     output = work.vocab * work.hidden
     layer = 2 * rows * (work.matrix_weights - output) / work.layers / tp / rate  # seconds forward
     head = 2 * rows * output / tp / rate
-    forward, backward, links = _attention(plan, of, cluster, tp)
+    forward, backward, links = _mean_attention(work, plan, of, cluster, tp)
     linear = layers * layer * 3 + head * (4 if arranged.loss_chunk else 3)
     again = layers * (layer if arranged.recompute in ("full", "attention_boundary") else 0.0)
     again += layers * (forward if arranged.recompute in ("full", "selective") else 0.0)
@@ -95,6 +99,16 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     seconds["data parallel"] = max(0.0, exchanged - hidden)
     moves = cheaper_backward(plan.geometry, of)
     return Prediction(seconds, memory(work, plan, arranged, of, moves), links)
+
+
+def _mean_attention(work: Workload, plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
+    """Return the mean seconds of all layers, forward and backward, and the bytes of one, without a window if any is."""
+    whole = _attention(plan, of, cluster, tp)
+    if work.window is None:
+        return whole
+    windowed, share = _attention(plan.windowed(work.window), of, cluster, tp), work.windowed_layers / work.layers
+    forward, backward = (share * a + (1 - share) * b for a, b in zip(windowed[:2], whole[:2], strict=True))
+    return forward, backward, whole[2] if share < 1 else windowed[2]
 
 
 @lru_cache(maxsize=4096)

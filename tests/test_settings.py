@@ -97,6 +97,11 @@ CONTRADICTIONS = """
     --model-type gpt | --model-type gpt --max-position-embeddings 8 | --max-position-embeddings 9999
     --model-type gpt --position-embedding-type rope --max-position-embeddings 5 | --softmax-every 2
     --model-type transnormer --softmax-every 1 | --model-type transnormer --softmax-every 1000000000
+    --window-size 0,0 | --window-size 8,1 | --window-size -5,0 | --window-size 1e9,0 | --window-attn-skip-freq 2
+    --window-size 8,0 --window-attn-skip-freq [1]*3 | --window-size 8,0 --window-attn-skip-freq [1]*1000000000000
+    --window-size 8,0 --window-attn-skip-freq 2 --num-layers 1000000000 | --softmax-type off
+    --model-type transnormer --window-size 8,0 | --model-type linear_transformer --softmax-type learnable
+    --model-type transnormer --softmax-every 2 --window-size 8,0 --window-attn-skip-freq 2 --num-layers 1000000000
     --num-attention-heads 7 | --num-attention-heads 8 --num-query-groups 3 | --num-query-groups 1000000000
     --num-attention-heads 1000000000 --hidden-size 1000000000 --tensor-model-parallel-size 3
     --kv-channels 3 | --kv-channels 1000000000 | --vocab-size 1 --tensor-model-parallel-size 2

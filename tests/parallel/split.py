@@ -58,8 +58,10 @@ def mesh_config(tp: int = 1, cp: int = 1) -> MeshConfig:
 
 
 def weight_of(model_config: ModelConfig, name: str, shape: Sequence[int]) -> Tensor:
-    """Initial weights, but for biases, whose noughts would hide what is done with them: drawn as matrices are."""
-    return initial_weight(model_config, name.replace("bias", "bias.matrix"), shape, SEED)
+    """Initial weights, but for biases and sinks, which near 0 would hide what is done with them."""
+    return initial_weight(model_config, name.replace("bias", "bias.matrix"), shape, SEED) * (
+        50 if name.endswith("sinks") else 1
+    )
 
 
 def plain(model_config: ModelConfig, attend: Attend | LinearAttend | HybridAttention = sdpa) -> LanguageModel:

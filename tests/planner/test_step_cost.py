@@ -208,3 +208,17 @@ def test_pipelines_and_tensor_parallelism_divide_compute_and_cost_what_they_send
     assert stages.seconds["attention"] == pytest.approx(one.seconds["attention"] / 2 * 5 / 4)  # the bubble
     again = predict(GPT_7B, plan, Arrangement(recompute="full"), COMPUTE)
     assert again.seconds["recompute"] > predict(GPT_7B, plan, Arrangement(recompute="selective"), COMPUTE).time * 0.1
+
+
+def test_layers_with_a_window_cost_what_they_see() -> None:
+    plan, window = make_plan("zigzag", seq_len=16384, size=8), (1023, 0)
+    whole = predict(GPT_7B, plan, Arrangement(), COMPUTE).seconds["attention"]
+    every = predict(replace(GPT_7B, window=window, windowed_layers=32), plan, Arrangement(), COMPUTE)
+    assert (
+        every.seconds["attention"]
+        == predict(GPT_7B, plan.windowed(window), Arrangement(), COMPUTE).seconds["attention"]
+    )
+    assert every.seconds["attention"] < 0.3 * whole
+    some = predict(replace(GPT_7B, window=window, windowed_layers=24), plan, Arrangement(), COMPUTE)
+    assert some.seconds["attention"] == pytest.approx(0.75 * every.seconds["attention"] + 0.25 * whole)
+    assert some.seconds["linear"] == every.seconds["linear"]

@@ -66,6 +66,12 @@ def validate_sizes(config: Config, world_size: int) -> None:
         )
     _validate_method(config)
     validate_mesh(config, world_size)
+    schedule, pp = config.pipeline.pipeline_schedule, config.mesh.pipeline_model_parallel_size
+    if config.model.softmax_type == "learnable" and schedule == "InterleavedZeroBubble" and pp > 1:
+        raise ConfigError(
+            f"pipeline_schedule is {schedule}, which takes each backward in two parts, and softmax_type is learnable, "
+            "for whose gradient attention's backward would run in both; use Interleaved1F1B, or softmax_type off-by-one"
+        )
     _validate_hybrid(config)
     for name in ("vocab_size", "max_position_embeddings"):
         if (entries := getattr(config.model, name)) is not None:

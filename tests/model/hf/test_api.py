@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
+from runtime.errors import UserError
 from tests.model.hf.hugging_face import CONFIGS, GPT2, LLAMA, TOKENS, hugging_face, ours, transformers
 
 
@@ -180,3 +181,23 @@ def _load(contents, folder):
 def test_unsupported_configurations_are_refused(config, change):
     with pytest.raises(ValueError, match=r"config\.json: \w+ = .* is not supported"):
         config_from_hf(config_to_hf(config) | change)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window_size": "8,0"}, "window_size is 8,0, and Hugging Face's .* neither windows nor sinks; only none can"),
+        ({"softmax_type": "learnable"}, "softmax_type is learnable, and Hugging Face's .*; only vanilla can be read"),
+    ],
+)
+def test_windows_and_sinks_are_refused_both_ways(config, changes, message):
+    state, other = hugging_face(config).state_dict(), dataclasses.replace(config, **changes)
+    for refused in (lambda: config_to_hf(other), lambda: from_hf(state, other), lambda: to_hf({}, other)):
+        with pytest.raises(UserError, match=message):
+            refused()
+
+
+def test_sinks_of_a_model_whose_configuration_has_none_are_refused(config):
+    state = hugging_face(config).state_dict() | {"model.layers.0.self_attn.sinks": torch.zeros(4)}
+    with pytest.raises(UserError, match=r"layers\.0\.self_attn\.sinks holds attention sinks, .* without sinks"):
+        from_hf(state, config)

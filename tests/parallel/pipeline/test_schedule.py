@@ -133,6 +133,15 @@ def test_a_pipeline_over_tensor_or_context_parallel_ranks(inner: str, pipeline: 
     assert compare(run_ranks(step, 4, model, pipeline, "zero3", sizes), model) < GRADIENT
 
 
+@pytest.mark.parametrize(("schedule", "softmax"), [("interleaved", "learnable"), ("zero bubble", "off-by-one")])
+def test_layers_in_stages_keep_their_windows_and_sinks(schedule: str, softmax: str) -> None:
+    """Every third layer of five sees all: numbered within a stage, others would."""
+    sizes = {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}
+    settings = {"window_size": "5,0", "window_attn_skip_freq": "3", "softmax_type": softmax}
+    model = config(num_layers=LAYERS, **settings)
+    assert compare(run_ranks(step, 4, model, *SCHEDULES[schedule], sizes), model) < GRADIENT
+
+
 @pytest.mark.parametrize(
     ("kind", "pipeline", "strategy"),
     [("transnormer", ONE_F_ONE_B, "zero1"), ("linear_transformer", INTERLEAVED, "legacy_ddp")],

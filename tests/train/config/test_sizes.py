@@ -1,4 +1,4 @@
-"""What a hybrid's flags may say of its softmax layers."""
+"""What flags may say of layers of softmax attention: those of a hybrid, windows, sinks."""
 
 import pytest
 
@@ -43,3 +43,15 @@ def test_what_softmax_layers_cannot_be_is_refused(argv: str, message: str) -> No
 def test_every_method_goes_with_a_hybrid(method: str) -> None:
     validate(parse_args([*HYBRID.split(), "--hybrid-softmax-method", method]), 4)
     validate(parse_args([*HYBRID.split(), "--hybrid-softmax-method", method, "--context-parallel-size", "1"]), 4)
+
+
+def test_learned_sinks_are_refused_where_a_backward_is_taken_in_two_parts() -> None:
+    flags = "--data-path x --tokenizer-model x --pipeline-model-parallel-size 2 --global-batch-size 4".split()  # noqa: SIM905
+    split = ["--pipeline-schedule", "InterleavedZeroBubble", "--data-parallel-sharding-strategy", "zero1"]
+    learned = ["--softmax-type", "learnable"]
+    with pytest.raises(
+        ConfigError, match=r"pipeline_schedule is InterleavedZeroBubble, .* softmax_type is learnable, .*"
+    ):
+        validate(parse_args([*flags, *split, *learned]), 2)
+    validate(parse_args([*flags, *split, "--softmax-type", "off-by-one"]), 2)
+    validate(parse_args([*flags, *learned, "--pipeline-schedule", "Interleaved1F1B"]), 2)

@@ -45,6 +45,12 @@ def bytes_needed(plan: Plan, of: Sizes, moves: Moves | None, ranks_per_node: int
     return inside, between
 
 
+def most_rows_held(plan: Plan, moves: Moves) -> int:
+    """Return the most rows that any place holds in all rounds together."""
+    held = plan.flow(moves).held
+    return max(sum(by_place[place].length for by_place in held) for place in range(len(held[0])))
+
+
 def _parcels(plan: Plan, of: Sizes, moves: Moves, rank: int, *, gradients: bool) -> Iterator[tuple[Parcel, int, range]]:
     """Yield what a rank sends, in bytes, and the rounds in which it is under way."""
     flow = plan.flow(moves)

@@ -13,6 +13,7 @@ from parallel.context import ContextConfig, make_plan
 from parallel.context.layout import PLACEMENTS
 from parallel.context.methods.registry import METHODS, STATE_METHODS
 from planner.cluster import Cluster
+from planner.documents import typical_documents
 from planner.step_cost import Arrangement, Prediction, Workload, predict
 from runtime.errors import UserError
 from train.config.common import with_joined_ranks
@@ -62,7 +63,7 @@ def workload_of(config: Config, dp: int) -> Workload:
         parameters=parameters,
         matrix_weights=matrix_weights,
         element_size=2 if config.train.bf16 else 4,
-        micro_batch=config.train.micro_batch_size,
+        micro_batch=1 if config.packed else config.train.micro_batch_size,
         micro_batches=config.train.micro_batches(dp),
         window=windows[0] if windows else None,
         windowed_layers=len(windows),
@@ -75,8 +76,13 @@ def _weights(model: ModelConfig) -> tuple[int, int]:
     return num_parameters(model), int(flops_per_token(model, 0) / 6)  # at length 0 there is no attention
 
 
-def predicted(config: Config, world_size: int, cluster: Cluster) -> Prediction:
-    """Predict time and memory of a validated configuration with a method."""
+def predicted(
+    config: Config, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None = None
+) -> Prediction:
+    """Predict time and memory of a validated configuration with a method.
+
+    ``documents`` are those of a typical micro-batch, where documents attend apart.
+    """
     mesh, recompute = config.mesh, config.recompute
     cp, tp, pp = mesh.context_parallel_size, mesh.tensor_model_parallel_size, mesh.pipeline_model_parallel_size
     dp = world_size // (cp * tp * pp)
@@ -93,9 +99,10 @@ def predicted(config: Config, world_size: int, cluster: Cluster) -> Prediction:
     )
     plan = make_plan(
         config.context.context_parallel_method,
-        seq_len=config.train.seq_length,
+        seq_len=config.joined_length,
         size=cp,
         multiple=tp,
+        documents=documents,
         **config.context.plan_arguments(max(1, cluster.gpus_per_node // tp)),
     )
     return predict(workload_of(config, dp), plan, arranged, cluster)
@@ -123,21 +130,22 @@ def contexts(config: Config, gpus_per_node: int) -> Iterator[ContextConfig]:
     degrees = [degree for degree in range(1, size) if size % degree == 0]
     for name, method in METHODS.items():
         able = method.capabilities()
-        if able.needed_only:
-            continue  # its bytes depend on the documents
+        if able.needed_only and not config.packed:
+            continue  # of one document it brings nothing
         if able.splits_heads:
             fields = {"context_parallel_method": name}
             yield replace(base, **fields)
             continue
         teams = [c for c in range(2, size + 1) if size % c**2 == 0] if able.teams else [1]
         for degree, team, placement in product(degrees, teams, PLACEMENTS if able.teams else PLACEMENTS[:1]):
-            if size // degree % team**2 or (able.nodes and (inner >= size or inner <= degree)):
+            nodes = able.nodes and degree < inner < size
+            if size // degree % team**2 or (able.nodes and not (nodes or (able.needed_only and inner >= size))):
                 continue
             if placement != PLACEMENTS[0] and size // degree == team**2:
                 continue  # there are no rings to place
             fields = {"context_parallel_method": name, "ulysses_degree": degree}
             fields |= {"context_parallel_team_size": team, "context_parallel_placement": placement}
-            fields |= {"context_parallel_ranks_per_node": inner} if able.nodes else {}
+            fields |= {"context_parallel_ranks_per_node": inner} if nodes else {}
             yield replace(base, **fields)
 
 
@@ -157,12 +165,16 @@ def arrangements(config: Config, world_size: int) -> Iterator[Config]:
         yield replace(config, mesh=mesh, recompute=recompute)
 
 
-def rank(configs: Sequence[Config], world_size: int, cluster: Cluster) -> Ranking:
-    """Predict every method of these configurations on a cluster."""
+def rank(configs: Sequence[Config], world_size: int, cluster: Cluster, lengths: tuple[int, ...] = ()) -> Ranking:
+    """Predict every method of these configurations on a cluster.
+
+    ``lengths`` of documents are to draw from where these attend apart; by default those of the data.
+    """
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     refused = Counter[str]()
     for config in (with_joined_ranks(config, world_size) for config in configs):
+        documents = typical_documents(config, lengths)
         for context in contexts(config, cluster.gpus_per_node):
             candidate = replace(config, context=context)
             try:
@@ -170,7 +182,7 @@ def rank(configs: Sequence[Config], world_size: int, cluster: Cluster) -> Rankin
             except UserError as error:
                 refused[str(error)] += 1
                 continue
-            found = Candidate(candidate, predicted(candidate, world_size, cluster))
+            found = Candidate(candidate, predicted(candidate, world_size, cluster, documents))
             (fitting if found.prediction.bytes <= 1e9 * cluster.memory_gb else too_large).append(found)
     fitting.sort(key=lambda candidate: candidate.prediction.time)
     return Ranking(fitting, refused, too_large)

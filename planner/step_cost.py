@@ -8,10 +8,11 @@ from functools import lru_cache
 
 from parallel.context.mask import Window
 from parallel.context.plan import Plan
-from parallel.context.traffic import Moves, Sizes, cheaper_backward, sizes
+from parallel.context.traffic import Moves, Sizes, sizes
 from parallel.data import Strategy
 from planner.attention_cost import GB, MICRO, AttentionCost, Links
 from planner.cluster import Cluster
+from planner.needed_cost import most_rows_held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     exchanged = _data(work, plan, arranged, cluster)
     hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
     seconds["data parallel"] = max(0.0, exchanged - hidden)
-    moves = cheaper_backward(plan.geometry, of)
+    moves = plan.backward_moves(of)
     return Prediction(seconds, memory(work, plan, arranged, of, moves), links)
 
 
@@ -186,6 +187,9 @@ def memory(work: Workload, plan: Plan, arranged: Arrangement, of: Sizes, moves: 
 def _attention_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
     """Count a backward's buffers: circulating tensors (twice: held and in transit) and a team's gathered ones."""
     stays: Moves = "queries" if moves == "kv" else "kv"
+    if plan.geometry.method.capabilities().needed_only:  # all rows are received at once
+        rows = most_rows_held(plan, moves)
+        return rows * (of.gradient(moves) + of.payload(moves)) // of.tokens + of.gradient(stays)
     held, team = len(plan.geometry.holders(0)), len(plan.geometry.teammates(0))
     if len(plan.geometry.steps(0)) > 1:
         held = 2 * len(plan.geometry.steps(0)[-1].holds) // plan.geometry.ulysses_degree

@@ -65,6 +65,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--world-size", type=int, help="processes to plan for")
     parser.add_argument("--all", action="store_true", help="vary tp, pp, cp, dp and recompute too")
     parser.add_argument("--top", type=int, default=DEFAULT_TOP, help="rows to show (default: %(default)s)")
+    parser.add_argument(
+        "--document-lengths",
+        type=int,
+        nargs="+",
+        default=(),
+        metavar="N",
+        help="with --reset-attention-mask: tokens of documents to draw from (default: those of --data-path)",
+    )
     parser.add_argument("--profile", action="store_true", help="run the best candidates on the processes at hand")
     parser.add_argument("--profile-top", type=int, default=3, help="how many to run (default: %(default)s)")
     parser.add_argument("--profile-iters", type=int, default=3, help="iterations of each, and one before")
@@ -162,7 +170,7 @@ def plan(argv: list[str]) -> None:
     """Rank the candidates, profile them if asked, print and write."""
     args, config, world_size, cluster = prepare(argv)
     varied = list(arrangements(config, world_size)) if args.all else [config]
-    found = rank(varied, world_size, cluster)
+    found = rank(varied, world_size, cluster, tuple(args.document_lengths))
     if not found.candidates:
         raise ConfigError(nothing_left(found, cluster))
     rows = [Row(candidate) for candidate in found.candidates]

@@ -1,0 +1,66 @@
+"""Documents of a typical micro-batch, for which a method is chosen: cut from the lengths of the run's data."""
+
+import numpy as np
+
+from data.text.indexed import open_indexed
+from data.text.megatron import blend
+from runtime.errors import UserError
+from train.config.language import Config
+
+MOST = 1 << 20
+"""Documents of a file to look at; of more, evenly spaced ones."""
+DRAWN = 1 << 16
+"""Documents to draw from, of all files together."""
+
+
+class DocumentsError(UserError):
+    """Lengths of documents that are not known, or are none."""
+
+
+def typical_documents(config: Config, lengths: tuple[int, ...] = ()) -> tuple[int, ...] | None:
+    """Return the cumulative lengths of the documents of one micro-batch; None if documents do not attend apart.
+
+    Drawn with a fixed seed as the dataset does: a shuffled stream of documents is cut into samples.
+
+    Args:
+        lengths: tokens of documents to draw from; by default those of the data's .idx files, by their weights.
+
+    Raises:
+        DocumentsError: lengths below 1, or no data to take them from.
+        DataError: a file is missing or broken.
+    """
+    if not config.packed:
+        return None
+    if lengths and min(lengths) < 1:
+        raise DocumentsError(f"document_lengths has {min(lengths)}; a document has 1 token or more")
+    if not lengths and not config.data.data_path:
+        raise DocumentsError(
+            "reset_attention_mask is set and data_path is empty, so that the documents' lengths are not known; give "
+            "--data-path PREFIX, or state them: --document-lengths 300 2000 40000"
+        )
+    generator = np.random.default_rng(0)
+    draw = np.array(lengths) if lengths else _lengths(config, generator)
+    return _cut(generator, draw, config.sequence_length, config.joined_length)
+
+
+def _lengths(config: Config, generator: np.random.Generator) -> np.ndarray:
+    """Draw documents of every source, so many that their tokens are as its weight says."""
+    prefixes, weights = blend(config.data.data_path)
+    lengths = [open_indexed(prefix).lengths for prefix in prefixes]
+    lengths = [found[:: -(-len(found) // MOST)] for found in lengths]
+    tokens = [float(found.sum(dtype=np.int64)) for found in lengths] if weights is None else weights
+    often = np.array([share / found.mean() for share, found in zip(tokens, lengths, strict=True)])
+    counts = np.ceil(DRAWN * often / often.sum()).astype(int)
+    drawn = [generator.choice(found, count) for found, count in zip(lengths, counts, strict=True)]
+    return np.concatenate(drawn)
+
+
+def _cut(generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int) -> tuple[int, ...]:
+    """Fill ``joined`` tokens from a point inside a document; samples end documents too."""
+    lengths = lengths[lengths > 0].astype(np.int64)
+    drawn = generator.choice(lengths, 8 + 2 * joined // int(lengths.mean()))
+    while drawn[1:].sum() < joined:
+        drawn = np.concatenate((drawn, generator.choice(lengths, len(drawn))))
+    ends = np.cumsum(drawn) - generator.integers(drawn[0])
+    bounds = np.union1d(ends[ends < joined], np.arange(0, joined + 1, sample))
+    return tuple(bounds.tolist())

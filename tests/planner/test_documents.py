@@ -1,0 +1,63 @@
+"""Typical documents, drawn from stated lengths or from data, and the methods that are chosen for them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.errors import DataError
+from data.text.megatron import DataConfig
+from planner.cluster import load_cluster
+from planner.documents import DocumentsError, typical_documents
+from planner.search import rank
+from tests.data.text.corpora import write_documents
+from tests.planner.test_search import config
+from train.config.language import Config
+
+
+def packed(size: int = 4, data_path: tuple[str, ...] = (), **fields: int) -> Config:
+    found = config(size)
+    data = DataConfig(data_path=data_path, reset_attention_mask=True, reset_position_ids=True)
+    return replace(found, data=data, train=replace(found.train, **fields))
+
+
+def test_a_micro_batch_s_documents_have_the_stated_lengths_and_end_with_samples() -> None:
+    found = typical_documents(packed(seq_length=1000, micro_batch_size=3), (40, 90))
+    assert found is not None
+    assert found[0] == 0
+    assert found[-1] == 3000
+    assert {1000, 2000} <= set(found)
+    assert max(np.diff(found)) == 90
+    assert min(np.diff(found)) > 0
+    assert found == typical_documents(packed(seq_length=1000, micro_batch_size=3), (40, 90))
+    assert typical_documents(config(4), (40, 90)) is None
+
+
+def test_lengths_are_those_of_the_data_by_weight(tmp_path: Path) -> None:
+    short = write_documents(tmp_path / "short", [[1] * 10] * 50)
+    long = write_documents(tmp_path / "long", [[1] * 400] * 5)
+    found = typical_documents(packed(data_path=("0.9", short, "0.1", long), seq_length=40000))
+    lengths = np.diff(found)  # type: ignore[arg-type]
+    assert lengths[lengths == 10].sum() / 40000 == pytest.approx(0.9, abs=0.05)
+    by_size = np.diff(typical_documents(packed(data_path=(short, long), seq_length=40000)))  # type: ignore[arg-type]
+    assert by_size[by_size == 10].sum() / 40000 == pytest.approx(0.2, abs=0.08)
+
+
+def test_unknown_lengths_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DocumentsError, match="--document-lengths"):
+        typical_documents(packed())
+    with pytest.raises(DocumentsError, match="document_lengths has 0"):
+        typical_documents(packed(), (3, 0))
+    with pytest.raises(DataError, match="does not exist"):
+        typical_documents(packed(data_path=(str(tmp_path / "none"),)))
+
+
+def test_an_exchange_is_chosen_for_packed_documents_over_nodes_and_offered_for_nothing_else() -> None:
+    cluster = replace(load_cluster("configs/clusters/h100_pod.toml"), gpus_per_node=4)
+    asked = packed(16, seq_length=131072)
+    found = rank([asked], 16, cluster, (300, 2000, 20000)).candidates
+    assert found[0].config.context.context_parallel_method == "exchange"
+    assert found[0].config.context.context_parallel_ranks_per_node == 4
+    whole = replace(asked, data=DataConfig())
+    assert "exchange" not in {c.config.context.context_parallel_method for c in rank([whole], 16, cluster).candidates}

@@ -1,9 +1,9 @@
 """Attention of one block, forward and backward: the backends and their selection.
 
 Shapes: q ``[B, T, H, D]``, k and v ``[B, S, K, D]`` with H a multiple of K, lse ``[B, T, H]`` float32 or wider.
-Three kinds of block suffice: FULL, any rectangle; CAUSAL, where query i sees keys j <= i, always square (kernels
-disagree on how to align a rectangular one); and ANTI, a square where query i sees keys j >= i. Reversed along tokens,
-an ANTI block is a CAUSAL one, so it needs no kernel. Never pass a backend a fully masked row.
+Blocks are FULL, CAUSAL or ANTI (``kernels.blocks``); the last two are always square, since kernels disagree on how to
+align a rectangle. Reversed along tokens, an ANTI block is a CAUSAL one, so it needs no kernel. Never pass a backend a
+fully masked row.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels import flash_attn, reference
+from kernels.blocks import ANTI, CAUSAL, FULL
+from kernels.strips import Strips
 from runtime.errors import UserError
-
-FULL = "full"
-CAUSAL = "causal"
-ANTI = "anti"
-
-# aten's CPU kernel steps over keys by 512; of leaves from 64 to 1024 this was the fastest at 4096 tokens.
-ATEN_CPU_LEAF = 128
 
 aten = torch.ops.aten
 
@@ -30,8 +25,7 @@ aten = torch.ops.aten
 class AttentionBackend:
     """A forward (q, k, v, causal, scale) -> (out, lse) and its backward, which takes global out and lse.
 
-    ``causal_leaf`` is the largest CAUSAL block to run whole: a kernel with large key steps computes much that the mask
-    then hides, so larger squares are split. None if the kernel needs no split.
+    ``strips`` is how it runs tiles; None if it takes them whole.
     """
 
     name: str
@@ -40,7 +34,7 @@ class AttentionBackend:
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float],
         tuple[Tensor, Tensor, Tensor],
     ]
-    causal_leaf: int | None = None
+    strips: Strips | None = None
 
 
 def block_forward(
@@ -95,7 +89,9 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
     if device_type == "cpu":
         if name in ("cudnn", "flash_attn"):
             raise UserError(f"attention_backend {name} needs a cuda device and this one is cpu; use auto or aten")
-        return AttentionBackend("aten", _aten_cpu_forward, _aten_cpu_backward, causal_leaf=ATEN_CPU_LEAF)
+        # The kernel steps over keys by 512, and over queries by 32, or by 64 from 192 on.
+        strips = Strips(512, 192, 128, _aten_cpu_forward, _aten_cpu_backward)
+        return AttentionBackend("aten", _aten_cpu_forward, _aten_cpu_backward, strips)
     if dtype not in (torch.bfloat16, torch.float16):
         raise UserError(
             f"attention_backend {name} on {device_type} takes bfloat16 or float16 and got {dtype}; "
@@ -123,6 +119,8 @@ def passed_over(name: str, device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
+    if kind not in (FULL, CAUSAL, ANTI):
+        raise ValueError(f"a block of kind {kind!r} does not exist; use {FULL}, {CAUSAL} or {ANTI}")
     if kind != FULL and q.shape[1] != k.shape[1]:
         raise ValueError(f"a block of kind {kind} is square; this one has {q.shape[1]} queries and {k.shape[1]} keys")
     return kind != FULL
@@ -139,22 +137,32 @@ def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in in_one_piece)
 
 
-def _aten_cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _aten_cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     # Widen bfloat16 first: the kernel would round each partial result, and their sum must be exact.
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = _heads_first(q.to(wide), k.to(wide), v.to(wide))
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     out, lse = _heads_first(out, lse)
     return out, lse
 
 
 def _aten_cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     dout, q, k, v, out, lse = _heads_first(*(x.to(wide) for x in (dout, q, k, v, out, lse)))
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, 0.0, causal, scale=scale
+        dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
     )
     dq, dk, dv = _heads_first(dq, dk, dv)
     return dq, dk, dv

@@ -1,34 +1,100 @@
-"""Tiles cut smaller for a kernel cover what the large one covered."""
+"""Attention over lists of tiles against the naive form in float64: windows, documents, and both."""
 
-import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
-from kernels.attention import ANTI, CAUSAL, FULL
-from kernels.tiles import Tile, halved
+from kernels import reference
+from kernels.attention import select_backend
+from kernels.blocks import Tile
+from kernels.tiles import add_gradients_, attend_tiles_
+from parallel.context.layout import Run
+from parallel.context.tiles import pieces, tiles
 
-MASKS = {CAUSAL: np.tril, ANTI: np.triu, FULL: lambda block: block}
-
-
-def covered(tiles: list[Tile], side: int) -> np.ndarray:
-    counts = np.zeros((side, side), dtype=np.int64)
-    for tile in tiles:
-        block = counts[tile.q, tile.k]
-        block += MASKS[tile.kind](np.ones_like(block))
-    return counts
-
-
-@pytest.mark.parametrize("kind", [CAUSAL, ANTI])
-@pytest.mark.parametrize("side", [1, 7, 8, 9, 31, 64, 65, 100])
-def test_a_square_cut_by_halves_covers_the_same_pairs_once(side: int, kind: str) -> None:
-    start = 3
-    parts = list(halved(Tile(slice(start, start + side), slice(1, 1 + side), kind), 8))
-    want = np.zeros((start + side, start + side), dtype=np.int64)
-    want[start:, 1 : 1 + side] = MASKS[kind](np.ones((side, side), dtype=np.int64))
-    np.testing.assert_array_equal(covered(parts, start + side), want)
-    assert all(part.q.stop - part.q.start <= 8 for part in parts if part.kind == kind)
-    assert sum(part.pairs for part in parts) == side * (side + 1) // 2
+TOKENS, HEADS, KV_HEADS, WIDTH, SCALE = 700, 4, 2, 16, 0.2
+DOCUMENTS = (0, 1, 30, 250, 265, 700)
+MASKS = {
+    "causal": ((None, 0), None),
+    "window": ((100, 0), None),
+    "a window that no strip divides": ((37, 0), None),
+    "a key": ((0, 0), None),
+    "window ahead": ((None, 5), None),
+    "window on both sides": ((33, 200), None),
+    "documents": ((None, 0), DOCUMENTS),
+    "documents, not causal": ((None, None), DOCUMENTS),
+    "window and documents": ((64, 0), DOCUMENTS),
+    "window on both sides and documents": ((64, 3), DOCUMENTS),
+}
 
 
-def test_a_full_tile_stays_whole() -> None:
-    tile = Tile(slice(0, 100), slice(0, 50), FULL)
-    assert list(halved(tile, 8)) == [tile]
+def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(2, TOKENS, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+
+
+def tiles_of(mask: str) -> tuple[Tile, ...]:
+    reach, documents = MASKS[mask]
+    held = pieces([Run(0, TOKENS)], 1, documents[1:-1] if documents else ())
+    return tiles(held, held, 1, reach)
+
+
+def attention_by_tiles(name: str, given: tuple[Tensor, ...], made: tuple[Tile, ...]) -> list[Tensor]:
+    """[out, lse, dq, dk, dv] of all tiles; half of them in a second call."""
+    q, k, v, dout = given
+    backend, wide = select_backend(name, "cpu", q.dtype), torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.zeros(q.shape, dtype=wide), torch.full(q.shape[:3], -torch.inf, dtype=wide)
+    gradients = tuple(torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
+    calls = made[::2], made[1::2]
+    for part in calls:
+        attend_tiles_(out, lse, q, k, v, part, SCALE, backend)
+    for part in calls:
+        add_gradients_(gradients, (q, dout, out, lse), (k, v), part, SCALE, backend)
+    return [out, lse, *gradients]
+
+
+def truth(given: tuple[Tensor, ...], mask: str) -> list[Tensor]:
+    window, documents = MASKS[mask]
+    *leaves, dout = (x.double() for x in given)
+    leaves = [x.requires_grad_() for x in leaves]
+    out, lse = reference.attention(*leaves, causal=False, scale=SCALE, window=window, documents=documents)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def error(got: list[Tensor], want: list[Tensor]) -> float:
+    return max(
+        ((a.double() - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in zip(got, want, strict=True)
+    )
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", ["aten", "reference"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.bfloat16, 1e-5)])
+def test_out_and_every_gradient_are_those_of_the_naive_form(
+    mask: str, name: str, dtype: torch.dtype, bound: float
+) -> None:
+    given = inputs(dtype)
+    assert error(attention_by_tiles(name, given, tiles_of(mask)), truth(given, mask)) < bound
+
+
+@pytest.mark.parametrize("behind", [99, 101])
+def test_a_window_off_by_one_is_seen(behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs(torch.float64)
+    want = truth(given, "window")
+    monkeypatch.setitem(MASKS, "window", ((behind, 0), None))
+    assert error(attention_by_tiles("aten", given, tiles_of("window")), want) > 1e-3
+
+
+def test_a_boundary_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs(torch.float64)
+    want = truth(given, "documents")
+    monkeypatch.setitem(MASKS, "documents", ((None, 0), (0, 1, 30, 251, 265, 700)))
+    assert error(attention_by_tiles("aten", given, tiles_of("documents")), want) > 1e-3
+
+
+def test_rows_without_keys_are_left_alone() -> None:
+    q, k, v, _ = inputs(torch.float32)
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf)
+    attend_tiles_(out, lse, q, k, v, tiles_of("causal")[:0], SCALE, select_backend("aten", "cpu", q.dtype))
+    assert torch.isneginf(lse).all()
+    assert not out.any()

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kernels import tiles
-from parallel.context import Plan, context_parallel
+from parallel.context import Plan, context_parallel, executor
 from testing.ranks import run_ranks
 
 BATCH, TOKENS, HEADS, WIDTH = 1, 144, 8, 16
@@ -83,8 +82,8 @@ def live_bytes() -> int:
 
 
 def hold(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[float]:
-    """The most that an attention's tensors take as a block starts, in A: bytes of this rank's q."""
-    found, block_forward = [], tiles.block_forward
+    """The most that an attention's tensors take as a round's tiles start, in A: bytes of this rank's q."""
+    found, attend_tiles_ = [], executor.attend_tiles_
     for method, options in cases:
         cp = context_parallel(method, seq_len=TOKENS, causal=False, group=dist.group.WORLD, **options)
         seen: list[int] = []
@@ -93,9 +92,9 @@ def hold(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) ->
 
         def noting(*args: Any, seen: list[int] = seen) -> Any:
             seen.append(live_bytes())
-            return block_forward(*args)
+            return attend_tiles_(*args)
 
-        tiles.block_forward = noting
+        executor.attend_tiles_ = noting
         cp.attend(q, k, v)
         found.append(max(seen) / (q.numel() * 4))
     return found

@@ -1,0 +1,41 @@
+"""Blocks of visible (query, key) pairs: kinds, tiles, and how squares are cut.
+
+Three kinds suffice: FULL, any rectangle; CAUSAL, a square where query i sees keys j <= i; and ANTI, a square where
+query i sees keys j >= i.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+FULL = "full"
+CAUSAL = "causal"
+ANTI = "anti"
+
+
+class Tile(NamedTuple):
+    """Queries ``q`` (a slice of rows) against keys ``k`` (a slice of columns)."""
+
+    q: slice
+    k: slice
+    kind: str
+
+    @property
+    def pairs(self) -> int:
+        """Count the visible (query, key) pairs of the tile."""
+        rows, columns = self.q.stop - self.q.start, self.k.stop - self.k.start
+        return rows * columns if self.kind == FULL else rows * (rows + 1) // 2
+
+
+def halved(tile: Tile, leaf: int) -> Iterator[Tile]:
+    """Halve a CAUSAL or ANTI tile recursively into squares of at most ``leaf`` and FULL rectangles between them."""
+    side = tile.q.stop - tile.q.start
+    if tile.kind == FULL or side <= leaf:
+        yield tile
+        return
+    leaves = -(-side // leaf)  # of equal size
+    half = -(-leaves // 2) * -(-side // leaves)
+    q0, q1, q2 = tile.q.start, tile.q.start + half, tile.q.stop
+    k0, k1, k2 = tile.k.start, tile.k.start + half, tile.k.stop
+    yield from halved(Tile(slice(q0, q1), slice(k0, k1), tile.kind), leaf)
+    yield Tile(slice(q0, q1), slice(k1, k2), FULL) if tile.kind == ANTI else Tile(slice(q1, q2), slice(k0, k1), FULL)
+    yield from halved(Tile(slice(q1, q2), slice(k1, k2), tile.kind), leaf)

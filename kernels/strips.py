@@ -1,0 +1,99 @@
+"""Tiles for a kernel that computes all that a mask hides within its step over keys, as aten's does on a CPU.
+
+Squares are halved until one step holds them, and then cut into strips. The forward takes strips of rows, each with all
+the keys that its queries see: a row is written once and not merged with itself. The backward takes strips of columns,
+so that dk and dv of a key are complete at once.
+
+Shapes as in ``kernels.tiles``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, pairwise
+
+import torch
+from torch import Tensor
+
+from kernels.blocks import CAUSAL, FULL, Tile, halved
+from kernels.merge import merge_
+
+Part = tuple[slice, slice, bool, Tensor | None]  # rows, columns, causal, mask
+
+
+@dataclass(frozen=True)
+class Strips:
+    """A kernel and its sizes, in tokens.
+
+    ``square`` is its step over keys: a row must see some key in each step. ``forward`` and ``backward`` take an
+    ``AttentionBackend``'s arguments and an additive mask ``[T, S]`` or None; causal, T may exceed S (aligned top left).
+    """
+
+    square: int
+    rows: int
+    columns: int
+    forward: Callable[[Tensor, Tensor, Tensor, bool, float, Tensor | None], tuple[Tensor, Tensor]]
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float, Tensor | None], tuple[Tensor, Tensor, Tensor]
+    ]
+
+    def attend_(
+        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float
+    ) -> None:
+        """Fold the attention of these tiles into running results, in place."""
+        for rows, columns, causal, mask in self.parts(tiles, lse.dtype, by_rows=True):
+            part = self.forward(q[:, rows], k[:, columns], v[:, columns], causal, scale, mask)
+            part_of_out, part_of_lse = out[:, rows], lse[:, rows]
+            if part_of_lse.max() == -torch.inf:  # the rows' first keys: to merge with nothing costs twice the time
+                part_of_out.copy_(part[0])
+                part_of_lse.copy_(part[1])
+            else:
+                merge_(part_of_out, part_of_lse, *part)
+
+    def add_gradients_(
+        self,
+        gradients: tuple[Tensor, ...],
+        queries: tuple[Tensor, ...],
+        keys: tuple[Tensor, ...],
+        tiles: Sequence[Tile],
+        scale: float,
+    ) -> None:
+        """Add the gradients through these tiles to (dq, dk, dv), in place."""
+        (dq, dk, dv), (q, dout, out, lse), (k, v) = gradients, queries, keys
+        for rows, columns, causal, mask in self.parts(tiles, lse.dtype, by_rows=False):
+            blocks = dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, rows]
+            parts = self.backward(*blocks, causal, scale, mask)
+            dq[:, rows].add_(parts[0])
+            dk[:, columns].add_(parts[1])
+            dv[:, columns].add_(parts[2])
+
+    def parts(self, tiles: Sequence[Tile], dtype: torch.dtype, *, by_rows: bool) -> Iterator[Part]:
+        """Yield the tiles with their squares cut into strips of rows, or of columns."""
+        for tile in chain.from_iterable(halved(tile, self.square) for tile in tiles):
+            if tile.kind == FULL:
+                yield tile.q, tile.k, False, None
+                continue
+            side = tile.q.stop - tile.q.start
+            for cut in pairwise(_cuts(side, self.rows if by_rows else self.columns)):
+                other = (0, cut[1]) if (tile.kind == CAUSAL) == by_rows else (cut[0], side)
+                rows, columns = (cut, other) if by_rows else (other, cut)
+                causal = tile.kind == CAUSAL and rows[0] == columns[0]
+                mask = None if causal else _triangle(tile.kind, self.square, dtype)[slice(*rows), slice(*columns)]
+                yield _moved(tile.q, rows), _moved(tile.k, columns), causal, mask
+
+
+def _cuts(side: int, step: int) -> list[int]:
+    """Return where to cut ``side`` tokens into strips of ``step``; the last has half to one and a half of it."""
+    return [*range(0, max(1, side - step // 2), step), side]
+
+
+def _moved(origin: slice, part: tuple[int, int]) -> slice:
+    return slice(origin.start + part[0], origin.start + part[1])
+
+
+@cache
+def _triangle(kind: str, side: int, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask ``[side, side]`` of a CAUSAL or ANTI square."""
+    seen = torch.ones(side, side, dtype=torch.bool)
+    hidden = ~(seen.tril() if kind == CAUSAL else seen.triu())
+    return torch.zeros(side, side, dtype=dtype).masked_fill_(hidden, -torch.inf)

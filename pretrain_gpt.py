@@ -58,6 +58,7 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None) -
         config.recompute.loss_chunk_size,
         reset_position_ids=config.data.reset_position_ids,
         reset_attention_mask=config.data.reset_attention_mask,
+        windows=config.windows,
     )
     if is_first():
         print(described(config, mesh), flush=True)

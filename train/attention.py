@@ -99,6 +99,7 @@ def softmax_context(
         seq_len=length,
         group=group,
         causal=config.causal,
+        window=config.windows[0] if len(config.windows) == 1 else None,  # the layout balances layers that see all
         multiple=tp,
         backend=backend,
         timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),

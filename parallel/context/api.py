@@ -1,6 +1,6 @@
 """Public API of context parallelism: shard tensors and attend over a process group."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ from parallel.context.errors import ContextError
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange
 from parallel.context.linear.state import StateExecutor, attend_linear
+from parallel.context.mask import Window
 from parallel.context.methods.registry import LINEAR_METHODS, check_kind
 from parallel.context.plan import PLANS, Plan, PlanHandle, make_plan
 from parallel.context.softmax import SoftmaxAttention
@@ -57,6 +58,19 @@ class ContextParallel:
         other = copy(self)
         other._follow(self.plan.under(documents=documents, window=window))
         return other
+
+    def plan_ahead(self, windows: Iterable[Window | None] = (None,)) -> None:
+        """Make now what an attention under this mask needs, and would make at its first call.
+
+        A forward and a backward, for layers with these windows. Safe in another thread.
+        """
+        if self.plan.geometry.method.capabilities().states:
+            return
+        for window in windows:
+            plan = self.plan if window is None else self.plan.windowed(window)
+            if plan.sparse:
+                plan.course(self._rank)
+                plan.course(self._rank, plan.sparse_moves)
 
     def _follow(self, plan: Plan) -> None:
         self.plan = plan

@@ -129,6 +129,8 @@ class Plan:
 
     def windowed(self, window: Window) -> "Plan":
         """Return the plan with a window, for the layers that have one; made once."""
+        if window == self.mask.window:
+            return self
         if window not in self._windowed:
             mask = mask_of(self.causal, self.documents, window, self.seq_len)
             self._windowed[window] = _plan(self.geometry, mask, self.balanced or self.mask)
@@ -162,11 +164,14 @@ class Plan:
     def _flows(self) -> dict[Moves, Flow]:
         return {}
 
+    @property
+    def sparse_moves(self) -> Moves:
+        """Return what a backward moves where only the rows that a query sees travel: KV, unless told otherwise."""
+        return "queries" if self.geometry.options.backward == "queries" else "kv"
+
     def backward_moves(self, of: Sizes) -> Moves:
         """Return what a backward with tensors of these sizes moves."""
-        if self.sparse:
-            return "queries" if self.geometry.options.backward == "queries" else "kv"
-        return cheaper_backward(self.geometry, of)
+        return self.sparse_moves if self.sparse else cheaper_backward(self.geometry, of)
 
     def work(self, moves: Moves = "kv") -> Work:
         """Return the work of all ranks in all rounds: as in ``rounds``, but hundreds of times faster."""

@@ -145,6 +145,11 @@ class CommonConfig(ABC):
         return False
 
     @property
+    def windows(self) -> tuple[tuple[int, int] | None, ...]:
+        """The windows of the layers of softmax attention, each once; None is none."""
+        return (None,)
+
+    @property
     def joined_length(self) -> int:
         """Tokens of what context parallelism shards as one sequence: a sample, or a micro-batch's joined ones."""
         return self.sequence_length * (self.train.micro_batch_size if self.packed else 1)

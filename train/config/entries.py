@@ -56,6 +56,11 @@ class Config(CommonConfig):
     def packed(self) -> bool:
         return self.data.reset_attention_mask
 
+    @property
+    def windows(self) -> tuple[tuple[int, int] | None, ...]:
+        layers = filter(self.model.has_softmax, range(self.model.num_layers))
+        return tuple(dict.fromkeys(map(self.model.window, layers)))
+
     def noted_settings(self) -> dict[str, object]:
         names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
         return {name: getattr(self.data, name) for name in names}

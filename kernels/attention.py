@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels import flash_attn, reference
 from kernels.blocks import ANTI, CAUSAL, FULL
+from kernels.packed import Lengths, Packed
 from kernels.strips import Strips
 from runtime.errors import UserError
 
@@ -25,7 +26,7 @@ aten = torch.ops.aten
 class AttentionBackend:
     """A forward (q, k, v, causal, scale) -> (out, lse) and its backward, which takes global out and lse.
 
-    ``strips`` is how it runs tiles; None if it takes them whole.
+    ``strips`` cuts all tiles, ``packed`` takes the small ones together; None if it takes tiles as they are.
     """
 
     name: str
@@ -35,6 +36,7 @@ class AttentionBackend:
         tuple[Tensor, Tensor, Tensor],
     ]
     strips: Strips | None = None
+    packed: Packed | None = None
 
 
 def block_forward(
@@ -97,17 +99,18 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
             f"attention_backend {name} on {device_type} takes bfloat16 or float16 and got {dtype}; "
             "use --bf16, or --attention-backend reference for a small exact run"
         )
+    packed = Packed(_aten_packed_forward, _aten_packed_backward)
     if name == "flash_attn" or (name == "auto" and flash_attn.is_installed()):
         try:
-            return AttentionBackend("flash_attn", *flash_attn.load())
+            return AttentionBackend("flash_attn", *flash_attn.load(), packed=packed)
         except flash_attn.FlashAttnError as error:
             if name == "flash_attn":
                 raise UserError(
                     f"attention_backend is flash_attn, {error}; install flash-attn 2.7 or 2.8, or use auto"
                 ) from error
     if name == "cudnn":
-        return AttentionBackend("cudnn", _cudnn_forward, _cudnn_backward)
-    return AttentionBackend("aten", _aten_cuda_forward, _aten_cuda_backward)
+        return AttentionBackend("cudnn", _cudnn_forward, _cudnn_backward, packed=packed)
+    return AttentionBackend("aten", _aten_cuda_forward, _aten_cuda_backward, packed=packed)
 
 
 def passed_over(name: str, device_type: str, dtype: torch.dtype) -> str | None:
@@ -185,6 +188,32 @@ def _aten_cuda_backward(
     )
     dq, dk, dv = _heads_first(dq, dk, dv)
     return dq, dk, dv
+
+
+def _aten_packed_forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    # torch's build of flash-attention, for all backends: it needs no package, and cuDNN would pad to the longest.
+    out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale)
+    return out, lse.transpose(0, 1)
+
+
+def _aten_packed_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: Lengths,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
+    lse = lse.float().transpose(0, 1).contiguous()  # [H, R]
+    return aten._flash_attention_backward(
+        dout, q, k, v, out.to(q.dtype), lse, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
+    )
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.attention import AttentionBackend, block_backward, block_forward
 from kernels.blocks import Tile
 from kernels.merge import merge_
+from kernels.packed import shared
 
 
 def attend_tiles_(
@@ -30,6 +31,10 @@ def attend_tiles_(
     if backend.strips is not None:
         backend.strips.attend_(out, lse, q, k, v, tiles, scale)
         return
+    if backend.packed is not None:
+        small, tiles = shared(tiles)
+        if small:
+            backend.packed.attend_(out, lse, q, k, v, small, scale)
     for tile in tiles:
         part = block_forward(q[:, tile.q], k[:, tile.k], v[:, tile.k], tile.kind, scale, backend)
         merge_(out[:, tile.q], lse[:, tile.q], *part)
@@ -53,6 +58,10 @@ def add_gradients_(
     if backend.strips is not None:
         backend.strips.add_gradients_(gradients, queries, keys, tiles, scale)
         return
+    if backend.packed is not None:
+        small, tiles = shared(tiles)
+        if small:
+            backend.packed.add_gradients_(gradients, queries, keys, small, scale)
     (dq, dk, dv), (q, dout, out, lse), (k, v) = gradients, queries, keys
     for tile in tiles:
         rows, columns = tile.q, tile.k

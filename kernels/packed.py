@@ -1,0 +1,197 @@
+"""Many small tiles in one launch, for kernels that take sequences of many lengths packed one behind the other.
+
+A launch takes all CAUSAL and ANTI tiles, another all FULL ones. An ANTI tile is a CAUSAL one whose rows and columns are
+packed last to first. Rows are copied only if they do not lie in order already. Results go back in passes: no row and no
+column appears twice in a pass, so nothing depends on the order in which a device's threads add.
+
+Shapes: R rows and C columns of all tiles of a launch, packed. q, dout, out ``[R, H, D]``; k, v ``[C, K, D]``, H a
+multiple of K; lse ``[R, H]``. Unpacked as in ``kernels.tiles``.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.blocks import ANTI, FULL, Tile
+from kernels.merge import merge_
+
+SMALL = 1 << 20
+"""Most pairs of a tile that shares a launch; a larger one keeps a device busy alone, and copies no rows."""
+
+Index = slice | Tensor  # int64
+Block = tuple[int, int, int, int, str]  # a tile: first and last + 1 of the rows, of the columns; kind
+
+
+class Lengths(NamedTuple):
+    """Where packed tiles start: int32 ``[n + 1]``, 0 first and the total last; and the most rows and columns of one."""
+
+    rows: Tensor
+    columns: Tensor
+    most_rows: int
+    most_columns: int
+
+
+class Pass(NamedTuple):
+    """A part of the packed rows and columns, and where it lies in the tensors."""
+
+    packed_rows: slice
+    rows: Index
+    packed_columns: slice
+    columns: Index
+
+
+class Launch(NamedTuple):
+    """Tiles that a kernel takes at once."""
+
+    rows: Index
+    columns: Index
+    causal: bool
+    lengths: Lengths
+    passes: tuple[Pass, ...]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A kernel: forward (q, k, v, lengths, causal, scale), and backward (dout, q, k, v, out, lse, then the same)."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, Lengths, bool, float], tuple[Tensor, Tensor]]
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Lengths, bool, float], tuple[Tensor, Tensor, Tensor]
+    ]
+
+    def attend_(
+        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float
+    ) -> None:
+        """Fold the attention of these tiles into running results, in place; ``out`` and ``lse`` are contiguous."""
+        made = launches(tiles, q.shape[0], q.shape[1], k.shape[1], q.device)
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        out, lse = (x.view(-1, *x.shape[2:]) for x in (out, lse))
+        for launch in made:
+            blocks = _taken(q, launch.rows), _taken(k, launch.columns), _taken(v, launch.columns)
+            part, part_lse = self.forward(*blocks, launch.lengths, launch.causal, scale)
+            for step in launch.passes:
+                rows_out, rows_lse = _taken(out, step.rows), _taken(lse, step.rows)
+                merge_(rows_out, rows_lse, part[step.packed_rows], part_lse[step.packed_rows])
+                if not isinstance(step.rows, slice):
+                    out.index_copy_(0, step.rows, rows_out)
+                    lse.index_copy_(0, step.rows, rows_lse)
+
+    def add_gradients_(
+        self,
+        gradients: tuple[Tensor, ...],
+        queries: tuple[Tensor, ...],
+        keys: tuple[Tensor, ...],
+        tiles: Sequence[Tile],
+        scale: float,
+    ) -> None:
+        """Add the gradients through these tiles to (dq, dk, dv), in place; they are contiguous."""
+        made = launches(tiles, queries[0].shape[0], queries[0].shape[1], keys[0].shape[1], queries[0].device)
+        dq, dk, dv = (x.view(-1, *x.shape[2:]) for x in gradients)
+        q, dout, out, lse = (x.flatten(0, 1) for x in queries)
+        k, v = (x.flatten(0, 1) for x in keys)
+        for launch in made:
+            packed_dout, packed_q, packed_out, packed_lse = (_taken(x, launch.rows) for x in (dout, q, out, lse))
+            blocks = packed_dout, packed_q, _taken(k, launch.columns), _taken(v, launch.columns), packed_out, packed_lse
+            parts = self.backward(*blocks, launch.lengths, launch.causal, scale)
+            for step in launch.passes:
+                _add(dq, step.rows, parts[0][step.packed_rows])
+                _add(dk, step.columns, parts[1][step.packed_columns])
+                _add(dv, step.columns, parts[2][step.packed_columns])
+
+
+def shared(tiles: Sequence[Tile]) -> tuple[Sequence[Tile], Sequence[Tile]]:
+    """Return the tiles that share launches, and those that take one each."""
+    small = [tile for tile in tiles if tile.pairs <= SMALL]
+    return (small, [tile for tile in tiles if tile.pairs > SMALL]) if len(small) > 1 else ((), tiles)
+
+
+def launches(tiles: Sequence[Tile], batch: int, rows: int, columns: int, device: torch.device) -> tuple[Launch, ...]:
+    """Pack the tiles of ``rows`` queries and ``columns`` keys, the same in each of ``batch`` sequences.
+
+    What was made is kept: all layers, and their backward, ask for the same.
+    """
+    as_key = tuple([(q.start, q.stop, k.start, k.stop, kind) for q, k, kind in tiles])
+    return _launches(as_key, batch, rows, columns, device)
+
+
+@lru_cache(maxsize=256)
+def _launches(
+    tiles: tuple[Block, ...], batch: int, rows: int, columns: int, device: torch.device
+) -> tuple[Launch, ...]:
+    groups = [tile for tile in tiles if tile[4] != FULL], [tile for tile in tiles if tile[4] == FULL]
+    return tuple(_launch(group, batch, rows, columns, device) for group in groups if group)
+
+
+def _launch(tiles: list[Block], batch: int, rows: int, columns: int, device: torch.device) -> Launch:
+    passes = [
+        [
+            (q0 + b * rows, q1 + b * rows, k0 + b * columns, k1 + b * columns, kind)
+            for b in range(batch)
+            for q0, q1, k0, k1, kind in members
+        ]
+        for members in _apart(tiles, rows, columns)
+    ]
+    ordered = [tile for members in passes for tile in members]
+    by_row = [_run(q0, q1, kind) for q0, q1, _, _, kind in ordered]
+    by_column = [_run(k0, k1, kind) for _, _, k0, k1, kind in ordered]
+    row_starts, column_starts = (np.cumsum([0, *map(len, runs)]) for runs in (by_row, by_column))
+    host = [row_starts, column_starts, np.concatenate(by_row), np.concatenate(by_column)]
+    moved = torch.from_numpy(np.concatenate(host)).to(device).split([len(x) for x in host])  # one copy to the device
+    lengths = Lengths(moved[0].int(), moved[1].int(), max(map(len, by_row)), max(map(len, by_column)))
+    ends = np.cumsum([0, *map(len, passes)])
+    steps = []
+    for first, last in pairwise(ends):
+        part = slice(int(row_starts[first]), int(row_starts[last]))
+        other = slice(int(column_starts[first]), int(column_starts[last]))
+        steps.append(Pass(part, _index(host[2], moved[2], part), other, _index(host[3], moved[3], other)))
+    everything = slice(0, None)
+    return Launch(
+        _index(host[2], moved[2], everything),
+        _index(host[3], moved[3], everything),
+        tiles[0][4] != FULL,
+        lengths,
+        tuple(steps),
+    )
+
+
+def _apart(tiles: list[Block], rows: int, columns: int) -> list[list[Block]]:
+    """Split tiles into passes in which no row and no column appears twice."""
+    passes: list[tuple[list[Block], np.ndarray, np.ndarray]] = []  # members, rows and columns in use
+    for tile in tiles:
+        q, k = slice(*tile[:2]), slice(*tile[2:4])
+        found = next((some for some in passes if not some[1][q].any() and not some[2][k].any()), None)
+        if found is None:
+            found = [], np.zeros(rows, dtype=bool), np.zeros(columns, dtype=bool)
+            passes.append(found)
+        found[0].append(tile)
+        found[1][q] = found[2][k] = True
+    return [members for members, _, _ in passes]
+
+
+def _run(start: int, stop: int, kind: str) -> np.ndarray:
+    return np.arange(stop - 1, start - 1, -1) if kind == ANTI else np.arange(start, stop)
+
+
+def _index(host: np.ndarray, moved: Tensor, part: slice) -> Index:
+    """Return what selects these rows: a slice if they lie in order, so that nothing is copied."""
+    found = host[part]
+    if (np.diff(found) == 1).all():
+        return slice(int(found[0]), int(found[-1]) + 1)
+    return moved[part]
+
+
+def _taken(x: Tensor, index: Index) -> Tensor:
+    return x[index] if isinstance(index, slice) else x.index_select(0, index)
+
+
+def _add(total: Tensor, index: Index, part: Tensor) -> None:
+    if isinstance(index, slice):
+        total[index].add_(part)
+    else:
+        total.index_add_(0, index, part.to(total.dtype))

@@ -1,0 +1,153 @@
+"""Small tiles packed into launches: the arithmetic of indices, with a naive kernel in the place of a GPU's."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import packed, reference
+from kernels.attention import AttentionBackend, select_backend
+from kernels.blocks import ANTI, CAUSAL, FULL, Tile
+from kernels.packed import Lengths, Packed, launches, shared
+from tests.kernels import test_tiles
+from tests.kernels.test_tiles import MASKS, attention_by_tiles, error, inputs, tiles_of, truth
+
+CPU = torch.device("cpu")
+CALLS: list[tuple[int, bool]] = []
+"""Tiles and kind of each launch of the stand-in."""
+
+
+def spans(lengths: Lengths) -> list[tuple[slice, slice]]:
+    """Each tile's packed rows and columns; checks what a kernel takes for granted."""
+    assert lengths.rows.dtype == lengths.columns.dtype == torch.int32
+    sides = pairwise(lengths.rows.tolist()), pairwise(lengths.columns.tolist())
+    found = [(slice(*q), slice(*k)) for q, k in zip(*sides, strict=True)]
+    assert max(q.stop - q.start for q, _ in found) == lengths.most_rows
+    assert max(k.stop - k.start for _, k in found) == lengths.most_columns
+    return found
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    found = spans(lengths)
+    CALLS.append((len(found), causal))
+    parts = [
+        reference.block_forward(q[None, rows], k[None, cols], v[None, cols], causal, scale) for rows, cols in found
+    ]
+    out, lse = (torch.cat([part[which][0] for part in parts]) for which in (0, 1))
+    assert len(out) == len(q)
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: Lengths,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    parts = []
+    for rows, cols in spans(lengths):
+        blocks = dout[None, rows], q[None, rows], k[None, cols], v[None, cols], out[None, rows], lse[None, rows]
+        parts.append(reference.block_backward(*blocks, causal, scale))
+    return tuple(torch.cat([part[which][0] for part in parts]) for which in (0, 1, 2))
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
+    """A backend that packs, in the place of the one that the cases of test_tiles ask for."""
+    CALLS.clear()
+    backend = replace(select_backend("reference", "cpu", torch.float64), packed=Packed(forward, backward))
+    monkeypatch.setattr(test_tiles, "select_backend", lambda *_: backend)
+    return backend
+
+
+@pytest.mark.parametrize("small", [0, 5_000, 1 << 20])
+@pytest.mark.parametrize("mask", MASKS)
+def test_out_and_every_gradient_are_those_of_the_naive_form(
+    mask: str, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no tile small enough, some and all."""
+    monkeypatch.setattr(packed, "SMALL", small)
+    given = inputs(torch.float64)
+    assert error(attention_by_tiles("", given, tiles_of(mask)), truth(given, mask)) < 1e-13
+    assert bool(CALLS) == any(len(shared(tiles_of(mask)[part::2])[0]) > 1 for part in (0, 1))
+
+
+def test_all_squares_are_one_launch_and_all_rectangles_another() -> None:
+    made = tiles_of("window and documents")
+    attention_by_tiles("", inputs(torch.float64), made)
+    for part in (made[::2], made[1::2]):
+        rectangles = sum(tile.kind == FULL for tile in part)
+        assert CALLS.pop(0) == (2 * (len(part) - rectangles), True)  # in a batch of 2
+        if rectangles:
+            assert CALLS.pop(0) == (2 * rectangles, False)
+    assert not CALLS
+
+
+def test_a_row_in_the_wrong_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs(torch.float64)
+    monkeypatch.setattr(packed, "_run", lambda start, stop, _: torch.arange(start, stop).numpy())  # ANTI unturned
+    packed._launches.cache_clear()
+    assert error(attention_by_tiles("", given, tiles_of("window")), truth(given, "window")) > 1e-3
+    packed._launches.cache_clear()
+
+
+def test_documents_that_lie_in_order_are_not_copied() -> None:
+    squares = [Tile(slice(a, b), slice(a, b), CAUSAL) for a, b in ((0, 3), (3, 10), (10, 12))]
+    (launch,) = launches(squares, 1, 12, 12, CPU)
+    assert launch.rows == launch.columns == slice(0, 12)
+    assert launch.lengths.rows.tolist() == [0, 3, 10, 12]
+    (step,) = launch.passes
+    assert step.rows == step.packed_rows == slice(0, 12)
+    (launch,) = launches(squares[1:], 2, 12, 12, CPU)
+    assert isinstance(launch.rows, Tensor)
+    assert launch.rows.tolist() == [*range(3, 12), *range(15, 24)]
+
+
+def test_no_row_and_no_column_appears_twice_in_a_pass() -> None:
+    draw, batch, rows, columns = random.Random(2), 3, 60, 50
+    tiles = []
+    for _ in range(40):
+        side = draw.randint(1, 12)
+        q, k = draw.randint(0, rows - side), draw.randint(0, columns - side)
+        tiles.append(Tile(slice(q, q + side), slice(k, k + side), draw.choice([CAUSAL, ANTI, FULL])))
+    position = torch.arange(batch * rows), torch.arange(batch * columns)
+    packed_tiles = 0
+    for launch in launches(tiles, batch, rows, columns, CPU):
+        packed_tiles += len(launch.lengths.rows) - 1
+        for step in launch.passes:
+            for where, index in zip(position, (step.rows, step.columns), strict=True):
+                assert len(set(where[index].tolist())) == len(where[index])
+        assert [step.packed_rows.stop for step in launch.passes][-1] == launch.lengths.rows[-1]
+    assert packed_tiles == batch * len(tiles)
+
+
+def test_the_kernel_of_torch_takes_what_it_is_given() -> None:
+    """Shapes and arguments alone, without a GPU."""
+    kernel = select_backend("aten", "cuda", torch.bfloat16).packed
+    assert kernel is not None
+    assert all(select_backend(name, "cuda", torch.bfloat16).packed == kernel for name in ("auto", "cudnn"))
+    q, k = (torch.empty(rows, heads, 64, dtype=torch.bfloat16, device="meta") for rows, heads in ((100, 8), (120, 2)))
+    lengths = Lengths(*(torch.empty(4, dtype=torch.int32, device="meta") for _ in range(2)), 50, 60)
+    out, lse = kernel.forward(q, k, k, lengths, True, 0.1)
+    assert (out.shape, lse.shape) == (q.shape, (100, 8))
+    gradients = kernel.backward(out, q, k, k, out, lse, lengths, True, 0.1)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.parametrize("mask", MASKS)
+def test_packed_on_a_gpu_equals_the_naive_form(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = select_backend("aten", "cuda", torch.bfloat16)
+    monkeypatch.setattr(test_tiles, "select_backend", lambda *_: backend)
+    given = tuple(x.cuda() for x in inputs(torch.bfloat16))
+    for got, want in zip(attention_by_tiles("aten", given, tiles_of(mask)), truth(given, mask), strict=True):
+        assert ((got.double() - want).norm() / want.norm()).item() < 1e-2

@@ -25,8 +25,7 @@ def slots(plan: Plan, of: Sizes, moves: Moves, *, gradients: bool) -> list[Sent]
 
     A parcel's bytes are spread over the rounds until the one that needs it.
     """
-    rounds = len(plan.flow(moves).held)
-    entries: list[list[tuple[int, int, float, float]]] = [[] for _ in range(rounds + 1)]
+    entries: list[list[tuple[int, int, float, float]]] = [[] for _ in range(plan.flow(moves).rounds + 1)]
     for rank in range(plan.size):
         for parcel, size, under_way in _parcels(plan, of, moves, rank, gradients=gradients):
             part = len(under_way)
@@ -47,8 +46,9 @@ def bytes_needed(plan: Plan, of: Sizes, moves: Moves | None, ranks_per_node: int
 
 def most_rows_held(plan: Plan, moves: Moves) -> int:
     """Return the most rows that any place holds in all rounds together."""
-    held = plan.flow(moves).held
-    return max(sum(by_place[place].length for by_place in held) for place in range(len(held[0])))
+    flow = plan.flow(moves)
+    places = range(flow.geometry.shape.size)
+    return max(sum(flow.held(index, place).length for index in range(flow.rounds)) for place in places)
 
 
 def _parcels(plan: Plan, of: Sizes, moves: Moves, rank: int, *, gradients: bool) -> Iterator[tuple[Parcel, int, range]]:
@@ -57,7 +57,7 @@ def _parcels(plan: Plan, of: Sizes, moves: Moves, rank: int, *, gradients: bool)
     row, gradient_row = of.payload(moves) // of.tokens, of.gradient(moves) // of.tokens
     for parcel in flow.start(rank).sends:
         yield parcel, count(parcel.rows) * row, range(1)
-    for index in range(len(flow.held)):
+    for index in range(flow.rounds):
         for parcel in flow.moves(rank, index).sends:
             yield parcel, count(parcel.rows) * row, range(index, parcel.due)
         if gradients:

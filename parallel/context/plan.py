@@ -17,7 +17,7 @@ from parallel.context.methods.base import Ranks
 from parallel.context.methods.registry import method_of
 from parallel.context.options import PlanOptions
 from parallel.context.sparse.flow import Course, Flow, Held, clipped, course
-from parallel.context.sparse.visible import seeing_queries, seen_keys
+from parallel.context.sparse.visible import rows_seen
 from parallel.context.tiles import Piece, pieces, tiles
 from parallel.context.traffic import (
     Cost,
@@ -226,7 +226,14 @@ class Plan:
 
     def real_pieces(self, ranks: tuple[int, ...]) -> list[Piece]:
         """Return the pieces without padding, which nothing sees."""
-        return [piece for piece in self.pieces(ranks) if piece.start < self.seq_len]
+        if ranks not in self._real_pieces:
+            end = self.seq_len
+            self._real_pieces[ranks] = [piece for piece in self.pieces(ranks) if piece.start < end]
+        return self._real_pieces[ranks]
+
+    @cached_property
+    def _real_pieces(self) -> dict[tuple[int, ...], list[Piece]]:
+        return {}
 
     def sets(self, places: tuple[Ranks, ...]) -> tuple[Sets, np.ndarray]:
         """Return the distinct sets of peers in ``places``, told apart by the first peer, and each place's set index."""
@@ -312,15 +319,16 @@ def _flow(plan: Plan, moves: Moves) -> Flow:
     own = [plan.real_pieces(geometry.ranks_at((place,), place)) for place in places]
     members = geometry.method.team(np.arange(len(places)), geometry.shape)
     teams = [plan.real_pieces(geometry.ranks_at(members, place)) for place in places]
-    stride, reach = plan.layout.stride, plan.mask.reach
-    seen = seen_keys(teams, own, stride, reach) if moves == "kv" else seeing_queries(own, teams, stride, reach)
-    return Flow(geometry, seen)
+    behind, ahead = plan.mask.reach
+    return Flow(
+        geometry, rows_seen(teams, own, plan.layout.stride, (behind, ahead) if moves == "kv" else (ahead, behind))
+    )
 
 
 def _course(plan: Plan, rank: int, moves: Moves) -> Course:
     geometry, flow = plan.geometry, plan.flow(moves)
     team, stride = plan.real_pieces(geometry.team(rank)), plan.layout.stride
-    owners = {owner for held in flow.held for owner in held[geometry.place(rank)].rows}
+    owners = {owner for i in range(flow.rounds) for owner in flow.held(i, geometry.place(rank)).rows}
     pieces = {owner: plan.real_pieces(geometry.ranks_at((owner,), owner)) for owner in owners}
 
     def tiles_of(index: int, held: Held) -> tuple[Tile, ...]:

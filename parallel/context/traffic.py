@@ -194,7 +194,7 @@ def needed_traffic(flow: Flow, rank: int, of: Sizes, moves: Moves | None) -> Tra
     ``flow`` has the rows that travel, with these moves (in a forward, KV).
     """
     total = _sum(rank, (), collectives(flow.geometry, of, moves, holders_join=False))
-    rounds = range(len(flow.held))
+    rounds = range(flow.rounds)
     row = of.payload(moves or "kv") // of.tokens
     sent = [
         (parcel, row) for some in (flow.start(rank), *(flow.moves(rank, i) for i in rounds)) for parcel in some.sends

@@ -5,12 +5,13 @@ and the gradients of what it computed go the same way as long as the next holder
 straight to their owner, which adds what comes in the order of rounds and senders, whatever arrives first. An owner's
 own part of the gradient never leaves it.
 
-A *place* is a head group of ranks, as in Geometry. All places are routed at once.
+A *place* is a head group of ranks, as in Geometry. All places are routed at once, on one line of numbers (``Line``).
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +19,10 @@ import numpy as np
 from kernels.tiles import Tile
 from parallel.context.geometry import Geometry
 from parallel.context.methods.base import Ranks
-from parallel.context.sparse.rows import NONE, Rows, common, count, places_in, union, without
-from parallel.context.sparse.visible import Table
+from parallel.context.sparse.line import ByPlace, Line
+from parallel.context.sparse.rows import NOWHERE, Rows, Spans, common, count, places_in, union, without
+from parallel.context.sparse.visible import Seen
 from parallel.context.tiles import Piece
-
-ByOwner = Mapping[int, Rows]
-"""Rows of several places, each set in its owner's local indices."""
-NOTHING: ByOwner = {}
 
 
 class Parcel(NamedTuple):
@@ -47,14 +45,15 @@ class Parcels(NamedTuple):
 class Held:
     """What a place holds in one round, in the order of its buffer."""
 
-    rows: ByOwner = field(default_factory=dict)
+    rows: ByPlace = field(default_factory=dict)
+    """By owner, each in its owner's local indices."""
 
     @cached_property
     def length(self) -> int:
         """Count the rows of the buffer."""
         return sum(map(count, self.rows.values()))
 
-    def find(self, wanted: ByOwner) -> Rows:
+    def find(self, wanted: ByPlace) -> Rows:
         """Return where rows lie in the buffer, in the order of their owners."""
         found: list[tuple[int, int]] = []
         for owner in sorted(wanted):
@@ -63,135 +62,124 @@ class Held:
 
     @cached_property
     def _offsets(self) -> dict[int, int]:
-        sizes = [count(rows) for rows in self.rows.values()]
-        return dict(zip(self.rows, np.cumsum([0, *sizes]).tolist(), strict=False))
+        return dict(zip(self.rows, accumulate(map(count, self.rows.values()), initial=0), strict=False))
+
+
+class Way(NamedTuple):
+    """Place p sends to place ``to[p]`` and receives from ``source[p]``, by round ``due``."""
+
+    to: np.ndarray
+    source: np.ndarray
+    due: int
 
 
 class Flow:
     """The routes of all rows of one plan, and of their gradients."""
 
-    def __init__(self, geometry: Geometry, seen: Table) -> None:
-        """Route the rows; ``seen`` has those of each place (second) that some token of another (first) needs."""
+    def __init__(self, geometry: Geometry, seen: Seen) -> None:
+        """Route the rows; ``seen`` has those that some token of a place needs."""
         self.geometry, self.local = geometry, geometry.local_len * geometry.ulysses_degree
-        self._hops, self._size = geometry.hops, geometry.shape.size
-        self._holds = [[self._listed(of) for of in hop.holds] for hop in self._hops]
-        self._sends = [[(self._listed(send.to), send.due) for send in hop.sends] for hop in self._hops]
-        self._seen = [[self._used(i, place, seen) for place in range(self._size)] for i in range(len(self._hops))]
-        self.held = self._route()
+        self.rounds, self._size = len(geometry.hops), geometry.shape.size
+        self.in_place = len(geometry.hops[0].holds) == 1
+        """Whether a place's first buffer is its own tokens as they are."""
+        self._line = Line(self._size, self.local)
+        self._ways = [[self._way(send.to, send.due) for send in hop.sends] for hop in geometry.hops]
+        self._seen = self._by_round(self._line.spans(*seen))
+        self._routes = self._route()
         self._onward, self._home = self._return()
+        self._held: dict[tuple[int, int], Held] = {}
+
+    def held(self, index: int, place: int) -> Held:
+        """Return what a place holds in a round."""
+        if (index, place) not in self._held:
+            self._held[index, place] = Held(self._line.at(place, self._routes[index]))
+        return self._held[index, place]
 
     def start(self, rank: int) -> Parcels:
         """Return what travels before the first round: rows of this rank's own to the holders that join them."""
+        if self.in_place:
+            return Parcels()
         place = self.geometry.place(rank)
-        sends = [
-            Parcel(self._rank(to, rank), rows, 0)
-            for to in range(self._size)
-            if not self.in_place(to) and (rows := self.held[0][to].rows.get(place, NONE))
-        ]
-        held = self.held[0][place]
-        receives = [
-            Parcel(self._rank(owner, rank), held.find({owner: rows}), 0)
-            for owner, rows in held.rows.items()
-            if rows and not self.in_place(place)
-        ]
+        wanted, held = self._line.of(place, self._routes[0]), self.held(0, place)
+        sends = [Parcel(self._rank(to, rank), rows, 0) for to, rows in wanted.items()]
+        receives = [Parcel(self._rank(owner, rank), held.find({owner: rows}), 0) for owner, rows in held.rows.items()]
         return Parcels(tuple(sends), tuple(sorted(receives)))
 
     def moves(self, rank: int, index: int) -> Parcels:
         """Return what travels as round ``index`` begins."""
-        place, held = self.geometry.place(rank), self.held[index]
-        sends, receives = [], []
-        for targets, due in self._sends[index]:
-            target = self.held[due][targets[place]]
+        place = self.geometry.place(rank)
+        held, sends, receives = self.held(index, place), [], []
+        for to, source, due in self._ways[index]:
+            target, mine = self.held(due, to[place]), self.held(due, place)
             if target.length:
-                sends.append(Parcel(self._rank(targets[place], rank), held[place].find(target.rows), due))
-            source, mine = targets.index(place), self.held[due][place]
+                sends.append(Parcel(self._rank(to[place], rank), held.find(target.rows), due))
             if mine.length:
-                receives.append(Parcel(self._rank(source, rank), mine.find(mine.rows), due))
+                receives.append(Parcel(self._rank(source[place], rank), mine.find(mine.rows), due))
         return Parcels(tuple(sends), tuple(receives))
 
     def gradients(self, rank: int, index: int) -> Parcels:
         """Return which gradients travel as round ``index`` ends: first to the next holder, then to owners."""
-        place, end = self.geometry.place(rank), len(self._hops)
-        held = self.held[index]
-        sends, receives = [], []
-        for sender, (to, due, rows) in self._onward[index].items():
-            if sender == place:
-                sends.append(Parcel(self._rank(to, rank), held[place].find(rows), due))
-            if to == place:
-                receives.append(Parcel(self._rank(sender, rank), self.held[due][place].find(rows), due))
-        for sender, by_owner in self._home[index].items():
-            if sender == place:
-                for owner in sorted(by_owner):
-                    sends.append(Parcel(self._rank(owner, rank), held[place].find({owner: by_owner[owner]}), end))
-            if place in by_owner:
-                receives.append(Parcel(self._rank(sender, rank), by_owner[place], end))
+        place = self.geometry.place(rank)
+        held, sends, receives = self.held(index, place), [], []
+        for (to, source, due), onward in self._onward[index]:
+            if sent := self._line.at(place, onward):
+                sends.append(Parcel(self._rank(to[place], rank), held.find(sent), due))
+            if received := self._line.at(source[place], onward):
+                receives.append(Parcel(self._rank(source[place], rank), self.held(due, place).find(received), due))
+        for owner, rows in self._line.at(place, self._home[index]).items():
+            sends.append(Parcel(self._rank(owner, rank), held.find({owner: rows}), self.rounds))
+        for sender, rows in self._line.of(place, self._home[index]).items():
+            receives.append(Parcel(self._rank(sender, rank), rows, self.rounds))
         return Parcels(tuple(sends), tuple(receives))
 
     def _rank(self, place: int, like: int) -> int:
         """Return the rank of a place that exchanges with the rank ``like``."""
         return self.geometry.ranks_at((place,), place)[like % self.geometry.ulysses_degree]
 
-    def _listed(self, of: Ranks) -> list[int]:
-        return np.broadcast_to(of, self._size).tolist()
+    def _way(self, to: Ranks, due: int) -> Way:
+        to = np.broadcast_to(to, self._size)
+        return Way(to, np.argsort(to), due)
 
-    def in_place(self, place: int) -> bool:
-        """Return whether a place's first buffer is its own tokens as they are."""
-        return [of[place] for of in self._holds[0]] == [place]
+    def _by_round(self, seen: Spans) -> list[Spans]:
+        """Return the rows that each place needs for the tiles of each round."""
+        places = np.arange(self._size)
+        computed = np.full(self._size**2, self.rounds)  # the round in which a place computes with an owner's rows
+        for i, hop in enumerate(self.geometry.hops):
+            for of in hop.holds if hop.gradient is not None else ():
+                computed[places * self._size + of] = i
+        rounds = computed[self._line.pairs(seen)].astype(np.int16)  # which numpy sorts by radix
+        order = np.argsort(rounds, kind="stable")
+        ends = np.searchsorted(rounds[order], np.arange(self.rounds), "right")
+        return [union(seen.where(part)) for part in np.split(order, ends)[:-1]]
 
-    def _used(self, index: int, place: int, seen: Table) -> ByOwner:
-        """Return the rows that a place needs for the tiles of a round."""
-        if self._hops[index].gradient is None:
-            return NOTHING
-        owners = (of[place] for of in self._holds[index])
-        return {owner: rows for owner in owners if (rows := seen.get((place, owner), NONE))}
-
-    def _route(self) -> list[list[Held]]:
+    def _route(self) -> list[Spans]:
         """Return what every place holds in every round, from the last round to the first."""
-        held: list[list[Held]] = [[] for _ in self._hops]
-        for i in reversed(range(len(self._hops))):
-            for place in range(self._size):
-                later = (held[due][to[place]].rows for to, due in self._sends[i])
-                rows = _joined(self._seen[i][place], *later)
-                if i == 0 and self.in_place(place):
-                    rows = {place: ((0, self.local),)}
-                held[i].append(Held(rows))
-                for to, due in self._sends[i]:
-                    if to[place] == place:  # it holds them again, to add the gradients of all that it hands on
-                        held[due][place] = held[i][place]
+        places, held = np.arange(self._size), [NOWHERE] * self.rounds
+        own = self._line.spans(places, places, np.zeros_like(places), np.full_like(places, self.local))
+        for i in reversed(range(self.rounds)):
+            later = (self._line.moved(held[due], source) for _, source, due in self._ways[i])
+            held[i] = union(self._seen[i], *later, own if i == 0 and self.in_place else NOWHERE)
+            for to, _, due in self._ways[i]:
+                again = to == places  # they hold them again, to add the gradients of all that they hand on
+                if again.any():
+                    held[due] = union(held[due], held[i].where(again[self._line.pairs(held[i]) // self._size]))
         return held
 
-    def _return(self) -> tuple[list[dict[int, tuple[int, int, ByOwner]]], list[dict[int, ByOwner]]]:
-        """Return per round and sender what goes to the next holder, (place, round, rows), and what goes home."""
-        due_at: list[dict[int, ByOwner]] = [{} for _ in self._hops]
-        onward: list[dict[int, tuple[int, int, ByOwner]]] = [{} for _ in self._hops]
-        home: list[dict[int, ByOwner]] = [{} for _ in self._hops]
-        for i, hop in enumerate(self._hops):
-            if hop.gradient is None:
-                continue
-            targets, due = self._listed(hop.gradient.to), hop.gradient.due
-            for place in range(self._size):
-                sums = _joined(self._seen[i][place], due_at[i].pop(place, NOTHING))
-                if not sums:
-                    continue
-                if due < len(self._hops) and not (i == 0 and self.in_place(place)):
-                    kept = self.held[due][targets[place]].rows
-                    on = {owner: rows for owner in sums if (rows := common(sums[owner], kept.get(owner, NONE)))}
-                    if on:
-                        onward[i][place] = targets[place], due, on
-                        due_at[due][targets[place]] = _joined(due_at[due].get(targets[place], NOTHING), on)
-                        sums = {o: rest for o in sums if (rest := without(sums[o], on.get(o, NONE)))}
-                if sums:
-                    home[i][place] = sums
+    def _return(self) -> tuple[list[list[tuple[Way, Spans]]], list[Spans]]:
+        """Return per round what goes to the next holder, if any does, and what goes home; both as held by senders."""
+        onward: list[list[tuple[Way, Spans]]] = [[] for _ in range(self.rounds)]
+        home, due_at = [], [NOWHERE] * self.rounds
+        for i, hop in enumerate(self.geometry.hops):
+            sums, on = union(self._seen[i], due_at[i]), NOWHERE
+            if hop.gradient is not None and hop.gradient.due < self.rounds:
+                way = self._way(hop.gradient.to, hop.gradient.due)
+                pairs = self._line.pairs(sums)
+                others = sums.where(pairs // self._size != pairs % self._size)
+                on = common(others, self._line.moved(self._routes[way.due], way.source))
+                onward[i].append((way, on))
+                due_at[way.due] = union(due_at[way.due], self._line.moved(on, way.to))
+            home.append(without(sums, on))
         return onward, home
-
-
-def _joined(*several: ByOwner) -> ByOwner:
-    """Return the union of the rows of each owner, in ascending order of owners."""
-    present = [rows for rows in several if rows]
-    if len(present) <= 1:
-        return present[0] if present else NOTHING
-    owners = sorted({owner for rows in present for owner in rows})
-    return {owner: union(*(rows.get(owner, NONE) for rows in present)) for owner in owners}
 
 
 def clipped(held: Held, pieces: Mapping[int, list[Piece]], stride: int) -> list[Piece]:
@@ -213,12 +201,17 @@ def clipped(held: Held, pieces: Mapping[int, list[Piece]], stride: int) -> list[
 def _cut(held: Held, pieces: Mapping[int, list[Piece]], stride: int) -> Iterator[Piece]:
     offset = 0
     for owner, rows in held.rows.items():
+        own, j = pieces[owner], 0
         for first, end in rows:
-            for piece in pieces[owner]:
-                low, high = max(first, piece.offset), min(end, piece.offset + piece.length)
+            while j < len(own) and own[j].offset < end:
+                piece, last = own[j], own[j].offset + own[j].length
+                low, high = max(first, piece.offset), min(end, last)
                 if low < high:
                     start = piece.start + (low - piece.offset) * stride
                     yield Piece(start, offset + low - first, high - low, piece.document)
+                if last > end:
+                    break  # the next rows may have more of it
+                j += 1
             offset += end - first
 
 
@@ -243,9 +236,9 @@ class Course(NamedTuple):
 def course(flow: Flow, rank: int, tiles_of: Callable[[int, Held], tuple[Tile, ...]]) -> Course:
     """Return the course of ``rank``; ``tiles_of`` returns the tiles of a round, given what is held in it."""
     place, stops = flow.geometry.place(rank), []
-    for i, held in enumerate(flow.held):
-        mine = held[place]
-        computed = tiles_of(i, mine) if mine.length else ()
+    for i in range(flow.rounds):
+        held = flow.held(i, place)
+        computed = tiles_of(i, held) if held.length else ()
         parcels = flow.moves(rank, i), flow.gradients(rank, i)
-        stops.append(Stop(mine.length, i == 0 and flow.in_place(place), *parcels, computed))
+        stops.append(Stop(held.length, i == 0 and flow.in_place, *parcels, computed))
     return Course(flow.start(rank), tuple(stops))

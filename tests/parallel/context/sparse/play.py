@@ -1,0 +1,208 @@
+"""All ranks of a plan at work on sets of positions, without processes, as ``circulation.Needed`` works on tensors."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kernels.attention import ANTI, CAUSAL, FULL
+from parallel.context import METHODS, Plan, make_plan
+from parallel.context.sparse.flow import Parcel, Parcels
+from parallel.context.sparse.rows import Rows
+
+MASKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {CAUSAL: np.tril, ANTI: np.triu, FULL: lambda block: block}
+
+
+class Sent(NamedTuple):
+    """Rows that one rank sends to another: which positions, when, and where they lie in both buffers."""
+
+    sender: int
+    receiver: int
+    index: int  # of the round in which it is sent, -1 before the first
+    due: int
+    positions: np.ndarray
+    there: np.ndarray
+    here: np.ndarray
+
+
+class Gradient(NamedTuple):
+    """Of each row the pairs that its gradient sums up, [rows, seq_len], and whether its owner computed some of them."""
+
+    pairs: np.ndarray
+    own: np.ndarray
+
+
+def visible(plan: Plan) -> np.ndarray:
+    """Whether each query sees each key, bool [padded_len, padded_len]; padding sees nothing and is not seen."""
+    position = np.arange(plan.padded_len)
+    document = np.searchsorted((plan.documents or (0, plan.seq_len))[1:], position, side="right")
+    behind, ahead = (plan.padded_len if reach is None else reach for reach in plan.mask.reach)
+    distance = position - position[:, None]  # [query, key]
+    real = position < plan.seq_len
+    return (document == document[:, None]) & (-behind <= distance) & (distance <= ahead) & (real & real[:, None])
+
+
+def spelled_out(rows: Rows) -> np.ndarray:
+    """The rows one by one; checks that they ascend."""
+    found = np.concatenate([np.arange(first, end) for first, end in rows] or [np.arange(0)])
+    assert (np.diff(found) > 0).all()
+    return found
+
+
+class Play:
+    """One backward of all ranks in step, whose rows travel as a forward's do where ``moves`` is kv.
+
+    Between two ranks sends meet receives in the order in which both are posted, as gloo and NCCL have it, in each of
+    the two groups of ranks that the transport uses.
+
+    Raises:
+        AssertionError: what is sent, received, held, computed or added up is not what ``seen`` (by default: ``visible``
+            of the plan) asks for.
+    """
+
+    def __init__(self, plan: Plan, moves: Any, seen: np.ndarray | None = None) -> None:
+        self.plan, self.geometry, self.ranks = plan, plan.geometry, range(plan.size)
+        self.courses = [plan.course(rank, moves) for rank in self.ranks]
+        self.own = [self._joined(self.geometry.head_group(rank)) for rank in self.ranks]
+        self.team = [self._joined(self.geometry.team(rank)) for rank in self.ranks]
+        self.moves = moves
+        seen = visible(plan) if seen is None else seen
+        self.seen = seen.T if moves == "kv" else seen  # [what moves, what stays]
+        self.rows: list[Sent] = []
+        self.gradients: list[Sent] = []
+        self._links: dict[tuple[int, int, bool], deque[tuple[int, Parcel, Any]]] = {}
+        self._needed: list[list[np.ndarray]] = [[] for _ in self.ranks]
+
+    def _joined(self, ranks: tuple[int, ...]) -> np.ndarray:
+        return np.concatenate([self.plan.positions(rank).numpy() for rank in ranks])
+
+    def run(self) -> "Play":
+        """Play all rounds and check what has come about."""
+        arriving: list[dict[int, list]] = [{} for _ in self.ranks]
+        returning: list[dict[int, list]] = [{} for _ in self.ranks]
+        kept = [np.zeros((len(team), self.plan.padded_len), dtype=int) for team in self.team]
+        self._post(-1, [course.start for course in self.courses], self.own, arriving, self.rows)
+        for i, hop in enumerate(self.geometry.hops):
+            stops = [course.stops[i] for course in self.courses]
+            held = [
+                self.own[rank] if stops[rank].in_place else self._filled(stops[rank].length, arriving[rank].pop(i, []))
+                for rank in self.ranks
+            ]
+            assert [len(held[rank]) for rank in self.ranks] == [stop.length for stop in stops]
+            self._post(i, [stop.moves for stop in stops], held, arriving, self.rows)
+            sums = [self._computed(rank, held[rank], stops[rank].tiles, kept[rank]) for rank in self.ranks]
+            for rank in self.ranks:
+                self._add(sums[rank], returning[rank].pop(i, []))
+                asked = hop.gradient is not None
+                self._needed[rank].append(asked & self.seen[np.ix_(held[rank], self.team[rank])].any(1))
+            self._post(i, [stop.gradients for stop in stops], sums, returning, self.gradients, held)
+        assert not any(self._links.values()), "sent and never received"
+        assert not any(arriving), "received and never used"
+        self._check_sums(returning, kept)
+        self._check_need()
+        return self
+
+    def _post(
+        self,
+        index: int,
+        parcels: list[Parcels],
+        tensors: list[Any],
+        waiting: list[dict[int, list]],
+        sent: list[Sent],
+        held: list[np.ndarray] | None = None,
+    ) -> None:
+        """All ranks send parts of ``tensors`` and receive."""
+        for rank in self.ranks:
+            for parcel in sorted(parcels[rank].sends, key=lambda parcel: parcel.due):
+                rows = spelled_out(parcel.rows)
+                part = _part(tensors[rank], rows)
+                far = parcel.due > index + 1
+                self._links.setdefault((rank, parcel.peer, far), deque()).append((index, parcel, part))
+        for rank in self.ranks:
+            for parcel in sorted(parcels[rank].receives, key=lambda parcel: parcel.due):
+                far = parcel.due > index + 1
+                when, other, part = self._links[parcel.peer, rank, far].popleft()
+                assert (when, other.due, other.peer) == (index, parcel.due, rank), "sends and receives do not meet"
+                here, there = spelled_out(parcel.rows), spelled_out(other.rows)
+                assert len(here) == len(there) > 0, "what is sent is not what is received"
+                waiting[rank].setdefault(parcel.due, []).append((here, part))
+                positions = (tensors if held is None else held)[parcel.peer][there]
+                sent.append(Sent(parcel.peer, rank, index, parcel.due, positions, there, here))
+                if held is not None and parcel.peer != rank:
+                    assert part.pairs.any(1).all(), "a gradient of 0 is sent"
+                    assert not part.own.any(), "an owner's own part of the gradient leaves it"
+
+    def _filled(self, length: int, arriving: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+        buffer = np.full(length, -1)
+        for here, part in arriving:
+            assert (buffer[here] == -1).all(), "two transfers to one row"
+            buffer[here] = part
+        assert (buffer >= 0).all(), "a row of the buffer that nothing fills"
+        assert len(np.unique(buffer)) == length
+        return buffer
+
+    def _computed(self, rank: int, held: np.ndarray, tiles: Any, kept: np.ndarray) -> Gradient:
+        pairs = np.zeros((len(held), self.plan.padded_len), dtype=int)
+        for tile in tiles:
+            here, still = (tile.k, tile.q) if self.moves == "kv" else (tile.q, tile.k)
+            block = MASKS[tile.kind](np.ones((tile.q.stop - tile.q.start, tile.k.stop - tile.k.start), dtype=int))
+            block = block.T if self.moves == "kv" else block
+            assert block.shape == (len(held[here]), len(self.team[rank][still])), "a tile beyond the buffer"
+            pairs[here, self.team[rank][still]] += block
+            kept[still, held[here]] += block.T
+        return Gradient(pairs, pairs.any(1) & np.isin(held, self.own[rank]))
+
+    def _add(self, sums: Gradient, returning: list[tuple[np.ndarray, Gradient]]) -> None:
+        for here, part in returning:
+            sums.pairs[here] += part.pairs
+            sums.own[here] |= part.own
+
+    def _check_sums(self, returning: list[dict[int, list]], kept: list[np.ndarray]) -> None:
+        """Every visible pair counts once, in what moves, at its owner, and in what stays, in its team."""
+        end = len(self.geometry.hops)
+        for rank in self.ranks:
+            home = np.zeros((len(self.own[rank]), self.plan.padded_len), dtype=int)
+            for here, part in returning[rank].pop(end, []):
+                home[here] += part.pairs
+            assert not returning[rank], "a gradient that nothing waits for"
+            np.testing.assert_array_equal(home, self.seen[self.own[rank]], f"gradients that reach rank {rank}")
+            staying = sum(kept[mate] for mate in self.geometry.teammates(rank))
+            np.testing.assert_array_equal(staying, self.seen.T[self.team[rank]], f"pairs computed for rank {rank}")
+
+    def _check_need(self) -> None:
+        """Every row that leaves a rank is seen at the one that gets it, or at a later one that gets it from there."""
+        for sent in sorted(self.rows, key=lambda sent: -sent.index):
+            if sent.index >= 0:
+                self._needed[sent.sender][sent.index][sent.there] |= self._needed[sent.receiver][sent.due][sent.here]
+        for sent in self.rows:
+            if sent.sender != sent.receiver:
+                assert self._needed[sent.receiver][sent.due][sent.here].all(), "a row is sent that no query sees"
+
+
+def _part(of: Any, rows: np.ndarray) -> Any:
+    return Gradient(of.pairs[rows], of.own[rows]) if isinstance(of, Gradient) else of[rows]
+
+
+def drawn(draw: random.Random, method: str, size: int) -> Plan:
+    """Any options that the method has, any documents and window."""
+    able, options = METHODS[method].capabilities(), dict[str, Any]()
+    degree = size if able.splits_heads else draw.choice([1, *(d for d in range(1, size + 1) if size % d == 0)])
+    places = size // degree
+    options["ulysses_degree"] = degree
+    if able.teams:
+        options["team_size"] = draw.choice([team for team in range(1, places + 1) if places % team**2 == 0])
+        options["placement"] = draw.choice(["collect_intra", "p2p_intra"])
+    if able.nodes:
+        options["ranks_per_node"] = degree * draw.choice([node for node in range(1, places + 1) if places % node == 0])
+    if len(able.layouts) > 1:
+        options["layout"] = draw.choice(["auto", *able.layouts])
+    seq_len, causal = draw.randint(1, 9 * size + 9), draw.random() < 0.6
+    if seq_len > 1 and draw.random() < 0.7:
+        cuts = draw.sample(range(1, seq_len), min(seq_len - 1, draw.choice([1, 3, 10])))
+        options["documents"] = (0, *sorted(cuts), seq_len)
+    if draw.random() < 0.5:
+        widths = [1, 2, max(1, size - 1), draw.randint(1, seq_len)]
+        options["window"] = draw.choice(widths), 0 if causal else draw.choice([-1, *widths])
+    return make_plan(method, seq_len=seq_len, size=size, causal=causal, multiple=draw.choice([1, 1, 2]), **options)

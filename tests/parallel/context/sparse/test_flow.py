@@ -1,0 +1,133 @@
+"""Routes of rows and gradients, played out on all ranks without processes: see ``play``."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parallel.context import METHODS, Plan, make_plan, plan
+from parallel.context.sparse.flow import Flow
+from parallel.context.sparse.visible import Seen
+from tests.parallel.context.sparse.play import Play, Sent, drawn, visible
+
+BOTH = ("kv", "queries")
+DOCUMENTS = (0, 9, 10, 41, 70, 96)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_all_ranks_compute_each_visible_pair_once_and_send_what_is_seen_alone(method: str) -> None:
+    for size in (*range(1, 10), 12, 16):
+        for moves in BOTH:
+            Play(drawn(random.Random(f"{method} {size} {moves}"), method, size), moves).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_for_many_more_masks_and_up_to_64_ranks(method: str) -> None:
+    for seed in range(40):
+        for size in (*range(2, 17), 18, 24, 27, 32, 36, 48, 61, 64)[:: 1 if seed < 5 else 3]:
+            for moves in BOTH:
+                Play(drawn(random.Random(f"{method} {size} {moves} {seed}"), method, size), moves).run()
+
+
+def crossings(sent: list[Sent], gradients: bool, per_node: int, degree: int) -> Counter:
+    """How often each row, per heads, comes to each other node; of gradients, from each other node."""
+    found: Counter = Counter()
+    for one in sent:
+        nodes = one.sender // per_node, one.receiver // per_node
+        if nodes[0] != nodes[1]:
+            far = nodes[0 if gradients else 1]
+            found.update((far, one.sender % degree, position) for position in one.positions.tolist())
+    return found
+
+
+@pytest.mark.parametrize(("size", "per_node", "degree"), [(4, 2, 1), (8, 4, 2), (9, 3, 1), (12, 4, 1), (16, 8, 4)])
+def test_exchange_sends_each_row_once_to_each_node_and_its_gradient_once_from_there(
+    size: int, per_node: int, degree: int
+) -> None:
+    draw, several = random.Random(size), 0
+    for moves, mask in zip(BOTH, ({}, {"window": (3 * size, 0), "layout": "zigzag"}), strict=True):
+        documents = (0, *sorted(draw.sample(range(1, 5 * size), 2)), 5 * size)
+        options: dict[str, Any] = {"documents": documents, "ulysses_degree": degree, **mask}
+        played, control = (
+            Play(make_plan("exchange", seq_len=5 * size, size=size, ranks_per_node=node, **options), moves).run()
+            for node in (per_node, None)
+        )
+        for gradients in (False, True):
+            sent, without_nodes = ((x.gradients if gradients else x.rows) for x in (played, control))
+            once = crossings(sent, gradients, per_node, degree)
+            more = crossings(without_nodes, gradients, per_node, degree)
+            assert set(once.values()) <= {1}
+            assert once.keys() == more.keys()
+            several += max(more.values(), default=0) > 1
+    assert several, "negative control: without nodes, rows cross more than once"
+
+
+def changed(change: Callable[[Seen, int], Seen]) -> Callable[..., Flow]:
+    """Flow that is told of other rows than are seen."""
+    return lambda geometry, seen: Flow(geometry, change(seen, geometry.local_len * geometry.ulysses_degree))
+
+
+def one_row_short(seen: Seen, rows: int) -> Seen:
+    """Without the first row of what one place sees of another's."""
+    chosen = np.flatnonzero(seen.who != seen.whose)[0]
+    return seen._replace(first=seen.first + (np.arange(len(seen.first)) == chosen))
+
+
+def one_row_more(seen: Seen, rows: int) -> Seen:
+    """With the row before the first one, or after the last one, that a place sees of another's."""
+    for who, whose in {*zip(seen.who.tolist(), seen.whose.tolist(), strict=True)}:
+        own = np.flatnonzero((seen.who == who) & (seen.whose == whose))
+        first, last = own[seen.first[own].argmin()], own[seen.end[own].argmax()]
+        if who != whose and seen.first[first] > 0:
+            return seen._replace(first=seen.first - (np.arange(len(seen.first)) == first))
+        if who != whose and seen.end[last] < rows:
+            return seen._replace(end=seen.end + (np.arange(len(seen.end)) == last))
+    raise AssertionError("every place sees all or nothing of another's")
+
+
+@pytest.mark.parametrize("moves", BOTH)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (one_row_short, "gradients that reach rank|pairs computed for rank"),
+        (one_row_more, "a row is sent that no|gradient of 0"),
+    ],
+)
+def test_a_row_too_few_and_a_row_too_many_are_seen(
+    moves: Any, change: Callable[[Seen, int], Seen], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for method in ("ring", "allgather", "exchange", "double_ring"):
+        named = {"layout": "contiguous"} if len(METHODS[method].capabilities().layouts) > 1 else {}
+        made = make_plan(method, seq_len=96, size=4, documents=DOCUMENTS, window=(20, 0), **named)
+        Play(Plan(made.geometry, made.mask), moves).run()
+        with monkeypatch.context() as patch:
+            patch.setattr(plan, "Flow", changed(change))
+            with pytest.raises(AssertionError, match=message):
+                Play(Plan(made.geometry, made.mask), moves).run()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_boundary_ignored_and_a_window_off_by_one_are_seen(method: str) -> None:
+    made = make_plan(method, seq_len=96, size=4, documents=DOCUMENTS, window=(20, 0))
+    for documents, window in (((0, 9, 41, 70, 96), (20, 0)), (DOCUMENTS, (19, 0)), (DOCUMENTS, (21, 0))):
+        wrong = Plan(made.geometry, made.under(documents=documents, window=window).mask, made.mask)
+        with pytest.raises(AssertionError, match=r"rank \d"):
+            Play(wrong, "kv", visible(made)).run()
+    Play(made, "kv", visible(made)).run()
+
+
+def test_a_gradient_returns_to_its_owner_before_it_goes_on() -> None:
+    """Where an owner holds its rows again amid the rounds, in a team, its own part stays, and so does what came."""
+    made = make_plan("wallfacer", seq_len=79, size=12, team_size=2, documents=(0, 34, 79), layout="zigzag")
+    amid = [
+        (rank, i)
+        for rank in range(12)
+        for i, stop in enumerate(made.course(rank).stops)
+        if i not in (0, len(made.geometry.hops) - 1) and any(p.peer == rank for p in stop.gradients.sends)
+    ]
+    assert amid
+    Play(made, "kv").run()

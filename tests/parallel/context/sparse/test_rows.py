@@ -1,0 +1,66 @@
+"""Intervals against sets of numbers."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+
+from parallel.context.sparse.rows import NOWHERE, Rows, Spans, common, count, merged, places_in, union, without
+
+
+def drawn(draw: random.Random, length: int = 30) -> tuple[Rows, set[int]]:
+    """Rows that may be none, all, or many single ones, and the set of them."""
+    chosen = {i for i in range(length) if draw.random() < draw.choice([0, 0.2, 0.5, 0.9, 1])}
+    return merged((i, i + 1) for i in sorted(chosen)), chosen
+
+
+def spans(rows: Rows) -> Spans:
+    return Spans(*np.array(rows, dtype=np.int64).reshape(-1, 2).T)
+
+
+def spelled_out(found: Rows | Spans) -> list[int]:
+    """The numbers; checks that the intervals ascend and neither overlap nor adjoin."""
+    rows = list(zip(*(x.tolist() for x in found), strict=True)) if isinstance(found, Spans) else list(found)
+    edges = [edge for interval in rows for edge in interval]
+    assert all(a < b for a, b in pairwise(edges))
+    return [i for first, end in rows for i in range(first, end)]
+
+
+def test_unions_common_rows_and_rests_are_those_of_sets() -> None:
+    draw = random.Random(0)
+    for _ in range(2000):
+        (a, in_a), (b, in_b), (c, in_c) = (drawn(draw) for _ in range(3))
+        for found, wanted in (
+            (union(spans(a), spans(b), spans(c)), in_a | in_b | in_c),
+            (common(spans(a), spans(b)), in_a & in_b),
+            (without(spans(a), spans(b)), in_a - in_b),
+        ):
+            assert spelled_out(found) == sorted(wanted), (a, b, c)
+
+
+def test_a_union_joins_intervals_that_overlap_in_any_order() -> None:
+    draw = random.Random(1)
+    for _ in range(1000):
+        given = [(first, first + draw.randint(1, 9)) for first in draw.choices(range(40), k=draw.randrange(8))]
+        numbers = sorted({i for first, end in given for i in range(first, end)})
+        assert spelled_out(union(spans(tuple(given)))) == numbers
+        assert spelled_out(merged(sorted(given))) == numbers
+        assert count(merged(sorted(given))) == len(numbers)
+
+
+def test_nothing_is_a_set_too() -> None:
+    some = spans(((2, 4),))
+    assert spelled_out(union()) == spelled_out(union(NOWHERE, NOWHERE)) == spelled_out(common(some, NOWHERE)) == []
+    assert spelled_out(without(NOWHERE, some)) == []
+    assert spelled_out(without(some, NOWHERE)) == [2, 3]
+
+
+def test_rows_lie_in_a_buffer_where_those_before_them_end() -> None:
+    draw = random.Random(2)
+    for _ in range(2000):
+        kept, numbers = drawn(draw)
+        part = sorted(i for i in numbers if draw.random() < 0.6)
+        offset = draw.randrange(5)
+        found = places_in(merged((i, i + 1) for i in part), kept, offset)
+        buffer = [None] * offset + sorted(numbers)
+        assert [buffer[i] for i in spelled_out(found)] == part

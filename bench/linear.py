@@ -210,7 +210,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
     """Plot tokens per second over length, both axes logarithmic."""
     from matplotlib.figure import Figure
 
-    from tools.layout_picture import PALETTE
+    from tools.pictures import PALETTE
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()

@@ -143,7 +143,7 @@ def picture(panels: Sequence[Panel], path: Path, bound: float, labels: tuple[str
     """Draw the columns; ``labels``: of the losses, of the differences, and the differences' title."""
     from matplotlib.figure import Figure
 
-    from tools.layout_picture import FAINT, PALETTE
+    from tools.pictures import FAINT, PALETTE
 
     figure = Figure(figsize=(10, 6.6), layout="constrained")
     axes = figure.subplots(2, len(panels), sharex=True, sharey="row", height_ratios=(2, 3), squeeze=False)

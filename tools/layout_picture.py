@@ -4,29 +4,31 @@ Squares are queries x keys in global positions, as the papers draw them.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kernels.attention import CAUSAL, FULL
 from parallel.context import ContextError, Plan, make_plan
+from parallel.context.mask import Window
+from tools.pictures import FAINT, INK, LATER, MASKED, PALE, colour, faded, frameless, ink_on, letter, ordinal, rgb
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#4D4D4D")
-MASKED, LATER, INK, FAINT = "#C9CCD1", "#FFFFFF", "#22262B", "#6B7280"
-EARLIER_STRENGTH = 0.28  # of a rank's colour, for pairs of an earlier round
-NUMBERED_TOKENS = 40  # longer sequences have no room for a rank's number on each token
+NUMBERED_TOKENS = 64  # longer sequences have no room for a rank's number on each token
 
 CAPTIONS = {
     "ring": "Ring Attention: contiguous blocks, KV passed around a ring",
     "striped": "Striped Attention: every {ordinal} token, KV passed around a ring",
     "zigzag": "Zigzag: chunk r and its mirror image of {chunks}, KV passed around a ring",
     "allgather": "All-gather: {layout} layout, all KV gathered at once",
+    "exchange": "Exchange: {layout} layout, each row of KV goes straight to the ranks that see it",
 }
+PLAIN = ("ring", "striped", "zigzag", "allgather")
+PACKED = ("ring", "striped", "zigzag", "exchange")
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,20 @@ class Drawing:
     """Pairs by round and rank: int ``[rounds, P]``."""
 
     @property
+    def in_step(self) -> bool:
+        """Whether all ranks go from round to round together, as where all KV is passed on."""
+        return not self.plan.sparse
+
+    @property
     def slowest(self) -> int:
-        """Pairs of the slowest rank of each round, summed: how long all rounds take."""
-        return int(self.work.max(axis=1).sum())
+        """Pairs of the slowest rank, of each round if ranks go in step: how long all rounds take."""
+        return int(self.work.max(axis=1).sum() if self.in_step else self.work.sum(axis=0).max())
+
+    @property
+    def rows(self) -> int:
+        """Rows of KV that all ranks send in a forward."""
+        sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "element_size": 1}
+        return sum(self.plan.cost(rank, **sizes).forward.total for rank in range(self.plan.size)) // 2  # k and v
 
     @property
     def even(self) -> float:
@@ -52,19 +65,20 @@ class Drawing:
         return float(self.work.sum() / self.work.shape[1])
 
 
-def ordinal(number: int) -> str:
-    """Return 1st, 2nd, 3rd, 4th, ..., 11th, ..., 21st."""
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
-
-
-def drawing(method: str, seq_length: int, size: int, causal: bool = True) -> Drawing:
-    """Compute what to draw of a method.
+def drawing(
+    method: str,
+    seq_length: int,
+    size: int,
+    causal: bool = True,
+    documents: tuple[int, ...] | None = None,
+    window: Window | None = None,
+) -> Drawing:
+    """Compute what to draw of a method; documents and window as for ``make_plan``.
 
     Raises:
         ContextError: as ``make_plan``.
     """
-    plan = make_plan(method, seq_len=seq_length, size=size, causal=causal)
+    plan = make_plan(method, seq_len=seq_length, size=size, causal=causal, documents=documents, window=window)
     if plan.geometry.ulysses_degree > 1:
         raise ContextError(f"method {method} splits heads: every rank computes every pair, and none has a colour")
     owners = np.empty(plan.padded_len, dtype=int)
@@ -113,8 +127,13 @@ def draw(drawings: list[Drawing]) -> "Figure":
 def _headline(plan: Plan) -> str:
     mask = "causal" if plan.causal else "full"
     padding = f" (padded to {plan.padded_len})" if plan.padded_len != plan.seq_len else ""
+    packed = f" in {len(plan.documents) - 1} documents" if plan.documents else ""
+    left, right = plan.mask.window or (-1, -1)
+    seen = [f"{left} before" if left >= 0 else "", f"{right} behind" if right > 0 else ""]
+    window = f", each sees itself and {' and '.join(filter(None, seen))}" if plan.mask.window else ""
     return (
-        f"Who owns which token, who computes what when: {plan.seq_len} tokens{padding}, {plan.size} ranks, {mask} mask"
+        f"Who owns which token, who computes what when: {plan.seq_len} tokens{packed}{padding}, {plan.size} ranks, "
+        f"{mask} mask{window}"
     )
 
 
@@ -127,7 +146,7 @@ def _band(figure: "Figure", shown: Drawing, top: float, columns: int, longest: i
 
     plan = shown.plan
     caption = CAPTIONS.get(plan.geometry.method.name, plan.geometry.method.name).format(
-        ordinal=ordinal(plan.size), chunks=2 * plan.size, layout=plan.geometry.layout.name
+        ordinal=ordinal(plan.size), chunks=2 * plan.size, layout=plan.geometry.options.layout
     )
     figure.text(0.35 / width, (top - 0.12) / height, caption, size=12, weight="bold", color=INK, va="center")
     strip = axes(0.75, top - 0.72, 2.45 * columns - 0.35, 0.34)
@@ -136,7 +155,12 @@ def _band(figure: "Figure", shown: Drawing, top: float, columns: int, longest: i
         _square(axes(0.75 + 2.45 * index, top - 3.35, 2.1, 2.1), shown, index)
     if columns > len(shown.rounds) == 1:
         figure.text((0.75 + 2.45) / width, (top - 2.3) / height, "no further rounds", size=9, color=FAINT, va="center")
-    _time_line(axes(0.75 + 2.45 * columns + 0.55, top - 3.35, 4.3, 2.1), shown, longest)
+    right = 0.75 + 2.45 * columns + 0.55
+    _time_line(axes(right, top - 3.35, 4.3, 2.1), shown, longest)
+    if plan.sparse:
+        ring = max((plan.size - 1) * plan.padded_len, 1)
+        text = f"Rows of KV sent: {shown.rows}, {shown.rows / ring:.0%} of what a plain ring sends"
+        figure.text(right / width, (top - 0.55) / height, text, size=9, color=INK, va="center")
 
 
 def _strip(axes: "Axes", shown: Drawing) -> None:
@@ -149,10 +173,17 @@ def _strip(axes: "Axes", shown: Drawing) -> None:
         for position in range(1, tokens):
             axes.axvline(position, color="white", linewidth=0.8)
     axes.set_yticks([])
-    axes.set_xticks(np.array(_ticks(tokens)) + 0.5, [str(x) for x in _ticks(tokens)], size=7.5, color=FAINT)
+    documents = shown.plan.documents
+    if documents:
+        centres = [(first + end) / 2 for first, end in pairwise(documents)]
+        axes.set_xticks(centres, [letter(index) for index in range(len(centres))], size=8.5, color=INK)
+        for bound in documents[1:-1]:
+            axes.plot([bound, bound], [-0.3, 1.12], color=INK, linewidth=1.2, clip_on=False)
+    else:
+        axes.set_xticks(np.array(_ticks(tokens)) + 0.5, [str(x) for x in _ticks(tokens)], size=7.5, color=FAINT)
     axes.tick_params(length=0, pad=2)
     axes.text(-0.008, 0.5, "tokens", transform=axes.transAxes, ha="right", va="center", size=8, color=FAINT)
-    _frameless(axes)
+    frameless(axes)
 
 
 def _square(axes: "Axes", shown: Drawing, index: int) -> None:
@@ -160,10 +191,10 @@ def _square(axes: "Axes", shown: Drawing, index: int) -> None:
     tokens, size = len(shown.owners), shown.plan.size
     ever = np.max(shown.rounds, axis=0)
     image = _colours(np.zeros((tokens, tokens), dtype=int), size)
-    image[:] = _rgb(LATER)
-    image[ever < 0] = _rgb(MASKED)
+    image[:] = rgb(LATER)
+    image[ever < 0] = rgb(MASKED)
     for before in shown.rounds[:index]:
-        image[before >= 0] = 1 - EARLIER_STRENGTH * (1 - _colours(before[before >= 0], size))
+        image[before >= 0] = 1 - PALE * (1 - _colours(before[before >= 0], size))
     now = shown.rounds[index]
     image[now >= 0] = _colours(now[now >= 0], size)
     axes.imshow(image, extent=(0, tokens, tokens, 0), interpolation="nearest")
@@ -194,23 +225,23 @@ def _round_title(plan: Plan, index: int) -> str:
 
 
 def _time_line(axes: "Axes", shown: Drawing, longest: int) -> None:
-    """Draw what each rank does over time, in (query, key) pairs; a round ends with its slowest rank."""
+    """Draw what each rank does over time, in (query, key) pairs; in step, a round ends with its slowest rank."""
     size = shown.plan.size
-    ends = np.cumsum(shown.work.max(axis=1))
-    for index, end in enumerate(ends):
-        start = end - shown.work[index].max()
+    starts = _starts(shown)
+    for index in range(len(starts)):
         for rank in range(size):
-            done = int(shown.work[index, rank])
-            face = colour(rank, size)
+            done, start, face = int(shown.work[index, rank]), int(starts[index, rank]), colour(rank, size)
             axes.barh(rank, done, left=start, height=0.74, color=face, edgecolor="white", linewidth=1.2)
-            waits = end - start - done
+            ends = [*starts[index + 1 :, rank].tolist(), shown.slowest]
+            waits = ends[0] - start - done
             axes.barh(
                 rank, waits, left=start + done, height=0.74, color="none", edgecolor=MASKED, hatch="////", linewidth=0
             )
             if done > 0.055 * longest:
                 axes.text(start + done / 2, rank, str(done), ha="center", va="center", size=8, color=ink_on(face))
-        if len(ends) > 1:
-            label = f"round {index}" if len(ends) <= 5 else str(index)
+    if shown.in_step and len(starts) > 1:
+        for index, (start, end) in enumerate(pairwise([*starts[:, 0].tolist(), shown.slowest])):
+            label = f"round {index}" if len(starts) <= 5 else str(index)
             axes.vlines(end, -0.85, size - 0.4, color=INK, linewidth=0.7, linestyle=(0, (2, 2)))
             axes.text((start + end) / 2, -0.62, label, ha="center", va="center", size=7.5, color=FAINT)
     axes.vlines(shown.even, -0.42, size - 0.4, color=INK, linewidth=1.4, zorder=0)  # behind the bars and their numbers
@@ -223,7 +254,13 @@ def _time_line(axes: "Axes", shown: Drawing, longest: int) -> None:
     busy = shown.even / shown.slowest
     title = f"{shown.slowest} pairs until all are done = {1 / busy:.2f}x an even share; ranks busy {busy:.0%}"
     axes.set_title(title, size=9, color=INK, pad=6, loc="left")
-    _frameless(axes)
+    frameless(axes)
+
+
+def _starts(shown: Drawing) -> np.ndarray:
+    """Return when each rank starts each round: int ``[rounds, P]``."""
+    took = np.broadcast_to(shown.work.max(axis=1, keepdims=True), shown.work.shape) if shown.in_step else shown.work
+    return np.cumsum(took, axis=0) - took
 
 
 def _legend(figure: "Figure", shown: Drawing) -> None:
@@ -231,7 +268,7 @@ def _legend(figure: "Figure", shown: Drawing) -> None:
 
     size = shown.plan.size
     handles = [Patch(color=colour(rank, size), label=f"rank {rank}") for rank in range(min(size, 8))]
-    handles.append(Patch(facecolor=_faded(colour(0, size)), label="done in an earlier round"))
+    handles.append(Patch(facecolor=faded(colour(0, size)), label="done in an earlier round"))
     handles.append(Patch(facecolor=LATER, edgecolor=MASKED, label="still to come"))
     if np.max(shown.rounds, axis=0).min() < 0:
         handles.append(Patch(facecolor=MASKED, label="masked"))
@@ -251,39 +288,10 @@ def _legend(figure: "Figure", shown: Drawing) -> None:
     )
 
 
-def colour(rank: int, size: int) -> str:
-    """Return a rank's colour as #RRGGBB; beyond eight ranks, from a ramp from dark to light."""
-    if size <= len(PALETTE):
-        return PALETTE[rank]
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    return to_hex(colormaps["viridis"](rank / (size - 1)))
-
-
 def _colours(ranks: np.ndarray, size: int) -> np.ndarray:
-    return np.array([_rgb(colour(rank, size)) for rank in range(size)])[ranks]
-
-
-def _rgb(colour: str) -> tuple[float, float, float]:
-    return int(colour[1:3], 16) / 255, int(colour[3:5], 16) / 255, int(colour[5:7], 16) / 255
-
-
-def _faded(colour: str) -> Any:
-    return tuple(1 - EARLIER_STRENGTH * (1 - part) for part in _rgb(colour))
-
-
-def ink_on(colour: str) -> str:
-    """Return the colour of text that is readable on ``colour``."""
-    red, green, blue = _rgb(colour)
-    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
+    return np.array([rgb(colour(rank, size)) for rank in range(size)])[ranks]
 
 
 def _ticks(tokens: int) -> list[int]:
     step = max(1, tokens // 4)
     return [*range(0, tokens - step // 2, step), tokens - 1]
-
-
-def _frameless(axes: "Axes") -> None:
-    for spine in axes.spines.values():
-        spine.set_visible(False)

@@ -1,7 +1,9 @@
-"""Pictures: who owns which token and each round's tiles of a method, WallFacer's teams, and the loss of runs.
+"""Pictures: who owns which token and each round's tiles of a method, packed documents, teams, and the loss of runs.
 
 python -m tools.plot layout --size 4 --seq-length 32 --output layouts.png
 python -m tools.plot layout --methods ring striped --full --output full.png
+python -m tools.plot layout --documents 20 5 11 3 14 7 4 --window 8 --output packed.png
+python -m tools.plot arcs --documents 1300 180 620 90 900 260 410 336 --output arcs.png
 python -m tools.plot teams --size 16 --team-size 2 --ranks-per-node 8 --output teams.png
 python -m tools.plot loss runs/llama_tiny runs/second --output loss.png
 python -m tools.plot loss runs/llama_tiny --learning-rate --output longer.png
@@ -9,6 +11,7 @@ python -m tools.plot loss runs/llama_tiny --learning-rate --output longer.png
 
 import argparse
 import sys
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +19,7 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.errors import UserError
-from tools.arguments import parser_for
+from tools.arguments import parser_for, positive
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,6 +28,7 @@ LOSSES = {"lm_loss": "training", "diffusion_loss": "training", "validation_loss"
 RATE = "learning_rate"
 LARGEST_PICTURE = 512
 LARGEST_TEAMS = 64
+LARGEST_ARCS = 16
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,13 +36,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = parser_for("python -m tools.plot", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     layout = commands.add_parser("layout", help="who owns which token, and each round's tiles", allow_abbrev=False)
-    layout.add_argument("--methods", nargs="+", metavar="METHOD", help="default: ring striped zigzag allgather")
-    layout.add_argument("--size", type=int, default=4, help="ranks (default: %(default)s)")
-    layout.add_argument("--seq-length", type=int, default=32, help="tokens (default: %(default)s)")
-    mask = layout.add_mutually_exclusive_group()
-    mask.add_argument("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
-    mask.add_argument("--full", dest="causal", action="store_false", help="no mask")
+    methods = "default: ring striped zigzag allgather; with documents or a window exchange, not allgather"
+    layout.add_argument("--methods", nargs="+", metavar="METHOD", help=methods)
+    layout.add_argument("--seq-length", type=int, help="tokens (default: 32, or those of the documents)")
+    _add_mask(layout)
     layout.add_argument("--output", type=Path, default=Path("layouts.png"), help="default: %(default)s")
+    arcs = commands.add_parser("arcs", help="how the layout balanced divides packed documents", allow_abbrev=False)
+    _add_mask(arcs)
+    arcs.add_argument("--output", type=Path, default=Path("arcs.png"), help="default: %(default)s")
     teams = commands.add_parser("teams", help="WallFacer's teams and rings, and bytes over links", allow_abbrev=False)
     teams.add_argument("--size", type=int, default=16, help="ranks (default: %(default)s)")
     teams.add_argument("--team-size", type=int, default=2, help="ranks of a team (default: %(default)s)")
@@ -54,20 +59,57 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def layout_figure(methods: list[str] | None, seq_length: int, size: int, causal: bool) -> "Figure":
-    """Draw these methods, by default those of ``CAPTIONS``.
+def _add_mask(parser: argparse.ArgumentParser) -> None:
+    """Add the ranks, and what their tokens see."""
+    parser.add_argument("--size", type=int, default=4, help="ranks (default: %(default)s)")
+    parser.add_argument("--documents", nargs="+", type=positive, metavar="LENGTH", help="tokens of packed documents")
+    window = "tokens that each sees before itself, in full attention behind itself too; default: all"
+    parser.add_argument("--window", type=positive, metavar="TOKENS", help=window)
+    mask = parser.add_mutually_exclusive_group()
+    mask.add_argument("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
+    mask.add_argument("--full", dest="causal", action="store_false", help="full attention")
+
+
+def layout_figure(args: argparse.Namespace) -> "Figure":
+    """Draw methods, by default ``PLAIN``, or ``PACKED`` under documents or a window.
 
     Raises:
-        UserError: an unknown method, or a picture too large to read.
+        UserError: an unknown method, documents of another length, or a picture too large to read.
     """
-    from tools.layout_picture import CAPTIONS, draw, drawing
+    from tools.layout_picture import PACKED, PLAIN, draw, drawing
 
-    if seq_length > LARGEST_PICTURE or size > seq_length:
+    lengths, length = args.documents, args.seq_length
+    if lengths and length not in (None, sum(lengths)):
+        raise UserError(f"--seq-length is {length} and --documents have {sum(lengths)} tokens; leave --seq-length out")
+    length = sum(lengths) if lengths else 32 if length is None else length
+    if length > LARGEST_PICTURE or args.size > length:
         raise UserError(
-            f"--seq-length is {seq_length} and --size {size}; a picture shows up to {LARGEST_PICTURE} tokens, and at "
+            f"--seq-length is {length} and --size {args.size}; a picture shows up to {LARGEST_PICTURE} tokens, and at "
             "least one for each rank"
         )
-    return draw([drawing(method, seq_length, size, causal) for method in methods or CAPTIONS])
+    documents = (0, *accumulate(lengths)) if lengths else None
+    window = (args.window, 0 if args.causal else args.window) if args.window else None
+    methods = args.methods or (PACKED if documents or window else PLAIN)
+    return draw([drawing(method, length, args.size, args.causal, documents, window) for method in methods])
+
+
+def arcs_figure(args: argparse.Namespace) -> "Figure":
+    """Draw documents on a circle, and its cuts.
+
+    Raises:
+        UserError: no documents, a single rank, or a picture too large to read.
+    """
+    from tools.arcs_picture import draw
+    from tools.discs import drawing
+
+    if not args.documents:
+        raise UserError("--documents is missing; give the tokens of each document, such as --documents 1300 180 620")
+    if not 2 <= args.size <= min(LARGEST_ARCS, sum(args.documents)):
+        raise UserError(
+            f"--size is {args.size} and --documents have {sum(args.documents)} tokens; a picture shows 2 to "
+            f"{LARGEST_ARCS} ranks, and at least a token for each"
+        )
+    return draw(drawing(args.documents, args.size, args.causal, args.window))
 
 
 def teams_figure(args: argparse.Namespace) -> "Figure":
@@ -111,7 +153,7 @@ def loss_figure(runs: list[Path], learning_rate: bool = False) -> "Figure":
     """Draw training loss as a line, validation loss as marks, a colour per run; optionally the learning rates below."""
     from matplotlib.figure import Figure
 
-    from tools.layout_picture import PALETTE
+    from tools.pictures import PALETTE
     from train.metrics import LOSSES as UNITS
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -145,7 +187,9 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         if args.command == "layout":
-            figure = layout_figure(args.methods, args.seq_length, args.size, args.causal)
+            figure = layout_figure(args)
+        elif args.command == "arcs":
+            figure = arcs_figure(args)
         elif args.command == "teams":
             figure = teams_figure(args)
         else:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from parallel.context import ContextError, Plan, make_plan
-from tools.layout_picture import FAINT, INK, MASKED, colour, ink_on
+from tools.pictures import FAINT, INK, MASKED, colour, ink_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ import pytest
 
 from parallel.context import METHODS
 from tests.starts import PATIENCE
-from tools import layout_picture, plot, team_picture
+from tools import discs, layout_picture, plot, team_picture
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -37,6 +37,68 @@ def test_striping_shows_its_balance() -> None:
     ring, striped, zigzag = (layout_picture.drawing(name, 32, 4) for name in ("ring", "striped", "zigzag"))
     assert (ring.slowest, striped.slowest, zigzag.slowest) == (36 + 3 * 64, 4 * 36, 36 + 3 * 32)
     assert ring.even == striped.even == zigzag.even == 32 * 33 / 2 / 4
+
+
+def seen_by_brute_force(documents: list[int], causal: bool, window: int | None) -> np.ndarray:
+    place, document = np.arange(sum(documents)), np.repeat(np.arange(len(documents)), documents)
+    apart = place[:, None] - place[None, :]
+    seen = document[:, None] == document[None, :]
+    seen &= apart >= 0 if causal else True
+    return seen & (abs(apart) <= window) if window else seen
+
+
+@pytest.mark.parametrize("method", layout_picture.PACKED)
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 8), (False, 3)])
+def test_packed_rounds_cover_the_mask_once(method: str, causal: bool, window: int | None) -> None:
+    if not causal and method in ("striped", "zigzag"):
+        return  # refused under full attention
+    documents = [20, 5, 11, 3, 14, 7, 4]
+    reach = (window, 0 if causal else window) if window else None
+    shown = layout_picture.drawing(method, 64, 4, causal, (0, *np.cumsum(documents).tolist()), reach)
+    covered = np.sum([computed >= 0 for computed in shown.rounds], axis=0)
+    assert np.array_equal(covered, seen_by_brute_force(documents, causal, window))
+    assert 0 < shown.rows < 3 * 64
+    assert shown.slowest == max(shown.work.sum(axis=0))
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 50), (False, None)])
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_discs_divide_tokens_and_work(size: int, causal: bool, window: int | None) -> None:
+    documents = [325, 45, 155, 23, 225, 65, 103, 84]
+    shown = discs.drawing(documents, size, causal, window)
+    pairs = int(seen_by_brute_force(documents, causal, window).sum())
+    for above, below in zip(shown.columns[:-1], shown.columns[1:], strict=True):
+        assert sum(disc.size for disc in above) == sum(disc.size for disc in below) == shown.layout.seq_len  # padded
+        assert sum(disc.work for disc in above) == sum(disc.work for disc in below) == pairs
+        children = [ranks for disc in above for ranks in disc.parts if ranks]
+        assert children == [disc.ranks for disc in below]
+        for disc in (disc for disc in above if disc.cuts):
+            for part, ranks in enumerate(disc.parts):
+                own = [stretch for stretch in disc.stretches if stretch.part == part]
+                (child,) = (one for one in below if one.ranks == ranks)
+                assert sum(stretch.end - stretch.first for stretch in own) == child.size
+                counts = np.array([(stretch.end - stretch.first, stretch.work, stretch.slope) for stretch in own])
+                assert np.sum(counts[:, 0] * (counts[:, 1] + counts[:, 2] * (counts[:, 0] - 1) / 2)) == child.work
+                middle = [disc.angle(np.mean([s.first, s.end])) for s in own]
+                assert np.mean(np.sin(middle)) * (1 - 2 * part) > 0  # part 0 stands above part 1
+    for rank, leaf in enumerate(shown.leaves):
+        held = np.concatenate([np.arange(a, a + n) for a, n, *_ in zip(*leaf.beads, strict=True)])
+        assert np.array_equal(np.sort(held), shown.layout.positions(rank))
+        assert leaf.work == pytest.approx(pairs / size, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["layout", "--documents", "9", "4", "--window", "5", "--full", "--methods", "exchange", "--size", "2"],
+        ["arcs", "--documents", "300", "20", "81", "--size", "3"],
+        ["arcs", "--documents", *["9"] * 27, "--full", "--window", "4", "--size", "2"],
+    ],
+)
+def test_packed_pictures_are_written(tmp_path: Path, arguments: list[str]) -> None:
+    output = tmp_path / "packed.png"
+    assert plot.main([*arguments, "--output", str(output)]) == 0
+    assert output.read_bytes().startswith(PNG)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--full", "--methods", "ring", "allgather"], ["--size", "9"]])
@@ -97,6 +159,10 @@ def test_an_iteration_done_again_counts_as_last_written(tmp_path: Path) -> None:
         (["layout", "--methods", "ulysses"], "ulysses splits heads"),
         (["layout", "--seq-length", "100000"], "--seq-length is 100000"),
         (["layout", "--size", "0"], "is 0"),
+        (["layout", "--documents", "4", "5", "--seq-length", "10"], "--documents have 9 tokens"),
+        (["arcs"], "--documents is missing"),
+        (["arcs", "--documents", "40", "--size", "1"], "--size is 1"),
+        (["arcs", "--documents", "400", "--size", "17"], "--size is 17"),
         (["teams", "--size", "6"], "square 4 does not divide the 6 ranks"),
         (["teams", "--size", "100"], "--size is 100"),
         (["loss", "missing"], "missing does not exist"),
@@ -131,7 +197,7 @@ def test_help_needs_no_matplotlib() -> None:
 
 
 def test_captions_count_as_one_says_it() -> None:
-    from tools.layout_picture import ordinal
+    from tools.pictures import ordinal
 
     assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111, 113)] == [
         "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th", "113th",

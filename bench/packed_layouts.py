@@ -1,0 +1,145 @@
+"""Work and traffic of packed documents and windows, by layout and by method, counted on plans: no process is started.
+
+python -m bench.packed_layouts                     # the tables of docs/concepts/packed.md
+python -m bench.packed_layouts --cases 131072 16   # tokens and ranks of one case
+
+Lengths are drawn until the sequence is full, the last one cut; a figure is the mean over the draws.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from parallel.context import Plan, make_plan
+
+CASES = ((16_384, 8), (131_072, 16))
+WINDOW = 1024
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
+METHODS = ("ring", "zigzag", "striped", "double_ring", "wallfacer", "allgather", "exchange")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "double_ring": {"ranks_per_node": 4},
+    "wallfacer": {"team_size": 2},
+    "exchange": {"layout": "balanced"},
+}
+Draw = Callable[[np.random.Generator, int], tuple[int, ...]]
+
+
+def log_normal(generator: np.random.Generator, seq_len: int) -> tuple[int, ...]:
+    """Draw lengths exp(N(7.0, 1.6)) from 64 to a quarter of the sequence, as of web pages."""
+    return _filled(seq_len, lambda: float(np.clip(np.exp(generator.normal(7.0, 1.6)), 64, seq_len / 4)))
+
+
+def chat(generator: np.random.Generator, seq_len: int) -> tuple[int, ...]:
+    """Draw short lengths, exp(N(6.2, 0.8)), and 3 % long ones, 4,096 (1 + Pareto(0.9)), up to half of the sequence."""
+
+    def length() -> float:
+        long = generator.random() < 0.03
+        drawn = 4096 * (1 + generator.pareto(0.9)) if long else np.exp(generator.normal(6.2, 0.8))
+        return float(np.clip(drawn, 32, seq_len / 2))
+
+    return _filled(seq_len, length)
+
+
+def short(generator: np.random.Generator, seq_len: int) -> tuple[int, ...]:
+    """Draw lengths N(500, 120) from 100 to 1,500."""
+    return _filled(seq_len, lambda: float(np.clip(generator.normal(500, 120), 100, 1500)))
+
+
+def two(generator: np.random.Generator, seq_len: int) -> tuple[int, ...]:
+    """Draw where one document ends and another begins, from 0.35 to 0.65 of the sequence."""
+    return (0, int(seq_len * generator.uniform(0.35, 0.65)), seq_len)
+
+
+def one(generator: np.random.Generator, seq_len: int) -> tuple[int, ...]:
+    """Return one document."""
+    return (0, seq_len)
+
+
+def _filled(seq_len: int, length: Callable[[], float]) -> tuple[int, ...]:
+    bounds = [0]
+    while bounds[-1] < seq_len:
+        bounds.append(min(seq_len, bounds[-1] + max(1, round(length()))))
+    return tuple(bounds)
+
+
+DRAWS: dict[str, tuple[Draw, tuple[int, int] | None]] = {
+    "log-normal, at most a quarter": (log_normal, None),
+    "chat, 3 % long": (chat, None),
+    "about 500 tokens each": (short, None),
+    "two documents": (two, None),
+    "one document": (one, None),
+    f"one document, window {WINDOW:,}": (one, (WINDOW - 1, 0)),
+    f"log-normal, window {WINDOW:,}": (log_normal, (WINDOW - 1, 0)),
+}
+
+
+def figures(plan: Plan) -> tuple[float, float]:
+    """Return largest over mean work of the ranks, and rows of KV that all of them send as a share of a ring's.
+
+    What a team gathers of its queries is left out.
+    """
+    pairs = plan.work().pairs.sum(axis=0)
+    sizes = {"batch": 1, "heads": plan.size, "kv_heads": plan.size, "head_dim": 1, "element_size": 1}
+    sent = sum(plan.cost(rank, **sizes).forward.p2p.total() for rank in range(plan.size)) / (2 * plan.size)
+    return float(pairs.max() / pairs.mean()), sent / ((plan.size - 1) * plan.padded_len)
+
+
+def measured(draw: Draw, seq_len: int, draws: int, make: Callable[..., Plan]) -> tuple[float, float]:
+    """Return the mean figures over draws of documents."""
+    drawn = [draw(np.random.default_rng(seed), seq_len) for seed in range(draws if draw is not one else 1)]
+    work, rows = np.mean([figures(make(documents=documents)) for documents in drawn], axis=0)
+    return float(work), float(rows)
+
+
+def layouts_table(seq_len: int, size: int, draws: int) -> str:
+    """Return a row for each kind of documents, and for each layout its work and its rows, sent by ``exchange``."""
+    lines = [
+        f"| {seq_len:,} tokens on {size} ranks | " + " | ".join(LAYOUTS) + " |",
+        "| --- |" + " --- |" * len(LAYOUTS),
+    ]
+    for name, (draw, window) in DRAWS.items():
+        make = partial(make_plan, "exchange", seq_len=seq_len, size=size, window=window)
+        found = [measured(draw, seq_len, draws, partial(make, layout=layout)) for layout in LAYOUTS]
+        cells = [f"{work:.2f}; {_share(rows)}" for work, rows in found]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def methods_table(seq_len: int, size: int, draws: int) -> str:
+    """Return a row for each method, and for each kind of documents what its ranks send."""
+    kinds = ["log-normal, at most a quarter", "one document", f"one document, window {WINDOW:,}"]
+    lines = [f"| {seq_len:,} tokens on {size} ranks | " + " | ".join(kinds) + " |", "| --- |" + " --- |" * len(kinds)]
+    for method in METHODS:
+        options = OPTIONS.get(method, {})
+        found = []
+        for draw, window in map(DRAWS.__getitem__, kinds):
+            make = partial(make_plan, method, seq_len=seq_len, size=size, window=window, **options)
+            found.append(measured(draw, seq_len, draws, make))
+        lines.append(f"| `{method}` | " + " | ".join(_share(rows) for _, rows in found) + " |")
+    return "\n".join(lines)
+
+
+def _share(rows: float) -> str:
+    return f"{rows:.1%}" if rows < 0.0995 else f"{rows:.0%}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.packed_layouts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs=2, type=int, metavar=("TOKENS", "RANKS"), help="default: those of the page")
+    parser.add_argument("--draws", type=int, default=3, help="documents drawn anew (default: %(default)s)")
+    args = parser.parse_args(argv)
+    for seq_len, size in [tuple(args.cases)] if args.cases else CASES:
+        print(layouts_table(seq_len, size, args.draws), end="\n\n")
+    print(methods_table(*(args.cases or CASES[0]), args.draws))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -141,9 +141,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cases", nargs=2, type=int, metavar=("TOKENS", "RANKS"), help="default: those of the page")
     parser.add_argument("--draws", type=int, default=3, help="documents drawn anew (default: %(default)s)")
     args = parser.parse_args(argv)
-    for seq_len, size in [tuple(args.cases)] if args.cases else CASES:
+    cases = [(args.cases[0], args.cases[1])] if args.cases else CASES
+    for seq_len, size in cases:
         print(layouts_table(seq_len, size, args.draws), end="\n\n")
-    print(methods_table(*(args.cases or CASES[0]), args.draws))
+    seq_len, size = cases[0]
+    print(methods_table(seq_len, size, args.draws))
     return 0
 
 

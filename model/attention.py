@@ -17,14 +17,30 @@ from model.layers import Rotary
 from model.windows import Window
 from runtime.errors import UserError
 
-Attend = Callable[..., Tensor]
-"""attend(q, k, v, mask=None, *, window=None, sinks=None) -> attention [B, T, H, D], scaled by 1 / sqrt(D).
 
-q [B, T, H, D], k and v [B, T, G, D]. Only what is set is passed. ``mask`` is what the micro-batch's tokens see of each
-other, made where ``attend`` was; the model hands it on. It is no tensor, which FSDP would cast. None is what ``attend``
-was made for, such as a causal mask. ``window`` is the layer's, on top of the mask; ``sinks`` [H] are the score of one
-more key per head, whose value is 0.
-"""
+class Attend(Protocol):
+    """The core of softmax attention."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any = None,
+        *,
+        window: Window | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Return attention scaled by 1 / sqrt(D): q [B, T, H, D], k and v [B, T, G, D] -> [B, T, H, D].
+
+        The model passes only what is set.
+
+        Args:
+            mask: what the micro-batch's tokens see of each other, made where ``attend`` was; the model hands it on. It
+                is no tensor, which FSDP would cast. None is what ``attend`` was made for, such as a causal mask.
+            window: of this layer, on top of the mask.
+            sinks: [H], the score of one more key per head, whose value is 0.
+        """
 
 
 def sdpa(
@@ -102,11 +118,14 @@ def prefetch_kv(attend: Attend, k: Tensor, v: Tensor, **settings: Any) -> Callab
     return lambda q: attend(q, k, v, **settings)
 
 
-LinearAttend = Callable[..., Tensor]
-"""attend(q, k, v, log_decay, mask=None) -> causal, unscaled attention [B, T, H, E].
+class LinearAttend(Protocol):
+    """The core of linear attention."""
 
-q and k [B, T, H, D], v [B, T, H, E], log of H decays; ``mask`` as in Attend, passed only if it is set.
-"""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: Any = None) -> Tensor:
+        """Return causal, unscaled attention: q and k [B, T, H, D], v [B, T, H, E], H log decays -> [B, T, H, E].
+
+        ``mask`` as in Attend; passed only if it is set.
+        """
 
 
 def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: Any = None) -> Tensor:

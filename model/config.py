@@ -256,7 +256,7 @@ def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str |
     if any(windows):
         left, right = next(window for window in windows if window)
         softmax["window_size"] = f"{left},{right}"
-        softmax["window_layers"] = "".join(str(int(window is not None)) for window in windows)
+        softmax["window_attn_skip_freq"] = f"[{','.join(str(int(window is not None)) for window in windows)}]"
     if config.softmax_type != "vanilla":
         softmax["softmax_type"] = config.softmax_type
     linear: dict[str, int | float | bool | str | None] = {}

@@ -14,14 +14,14 @@ SHARED = """
     --global-batch-size 8 --micro-batch-size 1 --lr 1e-3 --clip-grad 0.5 --eval-iters 0 --log-interval 1000
 """.split()  # noqa: SIM905
 LANGUAGE = ("--vocab-size", "4099", "--seq-length", "128")
-DIFFUSION = "dit"
+DIFFUSION, WINDOWS = "dit", "windows"
 KINDS: dict[str, tuple[str, ...]] = {
     "llama": ("--num-query-groups", "2"),
     "gpt": (
         *("--model-type", "gpt", "--max-position-embeddings", "128"),
         "--no-untie-embeddings-and-output-weights",
     ),
-    "windows": (
+    WINDOWS: (
         *("--num-query-groups", "2", "--window-size", "40,0", "--window-attn-skip-freq", "3"),
         *("--softmax-type", "learnable"),
     ),

@@ -13,11 +13,14 @@ from train.metrics import METRICS, read_metrics
 
 LOSS, GRADIENTS = 1e-6, 5e-6
 """Bounds of relative differences from float64. The Linear Transformer divides by sums of few weights."""
+WINDOWS = "--window-size 9,0 --softmax-type learnable"
 KINDS = {
     "llama": "",
+    "windows": f"--window-attn-skip-freq 2 {WINDOWS}",
     "gpt": "--model-type gpt --max-position-embeddings 61",
     "transnormer": "--model-type transnormer",
     "hybrid": "--model-type transnormer --softmax-every 2",
+    "hybrid windows": f"--model-type transnormer --softmax-every 2 {WINDOWS}",
     "linear": "--model-type linear_transformer",
 }
 CP = "--context-parallel-size 2 --context-parallel-method"
@@ -27,12 +30,15 @@ CASES = [
     *((1, kind, "") for kind in KINDS),
     *((2, "llama", f"{CP} {method}") for method in ("ring", "zigzag", "striped", "ulysses", "exchange")),
     (2, "llama", f"{CP} zigzag --recompute-granularity full"),
+    *((2, "windows", f"{CP} {method}") for method in ("zigzag", "ulysses", "exchange")),
+    *((2, "windows", mesh) for mesh in (TP, PP)),
     (2, "llama", PP),
     (2, "gpt", TP),
     (2, "gpt", f"{CP} exchange"),
     (2, "transnormer", f"{CP} lasp --recompute-granularity attention_boundary"),
     (2, "linear", f"{CP} lasp2"),
     (2, "hybrid", f"{CP} lasp --hybrid-softmax-layout zigzag"),
+    (2, "hybrid windows", f"{CP} lasp --hybrid-softmax-layout zigzag"),
 ]
 
 

@@ -137,7 +137,9 @@ def test_architecture_tells_apart_what_computes_something_else():
     assert architecture_of(same) == architecture_of(windows[1])
     assert architecture_of(dataclasses.replace(llama, window_size="-1,0")) == architecture_of(llama)
     softmax = [dataclasses.replace(llama, softmax_type=kind) for kind in ("off-by-one", "learnable")]
-    assert not {"window_size", "window_layers", "softmax_type"} & architecture_of(llama).keys()  # older checkpoints
+    assert (
+        not {"window_size", "window_attn_skip_freq", "softmax_type"} & architecture_of(llama).keys()
+    )  # older checkpoints
     hybrids = [dataclasses.replace(decays[0], softmax_every=every) for every in (2, 4)]
     others = [
         dataclasses.replace(GPT, max_position_embeddings=65),

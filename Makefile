@@ -46,7 +46,7 @@ start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(A
 	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$more --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain dit test test-slow check format bench link-bench linear-bench parity video lasp-table gpu-check hooks lock clean FORCE
+.PHONY: help venv pretrain dit test test-slow check format bench packed-bench link-bench link-attention linear-bench parity video lasp-table gpu-check hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,6 +103,9 @@ format: $(DEV) ## Rewrite the sources in the format that check wants, with ruff'
 bench: $(READY) ## Measure the attention: every method on 2 processes against one process
 	$(PY) -m bench.attention $(ARGS)
 
+packed-bench: $(READY) ## Packed documents on 2 processes, and what documents and a window cost on one
+	$(PY) -m bench.packed $(ARGS)
+
 parity: $(READY) ## A tiny LLaMA and GPT on up to 101 meshes of at most 8 processes against one, into runs/parity.md (25 minutes)
 	@OMP_NUM_THREADS=1 exec $(PY) -m parity.run $(ARGS)
 
@@ -111,6 +114,9 @@ video: $(READY) ## A diffusion transformer on ever longer videos: memory and tim
 
 link-bench: $(READY) ## Train over a slow link between two emulated nodes, every method, into bench/results/; needs root
 	$(PY) -m bench.link --results bench/results $(ARGS)
+
+link-attention: $(READY) ## The attention alone over a slow link: exchange against every method, into bench/results/; needs root
+	$(PY) -m bench.link.attention --results bench/results $(ARGS)
 
 linear-bench: $(READY) ## Linear attention against quadratic over length on one CPU thread: a table, a JSON and a plot (a minute)
 	$(PY) -m bench.linear $(ARGS)

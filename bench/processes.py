@@ -23,8 +23,7 @@ from torch import Tensor
 
 from bench.ceilings import matmul_rate
 from bench.workload import DTYPES, Workload, fingerprint
-from model.attention import sdpa
-from parallel.context import context_parallel
+from parallel.context import ContextParallel
 from runtime.processes import join
 
 ONE_PROCESS = "one_process"
@@ -53,7 +52,7 @@ class Seat:
 
 
 class Contestants:
-    """All processes of a run; a context manager that ends them on exit.
+    """All processes of a run; a context manager that ends them on exit. Methods are named as in ``Workload.plan``.
 
     Raises:
         RuntimeError: a process failed (its traceback is in the message), died or did not answer.
@@ -126,8 +125,8 @@ class Contestants:
         return [answers[i] for i in range(len(pipes))]
 
 
-class _Step:
-    """A forward + backward that is ready to run."""
+class Step:
+    """A forward + backward that is ready to run, of q, k, v and the gradient of out."""
 
     def __init__(self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
         self._attend, self._leaves, self._dout = attend, [x.requires_grad_() for x in (q, k, v)], dout
@@ -156,17 +155,17 @@ def _serve(pipe: Connection, seat: Seat, work: Workload) -> None:
 
 def _prepare(seat: Seat, work: Workload) -> Callable[[str, str], Any]:
     tensors = work.tensors()
-    steps: dict[str, _Step] = {}
+    steps: dict[str, Step] = {}
     valid: dict[str, Tensor] = {}  # local rows that are not padding
     if seat.rank is None:
-        steps[ONE_PROCESS] = _Step(sdpa, *tensors)
+        steps[ONE_PROCESS] = Step(work.attend, *tensors)
         valid[ONE_PROCESS] = torch.arange(work.seq_length)
     else:
         _join(seat.rank, seat.ranks, seat.folder)
         for method in seat.methods:
             # KV moves in the backward too, as in the papers: moving queries gives ring's idle rank the other's work
-            cp = context_parallel(method, seq_len=work.seq_length, group=dist.group.WORLD, backward="kv")
-            steps[method] = _Step(cp.attend, *(cp.shard(x, dim=1) for x in tensors))
+            cp = ContextParallel(work.plan(method, seat.ranks, backward="kv"), dist.group.WORLD)
+            steps[method] = Step(cp.attend, *(cp.shard(x, dim=1) for x in tensors))
             valid[method] = (cp.positions < work.seq_length).nonzero()[:, 0]
 
     def answer(request: str, name: str) -> Any:
@@ -191,7 +190,7 @@ def _join(rank: int, size: int, folder: str) -> None:
     join(timeout=timedelta(seconds=ANSWER_WITHIN), store=store, rank=rank, world_size=size)
 
 
-def _timed(step: _Step, together: bool) -> Times:
+def _timed(step: Step, together: bool) -> Times:
     if together:
         dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()

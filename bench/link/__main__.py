@@ -19,11 +19,10 @@ from pathlib import Path
 from types import FrameType
 
 from bench.link.cases import CASES, LINEAR_CASES, MODELS, cases_of
-from bench.link.network import check_permission
+from bench.link.network import LINKS, check_permission
 from runtime.errors import UserError
 from tools.arguments import parser_for
 
-LINKS = ("shared", "rails")
 PROFILED_RATE = "100mbit"  # of the cluster files
 
 

@@ -12,7 +12,7 @@ from bench.link.network import Network
 from bench.link.planned import planned, verdict
 from bench.link.ranks import Iteration, train
 from data.text.prepare import Request
-from parallel.context import make_plan
+from parallel.context import Plan, make_plan
 from testing.machine import describe
 from train.config.language import Config, parse_args
 
@@ -79,23 +79,37 @@ def one(
     network: Network, model: str, method: Sequence[str], data: Path, length: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Train one configuration; return the medians of its steps, without and with the limit."""
-    free, last = WARM_UP + FREE, WARM_UP + FREE + WARM_UP_LIMITED + args.repeats
+    last = WARM_UP + FREE + WARM_UP_LIMITED + args.repeats
     batch = batch_of(args, length)
     flags = command_line(model, method, data, size=network.size, seq_length=length, batch=batch, iterations=last)
+    found = medians(network, args.rate, lambda before: train(network, flags, before), WARM_UP, FREE)
+    return {**found, "attention_by_plan": max(attention_crossing(parse_args(flags), network.ranks_per_node))}
+
+
+def medians(
+    network: Network,
+    rate: str,
+    run: Callable[[Callable[[int], None]], list[Iteration]],
+    warm_up: int,
+    free: int,
+) -> dict[str, Any]:
+    """Return the medians of the iterations of ``run(before)``: ``warm_up`` and ``free`` without the limit, then within.
+
+    The first within the limit does not count.
+    """
+    begin = warm_up + free
 
     def limit(iteration: int) -> None:
-        if iteration in (0, free):
-            network.limit(args.rate if iteration else None)
+        if iteration in (0, begin):
+            network.limit(rate if iteration else None)
 
-    steps = train(network, flags, limit)
-    limited = steps[free + WARM_UP_LIMITED :]
-    there, back = attention_crossing(parse_args(flags), network.ranks_per_node)
+    steps = run(limit)
+    limited = steps[begin + WARM_UP_LIMITED :]
     return {
         "seconds": [step.seconds for step in limited],
         "median": median(step.seconds for step in limited),
-        "unlimited": median(step.seconds for step in steps[WARM_UP:free]),
+        "unlimited": median(step.seconds for step in steps[warm_up:begin]),
         "crossed": _busier(limited),
-        "attention_by_plan": max(there, back),
     }
 
 
@@ -112,20 +126,29 @@ def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
         size=size,
         **config.context.plan_arguments(ranks_per_node),
     )
-    for rank in range(size):
-        for layer in range(model.num_layers):
-            turned = model.model_type == "transnormer" and layer == 0  # LRPE doubles queries and keys
-            cost = plan.cost(
-                rank,
-                batch=config.train.micro_batch_size,
-                heads=model.num_attention_heads,
-                kv_heads=model.query_groups,
-                head_dim=model.head_dim * (2 if turned else 1),
-                value_dim=model.head_dim,
-                element_size=4,
-            )
-            for traffic in (cost.forward, cost.backward):
-                sent[rank // ranks_per_node] += traffic.between_nodes(rank, ranks_per_node)
+    for layer in range(model.num_layers):
+        turned = model.model_type == "transnormer" and layer == 0  # LRPE doubles queries and keys
+        crossing = plan_crossing(
+            plan,
+            ranks_per_node,
+            batch=config.train.micro_batch_size,
+            heads=model.num_attention_heads,
+            kv_heads=model.query_groups,
+            head_dim=model.head_dim * (2 if turned else 1),
+            value_dim=model.head_dim,
+            element_size=4,
+        )
+        sent = [before + more for before, more in zip(sent, crossing, strict=True)]
+    return sent[0], sent[1]
+
+
+def plan_crossing(plan: Plan, ranks_per_node: int, **sizes: Any) -> tuple[int, int]:
+    """Return the bytes that one attention sends from the first node to the second, and back; as ``plan.cost``."""
+    sent = [0, 0]
+    for rank in range(plan.size):
+        cost = plan.cost(rank, **sizes)
+        for traffic in (cost.forward, cost.backward):
+            sent[rank // ranks_per_node] += traffic.between_nodes(rank, ranks_per_node)
     return sent[0], sent[1]
 
 

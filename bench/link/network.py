@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 NODES = 2
+LINKS = ("shared", "rails")
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>; os.unshare and os.setns need Python 3.12
 BURST = "128kb"  # more than the 64 KiB packets that veth passes on whole
 QUEUE = 1 << 26  # bytes that may wait for the link: TCP's windows fit, nothing is dropped

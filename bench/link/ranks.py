@@ -62,7 +62,14 @@ def seats(network: Network) -> list[Seat]:
 
 
 def train(network: Network, arguments: list[str], before: Callable[[int], None]) -> list[Iteration]:
-    """Run the entry with ``arguments`` on all ranks of the network; return its iterations.
+    """Run the entry with ``arguments`` on all ranks of the network; return its iterations, as ``iterate``."""
+    return iterate(network, before, _train, arguments)
+
+
+def iterate(
+    network: Network, before: Callable[[int], None], body: Callable[..., None], *arguments: Any
+) -> list[Iteration]:
+    """Run ``body(pipe, *arguments)`` on all ranks of the network; return its iterations, which one rank ``tell``s.
 
     ``before(i)`` is called while every rank waits to begin iteration i. No process outlives the call.
 
@@ -72,7 +79,7 @@ def train(network: Network, arguments: list[str], before: Callable[[int], None])
     found: list[Iteration] = []
     before(0)
     start = network.crossed()
-    with _seated(network, _train, arguments) as pipes:
+    with _seated(network, body, *arguments) as pipes:
         for pipe, seconds in _messages(pipes):
             now = network.crossed()
             found.append(Iteration(seconds, now[0] - start[0], now[1] - start[1]))
@@ -90,6 +97,12 @@ def profile(network: Network, candidates: list[list[str]], iterations: int) -> l
     """
     with _seated(network, _profile, candidates, iterations) as pipes:
         return next(seconds for _, seconds in _messages(pipes))
+
+
+def tell(pipe: Connection, seconds: float) -> None:
+    """Report an iteration's seconds, then wait for permission to go on."""
+    pipe.send(("iteration", seconds))
+    pipe.recv()
 
 
 @contextmanager
@@ -142,8 +155,7 @@ class _Reporter(RunLog):
 
     def write(self, record: dict[str, Any]) -> None:
         """Send the time and wait."""
-        self._pipe.send(("iteration", record["iteration_time_ms"] / 1e3))
-        self._pipe.recv()
+        tell(self._pipe, record["iteration_time_ms"] / 1e3)
 
     def sync(self) -> None:
         """Do nothing: there is no file."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 
 from bench import attention
 from bench.attention import Target, compare, slowest_pairs, summary
@@ -53,9 +54,48 @@ def test_a_run_writes_figures_that_agree_with_each_other(tmp_path: Path) -> None
 
 
 def test_the_limit_counts_the_slowest_rank_of_each_round() -> None:
-    assert slowest_pairs("ring", 64, 2) == 32 * 33 / 2 + 32 * 32
-    assert slowest_pairs("striped", 64, 2) == 2 * 32 * 33 / 2
-    assert slowest_pairs("zigzag", 64, 2) == slowest_pairs("allgather", 64, 2) == 64 * 65 / 4
+    work = Workload(seq_length=64)
+    assert slowest_pairs("ring", work, 2) == 32 * 33 / 2 + 32 * 32
+    assert slowest_pairs("striped", work, 2) == 2 * 32 * 33 / 2
+    assert slowest_pairs("zigzag", work, 2) == slowest_pairs("allgather", work, 2) == 64 * 65 / 4
+    # in a ring of 4 the first round is all ranks', and in each other one the last rank has a whole square
+    assert slowest_pairs("ring", work, 4) == 16 * 17 / 2 + 3 * 16 * 16
+
+
+def test_the_limit_of_an_exchange_is_its_busiest_rank_and_not_that_of_each_round() -> None:
+    work = Workload(seq_length=4096, documents="lognormal")
+    by_rank = work.plan("exchange", 4).work().pairs
+    assert slowest_pairs("exchange", work, 4) == by_rank.sum(0).max() < by_rank.max(1).sum()
+    assert by_rank.sum() == work.pairs
+    assert slowest_pairs("exchange", work, 4) <= 1.02 * work.pairs / 4
+
+
+def test_the_gain_reached_is_the_share_of_what_pairs_promise() -> None:
+    work = Workload(seq_length=64, window=8)
+    seconds = {"zigzag": 3.0, "striped": 2.5, "exchange": 2.2}
+    pairs = {"zigzag": 1500, "striped": 1010, "exchange": 1000}
+    found = {name: summary([[Times(took, took)] * 2] * 2, work, pairs[name], 2) for name, took in seconds.items()}
+    compared = compare({**found, ONE_PROCESS: found["striped"]}, 2, work)
+    assert compared["ratios"]["zigzag/exchange"]["gain_reached"] == pytest.approx((3.0 / 2.2 - 1) / 0.5)
+    assert compared["ratios"]["striped/exchange"]["gain_reached"] is None  # pairs promise 1 %
+    assert {target["name"]: target["met"] for target in compared["targets"]} == {
+        "zigzag/exchange gain_reached": False,
+        "striped/exchange": True,
+    }
+
+
+@pytest.mark.parametrize(("documents", "window"), [(None, None), (None, 24), ("lognormal", None), ("lognormal", 24)])
+def test_pairs_are_those_of_the_mask_and_torch_computes_the_same(documents: str | None, window: int | None) -> None:
+    work = Workload(seq_length=200, num_heads=2, kv_heads=1, head_dim=4, documents=documents, window=window)
+    bounds = work.mask["documents"] or (0, 200)
+    of = torch.bucketize(torch.arange(200), torch.tensor(bounds[1:]), right=True)
+    distance = torch.arange(200)[:, None] - torch.arange(200)
+    visible = (of[:, None] == of) & (distance >= 0) & (distance < (window or 200))
+    assert work.pairs == visible.sum()
+    assert len(bounds) == (2 if documents is None else 5)
+    q, k, v, _ = (x.double().transpose(1, 2) for x in work.tensors())
+    truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+    assert torch.allclose(work.attend(*work.tensors()[:3]).double(), truth.transpose(1, 2), atol=1e-5)
 
 
 def test_a_step_lasts_as_long_as_its_slowest_rank_and_targets_are_judged() -> None:
@@ -126,6 +166,9 @@ def test_a_failing_rank_is_told_with_its_traceback() -> None:
         (["--context-parallel-size", "0"], "--context-parallel-size is 0"),
         (["--seq-length", "0"], "seq_length is 0"),
         (["--repeats", "0"], "--repeats is 0"),
+        (["--window", "1"], "window is 1; it must be 2 or more"),
+        (["--methods", "rings"], "context_parallel_method 'rings' does not exist"),
+        (["--methods", "ring/balanced"], "context_parallel_layout is 'balanced' with method ring"),
     ],
 )
 def test_bad_arguments_are_said_once(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -138,3 +181,4 @@ def test_bad_arguments_are_said_once(capsys: pytest.CaptureFixture[str], argumen
 def test_a_target_names_contestants_that_exist() -> None:
     names = {*attention.DEFAULT_METHODS, ONE_PROCESS}
     assert all(isinstance(t, Target) and {t.slower, t.faster} <= names for t in attention.TARGETS)
+    assert all({t.slower, t.faster} <= set(attention.MASKED_METHODS) for t in attention.MASKED_TARGETS)

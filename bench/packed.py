@@ -1,0 +1,152 @@
+"""Measure packed documents and windows on the CPU: what balance is worth on 2 ranks, and what a mask costs on one.
+
+Two parts, each with contestants that take turns:
+
+- 2 ranks pinned to a core each, documents of log-normal lengths: zigzag, striped, ring, and exchange and allgather over
+  the layout balanced, with the gain over zigzag that counted pairs promise and the share of it that is reached
+  (``bench.attention``).
+- One rank on one core: one document, documents of about 500 tokens, and one document under a window, each through the
+  plan and its tiles, beside torch's scaled_dot_product_attention of one document.
+
+    python -m bench.packed                                      # 16384 tokens, 8 heads of 64
+    python -m bench.packed --json bench/results/packed-MACHINE.jsonl
+"""
+
+import argparse
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.attention import MASKED_METHODS, MINIMUM_REPEATS, SETTLE_SECONDS, measure_cpu, table
+from bench.processes import ONE_PROCESS, Contestants
+from bench.workload import Workload, check_same
+from runtime.errors import UserError
+from testing.machine import usable_cores
+from testing.records import write_records
+from tools.arguments import parser_for, positive
+
+ALONE = "ring"  # of one rank every method is the same
+RATE_OF_SHORT, GAIN_OF_WINDOW = 0.6, 3.0
+"""At least: short documents' FLOP rate against one document's, and one document's time against a window's."""
+
+
+def alone(work: Workload, window: int, repeats: int, max_seconds: float) -> dict[str, Any]:
+    """Time one rank's attention under each mask, in turns; return ``alone``, a row per mask, and ``alone_targets``.
+
+    Raises:
+        RuntimeError: a process failed, or a result differs from torch's own.
+    """
+    masks = {"dense": work, "short": replace(work, documents="short"), "window": replace(work, window=window)}
+    cores = usable_cores()[:1]
+    seconds: dict[str, list[float]] = {name: [] for name in [*masks, ONE_PROCESS]}
+    with ExitStack() as stack:
+        ranks = {name: stack.enter_context(Contestants(mask, (ALONE,), cores)) for name, mask in masks.items()}
+        for name, rank in ranks.items():
+            check_same(name, rank.fingerprint(ALONE), rank.fingerprint(ONE_PROCESS), work.dtype)
+        turns = [*((name, rank, ALONE) for name, rank in ranks.items()), (ONE_PROCESS, ranks["dense"], ONE_PROCESS)]
+        start = time.monotonic()
+        while (done := len(seconds["dense"])) < repeats:
+            spent = time.monotonic() - start
+            if done >= MINIMUM_REPEATS and spent + spent / done > max_seconds:
+                break
+            for name, rank, contestant in turns:
+                time.sleep(SETTLE_SECONDS)
+                seconds[name].append(rank.step(contestant)[0].wall)
+    return judge({**masks, ONE_PROCESS: work}, seconds)
+
+
+def judge(masks: dict[str, Workload], seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Return a row per mask, and the targets.
+
+    ``per_tile`` is what a tile takes beyond its pairs' share of one document's time, in seconds: the cost of launching
+    it, and that of its size.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for name, mask in masks.items():
+        took, tiles = median(seconds[name]), int(mask.plan(ALONE, 1).work().tiles.sum())
+        per_pair = median(seconds["dense"]) / masks["dense"].pairs
+        rows[name] = {
+            "seconds": seconds[name],
+            "median": took,
+            "pairs": mask.pairs,
+            "tflops": mask.flops(mask.pairs) / took / 1e12,
+            "tiles": tiles if name != ONE_PROCESS else None,
+            "per_tile": (took - per_pair * mask.pairs) / tiles if name in ("short", "window") else None,
+        }
+    rate = rows["short"]["tflops"] / max(rows["dense"]["tflops"], rows[ONE_PROCESS]["tflops"])
+    gain = rows["dense"]["median"] / rows["window"]["median"]
+    found = (
+        ("short documents' FLOP rate / one document's", rate, RATE_OF_SHORT),
+        ("one document's time / a window's", gain, GAIN_OF_WINDOW),
+    )
+    targets = [{"name": name, "ratio": x, "bound": f">= {least}", "met": x >= least} for name, x, least in found]
+    return {"alone": rows, "alone_targets": targets}
+
+
+def alone_table(result: dict[str, Any]) -> str:
+    """Format the figures of ``alone``."""
+    lines = [
+        f"one rank on one core:\n{'':20}{'median s':>10}{'pairs, M':>10}{'TFLOP/s':>10}{'tiles':>8}{'us a tile':>11}"
+    ]
+    for name, row in result["alone"].items():
+        tiles = "" if row["tiles"] is None else str(row["tiles"])
+        cost = "" if row["per_tile"] is None else f"{row['per_tile'] * 1e6:.0f}"
+        lines.append(
+            f"{name:20}{row['median']:10.3f}{row['pairs'] / 1e6:10.2f}{row['tflops']:10.4f}{tiles:>8}{cost:>11}"
+        )
+    said = (f"{t['name']} {t['bound']}: {t['ratio']:.3f}, {'met' if t['met'] else 'MISSED'}" for t in _targets(result))
+    return "\n".join([*lines, "", *said])
+
+
+def _targets(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(result["alone_targets"])
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the command line's parser."""
+    parser = parser_for("python -m bench.packed", __doc__)
+    parser.add_argument("--seq-length", type=positive, default=16384, help="default: %(default)s")
+    parser.add_argument("--num-heads", type=positive, default=8, help="query heads (default: %(default)s)")
+    parser.add_argument("--kv-heads", type=positive, help="key and value heads (default: as many as query heads)")
+    parser.add_argument("--head-dim", type=positive, default=64, help="default: %(default)s")
+    parser.add_argument(
+        "--window", type=int, default=1024, help="keys that a query sees, its own among them (default: %(default)s)"
+    )
+    parser.add_argument("--repeats", type=positive, default=9, help="rounds of all contestants (default: %(default)s)")
+    parser.add_argument(
+        "--max-seconds",
+        type=float,
+        default=150,
+        help="no further round of a part after this long (default: %(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    args = build_parser().parse_args(argv)
+    shape = {"seq_length": args.seq_length, "num_heads": args.num_heads, "head_dim": args.head_dim}
+    try:
+        work = Workload(**shape, kv_heads=args.kv_heads or args.num_heads)
+        if not 2 <= args.window < args.seq_length:
+            raise UserError(f"--window is {args.window}; it must be 2 or more and below --seq-length {args.seq_length}")
+        packed = replace(work, documents="lognormal")
+        result = measure_cpu(packed, MASKED_METHODS, repeats=args.repeats, max_seconds=args.max_seconds)
+        print(table(result) + "\n", flush=True)
+        result |= alone(work, args.window, args.repeats, args.max_seconds)
+        print(alone_table(result))
+        if args.json:
+            write_records(args.json, result)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

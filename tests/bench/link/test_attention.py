@@ -1,0 +1,99 @@
+"""The attention alone over the link: what crosses is what the plan says, and verdicts are by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.link import attention, attention_cases, attention_measure, attention_ranks, attention_report
+from bench.link.attention_measure import contestants, verdict, work_of
+from bench.link.measure import plan_crossing
+from bench.link.network import Network
+from testing.records import read_records
+from tests.bench.link.test_link import permitted
+
+SHAPE = {"seq_length": 2048, "num_heads": 8, "head_dim": 16}
+NETWORK = Network(rails=False)  # not entered: its numbers of ranks alone
+
+
+def crossing(case: str, name: str) -> int:
+    work = work_of(case, **SHAPE)
+    contestant = next(one for one in contestants(work, list(attention_cases.METHODS)) if one.name == name)
+    sizes = {"batch": 1, "heads": 8, "kv_heads": work.kv_heads, "head_dim": 16, "element_size": 4}
+    return max(plan_crossing(contestant.plan(work, NETWORK), 4, **sizes))
+
+
+@permitted
+def test_what_crosses_is_what_the_plan_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--seq-length", "2048", "--head-dim", "16", "--repeats", "1", "--rate", "400mbit"]
+    asked = ["--cases", "lognormal", "--methods", "ring", "--results", str(tmp_path)]
+    assert attention.main([*shape, *asked]) == 0, capsys.readouterr().err
+    (path,) = tmp_path.glob("link-attention-*.jsonl")
+    result = read_records(path)
+    assert [(row["name"], row["all_rows"]) for row in result["attentions"]] == [
+        ("exchange", False),
+        ("ring all rows", True),
+        ("ring", False),
+    ]
+    for row in result["attentions"]:
+        assert row["attention_by_plan"] == crossing("lognormal", row["name"])
+        assert row["attention_by_plan"] < row["crossed"] <= 1.1 * row["attention_by_plan"] + (1 << 15)
+        assert row["median"] > 0.8 * row["crossed"] * 8 / 400e6 - 8 * (128 << 10) / 400e6  # but for one burst
+    assert result["verdicts"]["lognormal"]["best_of_all_rows"] == "ring all rows"
+    assert "exchange is " in path.with_suffix(".md").read_text()
+    assert max(map(len, path.read_text().splitlines())) < 1000
+
+
+@permitted
+def test_a_rank_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = attention_ranks.fingerprint
+    monkeypatch.setattr(attention_measure, "fingerprint", lambda tensors: 1.01 * sums(tensors))
+    args = attention.build_parser().parse_args(["--seq-length", "256", "--cases", "one", "--methods", "ring"])
+    with pytest.raises(RuntimeError, match="exchange computes something else"):
+        attention_measure.measure(args, 1e8, lambda line: None)
+
+
+def test_all_rows_are_those_of_one_document_and_less_crosses_where_queries_see_less() -> None:
+    for name in ("ring", "zigzag", "double_ring", "wallfacer_c2"):
+        whole = crossing("one", name)
+        assert crossing("short", f"{name} all rows") == whole
+        assert crossing("short", name) < 0.6 * whole
+    kv = 2 * 2048 * 2 * 16 * 4
+    assert crossing("one_grouped", "ring") == kv * 22 // 8  # as in test_link: 7 of 8 parts twice, and 8 of gradients
+    assert crossing("one_grouped", "exchange") * 4 == crossing("one", "exchange")
+
+
+def test_a_verdict_names_the_best_of_both_kinds() -> None:
+    rows = [
+        {"name": "exchange", "all_rows": False, "median": 1.0, "on_link": 0.9},
+        {"name": "ring all rows", "all_rows": True, "median": 9.0, "on_link": 0.6},
+        {"name": "ulysses", "all_rows": True, "median": 10.0, "on_link": 0.9},
+        {"name": "ring", "all_rows": False, "median": 0.5, "on_link": 0.1},
+    ]
+    assert verdict("short", rows) == {
+        "best_of_all_rows": "ring all rows",
+        "times_as_fast": 9.0,
+        "asked": 8.0,
+        "met": True,
+        "on_link": 0.6,
+        "link_bound": False,
+        "best": "ring",
+        "times_as_fast_as_best": 0.5,
+    }
+    said = verdict("short", rows)
+    text = "\n".join(attention_report._table("short", {"said": "causal", "kv_heads": 8}, figures(rows), said))
+    assert (
+        "which spends 60% of its time on the link, too little: give a lower --rate; 0.50 times as fast as ring" in text
+    )
+    assert text.index("| ring |") < text.index("| exchange |") < text.index("| ring all rows |")
+
+
+def figures(rows: list[dict]) -> list[dict]:
+    return [{**row, "unlimited": 0.1, "crossed": 1 << 20, "attention_by_plan": 1 << 20} for row in rows]
+
+
+@pytest.mark.parametrize("rate", ["100", "0mbit", "12mbps", "fast"])
+def test_a_rate_in_other_words_is_refused(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert attention.main(["--rate", rate]) == 1
+    assert capsys.readouterr().err == (
+        f"error: --rate is {rate!r}; give a number with kbit, mbit or gbit, such as 100mbit\n"
+    )

@@ -254,7 +254,12 @@ class PlanHandle:
 
 
 _geometry = lru_cache(maxsize=1024)(Geometry)
-_plan = lru_cache(maxsize=1024)(Plan)
+_whole = lru_cache(maxsize=1024)(Plan)
+_packed = lru_cache(maxsize=16)(Plan)  # every micro-batch has one of its own, which its handle keeps alive
+
+
+def _plan(geometry: Geometry, mask: Mask, balanced: Mask | None = None) -> Plan:
+    return (_whole if mask.documents is None else _packed)(geometry, mask, balanced)
 
 
 def make_plan(

@@ -1,6 +1,7 @@
 """Masks that change from one call to the next over the same ranks: the same bits as each mask on its own."""
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_a_backward_outlives_the_mask_and_all_caches_of_it() -> None:
 
     (want,) = torch.autograd.grad(attended(), q)
     out = attended()
-    for kept in (plan._plan, plan._rounds, plan._work):
+    for kept in (plan._whole, plan._packed, plan._rounds, plan._work):
         kept.cache_clear()
     gc.collect()
     assert torch.equal(torch.autograd.grad(out, q)[0], want)
@@ -127,6 +128,14 @@ def test_what_is_planned_ahead_is_not_planned_again(moves: str, monkeypatch: pyt
         cp.attend(q, q, q, window=window).sum().backward()
     with pytest.raises(TypeError, match="not callable"):
         cp.attend(q, q, q, window=(4, 0))
+
+
+def test_plans_of_past_micro_batches_are_forgotten() -> None:
+    made = [weakref.ref(plan.make_plan("exchange", seq_len=64, size=2, documents=(0, n, 64))) for n in range(1, 60)]
+    for found in made[-1:]:
+        found().course(0)  # type: ignore[union-attr]
+    gc.collect()
+    assert sum(found() is not None for found in made) <= 16
 
 
 def test_a_layer_with_a_window_keeps_the_layout_of_those_without() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels import flash_attn, reference
 from kernels.blocks import ANTI, CAUSAL, FULL
 from kernels.packed import Lengths, Packed
-from kernels.strips import Strips
+from kernels.strips import Strips, heads_first
 from runtime.errors import UserError
 
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
         if name in ("cudnn", "flash_attn"):
             raise UserError(f"attention_backend {name} needs a cuda device and this one is cpu; use auto or aten")
         # The kernel steps over keys by 512, and over queries by 32, or by 64 from 192 on.
-        strips = Strips(512, 192, 128, _aten_cpu_forward, _aten_cpu_backward)
+        strips = Strips(512, 192, 128, _cpu_strip_forward, _cpu_strip_backward)
         return AttentionBackend("aten", _aten_cpu_forward, _aten_cpu_backward, strips)
     if dtype not in (torch.bfloat16, torch.float16):
         raise UserError(
@@ -134,24 +134,31 @@ def _turned(kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.flip(1) for x in tensors) if kind == ANTI else tensors
 
 
-def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Swap [B, T, H, ...] and [B, H, T, ...], as views; copy only where a head is not contiguous, as kernels need."""
-    in_one_piece = (x if x.ndim < 4 or x.stride(-1) == 1 else x.contiguous() for x in tensors)
-    return tuple(x.transpose(1, 2) for x in in_one_piece)
-
-
-def _aten_cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    # Widen bfloat16 first: the kernel would round each partial result, and their sum must be exact.
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q, k, v = _heads_first(q.to(wide), k.to(wide), v.to(wide))
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    out, lse = _heads_first(out, lse)
+def _aten_cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = heads_first(q, k, v)
+    out, lse = heads_first(*_cpu_strip_forward(q, k, v, causal, scale, None))
     return out, lse
 
 
 def _aten_cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out, lse = heads_first(dout, q, k, v, out, lse)
+    dq, dk, dv = heads_first(*_cpu_strip_backward(dout, q, k, v, out, lse, causal, scale, None))
+    return dq, dk, dv
+
+
+def _cpu_strip_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    # Widen bfloat16 first: the kernel would round each partial result, and their sum must be exact.
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        q.to(wide), k.to(wide), v.to(wide), 0.0, causal, attn_mask=mask, scale=scale
+    )
+
+
+def _cpu_strip_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -160,20 +167,18 @@ def _aten_cpu_backward(
     lse: Tensor,
     causal: bool,
     scale: float,
-    mask: Tensor | None = None,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    dout, q, k, v, out, lse = _heads_first(*(x.to(wide) for x in (dout, q, k, v, out, lse)))
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    dout, q, k, v, out, lse = (x.to(wide) for x in (dout, q, k, v, out, lse))
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
     )
-    dq, dk, dv = _heads_first(dq, dk, dv)
-    return dq, dk, dv
 
 
 def _aten_cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(*_heads_first(q, k, v), 0.0, causal, False, scale=scale)
-    out, lse = _heads_first(out, lse)
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(*heads_first(q, k, v), 0.0, causal, False, scale=scale)
+    out, lse = heads_first(out, lse)
     return out, lse
 
 
@@ -182,11 +187,11 @@ def _aten_cuda_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
     lengths = (q.shape[1], k.shape[1])
-    dout, q, k, v, out, lse = _heads_first(dout, q, k, v, out.to(q.dtype), lse.float())
+    dout, q, k, v, out, lse = heads_first(dout, q, k, v, out.to(q.dtype), lse.float())
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
     )
-    dq, dk, dv = _heads_first(dq, dk, dv)
+    dq, dk, dv = heads_first(dq, dk, dv)
     return dq, dk, dv
 
 
@@ -218,9 +223,9 @@ def _aten_packed_backward(
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        *_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
+        *heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
     )
-    out, lse = _heads_first(out, lse.reshape(lse.shape[:3]))
+    out, lse = heads_first(out, lse.reshape(lse.shape[:3]))
     return out, lse
 
 
@@ -229,7 +234,7 @@ def _cudnn_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # unused without dropout
     lengths = (q.shape[1], k.shape[1])
-    dout, q, k, v, out, lse = _heads_first(dout, q, k, v, out.to(q.dtype), lse.float())
+    dout, q, k, v, out, lse = heads_first(dout, q, k, v, out.to(q.dtype), lse.float())
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         dout,
         q,
@@ -247,5 +252,5 @@ def _cudnn_backward(
         causal,
         scale=scale,
     )
-    dq, dk, dv = _heads_first(dq, dk, dv)
+    dq, dk, dv = heads_first(dq, dk, dv)
     return dq, dk, dv

@@ -11,8 +11,8 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     nothing overflows. A row without keys so far has lse = -inf and takes the block's values.
 
     Args:
-        out, block_out: ``[B, T, H, D]``; ``out`` float32 or wider.
-        lse, block_lse: ``[B, T, H]``; ``lse`` float32 or wider; ``block_lse`` finite.
+        out, block_out: ``[B, T, H, D]``, or of any shape ``[..., D]``; ``out`` float32 or wider.
+        lse, block_lse: ``[B, T, H]``, or ``[...]``; ``lse`` float32 or wider; ``block_lse`` finite.
     """
     weight = torch.sigmoid(block_lse - lse).to(out.dtype)  # [B, T, H]
     out.lerp_(block_out.to(out.dtype), weight[..., None])

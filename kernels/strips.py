@@ -26,7 +26,8 @@ class Strips:
     """A kernel and its sizes, in tokens.
 
     ``square`` is its step over keys: a row must see some key in each step. ``forward`` and ``backward`` take an
-    ``AttentionBackend``'s arguments and an additive mask ``[T, S]`` or None; causal, T may exceed S (aligned top left).
+    ``AttentionBackend``'s arguments, with heads before tokens (``heads_first``), and an additive mask ``[T, S]`` or
+    None; causal, T may exceed S (aligned top left).
     """
 
     square: int
@@ -41,14 +42,16 @@ class Strips:
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float
     ) -> None:
         """Fold the attention of these tiles into running results, in place."""
+        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+        q, k, v = heads_first(q, k, v)
         for rows, columns, causal, mask in self.parts(tiles, lse.dtype, by_rows=True):
-            part = self.forward(q[:, rows], k[:, columns], v[:, columns], causal, scale, mask)
-            part_of_out, part_of_lse = out[:, rows], lse[:, rows]
-            if part_of_lse.max() == -torch.inf:  # the rows' first keys: to merge with nothing costs twice the time
-                part_of_out.copy_(part[0])
-                part_of_lse.copy_(part[1])
+            part = self.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], causal, scale, mask)
+            total = out[:, :, rows], lse[:, :, rows]
+            if total[1].max() == -torch.inf:  # the rows' first keys: to merge with nothing costs twice the time
+                total[0].copy_(part[0])
+                total[1].copy_(part[1])
             else:
-                merge_(part_of_out, part_of_lse, *part)
+                merge_(*total, *part)
 
     def add_gradients_(
         self,
@@ -59,13 +62,15 @@ class Strips:
         scale: float,
     ) -> None:
         """Add the gradients through these tiles to (dq, dk, dv), in place."""
-        (dq, dk, dv), (q, dout, out, lse), (k, v) = gradients, queries, keys
+        dq, dk, dv = (x.transpose(1, 2) for x in gradients)
+        q, dout, out, lse, k, v = heads_first(*queries, *keys)
         for rows, columns, causal, mask in self.parts(tiles, lse.dtype, by_rows=False):
-            blocks = dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, rows]
+            at_rows = dout[:, :, rows], q[:, :, rows]
+            blocks = *at_rows, k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows]
             parts = self.backward(*blocks, causal, scale, mask)
-            dq[:, rows].add_(parts[0])
-            dk[:, columns].add_(parts[1])
-            dv[:, columns].add_(parts[2])
+            dq[:, :, rows].add_(parts[0])
+            dk[:, :, columns].add_(parts[1])
+            dv[:, :, columns].add_(parts[2])
 
     def parts(self, tiles: Sequence[Tile], dtype: torch.dtype, *, by_rows: bool) -> Iterator[Part]:
         """Yield the tiles with their squares cut into strips of rows, or of columns."""
@@ -80,6 +85,12 @@ class Strips:
                 causal = tile.kind == CAUSAL and rows[0] == columns[0]
                 mask = None if causal else _triangle(tile.kind, self.square, dtype)[slice(*rows), slice(*columns)]
                 yield _moved(tile.q, rows), _moved(tile.k, columns), causal, mask
+
+
+def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Swap [B, T, H, ...] and [B, H, T, ...], as views; copy only where a head is not contiguous, as kernels need."""
+    in_one_piece = (x if x.ndim < 4 or x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    return tuple(x.transpose(1, 2) for x in in_one_piece)
 
 
 def _cuts(side: int, step: int) -> list[int]:

@@ -16,7 +16,7 @@ from planner.complete import complete
 from runtime.processes import launched_world_size
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import build_parts, build_runner, summary
-from train.attention import context_of
+from train.attention import context_of, planning
 from train.config.language import Config, parse_args, validate
 from train.loop import Trainer
 from train.objectives.language import NextToken, corpus_entropy
@@ -58,7 +58,7 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None) -
         config.recompute.loss_chunk_size,
         reset_position_ids=config.data.reset_position_ids,
         reset_attention_mask=config.data.reset_attention_mask,
-        windows=config.windows,
+        prepare=planning(config, attend),
     )
     if is_first():
         print(described(config, mesh), flush=True)

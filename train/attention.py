@@ -1,6 +1,6 @@
 """Context parallelism of a configuration, and the attention that its model calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Literal
@@ -69,6 +69,21 @@ def _linear_context_of(
     method = config.context.context_parallel_method
     cp = context_parallel(method, seq_len=length, group=group, multiple=multiple, backend=backend, timeout=timeout)
     return cp, cp.attend_linear
+
+
+def planning(config: Config, attend: Attend | LinearAttend | HybridAttention) -> Callable[[ContextParallel], None]:
+    """Return what makes ahead all that this rank's layers will need under the mask of a micro-batch.
+
+    It is called with the context parallelism of ``context_of`` under that mask; ``attend`` is the attention from there.
+    """
+    softmax = attend.softmax if isinstance(attend, HybridAttention) else attend
+
+    def prepare(cp: ContextParallel) -> None:
+        if isinstance(softmax, InsideAttention):
+            cp = softmax.under(cp.plan)
+        cp.plan_ahead(config.windows)
+
+    return prepare
 
 
 def softmax_context(

@@ -1,7 +1,7 @@
 """Next-token prediction, the objective of language models. B samples of S tokens, T tokens of this rank."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from data.text.megatron import DataConfig, blend
 from data.text.prepare import unigram_entropy
 from model.base import LanguageModel
 from parallel.context import ContextParallel
-from parallel.context.mask import Window
 from parallel.context.plan import PLANS, PlanHandle
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
 from train.objectives.base import Objective
@@ -37,7 +36,7 @@ class NextToken(Objective):
         *,
         reset_position_ids: bool = False,
         reset_attention_mask: bool = False,
-        windows: tuple[Window | None, ...] = (None,),
+        prepare: Callable[[ContextParallel], None] = lambda cp: None,
     ) -> None:
         """Set up for ``cp``, made for sequences of S tokens or, with ``reset_attention_mask``, of B * S.
 
@@ -45,13 +44,13 @@ class NextToken(Objective):
             loss_chunk_size: tokens whose logits exist at once; 0 for all.
             reset_position_ids: positions count from 0 in each document.
             reset_attention_mask: tokens attend inside their document alone.
-            windows: of the layers, to make each micro-batch's plans ahead.
+            prepare: called with ``cp`` under the documents of each micro-batch, to make ahead what layers will need.
         """
         self._cp = cp
         self._loss_chunk_size = loss_chunk_size
         self._device = device
-        self._windows = windows
         self._reset_positions, self._reset_attention = reset_position_ids, reset_attention_mask
+        self._prepare = prepare
         # Padding takes the last position: a table of learned positions may have none beyond the sequence.
         self._positions = cp.positions.clamp(max=cp.plan.seq_len - 1).to(device)  # [T]
 
@@ -73,7 +72,7 @@ class NextToken(Objective):
         if self._reset_attention:
             batch = {name: rows.reshape(1, -1) for name, rows in batch.items()}  # [1, B * S]
             cp = cp.under(documents=cumulative_lengths(batch["starts"][0]), window=cp.plan.mask.window)
-            cp.plan_ahead(self._windows)
+            self._prepare(cp)
             plan = {"plan": PLANS.tensor(cp.plan, shape=(1,))}
         names = [name for name in PADDING if name in batch]
         whole = {name: batch[name].to(self._device, non_blocking=True) for name in names}

@@ -107,11 +107,11 @@ class InsideAttention:
         equal = geometries[0].layout == geometries[1].layout
         self._inside = inside
         self._relayout = None if equal else Relayout(*geometries, inside.transport)
-        self._handles: WeakKeyDictionary[Plan, PlanHandle] = WeakKeyDictionary()
+        self._masked: WeakKeyDictionary[Plan, ContextParallel] = WeakKeyDictionary()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: PlanHandle | None = None, **settings: Any) -> Tensor:
         """Return the attention, as ``SoftmaxAttention`` does; ``mask`` is a handle of ``outside``."""
-        mask = self.own(mask)
+        mask = None if mask is None else self.own(mask)
         if self._relayout is None:
             return self._inside.attend(q, k, v, mask, **settings)
         heads = [x.shape[2] for x in (q, k, v)]
@@ -124,17 +124,23 @@ class InsideAttention:
     ) -> Callable[[Tensor], Tensor]:
         """Do as ``SoftmaxAttention.prefetch_kv``; between two layouts nothing starts before q is there."""
         if self._relayout is None:
-            return self._inside.attend.prefetch_kv(k, v, self.own(mask), **settings)
+            own = None if mask is None else self.own(mask)
+            return self._inside.attend.prefetch_kv(k, v, own, **settings)
         return lambda q: self(q, k, v, mask, **settings)
 
-    def own(self, mask: PlanHandle | None) -> PlanHandle | None:
+    def own(self, mask: PlanHandle) -> PlanHandle:
         """Return the handle of ``inside`` for the documents of a handle of ``outside``; it lives as long as that."""
-        if mask is None:
-            return None
         plan = PLANS[mask.tensor]
-        if plan not in self._handles:
-            self._handles[plan] = self._inside.under(documents=plan.documents).handle
-        return self._handles[plan]
+        return mask if plan.geometry == self._inside.plan.geometry else self.under(plan).handle
+
+    def under(self, plan: Plan) -> ContextParallel:
+        """Return ``inside`` under the documents of a plan of ``outside``; made once for a plan of another geometry."""
+        inside = self._inside
+        if plan.geometry == inside.plan.geometry:  # the same plan, which must not keep itself alive
+            return inside.under(documents=plan.documents, window=plan.mask.window)
+        if plan not in self._masked:
+            self._masked[plan] = inside.under(documents=plan.documents, window=inside.plan.mask.window)
+        return self._masked[plan]
 
 
 # Operators, as in parallel/context/heads.py, so that recompute policies can keep the second's result.

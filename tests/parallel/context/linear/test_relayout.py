@@ -1,5 +1,7 @@
 """Tokens that go from one layout to another on real gloo ranks: unshard and shard, gradients and bytes; refusals."""
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.context import ContextError, context_parallel, make_plan
+from parallel.context import ContextError, context_parallel, make_plan, plan
 from parallel.context.linear.relayout import InsideAttention, Relayout, moved_tokens, token_route
 from parallel.context.plan import PLANS
 from testing.ranks import run_ranks
@@ -92,6 +94,20 @@ def test_a_mask_of_the_outer_layout_is_that_of_the_inner_one() -> None:
         assert torch.equal(attend(x, x, x, handle), inside.under(documents=documents).attend(x, x, x))
         own = attend.own(handle)
         assert own is attend.own(handle)
-        assert own is not None
         assert PLANS[own.tensor].geometry == inside.plan.geometry
     assert not torch.equal(attend(x, x, x, handles[0]), attend(x, x, x, handles[1]))
+
+
+def test_a_plan_of_the_outer_layout_that_is_gone_leaves_none_of_the_inner_one() -> None:
+    for outer in ("lasp", "ulysses"):
+        inside, outside = context_parallel("ulysses", seq_len=8), context_parallel(outer, seq_len=8)
+        attend = InsideAttention(inside, outside)
+        handle = outside.under(documents=(0, 3, 8)).handle
+        own = PLANS[attend.own(handle).tensor]
+        assert own.documents == (0, 3, 8)
+        assert own is attend.under(PLANS[handle.tensor]).plan
+        gone = weakref.ref(own)
+        del own, handle
+        plan._packed.cache_clear()
+        gc.collect()
+        assert gone() is None

@@ -16,7 +16,12 @@ from testing.ranks import run_ranks
 
 LENGTH, HEADS, WIDTH = 43, 4, 8
 MASKS: list[tuple[int, ...] | None] = [(0, 7, 30, 43), (0, 20, 43), None]
-SOFTMAX: list[tuple[str, dict[str, Any]]] = [("zigzag", {}), ("striped", {"ulysses_degree": 2}), ("allgather", {})]
+SOFTMAX: list[tuple[str, dict[str, Any]]] = [
+    ("zigzag", {}),
+    ("striped", {"ulysses_degree": 2}),
+    ("allgather", {}),
+    ("exchange", {}),
+]
 LINEAR: list[tuple[str, dict[str, Any]]] = [("lasp", {}), ("lasp2", {}), ("ulysses", {})]
 TEAMS: list[tuple[str, dict[str, Any]]] = [("wallfacer", {"team_size": 2})]
 

@@ -202,7 +202,10 @@ def drawn(draw: random.Random, method: str, size: int) -> Plan:
     if seq_len > 1 and draw.random() < 0.7:
         cuts = draw.sample(range(1, seq_len), min(seq_len - 1, draw.choice([1, 3, 10])))
         options["documents"] = (0, *sorted(cuts), seq_len)
+    made = make_plan(method, seq_len=seq_len, size=size, causal=causal, multiple=draw.choice([1, 1, 2]), **options)
     if draw.random() < 0.5:
-        widths = [1, 2, max(1, size - 1), draw.randint(1, seq_len)]
-        options["window"] = draw.choice(widths), 0 if causal else draw.choice([-1, *widths])
-    return make_plan(method, seq_len=seq_len, size=size, causal=causal, multiple=draw.choice([1, 1, 2]), **options)
+        return made
+    widths = [1, 2, max(1, size - 1), draw.randint(1, seq_len)]
+    window = draw.choice(widths), 0 if causal else draw.choice([-1, *widths])
+    # of one layer, in the layout that balances the others, or of all
+    return made.windowed(window) if draw.random() < 0.5 else made.under(documents=made.documents, window=window)

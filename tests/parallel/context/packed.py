@@ -1,0 +1,149 @@
+"""Masks of packed training, and their attention in float64 and in one process, for tests on real ranks."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel.context import ContextParallel, Traffic, context_parallel
+from parallel.context.mask import Window
+
+BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 123, 8, 2, 32
+DOCUMENTS = (0, 7, 30, 31, 80, 123)
+SINKS = (0.5, -1.5, 2.0, 0.0, 1.25, -3.0, 3.5, 1.0)
+
+
+class Masked(NamedTuple):
+    """What attention is under."""
+
+    documents: tuple[int, ...] | None = None
+    window: Window | None = None
+    causal: bool = True
+    sinks: bool = False
+
+
+MASKS = {
+    "documents": Masked(DOCUMENTS),
+    "window": Masked(window=(9, 0)),
+    "window + documents": Masked(DOCUMENTS, (9, 0)),
+    "sinks": Masked(sinks=True),
+    "full mask + documents": Masked(DOCUMENTS, causal=False),
+    "sinks + window + documents": Masked(DOCUMENTS, (9, 0), sinks=True),
+    "full mask + window": Masked(window=(9, 4), causal=False),
+}
+
+
+def inputs(dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds exactly."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randn(BATCH, LENGTH, heads, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype).double()
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    ]
+
+
+def bias(masked: Masked) -> Tensor:
+    """0 where a query sees a key and -inf elsewhere, float64 [LENGTH, LENGTH]."""
+    position = torch.arange(LENGTH)
+    document = torch.bucketize(position, torch.tensor((masked.documents or (0, LENGTH))[1:]), right=True)
+    left, right = masked.window or (-1, -1)
+    ahead = position - position[:, None]  # [query, key]
+    seen = document[:, None] == document
+    if masked.causal:
+        seen &= ahead <= 0
+    if left >= 0:
+        seen &= ahead >= -left
+    if right >= 0:
+        seen &= ahead <= right
+    return torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(~seen, float("-inf"))
+
+
+@cache
+def truth(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
+    """[out, dq, dk, dv, and dsinks if there are any] in float64; a sink is one more key, of value 0."""
+    *leaves, dout = inputs(dtype)
+    leaves = [x.requires_grad_() for x in leaves]
+    q, k, v = leaves
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * HEAD_DIM**-0.5 + bias(masked)
+    if masked.sinks:
+        sinks = torch.tensor(SINKS, dtype=torch.float64, requires_grad=True)
+        leaves.append(sinks)
+        scores = torch.cat([scores, sinks[:, None, None].expand(BATCH, HEADS, LENGTH, 1)], -1)
+    out = torch.einsum("bhts,bshd->bthd", scores.softmax(-1)[..., :LENGTH], v)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@cache
+def one_process_sdpa(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
+    """[out, dq, dk, dv] of torch's SDPA with the same mask; a sink is one more key of score bias alone."""
+    *leaves, dout = (x.to(dtype) for x in inputs(dtype))
+    leaves = [x.requires_grad_() for x in leaves]
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    added = bias(masked).expand(1, HEADS, LENGTH, LENGTH)
+    if masked.sinks:
+        added = torch.cat([added, torch.tensor(SINKS)[:, None, None].expand(1, HEADS, LENGTH, 1)], -1)
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, added.to(dtype), enable_gqa=True).transpose(1, 2)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def error(got: list[Tensor], want: list[Tensor]) -> list[float]:
+    """Relative error of each tensor in the 2-norm."""
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
+
+
+def sinks_of(masked: Masked, dtype: torch.dtype) -> Tensor | None:
+    """Sinks to attend with, if there are any: a leaf, [HEADS]."""
+    return torch.tensor(SINKS, dtype=dtype, requires_grad=True) if masked.sinks else None
+
+
+class Ranks:
+    """Context parallelism of this rank by method and options: groups are made once, whatever the masks."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], ContextParallel] = {}
+
+    def under(self, method: str, options: dict[str, Any], masked: Masked) -> tuple[ContextParallel, ContextParallel]:
+        """The one of no documents and no window, whose ``attend`` takes masks, and the one under this mask."""
+        key = method, tuple(options.items()), masked.causal
+        if key not in self._made:
+            self._made[key] = context_parallel(
+                method, seq_len=LENGTH, group=dist.group.WORLD, causal=masked.causal, **options
+            )
+        one = self._made[key]
+        return one, one.under(documents=masked.documents, window=masked.window)
+
+
+def attended(ranks: Ranks, method: str, options: dict[str, Any], masked: Masked, dtype: torch.dtype) -> Any:
+    """Attend on this rank.
+
+    Returns:
+        out, dq, dk, dv (and dsinks) of the whole sequence; and whether the bytes sent to each rank are the plan's.
+    """
+    one, cp = ranks.under(method, options, masked)
+    *leaves, dout = (cp.shard(x.to(dtype), dim=1) for x in inputs(dtype))
+    leaves = [x.requires_grad_() for x in leaves]
+    sinks = sinks_of(masked, dtype)
+    one.transport.traffic = Traffic()
+    out = one.attend(*leaves, cp.handle, sinks=sinks)
+    forward, one.transport.traffic = one.transport.traffic, Traffic()
+    gradients = torch.autograd.grad(out, leaves if sinks is None else [*leaves, sinks], dout)
+    cost = cp.plan.cost(
+        dist.get_rank(),
+        batch=BATCH,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        element_size=out.element_size(),
+    )
+    as_planned = (forward, one.transport.traffic) == (cost.forward, cost.backward)
+    found = [cp.unshard(x, dim=1) for x in (out, *gradients[:3])]
+    if sinks is not None:
+        dsinks = gradients[3].double()  # of this rank's rows and heads
+        dist.all_reduce(dsinks)
+        found.append(dsinks)
+    return found, as_planned

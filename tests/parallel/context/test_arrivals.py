@@ -1,0 +1,93 @@
+"""Whatever arrives first, results are the same to the bit: ranks are late on purpose, otherwise in every run."""
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.context import METHODS, executor
+from parallel.context.circulation import Needed
+from parallel.context.transport import Transport
+from testing.ranks import run_ranks
+from tests.parallel.context.packed import Masked, Ranks, attended
+from tests.parallel.context.test_packed import VARIANTS
+
+LATEST = 0.004  # seconds; some ten times what a transfer takes here
+MASKS = (Masked((0, 9, 123)), Masked((0, 60, 61, 123), causal=False), Masked((0, 9, 123), (70, 0), sinks=True))
+
+Case = tuple[str, dict[str, Any], Masked]
+
+
+def make_late(patch: pytest.MonkeyPatch, draw: random.Random) -> None:
+    """Sleep before sends are posted, before what arrived is taken, and before tiles are computed."""
+
+    def late(function: Any) -> Any:
+        def called(*args: Any) -> Any:
+            time.sleep(draw.uniform(0, LATEST))
+            return function(*args)
+
+        return called
+
+    post = late(Transport.post)
+
+    def late_post(*args: Any) -> Any:
+        arrivals, sent = post(*args)
+        return [late(arrival) for arrival in arrivals], sent
+
+    patch.setattr(Transport, "post", late_post)
+    for name in ("attend_tiles_", "add_gradients_"):
+        patch.setattr(executor, name, late(getattr(executor, name)))
+
+
+def add_in_any_order(patch: pytest.MonkeyPatch, draw: random.Random) -> None:
+    """As if gradients were added as they arrive."""
+    home = Needed.home
+
+    def shuffled(self: Needed) -> Any:
+        for waiting in self._returning.values():
+            draw.shuffle(waiting)
+        return home(self)
+
+    patch.setattr(Needed, "home", shuffled)
+
+
+def attend_again(rank: int, world_size: int, cases: list[Case], runs: int, change: Any) -> list[bool]:
+    """Per case: whether out and gradients of all runs but the first, which ``change`` leaves alone, equal the first."""
+    ranks, found = Ranks(), []
+    for method, options, masked in cases:
+        results: list[list[Tensor]] = []
+        for run in range(runs):
+            with pytest.MonkeyPatch.context() as patch:
+                if run:
+                    change(patch, random.Random(f"{rank} {run} {method}"))
+                results.append(attended(ranks, method, options, masked, torch.float32)[0][:4])
+        found.append(all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)))
+    return found
+
+
+def cases(world_size: int) -> list[Case]:
+    methods = [*((name, {}) for name in METHODS), *VARIANTS[world_size]]
+    return [
+        (method, {**options, "backward": ("kv", "queries")[i % 2]}, MASKS[i % len(MASKS)])
+        for i, (method, options) in enumerate(methods)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "runs"),
+    [(4, 3), pytest.param(4, 20, marks=pytest.mark.slow), pytest.param(8, 8, marks=pytest.mark.slow)],
+)
+def test_late_ranks_change_no_bit(world_size: int, runs: int) -> None:
+    some = cases(world_size)
+    for found in run_ranks(attend_again, world_size, some, runs, make_late):
+        assert dict(zip(map(str, some), found, strict=True)) == dict.fromkeys(map(str, some), True)
+
+
+def test_gradients_added_as_they_arrive_would_be_seen() -> None:
+    """Negative control: the order in which an owner adds is in the bits."""
+    some: list[Case] = [("exchange", {}, MASKS[0]), ("allgather", {}, MASKS[1])]
+    for found in zip(*run_ranks(attend_again, 4, some, 4, add_in_any_order), strict=True):
+        assert not all(found)

@@ -1,5 +1,7 @@
 """Documents of a typical micro-batch, for which a method is chosen: cut from the lengths of the run's data."""
 
+from functools import lru_cache
+
 import numpy as np
 
 from data.text.indexed import open_indexed
@@ -38,14 +40,14 @@ def typical_documents(config: Config, lengths: tuple[int, ...] = ()) -> tuple[in
             "reset_attention_mask is set and data_path is empty, so that the documents' lengths are not known; give "
             "--data-path PREFIX, or state them: --document-lengths 300 2000 40000"
         )
-    generator = np.random.default_rng(0)
-    draw = np.array(lengths) if lengths else _lengths(config, generator)
-    return _cut(generator, draw, config.sequence_length, config.joined_length)
+    draw = np.array(lengths) if lengths else _lengths(config.data.data_path)
+    return _cut(np.random.default_rng(0), draw, config.sequence_length, config.joined_length)
 
 
-def _lengths(config: Config, generator: np.random.Generator) -> np.ndarray:
+@lru_cache(maxsize=4)
+def _lengths(data_path: tuple[str, ...]) -> np.ndarray:
     """Draw documents of every source, so many that their tokens are as its weight says."""
-    prefixes, weights = blend(config.data.data_path)
+    generator, (prefixes, weights) = np.random.default_rng(0), blend(data_path)
     lengths = [open_indexed(prefix).lengths for prefix in prefixes]
     lengths = [found[:: -(-len(found) // MOST)] for found in lengths]
     tokens = [float(found.sum(dtype=np.int64)) for found in lengths] if weights is None else weights

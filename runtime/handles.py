@@ -2,7 +2,7 @@
 
 from itertools import count
 from typing import Generic, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ class Handles(Generic[T]):
     def __init__(self) -> None:
         self._numbers = count()
         self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
+        self._tensors: WeakKeyDictionary[T, int] = WeakKeyDictionary()
 
     def add(self, thing: T) -> int:
         """Return a new handle of ``thing``, an int, on which torch.compile specialises."""
@@ -24,12 +25,16 @@ class Handles(Generic[T]):
         return handle
 
     def tensor(self, thing: T, shape: tuple[int, ...] = ()) -> Tensor:
-        """Return a new handle of ``thing`` that torch.compile does not specialise on: int64 on the CPU.
+        """Return a handle of ``thing`` that torch.compile does not specialise on: int64 on the CPU.
 
-        The tensor keeps ``thing`` alive, so a backward that saves the tensor can still use ``thing``.
+        Equal things share a number, and stand for each other. The tensor keeps the thing alive, so a backward that
+        saves the tensor can still use it.
         """
-        handle = torch.full(shape, self.add(thing), dtype=torch.int64, device="cpu")
-        handle.stands_for = thing  # type: ignore[attr-defined]
+        number = self._tensors.get(thing)
+        if number is None:
+            number = self._tensors[thing] = self.add(thing)
+        handle = torch.full(shape, number, dtype=torch.int64, device="cpu")
+        handle.stands_for = self._objects[number]  # type: ignore[attr-defined]
         return handle
 
     def __getitem__(self, handle: int | Tensor) -> T:

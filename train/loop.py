@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint.api import save_checkpoint, saved_iterations
-from data.errors import DataError
 from data.loader import Batch, Batching, Samples, batches, evaluation_batches
 from parallel.data import finish_gradients, untracked_replicas
 from parallel.mesh import Mesh
@@ -150,11 +149,11 @@ class Trainer:
 
         A bad sample on one rank raises the same error on all: its flag travels with the count, at no cost.
         """
-        error: DataError | None = None
+        error: Exception | None = None
         micro_batches: list[Batch] = []
         try:
             micro_batches = next(steps, [])
-        except DataError as caught:
+        except (UserError, RuntimeError) as caught:  # a sample, its plan, or memory for its copy on the device
             error = caught
         counts = torch.tensor(
             [sum(map(self.objective.count, micro_batches)), int(error is not None)], device=self.mesh.device

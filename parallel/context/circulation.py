@@ -73,7 +73,7 @@ class Needed:
         self._transport, self._course, self._own = transport, course, own
         self._arriving: dict[int, list[tuple[Rows, Arrival]]] = {}
         self._returning: dict[int, list[tuple[Rows, Arrival]]] = {}
-        self._sent: list[Callable[[], object]] = []
+        self._sent: list[tuple[int, Callable[[], object]]] = []
         self._sums: Tensors = ()
 
     def visits(self) -> Iterator[Visit]:
@@ -81,10 +81,11 @@ class Needed:
         self._post(self._course.start, self._own, 0, self._arriving)
         for i, stop in enumerate(self._course.stops):
             held = self._own if stop.in_place else self._filled(stop.length, self._arriving.pop(i, []))
+            self._finish(i)
             self._post(stop.moves, held, i + 1, self._arriving)
             if stop.tiles or stop.gradients.sends or stop.gradients.receives or i in self._returning:
                 yield i, stop.tiles, held
-        self._finish()
+        self._finish(len(self._course.stops))
 
     def send_gradient(self, index: int, moved: Tensors) -> None:
         for rows, arrival in self._returning.pop(index, []):
@@ -98,7 +99,7 @@ class Needed:
                 x.new_zeros(x.shape[0], self._own[0].shape[1], *x.shape[2:]) for x in parts
             )
             _add(self._sums, rows, parts)
-        self._finish()
+        self._finish(len(self._course.stops))
         return self._sums
 
     def _post(
@@ -113,7 +114,7 @@ class Needed:
             waiting.setdefault(due, []).extend(
                 (parcel.rows, arrival) for parcel, arrival in zip(receives, arrivals, strict=True)
             )
-            self._sent.append(sent)
+            self._sent.append((due if waiting is self._arriving else min(due, following + 1), sent))
 
     def _filled(self, length: int, arriving: list[tuple[Rows, Arrival]]) -> Tensors:
         """Return a buffer of ``length`` rows, filled by what arrives."""
@@ -126,11 +127,15 @@ class Needed:
                     mine[:, first:end] = part
         return buffer
 
-    def _finish(self) -> None:
-        """Wait until everything is sent."""
-        for sent in self._sent:
-            sent()
-        self._sent.clear()
+    def _finish(self, index: int) -> None:
+        """Let go of what is sent: keys that were due by round ``index``, gradients of two rounds before it.
+
+        The rank that is in the earliest round waits for nothing that is not posted, so ranks cannot wait in a circle.
+        """
+        for until, sent in self._sent:
+            if until <= index:
+                sent()
+        self._sent = [(until, sent) for until, sent in self._sent if until > index]
 
 
 def _taken(tensors: Tensors, rows: Rows) -> Tensors:

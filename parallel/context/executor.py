@@ -77,6 +77,8 @@ class Executor:
             (queries,) = stays = stays or staying()
             attend_tiles_(out, lse, queries, keys, values, tiles, scale, backend)
             del keys, values  # free them before the next round allocates
+        if not stays:
+            staying()  # all tokens here are padding
         if len(self._team) > 1:
             out, lse = merged(*(self.transport.scatter(partial, self._team) for partial in (out, lse)))
         if sinks is not None:
@@ -186,8 +188,9 @@ def _(k: Tensor, v: Tensor, handle: int) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-def _plan(handle: Tensor, window: list[int]) -> Plan:
+def _plan(handle: Tensor, window: list[int], executor: Executor) -> Plan:
     plan = PLANS[handle]
+    plan.check_fits(executor.geometry)
     return plan.windowed((window[0], window[1])) if window else plan
 
 
@@ -204,7 +207,8 @@ def _forward_op(
     prefetch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     taken = None if prefetch is None else int(prefetch)
-    return _executors[handle].forward(_plan(plan, window), q, k, v, sinks, scale, taken)
+    executor = _executors[handle]
+    return executor.forward(_plan(plan, window, executor), q, k, v, sinks, scale, taken)
 
 
 @_forward_op.register_fake
@@ -235,7 +239,8 @@ def _backward_op(
     plan: Tensor,
     window: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _executors[handle].backward(_plan(plan, window), dout, q, k, v, out, lse, scale)
+    executor = _executors[handle]
+    return executor.backward(_plan(plan, window, executor), dout, q, k, v, out, lse, scale)
 
 
 @_backward_op.register_fake

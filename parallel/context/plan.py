@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.tiles import Tile
 from parallel.context.arcs import ArcLayout
+from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry, Transfer
 from parallel.context.layout import BALANCED, Layout
 from parallel.context.mask import Mask, Window, mask_of
@@ -118,6 +119,21 @@ class Plan:
     def check_heads(self, heads: int, kv_heads: int) -> None:
         """Check the head counts; see ``Geometry.check_heads``."""
         self.geometry.check_heads(heads, kv_heads)
+
+    def check_fits(self, geometry: Geometry) -> None:
+        """Check that attention over ``geometry`` can follow this plan.
+
+        Raises:
+            ContextError: it is of other ranks, another length, method or layout.
+        """
+        own = self.geometry
+        alone = own.size == geometry.size == 1 and own.padded_len == geometry.padded_len
+        if own is not geometry and own != geometry and not alone:
+            raise ContextError(
+                f"mask is of {own.method.name} over {own.seq_len} tokens on {own.size} ranks, and this attention is "
+                f"{geometry.method.name} over {geometry.seq_len} on {geometry.size}; pass a handle from under(...) of "
+                "the same object"
+            )
 
     def under(self, *, documents: tuple[int, ...] | None, window: Window | None) -> "Plan":
         """Return the plan of the same geometry under another mask.

@@ -46,6 +46,7 @@ class SoftmaxAttention:
         """
         self._check_keys(k, v)
         self._check_queries(q, k)
+        _check_sinks(sinks, q)
         masked = _Masked(self._plan if mask is None else mask.tensor, window, sinks)
         return self._attend(q, self._heads.to_heads(k), self._heads.to_heads(v), None, masked)
 
@@ -71,6 +72,7 @@ class SoftmaxAttention:
 
         def attention(q: Tensor) -> Tensor:
             self._check_queries(q, k)
+            _check_sinks(sinks, q)
             return self._attend(q, keys, values, prefetch, _Masked(self._plan, None, sinks))
 
         return attention
@@ -98,6 +100,11 @@ class SoftmaxAttention:
                 "widths and dtypes must be equal, and query heads a multiple of the key heads"
             )
         self._geometry.check_heads(q.shape[2], k.shape[2])
+
+
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ContextError(f"attend: sinks {tuple(sinks.shape)} do not fit {q.shape[2]} query heads; pass one per head")
 
 
 class _Masked(NamedTuple):

@@ -152,11 +152,17 @@ def _state_like(k: Tensor, v: Tensor) -> Tensor:
 _executors: Handles[StateExecutor] = Handles()
 
 
+def _plan(plan: Tensor, handle: int) -> Plan:
+    found = PLANS[plan]
+    found.check_fits(_executors[handle].geometry)
+    return found
+
+
 @torch.library.custom_op("longmesh::state_attention", mutates_args=())
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], handle: int, plan: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return _executors[handle].forward(PLANS[plan], q, k, v, log_decay)
+    return _executors[handle].forward(_plan(plan, handle), q, k, v, log_decay)
 
 
 @_forward_op.register_fake
@@ -168,7 +174,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, handle: int, plan: Tensor
 def _backward_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Sequence[float], handle: int, plan: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _executors[handle].backward(PLANS[plan], dout, q, k, v, state, log_decay)
+    return _executors[handle].backward(_plan(plan, handle), dout, q, k, v, state, log_decay)
 
 
 @_backward_op.register_fake

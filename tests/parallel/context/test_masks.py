@@ -156,6 +156,20 @@ def test_documents_that_do_not_fit_are_refused() -> None:
         context_parallel("ring", seq_len=16).under(documents=(0, 5, 15))
 
 
+def test_masks_of_other_ranks_and_sinks_of_other_heads_are_refused() -> None:
+    q = torch.randn(1, 16, 2, 8)
+    cp = context_parallel("ring", seq_len=16)
+    with pytest.raises(ContextError, match="mask is of ring over 24 tokens on 1 ranks"):
+        cp.attend(q, q, q, context_parallel("ring", seq_len=24).handle)
+    with pytest.raises(ContextError, match="mask is of lasp over 24"):
+        context_parallel("lasp", seq_len=16).attend_linear(
+            q, q, q, [0.0, 0.0], context_parallel("lasp", seq_len=24).handle
+        )
+    for shape in ((1,), (3,), (2, 1)):
+        with pytest.raises(ContextError, match="do not fit 2 query heads"):
+            cp.attend(q, q, q, sinks=torch.zeros(shape))
+
+
 def test_a_compiled_attention_serves_every_mask() -> None:
     """Compiled once: the plan is a tensor. A plan's number as an int, as executors have theirs, compiles again."""
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -114,3 +114,14 @@ def test_buffers_are_the_formula_s_and_those_that_the_paper_does_not_count() -> 
         assert two == 3 + 2 * 3 + 2 * (1 + lse)
     for (two,) in run_ranks(hold, 8, [("wallfacer", {"team_size": 2})]):
         assert two == 6 * 2 + 3 + 2 * lse
+
+
+def hold_most(rank: int, world_size: int) -> list[float]:
+    """The same of a ring that passes everything on, whole, and as the rows that a query sees."""
+    return hold(rank, world_size, [("ring", {}), ("ring", {"documents": (0, TOKENS - 8, TOKENS)})])
+
+
+def test_rows_needed_are_let_go_of_as_whole_tensors_are() -> None:
+    """Most rows travel under both masks; a sender that kept all it passed on would hold four times as many."""
+    for whole, needed in run_ranks(hold_most, 4):
+        assert needed < 1.2 * whole

@@ -53,6 +53,12 @@ CONFIGURATIONS = (
         "--context-parallel-method ulysses --data-parallel-sharding-strategy legacy_ddp --bf16 --num-workers 1",
     ),
     Configuration(
+        name="llama-exchange-packed",
+        ranks=4,
+        flags="--num-layers 2 --context-parallel-size 4 --context-parallel-method exchange --reset-attention-mask "
+        "--reset-position-ids --window-size 40,0 --window-attn-skip-freq 2 --softmax-type learnable",
+    ),
+    Configuration(
         name="llama-1f1b",
         ranks=4,
         flags="--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-layers 1 3 --context-parallel-size 2 "

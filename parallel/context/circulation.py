@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.tiles import Tile
-from parallel.context.plan import Round
+from parallel.context.rounds import Round
 from parallel.context.sparse.flow import Course, Parcels
 from parallel.context.sparse.rows import Rows, count
 from parallel.context.transport import Arrival, Tensors, Transport

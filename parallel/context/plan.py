@@ -11,12 +11,13 @@ from torch import Tensor
 from kernels.tiles import Tile
 from parallel.context.arcs import ArcLayout
 from parallel.context.errors import ContextError
-from parallel.context.geometry import Geometry, Transfer
+from parallel.context.geometry import Geometry
 from parallel.context.layout import BALANCED, Layout
 from parallel.context.mask import Mask, Window, mask_of
 from parallel.context.methods.base import Ranks
 from parallel.context.methods.registry import method_of
 from parallel.context.options import PlanOptions
+from parallel.context.rounds import Round
 from parallel.context.sparse.flow import Course, Flow, Held, clipped, course
 from parallel.context.sparse.visible import rows_seen
 from parallel.context.tiles import Piece, pieces, tiles
@@ -35,26 +36,6 @@ from runtime.handles import Handles
 
 PLANS: Handles["Plan"] = Handles()
 """Plans by handle: attention operators take a handle, since the plan may change with every call."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round of one rank: a ``Step``, and tiles as slices of (this rank's queries, held keys).
-
-    This rank's queries are its team's, joined in ascending positions, as are the keys of ``holds`` (ranks that each
-    hold every n-th position: in the order of their first ones). A backward that moves queries holds queries, and the
-    keys are the team's.
-    """
-
-    holds: tuple[int, ...]
-    transfers: tuple[Transfer, ...]
-    gradient: Transfer | None
-    tiles: tuple[Tile, ...]
-
-    @property
-    def pairs(self) -> int:
-        """Count the unmasked (query, key) pairs computed in this round."""
-        return sum(tile.pairs for tile in self.tiles)
 
 
 @dataclass(frozen=True)

@@ -156,4 +156,4 @@ def test_the_configurations_touch_every_choice(tmp_path):
         assert seen[name] >= choices[name] - {"none"}
     for name in ("tensor", "pipeline"):
         assert seen[f"{name}_model_parallel_size"] == {1, 2}
-    assert len(CONFIGURATIONS) == len({one.name for one in CONFIGURATIONS}) == 12
+    assert len(CONFIGURATIONS) == len({one.name for one in CONFIGURATIONS}) == 13

@@ -23,6 +23,7 @@ class Masked(NamedTuple):
     window: Window | None = None
     causal: bool = True
     sinks: bool = False
+    length: int = LENGTH
 
 
 MASKS = {
@@ -36,19 +37,19 @@ MASKS = {
 }
 
 
-def inputs(dtype: torch.dtype) -> list[Tensor]:
+def inputs(dtype: torch.dtype, length: int = LENGTH) -> list[Tensor]:
     """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds exactly."""
     generator = torch.Generator().manual_seed(5)
     return [
-        torch.randn(BATCH, LENGTH, heads, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype).double()
+        torch.randn(BATCH, length, heads, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype).double()
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     ]
 
 
 def bias(masked: Masked) -> Tensor:
-    """0 where a query sees a key and -inf elsewhere, float64 [LENGTH, LENGTH]."""
-    position = torch.arange(LENGTH)
-    document = torch.bucketize(position, torch.tensor((masked.documents or (0, LENGTH))[1:]), right=True)
+    """0 where a query sees a key and -inf elsewhere, float64 [length, length]."""
+    position = torch.arange(masked.length)
+    document = torch.bucketize(position, torch.tensor((masked.documents or (0, masked.length))[1:]), right=True)
     left, right = masked.window or (-1, -1)
     ahead = position - position[:, None]  # [query, key]
     seen = document[:, None] == document
@@ -58,13 +59,13 @@ def bias(masked: Masked) -> Tensor:
         seen &= ahead >= -left
     if right >= 0:
         seen &= ahead <= right
-    return torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(~seen, float("-inf"))
+    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float("-inf"))
 
 
 @cache
 def truth(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
     """[out, dq, dk, dv, and dsinks if there are any] in float64; a sink is one more key, of value 0."""
-    *leaves, dout = inputs(dtype)
+    *leaves, dout = inputs(dtype, masked.length)
     leaves = [x.requires_grad_() for x in leaves]
     q, k, v = leaves
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in (k, v))
@@ -72,20 +73,20 @@ def truth(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
     if masked.sinks:
         sinks = torch.tensor(SINKS, dtype=torch.float64, requires_grad=True)
         leaves.append(sinks)
-        scores = torch.cat([scores, sinks[:, None, None].expand(BATCH, HEADS, LENGTH, 1)], -1)
-    out = torch.einsum("bhts,bshd->bthd", scores.softmax(-1)[..., :LENGTH], v)
+        scores = torch.cat([scores, sinks[:, None, None].expand(BATCH, HEADS, masked.length, 1)], -1)
+    out = torch.einsum("bhts,bshd->bthd", scores.softmax(-1)[..., : masked.length], v)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 @cache
 def one_process_sdpa(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
     """[out, dq, dk, dv] of torch's SDPA with the same mask; a sink is one more key of score bias alone."""
-    *leaves, dout = (x.to(dtype) for x in inputs(dtype))
+    *leaves, dout = (x.to(dtype) for x in inputs(dtype, masked.length))
     leaves = [x.requires_grad_() for x in leaves]
     q, k, v = (x.transpose(1, 2) for x in leaves)
-    added = bias(masked).expand(1, HEADS, LENGTH, LENGTH)
+    added = bias(masked).expand(1, HEADS, -1, -1)
     if masked.sinks:
-        added = torch.cat([added, torch.tensor(SINKS)[:, None, None].expand(1, HEADS, LENGTH, 1)], -1)
+        added = torch.cat([added, torch.tensor(SINKS)[:, None, None].expand(1, HEADS, masked.length, 1)], -1)
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, added.to(dtype), enable_gqa=True).transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
@@ -109,10 +110,10 @@ class Ranks:
 
     def under(self, method: str, options: dict[str, Any], masked: Masked) -> tuple[ContextParallel, ContextParallel]:
         """The one of no documents and no window, whose ``attend`` takes masks, and the one under this mask."""
-        key = method, tuple(options.items()), masked.causal
+        key = method, tuple(options.items()), masked.causal, masked.length
         if key not in self._made:
             self._made[key] = context_parallel(
-                method, seq_len=LENGTH, group=dist.group.WORLD, causal=masked.causal, **options
+                method, seq_len=masked.length, group=dist.group.WORLD, causal=masked.causal, **options
             )
         one = self._made[key]
         return one, one.under(documents=masked.documents, window=masked.window)
@@ -125,7 +126,7 @@ def attended(ranks: Ranks, method: str, options: dict[str, Any], masked: Masked,
         out, dq, dk, dv (and dsinks) of the whole sequence; and whether the bytes sent to each rank are the plan's.
     """
     one, cp = ranks.under(method, options, masked)
-    *leaves, dout = (cp.shard(x.to(dtype), dim=1) for x in inputs(dtype))
+    *leaves, dout = (cp.shard(x.to(dtype), dim=1) for x in inputs(dtype, masked.length))
     leaves = [x.requires_grad_() for x in leaves]
     sinks = sinks_of(masked, dtype)
     one.transport.traffic = Traffic()

@@ -27,8 +27,8 @@ def test_all_ranks_compute_each_visible_pair_once_and_send_what_is_seen_alone(me
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_for_many_more_masks_and_up_to_64_ranks(method: str) -> None:
-    for seed in range(20):
-        for size in (*range(2, 17), 18, 24, 27, 32, 36, 48, 61, 64)[:: 1 if seed < 5 else 3]:
+    for seed in range(6):
+        for size in (*range(2, 17), 18, 24, 27, 32, 36, 48, 61, 64)[:: 1 if seed < 2 else 3]:
             for moves in BOTH:
                 Play(drawn(random.Random(f"{method} {size} {moves} {seed}"), method, size), moves).run()
 

@@ -3,10 +3,8 @@
 python -m bench.packed_layouts                     # the tables of docs/concepts/packed.md; half a minute
 python -m bench.packed_layouts --cases 131072 16   # tokens and ranks of one case
 
-Lengths are drawn until the sequence is full, the last one cut; a figure is the mean over the draws:
-log-normal: exp(N(7.0, 1.6)), from 64 tokens to a quarter of the sequence; chat: exp(N(6.2, 0.8)), and 3 % of
-4,096 (1 + Pareto(0.9)), from 32 to half of the sequence; 500 tokens: N(500, 120), from 100 to 1,500; two documents:
-cut at 0.35 to 0.65 of the sequence.
+A figure is the mean over draws of documents; bench/packing.py says how their lengths are drawn. Two documents are cut
+at 0.35 to 0.65 of the sequence.
 """
 
 import argparse
@@ -17,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.packing import documents_of
 from parallel.context import Plan, make_plan
 
 CASES = ((16_384, 8), (131_072, 16))
@@ -28,55 +27,33 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "wallfacer": {"team_size": 2},
     "exchange": {"layout": "balanced"},
 }
-Draw = Callable[[np.random.Generator, int], tuple[int, ...]]
+Draw = Callable[[int, int], tuple[int, ...]]
+"""A seed and the tokens of a sequence -> cumulative lengths of its documents."""
 
 
-def log_normal(generator: np.random.Generator, seq_len: int) -> tuple[int, ...]:
-    """Draw lengths exp(N(7.0, 1.6)) from 64 to a quarter of the sequence, as of web pages."""
-    return _filled(seq_len, lambda: float(np.clip(np.exp(generator.normal(7.0, 1.6)), 64, seq_len / 4)))
+def filled(kind: str) -> Draw:
+    """Return the draw of documents of one kind of ``bench.packing``."""
+    return lambda seed, seq_len: documents_of(kind, seq_len, seed)
 
 
-def chat(generator: np.random.Generator, seq_len: int) -> tuple[int, ...]:
-    """Draw short lengths, exp(N(6.2, 0.8)), and 3 % long ones, 4,096 (1 + Pareto(0.9)), up to half of the sequence."""
-
-    def length() -> float:
-        long = generator.random() < 0.03
-        drawn = 4096 * (1 + generator.pareto(0.9)) if long else np.exp(generator.normal(6.2, 0.8))
-        return float(np.clip(drawn, 32, seq_len / 2))
-
-    return _filled(seq_len, length)
-
-
-def short(generator: np.random.Generator, seq_len: int) -> tuple[int, ...]:
-    """Draw lengths N(500, 120) from 100 to 1,500."""
-    return _filled(seq_len, lambda: float(np.clip(generator.normal(500, 120), 100, 1500)))
-
-
-def two(generator: np.random.Generator, seq_len: int) -> tuple[int, ...]:
+def two(seed: int, seq_len: int) -> tuple[int, ...]:
     """Draw where one document ends and another begins, from 0.35 to 0.65 of the sequence."""
-    return (0, int(seq_len * generator.uniform(0.35, 0.65)), seq_len)
+    return (0, int(seq_len * np.random.default_rng(seed).uniform(0.35, 0.65)), seq_len)
 
 
-def one(generator: np.random.Generator, seq_len: int) -> tuple[int, ...]:
+def one(seed: int, seq_len: int) -> tuple[int, ...]:
     """Return one document."""
     return (0, seq_len)
 
 
-def _filled(seq_len: int, length: Callable[[], float]) -> tuple[int, ...]:
-    bounds = [0]
-    while bounds[-1] < seq_len:
-        bounds.append(min(seq_len, bounds[-1] + max(1, round(length()))))
-    return tuple(bounds)
-
-
 DRAWS: dict[str, tuple[Draw, tuple[int, int] | None]] = {
-    "log-normal, at most a quarter": (log_normal, None),
-    "chat, 3 % long": (chat, None),
-    "about 500 tokens each": (short, None),
+    "log-normal, at most a quarter": (filled("lognormal"), None),
+    "chat, 3 % long": (filled("chat"), None),
+    "about 500 tokens each": (filled("short"), None),
     "two documents": (two, None),
     "one document": (one, None),
     f"one document, window {WINDOW:,}": (one, (WINDOW - 1, 0)),
-    f"log-normal, window {WINDOW:,}": (log_normal, (WINDOW - 1, 0)),
+    f"log-normal, window {WINDOW:,}": (filled("lognormal"), (WINDOW - 1, 0)),
 }
 
 
@@ -93,7 +70,7 @@ def figures(plan: Plan) -> tuple[float, float]:
 
 def measured(draw: Draw, seq_len: int, draws: int, make: Callable[..., Plan]) -> tuple[float, float]:
     """Return the mean figures over draws of documents."""
-    drawn = [draw(np.random.default_rng(seed), seq_len) for seed in range(draws if draw is not one else 1)]
+    drawn = [draw(seed, seq_len) for seed in range(draws if draw is not one else 1)]
     work, rows = np.mean([figures(make(documents=documents)) for documents in drawn], axis=0)
     return float(work), float(rows)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kernels.tiles import Tile
 from parallel.context.rounds import Round
-from parallel.context.sparse.flow import Course, Parcels
+from parallel.context.sparse.courses import Course
+from parallel.context.sparse.flow import Parcels
 from parallel.context.sparse.rows import Rows, count
 from parallel.context.transport import Arrival, Tensors, Transport
 
@@ -94,11 +95,14 @@ class Needed:
 
     def home(self) -> Tensors:
         for rows, arrival in self._returning.pop(len(self._course.stops), []):
-            parts = arrival()
-            self._sums = self._sums or tuple(
-                x.new_zeros(x.shape[0], self._own[0].shape[1], *x.shape[2:]) for x in parts
-            )
-            _add(self._sums, rows, parts)
+            parts, tokens = arrival(), self._own[0].shape[1]
+            if self._sums:
+                _add(self._sums, rows, parts)
+            elif self._course.stops[0].in_place and parts[0].shape[1] == tokens:
+                self._sums = parts  # of this rank's own buffer, which nothing else uses now
+            else:
+                self._sums = tuple(x.new_zeros(x.shape[0], tokens, *x.shape[2:]) for x in parts)
+                _add(self._sums, rows, parts)
         self._finish(len(self._course.stops))
         return self._sums
 

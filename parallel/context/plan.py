@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.tiles import Tile
 from parallel.context.arcs import ArcLayout
 from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
@@ -18,8 +17,8 @@ from parallel.context.methods.base import Ranks
 from parallel.context.methods.registry import method_of
 from parallel.context.options import PlanOptions
 from parallel.context.rounds import Round
-from parallel.context.sparse.flow import Course, Flow, Held, clipped, course
-from parallel.context.sparse.visible import rows_seen
+from parallel.context.sparse.courses import Course, course_of, flow_of
+from parallel.context.sparse.flow import Flow
 from parallel.context.tiles import Piece, pieces, tiles
 from parallel.context.traffic import (
     Cost,
@@ -144,7 +143,8 @@ class Plan:
     def course(self, rank: int, moves: Moves = "kv") -> Course:
         """Return what ``rank`` sends, receives and computes where only the rows that a query sees travel."""
         if (rank, moves) not in self._courses:
-            self._courses[rank, moves] = _course(self, rank, moves)
+            settings = self.real_pieces, self.layout.stride, self.mask.reach, moves
+            self._courses[rank, moves] = course_of(self.flow(moves), rank, *settings)
         return self._courses[rank, moves]
 
     @cached_property
@@ -154,7 +154,8 @@ class Plan:
     def flow(self, moves: Moves = "kv") -> Flow:
         """Return the routes of all rows that a query sees."""
         if moves not in self._flows:
-            self._flows[moves] = _flow(self, moves)
+            settings = self.real_pieces, self.layout.stride, self.mask.reach, moves
+            self._flows[moves] = flow_of(self.geometry, *settings)
         return self._flows[moves]
 
     @cached_property
@@ -313,30 +314,3 @@ def _rounds(plan: Plan, rank: int, moves: Moves) -> tuple[Round, ...]:
         computed = () if step.gradient is None else tiles(*pair, stride, plan.mask.reach)
         found.append(Round(*step, computed))
     return tuple(found)
-
-
-def _flow(plan: Plan, moves: Moves) -> Flow:
-    geometry = plan.geometry
-    places = range(geometry.shape.size)
-    own = [plan.real_pieces(geometry.ranks_at((place,), place)) for place in places]
-    members = geometry.method.team(np.arange(len(places)), geometry.shape)
-    teams = [plan.real_pieces(geometry.ranks_at(members, place)) for place in places]
-    behind, ahead = plan.mask.reach
-    return Flow(
-        geometry, rows_seen(teams, own, plan.layout.stride, (behind, ahead) if moves == "kv" else (ahead, behind))
-    )
-
-
-def _course(plan: Plan, rank: int, moves: Moves) -> Course:
-    geometry, flow = plan.geometry, plan.flow(moves)
-    team, stride = plan.real_pieces(geometry.team(rank)), plan.layout.stride
-    owners = {owner for i in range(flow.rounds) for owner in flow.held(i, geometry.place(rank)).rows}
-    pieces = {owner: plan.real_pieces(geometry.ranks_at((owner,), owner)) for owner in owners}
-
-    def tiles_of(index: int, held: Held) -> tuple[Tile, ...]:
-        if geometry.hops[index].gradient is None:
-            return ()
-        there = clipped(held, pieces, stride)
-        return tiles(*((team, there) if moves == "kv" else (there, team)), stride, plan.mask.reach)
-
-    return course(flow, rank, tiles_of)

@@ -8,7 +8,6 @@ own part of the gradient never leaves it.
 A *place* is a head group of ranks, as in Geometry. All places are routed at once, on one line of numbers (``Line``).
 """
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -16,13 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kernels.tiles import Tile
 from parallel.context.geometry import Geometry
 from parallel.context.methods.base import Ranks
 from parallel.context.sparse.line import ByPlace, Line
 from parallel.context.sparse.rows import NOWHERE, Rows, Spans, common, count, places_in, union, without
 from parallel.context.sparse.visible import Seen
-from parallel.context.tiles import Piece
 
 
 class Parcel(NamedTuple):
@@ -180,65 +177,3 @@ class Flow:
                 due_at[way.due] = union(due_at[way.due], self._line.moved(on, way.to))
             home.append(without(sums, on))
         return onward, home
-
-
-def clipped(held: Held, pieces: Mapping[int, list[Piece]], stride: int) -> list[Piece]:
-    """Return the pieces of a buffer: those of its owners, cut to the rows held; adjoining ones are one."""
-    found: list[Piece] = []
-    for piece in _cut(held, pieces, stride):
-        last = found[-1] if found else None
-        if (
-            last
-            and (last.document, last.offset + last.length) == (piece.document, piece.offset)
-            and (last.start + last.length * stride == piece.start)
-        ):
-            found[-1] = last._replace(length=last.length + piece.length)
-        else:
-            found.append(piece)
-    return found
-
-
-def _cut(held: Held, pieces: Mapping[int, list[Piece]], stride: int) -> Iterator[Piece]:
-    offset = 0
-    for owner, rows in held.rows.items():
-        own, j = pieces[owner], 0
-        for first, end in rows:
-            while j < len(own) and own[j].offset < end:
-                piece, last = own[j], own[j].offset + own[j].length
-                low, high = max(first, piece.offset), min(end, last)
-                if low < high:
-                    start = piece.start + (low - piece.offset) * stride
-                    yield Piece(start, offset + low - first, high - low, piece.document)
-                if last > end:
-                    break  # the next rows may have more of it
-                j += 1
-            offset += end - first
-
-
-class Stop(NamedTuple):
-    """One round of one rank: what its buffer holds, what travels, and the tiles to compute."""
-
-    length: int
-    """Rows of the buffer; ``in_place``: they are the rank's own tensors as they are."""
-    in_place: bool
-    moves: Parcels
-    gradients: Parcels
-    tiles: tuple[Tile, ...]
-
-
-class Course(NamedTuple):
-    """All that one rank does in a forward or a backward."""
-
-    start: Parcels
-    stops: tuple[Stop, ...]
-
-
-def course(flow: Flow, rank: int, tiles_of: Callable[[int, Held], tuple[Tile, ...]]) -> Course:
-    """Return the course of ``rank``; ``tiles_of`` returns the tiles of a round, given what is held in it."""
-    place, stops = flow.geometry.place(rank), []
-    for i in range(flow.rounds):
-        held = flow.held(i, place)
-        computed = tiles_of(i, held) if held.length else ()
-        parcels = flow.moves(rank, i), flow.gradients(rank, i)
-        stops.append(Stop(held.length, i == 0 and flow.in_place, *parcels, computed))
-    return Course(flow.start(rank), tuple(stops))

@@ -127,7 +127,7 @@ def test_what_is_planned_ahead_is_not_planned_again(moves: str, monkeypatch: pyt
     q = torch.randn(1, 16, 2, 8, requires_grad=True)
     cp = context_parallel("exchange", seq_len=16, backward=moves).under(documents=(0, 5, 16))
     cp.plan_ahead((None, (3, 0)))
-    for name in ("_flow", "_course"):
+    for name in ("flow_of", "course_of"):
         monkeypatch.setattr(plan, name, None)
     for window in (None, (3, 0)):
         cp.attend(q, q, q, window=window).sum().backward()

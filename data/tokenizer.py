@@ -4,11 +4,14 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from data.errors import DataError
 from data.text.indexed import writing
@@ -41,11 +44,8 @@ class Tokenizer(Protocol):
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of `text`; special tokens spelled out in it are ordinary text."""
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize each text, on all cores; order and ids do not depend on the number of cores."""
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, without special tokens."""
+    def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
+        """Return the text of `ids`, without special tokens unless `special`."""
 
 
 class _Common:
@@ -62,6 +62,9 @@ class _Common:
         self.unique_identifiers: OrderedDict[str, object] = OrderedDict(
             {"class": type(self).__name__, "sha256": self.sha256}
         )
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return _loaded_once, (self.path,)  # a process that is sent one again and again reads its file once
 
 
 @contextmanager
@@ -99,12 +102,14 @@ class SentencePieceTokenizer(_Common):
         first, *rest = (self._model.encode(part) for part in text.split(_SPACE_MARK))
         return [*first, *(i for part in rest for i in (*self._mark, *part))]
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        batch = self._model.encode(list(texts), num_threads=_cores())
-        return [self.tokenize(text) if _SPACE_MARK in text else ids for text, ids in zip(texts, batch, strict=True)]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
+    def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
         with _undamaged(self.path, "sentencepiece model"):
+            if special:  # control pieces decode to nothing
+                runs = groupby(ids, self._model.is_control)
+                return "".join(
+                    "".join(map(self._model.id_to_piece, run)) if control else self._model.decode(list(run))
+                    for control, run in runs
+                )
             return self._model.decode(list(ids))
 
 
@@ -117,6 +122,7 @@ class HuggingFaceTokenizer(_Common):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         from tokenizers import Tokenizer as Backend
+        from tokenizers.processors import ByteLevel
 
         content = _read(path)
         with _undamaged(path, "Hugging Face tokenizer.json"):
@@ -125,6 +131,11 @@ class HuggingFaceTokenizer(_Common):
         self._backend.encode_special_tokens = True
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._backend.post_processor = ByteLevel(trim_offsets=False)  # a token's place includes its leading space
+        added = self._backend.get_added_tokens_decoder().values()
+        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self.special: re.Pattern[str] = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        """Matches every special token's text."""
         # Added tokens may leave gaps, so the highest id can exceed the number of entries.
         with _undamaged(path, "Hugging Face tokenizer.json"):
             ids = self._backend.get_vocab(with_added_tokens=True).values()
@@ -156,13 +167,19 @@ class HuggingFaceTokenizer(_Common):
         with _undamaged(self.path, "Hugging Face tokenizer.json"):
             return self._backend.encode(text, add_special_tokens=False).ids
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def tokenize_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text in which special tokens count as such, and the characters [begin, end) of each."""
         with _undamaged(self.path, "Hugging Face tokenizer.json"):
-            return [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+            self._backend.encode_special_tokens = False
+            try:
+                found = self._backend.encode(text, add_special_tokens=False)
+            finally:
+                self._backend.encode_special_tokens = True
+            return found.ids, found.offsets
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
         with _undamaged(self.path, "Hugging Face tokenizer.json"):
-            return self._backend.decode(list(ids), skip_special_tokens=True)
+            return self._backend.decode(list(ids), skip_special_tokens=not special)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer | HuggingFaceTokenizer:
@@ -177,6 +194,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer | Hug
     if suffix == ".json":
         return HuggingFaceTokenizer(path)
     raise DataError(f"tokenizer {path} must be a sentencepiece .model or a Hugging Face tokenizer.json")
+
+
+@cache
+def _loaded_once(path: str) -> Tokenizer:
+    return load_tokenizer(path)
 
 
 def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], vocab_size: int) -> Path:
@@ -232,11 +254,6 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
     with writing(path) as (temporary,):
         temporary.write_bytes(model.getvalue())
     return path
-
-
-def _cores() -> int:
-    """Return the cores that this process may use; outside Linux, all cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _read(path: str | os.PathLike[str]) -> bytes:

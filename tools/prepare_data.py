@@ -1,4 +1,4 @@
-"""Turn text into what pretraining reads: a tokenizer and Megatron's .bin/.idx.
+"""Turn text or conversations into what training reads: a tokenizer and Megatron's .bin/.idx.
 
 Without flags it takes the Python sources of this machine's standard library, so that a first run needs no download.
 What it wrote before with the same flags is kept.
@@ -7,6 +7,9 @@ What it wrote before with the same flags is kept.
     python -m tools.prepare_data --input books/ --suffix .txt --output-prefix runs/data/books --vocab-size 32000
     python -m tools.prepare_data --input a.jsonl b.jsonl --output-prefix runs/data/ab --tokenizer-model tokenizer.json
     python -m tools.prepare_data --input a.jsonl --json-keys content --output-prefix runs/data/a
+    python -m tools.prepare_data --chat --input sharegpt.json --seq-length 4096 --tokenizer-model tokenizer.json \\
+        --output-prefix runs/data/chats
+    python -m tools.prepare_data --check runs/data/chats --tokenizer-model tokenizer.json --inspect 2
 
 Then: pretrain_gpt.py --data-path PREFIX --tokenizer-model PREFIX.model
 """
@@ -18,7 +21,7 @@ from pathlib import Path
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.arguments import parser_for, run_command
+from tools.arguments import parser_for, positive, run_command
 
 DEFAULT_PREFIX = "runs/data/stdlib"
 DEFAULT_VOCAB_SIZE = 4096
@@ -35,7 +38,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--input",
         nargs="+",
         metavar="PATH",
-        help="text files, .jsonl files (--json-keys), and folders, which are searched for --suffix",
+        help="text files; .jsonl, .json, .parquet and datasets' folders (--json-keys); hf:NAME:SPLIT of the hub; other "
+        "folders are searched for --suffix",
+    )
+    source.add_argument("--check", metavar="PREFIX", help="write nothing, but read all of a prefix that is there")
+    parser.add_argument(
+        "--inspect", type=positive, metavar="N", help="with --check: show N samples; what carries loss is marked"
     )
     parser.add_argument(
         "--suffix", default=".txt", help="ending of the files taken from a folder (default: %(default)s)"
@@ -44,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--json-keys",
         nargs="+",
         metavar="KEY",
-        help="field of the .jsonl files that holds the text (default: text); one, since a prefix holds one corpus",
+        help="field of the rows that holds the text (default: text); one, since a prefix holds one corpus",
     )
     parser.add_argument(
         "--output-prefix", metavar="PREFIX", help=f"where to write (default: {DEFAULT_PREFIX}, for --stdlib alone)"
@@ -59,48 +67,93 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-bytes", type=int, metavar="N", help="stop after N bytes of text (default: take all)")
     parser.add_argument("--overwrite", action="store_true", help="write anew what is there already")
+    parser.add_argument(
+        "--workers", type=positive, metavar="N", help="processes that tokenize; the output is the same (default: cores)"
+    )
+    chat = parser.add_argument_group("conversations")
+    chat.add_argument("--chat", action="store_true", help="the input is conversations of ShareGPT or OpenAI messages")
+    chat.add_argument("--seq-length", type=positive, metavar="N", help="tokens of a sample, which holds many of them")
+    chat.add_argument("--chat-template", metavar="FILE", help="use this jinja template (default: the tokenizer's)")
+    policies = ["error", "split", "truncate-left", "truncate-right"]
+    chat.add_argument("--too-long", choices=policies, default="error", help="for more than N tokens (default: error)")
+    chat.add_argument(
+        "--skip-refused", action="store_true", help="list what cannot be used in PREFIX.refused.txt, and go on"
+    )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
+    args = _parse(argv)
+    from data.errors import DataError
+
+    try:
+        return _check(args) if args.check else _prepare(args)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.input and not args.output_prefix:
         parser.error("--input needs --output-prefix: where to write")
-    keys = args.json_keys or ["text"]
-    if len(keys) > 1:
-        parser.error(f"--json-keys names {len(keys)} fields, and a prefix holds one corpus; prepare each on its own")
+    if args.json_keys and len(args.json_keys) > 1:
+        parser.error(
+            f"--json-keys names {len(args.json_keys)} fields, and a prefix holds one corpus; prepare each on its own"
+        )
     for name in ("vocab_size", "max_bytes"):
         value = getattr(args, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
+    if args.inspect and not args.check:
+        parser.error("--inspect goes with --check PREFIX: what to show")
+    if args.chat and not (args.input and args.seq_length and args.tokenizer_model):
+        parser.error("--chat needs --input, --seq-length and --tokenizer-model")
+    if not args.chat and (args.seq_length or args.chat_template or args.skip_refused or args.too_long != "error"):
+        parser.error("--seq-length, --chat-template, --too-long and --skip-refused go with --chat")
+    if args.chat and (args.max_bytes or args.json_keys):
+        parser.error("--max-bytes and --json-keys are for text, not for --chat")
+    return args
 
-    from data.errors import DataError
+
+def _prepare(args: argparse.Namespace) -> int:
+    from data.chat.convert import Chat
     from data.text.prepare import Request, prepare
 
+    names = ("seq_length", "chat_template", "too_long", "skip_refused")
+    chat = Chat(**{name: getattr(args, name) for name in names}) if args.chat else None
     request = Request(
         inputs=tuple(args.input or ()),
         suffix=args.suffix,
         tokenizer_model=args.tokenizer_model,
         vocab_size=None if args.tokenizer_model else args.vocab_size or DEFAULT_VOCAB_SIZE,
         max_bytes=args.max_bytes,
-        json_key=keys[0],
+        json_key=(args.json_keys or ["text"])[0],
+        chat=chat,
     )
     prefix = Path(args.output_prefix or DEFAULT_PREFIX)
-    try:
-        prepared, kept = prepare(request, prefix, overwrite=args.overwrite)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(
-        f"{'kept' if kept else 'wrote'} {prefix}.bin and .idx: {prepared.documents:,} documents, "
-        f"{prepared.tokens:,} tokens ({prepared.dtype}), {prepared.text_bytes / prepared.tokens:.2f} bytes per token, "
-        f"unigram entropy {prepared.unigram_entropy:.3f} nats per token"
-    )
+    prepared, kept = prepare(request, prefix, overwrite=args.overwrite, workers=args.workers)
+    print(f"{'kept' if kept else 'wrote'} {prefix}.bin and .idx: {prepared.summary}")
     if prepared.skipped_files:
         print(f"skipped {prepared.skipped_files} files that are not UTF-8")
-    print(f"train on it with --data-path {prefix} --tokenizer-model {args.tokenizer_model or f'{prefix}.model'}")
+    if prepared.conversations and prepared.conversations["refused"]:
+        print(f"refused {prepared.conversations['refused']:,} conversations, listed in {prefix}.refused.txt")
+    sft = f" --sft --reset-attention-mask --reset-position-ids --seq-length {args.seq_length}" if args.chat else ""
+    tokenizer = args.tokenizer_model or f"{prefix}.model"
+    print(f"train on it with --data-path {prefix} --tokenizer-model {tokenizer}{sft}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from data.text.inspect import check_prefix, shown
+    from data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(args.tokenizer_model or f"{args.check}.model")
+    print(check_prefix(args.check, tokenizer))
+    for line in shown(args.check, tokenizer, args.inspect, sys.stdout.isatty()) if args.inspect else ():
+        print(line)
     return 0
 
 

@@ -1,7 +1,7 @@
 """Endless datasets whose sample n is a pure function of n: epochs of one file, and a weighted blend of files."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -10,7 +10,17 @@ from data.text.documents import document_starts
 
 if TYPE_CHECKING:
     import torch
-    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+
+class Epoch(Protocol):
+    """Samples of one epoch, each once, such as Megatron's GPTDataset; item None is a filler."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, index: int | None) -> "dict[str, torch.Tensor]":
+        """Return `tokens`, `labels`, `loss_mask`, and `starts` if the epoch knows where documents start."""
+
 
 # Period of a blend's interleaving: weights are rounded to multiples of 1/65536, at least one.
 _PERIOD = 1 << 16
@@ -33,8 +43,8 @@ class EpochedDataset:
 
     def __init__(
         self,
-        first: "GPTDataset",
-        build: Callable[[int], "GPTDataset"],
+        first: Epoch,
+        build: Callable[[int], Epoch],
         *,
         name: str,
         vocab_size: int,
@@ -79,6 +89,8 @@ class EpochedDataset:
                     f"{self._name}: sample {index} holds token id {worst}, but the vocabulary has {self._vocab_size} "
                     f"entries; give --tokenizer-model the tokenizer that wrote the file, or write the file again"
                 )
+        if "starts" in sample:
+            return sample
         if index is not None:
             # GPTDataset masks labels equal to its pad id, -1, and hides them: more masks mean -1 in the file.
             meant = 0 if self._masked_input is None else int((tokens == self._masked_input).sum())
@@ -90,7 +102,7 @@ class EpochedDataset:
         starts = {} if self._eod is None else {"starts": document_starts(tokens, self._eod)}
         return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, **starts}
 
-    def _epoch(self, epoch: int) -> "GPTDataset":
+    def _epoch(self, epoch: int) -> Epoch:
         if epoch not in self._epochs:
             # Reading goes forward: keep epoch 0 for fillers, and the previous one, in use at the boundary.
             self._epochs = {e: dataset for e, dataset in self._epochs.items() if e in (0, epoch - 1)}

@@ -1,4 +1,4 @@
-"""Read training documents in a fixed order: the standard library's sources, text files, folders, .jsonl files."""
+"""Read training documents in a fixed order: the standard library's sources, text files, folders, rows of files."""
 
 import hashlib
 import json
@@ -6,21 +6,23 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from data.errors import DataError
+from data.text.rows import has_rows, is_dataset, rows, size_of
 
 
 class Corpus:
     """Iterate over the documents of `files` in order, up to `max_bytes` of UTF-8. Can be iterated repeatedly.
 
-    A `.jsonl` file holds one document per line under `json_key`; any other file is one document. Empty documents are
-    skipped.
+    A row of JSON lines, a JSON array, Parquet or a dataset is one document, under `json_key`; so is any other file.
+    Empty documents are skipped.
 
     Args:
         files: files to read.
         max_bytes: start no document once this many bytes are read; None reads all.
         skip_undecodable: list files that are not UTF-8 in `skipped` instead of raising.
-        json_key: field of a `.jsonl` file's objects that holds the text.
+        json_key: field of the rows that holds the text.
 
     Raises:
         DataError: while iterating, a file cannot be read; names the file and the line.
@@ -40,7 +42,7 @@ class Corpus:
 
     def size(self) -> int:
         """Return about how many bytes will be read."""
-        size = sum(path.stat().st_size for path in self.files)
+        size = sum(size_of(path) for path in self.files)
         return size if self.max_bytes is None else min(size, self.max_bytes)
 
     def __iter__(self) -> Iterator[str]:
@@ -56,10 +58,8 @@ class Corpus:
 
     def _documents(self, path: Path) -> Iterator[str]:
         try:
-            if path.suffix == ".jsonl":
-                with path.open("rb") as lines:
-                    for number, line in enumerate(lines, start=1):
-                        yield _jsonl_text(f"{path}, line {number}", line, self._json_key)
+            if has_rows(path):
+                yield from (_text(where, row, self._json_key) for where, row in rows(path))
             else:
                 yield path.read_bytes().decode()
         except OSError as error:
@@ -73,13 +73,9 @@ class Corpus:
 _JSON_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
 
 
-def _jsonl_text(where: str, line: bytes, key: str) -> str:
-    if not line.strip():
-        return ""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON in UTF-8 ({error}); repair it or leave it out") from error
+def _text(where: str, found: Any, key: str) -> str:
+    if isinstance(found, DataError):
+        raise DataError(f"{where}: {found}")
     if not isinstance(found, dict):
         raise DataError(f'{where}: holds {_json_name(found)}, not an object with its text under "{key}"; repair it')
     if key not in found:
@@ -119,10 +115,15 @@ def stdlib_files() -> list[Path]:
 
 
 def input_files(inputs: Sequence[str | os.PathLike[str]], suffix: str) -> list[Path]:
-    """List the named files, and all files that end in `suffix` of the named folders. Raises DataError if missing."""
+    """List the named files and datasets, and all files that end in `suffix` of the named folders.
+
+    Raises DataError if one is missing.
+    """
     files: list[Path] = []
     for path in map(Path, inputs):
-        if path.is_dir():
+        if is_dataset(path):
+            files.append(path)
+        elif path.is_dir():
             files += _shuffled(path, path.rglob(f"*{suffix}"))
         elif path.exists():
             files.append(path)

@@ -8,7 +8,7 @@ pointers int64 [N] in bytes, document bounds int64 [D], and for multimodal data 
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +138,37 @@ def check_indexed(prefix: str | os.PathLike[str], vocab_size: int, scan_tokens: 
                 f"{_REWRITE}"
             )
     return indexed
+
+
+def id_type(vocab_size: int) -> np.dtype:
+    """Return the dtype of token ids below `vocab_size`, as Megatron chooses it (DType.optimal_dtype)."""
+    return np.dtype(np.uint16 if vocab_size < 65_500 else np.int32)
+
+
+def write_index(
+    path: Path, dtype: np.dtype, lengths: np.ndarray, bounds: Sequence[int] | np.ndarray | None = None
+) -> None:
+    """Write an `.idx`, a block at a time.
+
+    Args:
+        dtype: of an id in the `.bin`.
+        lengths: tokens of each of N sequences, int32 [N].
+        bounds: sequences before each document, then their total; by default a sequence is a document.
+    """
+    code = next(code for code, found in _DTYPES.items() if np.dtype(found) == dtype)
+    count, offset = len(lengths), 0
+    bounds = range(count + 1) if bounds is None else bounds
+    with path.open("wb") as file:
+        file.write(_HEADER.pack(_MAGIC, 1, code, count, len(bounds)))
+        for start in range(0, count, _BLOCK):
+            file.write(lengths[start : start + _BLOCK].astype("<i4").tobytes())
+        for start in range(0, count, _BLOCK):
+            sizes = lengths[start : start + _BLOCK].astype("<i8") * dtype.itemsize
+            ends = offset + np.cumsum(sizes)
+            file.write((ends - sizes).astype("<i8").tobytes())
+            offset = int(ends[-1])
+        for start in range(0, len(bounds), _BLOCK):
+            file.write(np.array(bounds[start : start + _BLOCK], dtype="<i8").tobytes())
 
 
 class TokenReader:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from data.chat.samples import LOSS_MASK, conversation_splits
 from data.errors import DataError
 from data.text.blend import BlendedDataset, EpochedDataset
 from data.text.digests import check_digests, write_digests
@@ -50,6 +51,8 @@ class DataConfig:
     reset_attention_mask: bool = False
     """Let tokens attend inside their document alone, not to all before them in the sample. The samples of a micro-batch
     are then one sequence for context parallelism."""
+    sft: bool = False
+    """Train on packed conversations of tools/prepare_data.py --chat, with loss on what the assistant says alone."""
     num_workers: int = 0
     """Processes that read batches ahead; 0 reads in the training process."""
 
@@ -138,9 +141,7 @@ def build_datasets(
     for turn in (first, not first):
         with raise_together():
             if turn:
-                splits = [
-                    _Source(config, prefix, seq_length, seed, tokenizer, check=first).splits() for prefix in prefixes
-                ]
+                splits = [_splits(config, prefix, seq_length, seed, tokenizer, first) for prefix in prefixes]
     train, valid, test = (_join(list(parts), weights) for parts in zip(*splits, strict=True))
     if train is None:
         raise DataError(f'split is "{config.split}" and leaves nothing to train on; make its first share larger than 0')
@@ -155,6 +156,20 @@ def _join(parts: list[EpochedDataset | None], weights: list[float] | None) -> Sa
     if len(present) == 1:
         return present[0]
     return BlendedDataset(present, weights or [len(part) for part in present])
+
+
+def _splits(
+    config: DataConfig, prefix: str, seq_length: int, seed: int, tokenizer: "Tokenizer", check: bool
+) -> list[EpochedDataset | None]:
+    """Return an endless dataset per split of a prefix, None where the share is 0."""
+    if config.sft:
+        return conversation_splits(prefix, tokenizer, split_shares(config.split), seq_length, seed, check)
+    if os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
+        raise DataError(
+            f"{prefix} holds conversations, of which not all is learned ({prefix}{LOSS_MASK}.idx); give --sft "
+            "--reset-attention-mask --reset-position-ids"
+        )
+    return _Source(config, prefix, seq_length, seed, tokenizer, check).splits()
 
 
 class _Source:

@@ -1,24 +1,37 @@
-"""Prepare text as Megatron's indexed token files: train a tokenizer, tokenise, write, or keep existing data."""
+"""Prepare text and conversations as Megatron's indexed token files: train a tokenizer, tokenize, write, or keep."""
 
+import hashlib
 import json
 import os
 import sys
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data.chat.convert import Chat, convert
+from data.chat.packing import write_packed
+from data.chat.samples import LOSS_MASK
+from data.chat.template import load_template
 from data.errors import DataError
 from data.text.corpus import Corpus, input_files, stdlib_files, stdlib_folder
-from data.text.indexed import open_indexed, unwritable, writing
-from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from data.text.indexed import id_type, open_indexed, unwritable, write_index, writing
+from data.text.rows import HUB, Rows, size_of
+from data.text.spool import Spool
+from data.text.tokens import Tokens, tokenized
+from data.text.workers import in_order, usable_cores
+from data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from runtime.files import InUseError, owned
 
+SPOOLED = ("bin", "lengths", "learned", "refused")
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 22
+# Input that takes a process longer than its start.
+_BYTES_PER_WORKER = 1 << 23
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +39,7 @@ class Request:
     """The settings that determine prepared data."""
 
     inputs: tuple[str, ...] = ()
-    """Files and folders; empty means the standard library's sources."""
+    """Files, folders and datasets; empty means the standard library's sources."""
     suffix: str = ".txt"
     """Suffix of the files to read from a folder."""
     tokenizer_model: str | None = None
@@ -36,7 +49,9 @@ class Request:
     max_bytes: int | None = None
     """Bytes of text after which to stop; None reads all."""
     json_key: str = "text"
-    """Field of a .jsonl file's objects that holds the text."""
+    """Field of the rows that holds the text."""
+    chat: Chat | None = None
+    """How conversations are prepared; None takes text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +61,46 @@ class Prepared:
     tokenizer_sha256: str
     """SHA-256 of the tokenizer, which is the request's file or `prefix`.model, even if moved."""
     documents: int
+    """Documents, or conversations and pieces of them."""
     tokens: int
-    """Tokens, including one end-of-document token per document."""
+    """Tokens, including one end-of-document token per document of text."""
     dtype: str
     """Dtype of a token id."""
     text_bytes: int
-    """UTF-8 bytes of the documents."""
+    """UTF-8 bytes of the documents of text."""
     skipped_files: int
     """Files skipped because they are not UTF-8."""
     unigram_entropy: float
     """Nats per token: the loss of a model that knows only the token frequencies."""
+    conversations: dict[str, int] | None = None
+    """Of conversations, how many were read, kept whole, split, truncated and refused; pieces without loss, which were
+    left_out; tokens that carry loss, learned; samples, and the places in them."""
+
+    @property
+    def summary(self) -> str:
+        """Say in one line what there is."""
+        if (of := self.conversations) is None:
+            return (
+                f"{self.documents:,} documents, {self.tokens:,} tokens ({self.dtype}), "
+                f"{self.text_bytes / self.tokens:.2f} bytes per token, unigram entropy {self.unigram_entropy:.3f} nats "
+                "per token"
+            )
+        return (
+            f"{of['read']:,} conversations read: {of['kept']:,} kept whole, {of['split']:,} split, {of['truncated']:,} "
+            f"truncated, {of['refused']:,} refused; {of['left_out']:,} pieces of split ones without loss left "
+            f"out; {self.tokens:,} tokens ({self.dtype}), of which {of['learned']:,} carry loss, in {of['samples']:,} "
+            f"samples, {1 - self.tokens / of['places']:.2%} padding"
+        )
 
 
-def prepare(request: Request, prefix: Path, overwrite: bool = False, progress: bool = True) -> tuple[Prepared, bool]:
+def prepare(
+    request: Request, prefix: Path, overwrite: bool = False, progress: bool = True, workers: int | None = 1
+) -> tuple[Prepared, bool]:
     """Write `prefix`.bin and .idx, .model if a tokenizer is trained, and .json, the record of the request.
 
-    Complete data of the same request is kept. The files appear together at the end or not at all.
+    Complete data of the same request is kept. The files appear together at the end or not at all, the same for any
+    number of `workers`, the processes that tokenize (None: as many as the input keeps busy). A run that was killed is
+    gone on with.
 
     Returns:
         Facts about the data, and whether it was kept.
@@ -77,113 +116,155 @@ def prepare(request: Request, prefix: Path, overwrite: bool = False, progress: b
             return kept, True
         with ExitStack() as held:
             try:
-                held.enter_context(owned(prefix.parent, prefix.name))
+                for stem in dict.fromkeys(_with_end(prefix, end).stem for end in _ends(request)):
+                    held.enter_context(owned(prefix.parent, stem))
             except InUseError as error:
                 raise DataError(f"cannot write {prefix}: {error}") from error
             except OSError as error:
                 raise unwritable(prefix, error) from error
             if not overwrite and (kept := _existing(request, prefix)):  # another process finished it meanwhile
                 return kept, True
-            return _prepare(request, prefix, overwrite, progress), False
+            return _prepare(request, prefix, overwrite, progress, workers), False
     except OSError as error:  # write errors are DataErrors by now
         raise DataError(f"cannot read {error.filename or prefix} ({error.strerror}); check that you may") from error
 
 
-def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool) -> Prepared:
-    files = input_files(request.inputs, request.suffix) if request.inputs else stdlib_files()
-    corpus = Corpus(files, request.max_bytes, not request.inputs, request.json_key)
-    # Read everything first: an unreadable file must fail now, not after hours of training a tokenizer.
-    if not sum(1 for _ in _told(corpus, "checked", progress)):
-        if request.inputs:
-            raise DataError(
-                f"there is no text in {', '.join(request.inputs)}; check the paths and --suffix {request.suffix}"
-            )
-        raise DataError(f"{stdlib_folder()} holds no Python sources on this machine; give other text by --input")
-    trains = request.tokenizer_model is None
-    ends = (".bin", ".idx", ".json", *((".model",) if trains else ()))
-    with writing(*(_with_end(prefix, end) for end in ends)) as temporary:
+def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, workers: int | None) -> Prepared:
+    source = _source(request)
+    size = _checked(request, source, progress)
+    ends = _ends(request)
+    # The spool ends last, when the output is in its place.
+    with ExitStack() as kept, writing(*(_with_end(prefix, end) for end in ends)) as drafts:
+        draft = dict(zip(ends, drafts, strict=True))
         if request.tokenizer_model is None:
             if progress:
                 print(f"training a tokenizer of {request.vocab_size} entries", file=sys.stderr)
-            train_tokenizer(corpus, temporary[3].with_suffix(""), request.vocab_size or 4096)
-        tokenizer = load_tokenizer(request.tokenizer_model or temporary[3])
-        documents, tokens, text_bytes, counts = _write(corpus, temporary[0], temporary[1], tokenizer, progress)
-        prepared = Prepared(
-            tokenizer_sha256=tokenizer.sha256,
-            documents=documents,
-            tokens=tokens,
-            dtype=open_indexed(temporary[0].with_suffix("")).dtype.name,
-            text_bytes=text_bytes,
-            skipped_files=len(corpus.skipped),
-            unigram_entropy=_entropy(counts),
-        )
+            assert isinstance(source, Corpus)
+            train_tokenizer(source, draft[".model"].with_suffix(""), request.vocab_size or 4096)
+        tokenizer = load_tokenizer(request.tokenizer_model or draft[".model"])
+        inputs = [(str(path), path.stat().st_mtime_ns) for path in source.files if path.exists()]
+        key = json.dumps([_made_with(request), tokenizer.sha256, inputs], sort_keys=True)
+        spool = kept.enter_context(Spool(prefix, hashlib.sha256(key.encode()).hexdigest(), SPOOLED))
+        busy = min(usable_cores(), 1 + sum(map(size_of, source.files)) // _BYTES_PER_WORKER)
+        _tokenize(request, source, tokenizer, spool, size, progress, workers or busy)
+        prepared = _finish(request, tokenizer, spool, draft, skipped=len(source.skipped))
         record = {"made_with": _made_with(request), "prepared": asdict(prepared), "python": sys.version}
-        temporary[2].write_text(json.dumps(record, indent=1) + "\n")
+        draft[".json"].write_text(json.dumps(record, indent=1) + "\n")
         if overwrite:
             # The new .bin must never stand beside the old record.
             _with_end(prefix, ".json").unlink(missing_ok=True)
     return prepared
 
 
-def write_indexed(documents: Iterable[str], prefix: Path, tokenizer: Tokenizer) -> None:
-    """Tokenise `documents`, end each with `tokenizer.eod`, and write `prefix`.bin/.idx atomically.
+def _source(request: Request) -> Corpus | Rows:
+    files = input_files(request.inputs, request.suffix) if request.inputs else stdlib_files()
+    if request.chat is not None:
+        return Rows(files)
+    return Corpus(files, request.max_bytes, not request.inputs, request.json_key)
 
-    Raises:
-        DataError: there are no documents, or the tokenizer gives an id outside its own vocabulary.
+
+def _checked(request: Request, source: Corpus | Rows, progress: bool) -> int | None:
+    """Read everything; return its bytes of text, or conversations. None if that takes a download.
+
+    An unreadable file must fail now, not after hours of training a tokenizer.
     """
-    with writing(_with_end(prefix, ".bin"), _with_end(prefix, ".idx")) as (data, index):
-        _write(documents, data, index, tokenizer, progress=False)
+    if not all(path.exists() for path in source.files):
+        return None
+    size = 0
+    with _bar("checked", None, progress, 0, request) as bar:
+        for item in source:
+            size += (step := len(item.encode()) if isinstance(item, str) else 1)
+            bar.update(step)
+    if not size and request.inputs:
+        what = "text" if request.chat is None else "conversation"
+        raise DataError(
+            f"there is no {what} in {', '.join(request.inputs)}; check the paths and --suffix {request.suffix}"
+        )
+    if not size:
+        raise DataError(f"{stdlib_folder()} holds no Python sources on this machine; give other text by --input")
+    return size
 
 
-def _write(
-    documents: Iterable[str], data: Path, index: Path, tokenizer: Tokenizer, progress: bool
-) -> tuple[int, int, int, np.ndarray]:
-    """Write the pair in place; return the numbers of documents, tokens and text bytes, and each id's count."""
-    from data.text.megatron import megatron_core
+def _bar(done: str, total: int | None, progress: bool, initial: int, request: Request) -> Any:
+    """Return a progress bar on stderr with rate and time left, shown from the third second on."""
+    from tqdm import tqdm
 
-    megatron = megatron_core()
-    builder = megatron.IndexedDatasetBuilder(str(data), dtype=megatron.DType.optimal_dtype(tokenizer.vocab_size))
-    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    written = text_bytes = 0
-    try:
-        for batch in _batched(_told(documents, "tokenised", progress)):
-            for ids in tokenizer.tokenize_batch(batch):
-                array = np.array([*ids, tokenizer.eod], dtype=np.int64)
-                # An id beyond the dtype would silently wrap around to another token's.
-                if array.min() < 0 or array.max() >= tokenizer.vocab_size:
-                    raise DataError(
-                        f"the tokenizer gives id {array.max() if array.min() >= 0 else array.min()}, outside its "
-                        f"{tokenizer.vocab_size} entries; use another tokenizer file"
-                    )
-                builder.add_document(array, [len(array)])
-                counts += np.bincount(array, minlength=len(counts))
-            written += len(batch)
-            text_bytes += sum(len(text.encode()) for text in batch)
-        if written == 0:
-            raise DataError("there are no documents to write; check the input")
-        builder.finalize(str(index))
-    finally:
-        builder.data_file.close()
-    return written, int(counts.sum()), text_bytes, counts
+    return tqdm(
+        desc=done, total=total, initial=initial, disable=not progress, delay=2, unit_scale=True,
+        unit="B" if request.chat is None else " conversations", mininterval=0.5 if sys.stderr.isatty() else 30,
+    )  # fmt: skip
 
 
-def _told(documents: Iterable[str], done: str, progress: bool) -> Iterator[str]:
-    """Yield the documents, and print to stderr every 2 s how many were `done`."""
-    told, size = time.monotonic(), 0
-    for count, text in enumerate(documents):
-        if progress and time.monotonic() - told > 2:
-            told = time.monotonic()
-            print(f"{done} {size / 1e6:.1f} MB, {count} documents", file=sys.stderr)
-        size += len(text.encode())
-        yield text
+def _tokenize(
+    request: Request,
+    source: Corpus | Rows,
+    tokenizer: Tokenizer,
+    spool: Spool,
+    size: int | None,
+    progress: bool,
+    workers: int,
+) -> None:
+    work: Callable[[list[Any]], Tokens] = partial(tokenized, tokenizer)
+    if request.chat is not None:
+        assert isinstance(tokenizer, HuggingFaceTokenizer)  # or it had no template
+        template = load_template(tokenizer.path, request.chat.chat_template)
+        work = partial(convert, request.chat, template, tokenizer)
+    unit = "text_bytes" if request.chat is None else "read"
+    items = islice(iter(source), spool.counts["read"], None)
+    with (
+        _bar("tokenized", size, progress, spool.counts[unit], request) as bar,
+        closing(in_order(work, _batched(items), workers)) as results,
+    ):
+        for found in results:
+            spool.write("bin", found.ids.tobytes())
+            spool.write("lengths", found.lengths.tobytes())
+            spool.write("learned", b"" if found.learned is None else found.learned.tobytes())
+            spool.write("refused", "".join(f"{line}\n" for line in found.refused).encode())
+            spool.counts.update(found.counts)
+            spool.note()
+            bar.update(found.counts[unit])
+    spool.flush()
 
 
-def _batched(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[str, Path], skipped: int) -> Prepared:
+    """Write the drafts of the output from the spool's files."""
+    lengths, dtype = np.fromfile(spool.paths["lengths"], np.int32), id_type(tokenizer.vocab_size)
+    conversations = None
+    if not len(lengths):
+        raise DataError("there is nothing to write; check the input")
+    if request.chat is None:
+        os.replace(spool.paths["bin"], draft[".bin"])
+        write_index(draft[".idx"], dtype, lengths)
+    else:
+        pairs = [(draft[f"{end}.bin"], draft[f"{end}.idx"]) for end in ("", LOSS_MASK)]
+        sources = [(spool.paths["bin"], dtype), (spool.paths["learned"], np.dtype(np.uint8))]
+        samples = write_packed(sources, pairs, lengths, request.chat.seq_length)
+        names = ("read", "kept", "split", "truncated", "refused", "left_out", "learned")
+        conversations = {name: spool.counts[name] for name in names} | {
+            "samples": samples,
+            "places": samples * request.chat.seq_length,
+        }
+        if request.chat.skip_refused:
+            os.replace(spool.paths["refused"], draft[".refused.txt"])
+    return Prepared(
+        tokenizer_sha256=tokenizer.sha256,
+        documents=len(lengths),
+        tokens=int(lengths.sum(dtype=np.int64)),
+        dtype=dtype.name,
+        text_bytes=spool.counts["text_bytes"],
+        skipped_files=skipped,
+        unigram_entropy=unigram_entropy(draft[".bin"].with_suffix(""), limit=sys.maxsize),
+        conversations=conversations,
+    )
+
+
+def _batched(items: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield documents or rows together, up to about 4 million characters of text."""
+    batch: list[Any] = []
     characters = 0
-    for text in documents:
-        batch.append(text)
-        characters += len(text)
+    for item in items:
+        batch.append(item)
+        characters += len(item)
         if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -212,7 +293,7 @@ def _entropy(counts: np.ndarray) -> float:
 
 def _existing(request: Request, prefix: Path) -> Prepared | None:
     """Return the data at the prefix if this request made it, None if there is none. Else raise DataError."""
-    ends = [".bin", ".idx", ".json"] + ([".model"] if request.tokenizer_model is None else [])
+    ends = _ends(request)
     there = [str(path) for end in ends if (path := _with_end(prefix, end)).exists()]
     if not there:
         return None
@@ -225,7 +306,7 @@ def _existing(request: Request, prefix: Path) -> Prepared | None:
         made_with, prepared = content["made_with"], Prepared(**content["prepared"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{record} is not a record of this tool ({error}); {remedy}") from error
-    defaults = {"json_key": "text"}  # older records lack it
+    defaults = {field.name: field.default for field in fields(Request)}  # older records lack some
     for name, value in _made_with(request).items():
         if made_with.get(name, defaults.get(name)) != value:
             raise DataError(f"{prefix}.bin was made with {name} {made_with.get(name)}, not {value}; {remedy}")
@@ -240,10 +321,21 @@ def _existing(request: Request, prefix: Path) -> Prepared | None:
 
 def _made_with(request: Request) -> dict[str, Any]:
     made_with = asdict(request)
-    made_with["inputs"] = [os.path.abspath(path) for path in request.inputs]
+    made_with["inputs"] = [path if path.startswith(HUB) else os.path.abspath(path) for path in request.inputs]
     if request.tokenizer_model is not None:
         made_with["tokenizer_model"] = os.path.abspath(request.tokenizer_model)
+        if request.chat is not None:
+            template = load_template(request.tokenizer_model, request.chat.chat_template)
+            made_with["chat"]["chat_template"] = hashlib.sha256(template.source.encode()).hexdigest()
     return made_with
+
+
+def _ends(request: Request) -> list[str]:
+    """Return the ends of the files' names."""
+    ends = [".bin", ".idx", ".json", *([".model"] if request.tokenizer_model is None else [])]
+    if request.chat is not None:
+        ends += [f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", *([".refused.txt"] if request.chat.skip_refused else [])]
+    return ends
 
 
 def _with_end(prefix: Path, end: str) -> Path:

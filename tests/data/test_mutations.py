@@ -12,10 +12,11 @@ from data.errors import DataError
 from data.text.corpus import Corpus
 from data.text.digests import check_digests, write_digests
 from data.text.indexed import TokenReader, check_indexed, open_indexed
-from data.text.prepare import Request, prepare, write_indexed
+from data.text.prepare import Request, prepare
 from data.tokenizer import load_tokenizer
 from runtime.errors import UserError
 from tests.data.test_tokenizer import write_hugging_face
+from tests.data.text.corpora import write_texts
 
 TEXT = "It was the best of tokens, it was the worst of tokens: é漢🙂 ▁\n"
 
@@ -27,7 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "a.txt").write_text(TEXT * 100)
     prepare(Request(inputs=(str(root / "a.txt"),), vocab_size=300), root / "words", progress=False)
     write_hugging_face(root, "</s>")
-    write_indexed([TEXT] * 5, root / "letters", load_tokenizer(root / "tokenizer.json"))
+    write_texts([TEXT] * 5, root / "letters", load_tokenizer(root / "tokenizer.json"))
     np.save(root / "shuffle.npy", np.arange(50))
     write_digests(root)
     return root
@@ -83,7 +84,7 @@ def test_a_damaged_tokenizer_without_a_record(place: Path, name: str) -> None:
     def use() -> None:
         tokenizer = load_tokenizer(path)
         assert 0 <= tokenizer.eod < tokenizer.vocab_size < 1 << 20
-        tokenizer.detokenize(tokenizer.tokenize_batch([TEXT, ""])[0])
+        tokenizer.detokenize(tokenizer.tokenize(TEXT))
 
     assert outcomes(path, mutations(path.read_bytes(), 60), use)["refused"] > 20
 

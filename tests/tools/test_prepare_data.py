@@ -1,5 +1,6 @@
 """The command line of tools/prepare_data.py, started as a user does."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.chat.templates import TEMPLATES, TURNS, write_tokenizer
 from tests.starts import PATIENCE, interruptible, wait_until
 from tools.prepare_data import main
 
@@ -56,12 +58,51 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         ["--tokenizer-model", "t.model", "--vocab-size", "300"],
         ["--max-bytes", "0"],
         ["--vocab-size", "-3"],
+        ["--workers", "0"],
+        ["--inspect", "2"],
+        ["--check", "x", "--stdlib"],
+        ["--chat", "--input", "x", "--output-prefix", "y", "--seq-length", "8"],
+        ["--input", "x", "--output-prefix", "y", "--too-long", "split"],
     ],
 )
 def test_contradicting_flags(flags: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(flags)
     assert stopped.value.code == 2
+
+
+def test_conversations_are_prepared_checked_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer, source = write_tokenizer(tmp_path / "t", TEMPLATES["zephyr"]), tmp_path / "in.jsonl"
+    source.write_text((json.dumps({"messages": TURNS}) + "\n") * 3 + "{\n")
+    flags = ["--chat", "--input", str(source), "--output-prefix", f"{tmp_path}/c", "--tokenizer-model", tokenizer]
+    assert main([*flags, "--seq-length", "128"]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {source}, line 4: not JSON")
+    assert main([*flags, "--seq-length", "128", "--skip-refused"]) == 0
+    out = capsys.readouterr().out
+    assert "4 conversations read: 3 kept whole, 0 split, 0 truncated, 1 refused" in out
+    assert f"listed in {tmp_path}/c.refused.txt" in out
+    assert "--sft --reset-attention-mask --reset-position-ids --seq-length 128" in out
+    assert main(["--check", f"{tmp_path}/c", "--tokenizer-model", tokenizer, "--inspect", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "3 documents" in out
+    assert "<|assistant|>\n⟦Hello!</s>⟧\n<|user|>\n2 + 2?</s>\n<|assistant|>\n⟦4</s>⟧\n" in out
+    assert out.count("=== sample") == 1
+
+
+def test_a_prefix_of_text_is_checked_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = write_text(tmp_path / "text", 3)
+    assert main(["--input", str(text), "--output-prefix", f"{tmp_path}/d", "--vocab-size", "320"]) == 0
+    capsys.readouterr()
+    assert main(["--check", f"{tmp_path}/d", "--inspect", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "3 documents" in out
+    assert out.count("=== document") == 2
+    assert out.count("<|endoftext|>") == 2
+    with open(f"{tmp_path}/d.bin", "r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\x05\x00")
+    assert main(["--check", f"{tmp_path}/d"]) == 1
+    assert "1 documents that do not end with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -6,6 +6,7 @@ A section is the frozen dataclass beside the code it configures; flags.py turns 
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data.chat.samples import LOSS_MASK
 from data.fingerprint import digest, fingerprint
 from data.latents.dataset import DIGITS, LatentDataConfig
 from data.latents.folder import latents_fingerprint
@@ -62,13 +63,15 @@ class Config(CommonConfig):
         return tuple(dict.fromkeys(map(self.model.window, layers)))
 
     def noted_settings(self) -> dict[str, object]:
-        names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+        names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "sft")
         return {name: getattr(self.data, name) for name in names}
 
     def contents(self) -> dict[str, str]:
         tokenizer = self.data.tokenizer_model
         found: dict[str, str] = {} if tokenizer is None else {"tokenizer_model": digest(Path(tokenizer))}
-        for prefix in blend(self.data.data_path)[0] if self.data.data_path else ():
+        prefixes = blend(self.data.data_path)[0] if self.data.data_path else []
+        prefixes += [prefix + LOSS_MASK for prefix in prefixes] if self.data.sft else []
+        for prefix in prefixes:
             found[f"data_path {prefix}"] = fingerprint(Path(f"{prefix}.idx"), [Path(f"{prefix}.bin")])
         return found
 

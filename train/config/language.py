@@ -87,6 +87,13 @@ def validate(config: Config, world_size: int) -> None:
 
 def _validate_documents(config: Config) -> None:
     """Check that the model and its attention can tell documents apart, if that is asked for."""
+    if config.data.sft and not (config.packed and config.data.reset_position_ids):
+        raise ConfigError(
+            "sft is set, and each conversation of a sample is to see itself alone; give --reset-attention-mask and "
+            "--reset-position-ids too"
+        )
+    if config.data.sft and config.data.eod_mask_loss:
+        raise ConfigError("eod_mask_loss is set with sft, whose data say what carries loss; leave it out")
     if not config.packed:
         return
     if config.model.learned_positions and not config.data.reset_position_ids:

@@ -174,6 +174,7 @@ TABLE = """\
 --test-data-path                        | N | > | --data-path and --split
 --data-args-path                        | N | > | --data-path, or data_path in a TOML file of --config
 --per-split-data-args-path              | N | > | --data-path and --split
+--sft-tokenizer-prompt-format           | N | > | --sft, whose data python -m tools.prepare_data --chat --chat-template FILE wrote
 --mock-data                             | | > | --data-path; python -m tools.prepare_data writes one of the standard library's sources
 --vocab-file                            | N | > | --tokenizer-model FILE, a sentencepiece .model or a tokenizer.json
 --merge-file                            | N | > | --tokenizer-model FILE, a sentencepiece .model or a tokenizer.json

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from data.text.indexed import write_index
 from data.text.megatron import megatron_core
+from data.text.tokens import tokenized
+from data.tokenizer import Tokenizer
 
 VOCAB_SIZE = 1000
 EOD = 0
@@ -27,10 +30,7 @@ class NumberTokenizer:
     def tokenize(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.tokenize(text) for text in texts]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
+    def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
         return " ".join(map(str, ids))
 
 
@@ -41,6 +41,13 @@ def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: typ
         builder.add_document(np.array(document, dtype=np.int64), [len(document)])
     builder.finalize(f"{prefix}.idx")
     return str(prefix)
+
+
+def write_texts(texts: Sequence[str], prefix: Path, tokenizer: Tokenizer) -> None:
+    """Write documents as `data.text.prepare` does."""
+    found = tokenized(tokenizer, texts)
+    Path(f"{prefix}.bin").write_bytes(found.ids.tobytes())
+    write_index(Path(f"{prefix}.idx"), found.ids.dtype, found.lengths)
 
 
 def counting_documents(count: int, length: int = 25, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:

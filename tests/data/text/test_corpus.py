@@ -1,10 +1,15 @@
 """Documents come in a fixed order, whole, and a file that cannot be read is named."""
 
+import json
+import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from data.errors import DataError
+from data.text import rows
 from data.text.corpus import Corpus, input_files, stdlib_files
 
 
@@ -81,3 +86,44 @@ def test_missing_input_is_named(tmp_path: Path) -> None:
         input_files([tmp_path / "none"], ".txt")
     with pytest.raises(DataError, match=r"cannot read .*gone\.txt"):
         list(Corpus([tmp_path / "gone.txt"]))
+
+
+def test_rows_of_every_kind_are_documents(tmp_path: Path) -> None:
+    texts = ["one", "", "\n[two]: {", "drei\u00e9"]
+    table = [{"text": text, "id": n} for n, text in enumerate(texts)]
+    (tmp_path / "a.json").write_text(json.dumps(table, indent=2))
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "a.parquet", row_group_size=2)
+    files = [tmp_path / "a.json", tmp_path / "a.parquet"]
+    assert list(Corpus(files)) == 2 * [text for text in texts if text]
+    with pytest.raises(DataError, match=r'a\.parquet, row 1: has no field "body"; its fields are "text", "id"'):
+        list(Corpus(files[1:], json_key="body"))
+    with pytest.raises(DataError, match=r'a\.json, line 2, element 1: field "id" is a number, not text'):
+        list(Corpus(files, json_key="id"))
+
+
+def test_an_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements longer and shorter than a piece, brackets and commas inside of strings."""
+    monkeypatch.setattr(rows, "_CHUNK", 7)
+    table = [{"text": "]" * n + ", [{" + chr(10) + "é"} for n in (1, 50, 3, 7)]
+    (tmp_path / "a.json").write_text(json.dumps(table, ensure_ascii=False))
+    assert list(Corpus([tmp_path / "a.json"])) == [row["text"] for row in table]
+
+
+def test_a_dataset_of_several_splits_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    from datasets import Dataset, DatasetDict, disable_progress_bars
+
+    disable_progress_bars()
+    both = {name: Dataset.from_list([{"text": name}]) for name in ("train", "test")}
+    DatasetDict(both).save_to_disk(str(tmp_path / "d"))
+    with pytest.raises(DataError, match=r"d holds the splits train, test; give one: .*d/train"):
+        list(Corpus(input_files([tmp_path / "d"], ".txt")))
+    assert list(Corpus(input_files([tmp_path / "d" / "test"], ".txt"))) == ["test"]
+
+
+@pytest.mark.parametrize(("module", "name"), [("pyarrow", "a.parquet"), ("datasets", "hf:someone/something")])
+def test_a_missing_package_is_named(module: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=f"{name} .*pip install {module}"):
+        list(Corpus([Path(name)]))

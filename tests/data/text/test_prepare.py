@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +14,11 @@ from data.errors import DataError
 from data.text import prepare as module
 from data.text.indexed import writing
 from data.text.megatron import DataConfig, build_datasets, check_indexed, megatron_core
-from data.text.prepare import Prepared, Request, prepare, unigram_entropy, write_indexed
+from data.text.prepare import Prepared, Request, prepare, unigram_entropy
+from data.text.tokens import tokenized
 from data.tokenizer import load_tokenizer
 from runtime.files import owned
-from tests.data.text.corpora import NumberTokenizer, write_documents
+from tests.data.text.corpora import NumberTokenizer, write_documents, write_texts
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def request_for(folder: Path, **changes: object) -> Request:
 def test_tokens_are_exact(tmp_path: Path, vocab_size: int, dtype: type) -> None:
     tokenizer = NumberTokenizer(vocab_size)
     top = vocab_size - 1
-    write_indexed(["1 2 3", f"{top}", "4 5"], tmp_path / "d", tokenizer)
+    write_texts(["1 2 3", f"{top}", "4 5"], tmp_path / "d", tokenizer)
     indexed = check_indexed(tmp_path / "d", vocab_size)
     assert indexed.dtype == dtype
     assert indexed.token_ids().tolist() == [1, 2, 3, 0, top, 0, 4, 5, 0]
@@ -46,34 +47,24 @@ def test_tokens_are_exact(tmp_path: Path, vocab_size: int, dtype: type) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
 
 
-def test_many_documents_keep_their_order(tmp_path: Path) -> None:
-    count = 2 * module._BATCH_DOCUMENTS + 1
-    write_indexed((str(i) for i in range(1, count)), tmp_path / "d", NumberTokenizer())
-    assert check_indexed(tmp_path / "d", 1000).token_ids()[::2].tolist() == list(range(1, count))
-
-
 @pytest.mark.parametrize("text", ["70000", "-1", "1000"])
-def test_ids_are_checked_before_writing(tmp_path: Path, text: str) -> None:
+def test_ids_are_checked_before_writing(text: str) -> None:
     with pytest.raises(DataError, match=f"gives id {text}, outside its 1000 entries"):
-        write_indexed(["1 2", text], tmp_path / "d", NumberTokenizer())
-    assert not list(tmp_path.iterdir())
-
-
-def test_no_documents(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no documents"):
-        write_indexed([], tmp_path / "d", NumberTokenizer())
-    assert not list(tmp_path.iterdir())
+        tokenized(NumberTokenizer(), ["1 2", text])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_interrupted_writing_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
-    def documents() -> Iterator[str]:
-        yield from ["1 2"] * 1000
+def test_interrupted_writing_leaves_nothing(
+    tmp_path: Path, folder: Path, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        assert (tmp_path / ".d.resume.bin").exists() or list(tmp_path.glob(".d.*.bin"))
         raise error
 
+    monkeypatch.setattr(module, "write_index", interrupted)
     with pytest.raises(error):
-        write_indexed(documents(), tmp_path / "d", NumberTokenizer())
-    assert not list(tmp_path.iterdir())
+        prepare(request_for(folder), tmp_path / "d", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 def test_unigram_entropy(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""Conversations to token ids and a loss mask, each within one sequence. S tokens of a sequence."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from data.chat.conversations import turns_of
+from data.chat.template import ChatTemplate
+from data.errors import DataError
+from data.text.rows import Row
+from data.text.tokens import Tokens, joined
+from data.tokenizer import HuggingFaceTokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """The settings that determine prepared conversations."""
+
+    seq_length: int
+    """S, the most tokens of a conversation, and of a packed sample."""
+    chat_template: str | None = None
+    """File of the template; None takes the tokenizer's."""
+    too_long: Literal["error", "split", "truncate-left", "truncate-right"] = "error"
+    """What is done with a conversation of more than S tokens."""
+    skip_refused: bool = False
+    """List what cannot be used and go on, instead of stopping."""
+
+    def __post_init__(self) -> None:
+        if self.seq_length < 2:
+            raise DataError(f"seq_length is {self.seq_length}; a sequence that teaches anything has 2 tokens or more")
+
+
+def convert(chat: Chat, template: ChatTemplate, tokenizer: HuggingFaceTokenizer, batch: Sequence[Row]) -> Tokens:
+    """Tokenize conversations, cut what is too long, and count what became of each.
+
+    Raises:
+        DataError: a conversation that cannot be used, with file and line, unless these are skipped.
+    """
+    pieces: list[tuple[np.ndarray, np.ndarray]] = []
+    refused: list[str] = []
+    counts = Counter(read=len(batch))
+    for where, row in batch:
+        try:
+            ids, learned = template.tokenize(tokenizer, turns_of(row))
+            found = _pieces(ids, learned, chat)
+        except DataError as error:
+            if not chat.skip_refused:
+                raise DataError(f"{where}: {error}") from error
+            refused.append(f"{where}: {error}")
+            continue
+        done = "kept" if len(ids) <= chat.seq_length else "split" if chat.too_long == "split" else "truncated"
+        with_loss = [(part, mask) for part, mask in found if mask.any()]
+        counts.update({done: 1, "left_out": len(found) - len(with_loss)})
+        counts["learned"] += sum(int(mask.sum()) for _, mask in with_loss)
+        pieces += with_loss
+    counts["refused"] = len(refused)
+    masks = np.concatenate([np.zeros(0, bool), *(mask for _, mask in pieces)])
+    joined_ids, lengths = joined(tokenizer, [part for part, _ in pieces])
+    return Tokens(ids=joined_ids, lengths=lengths, learned=masks.astype(np.uint8), counts=counts, refused=refused)
+
+
+def _pieces(ids: np.ndarray, learned: np.ndarray, chat: Chat) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Cut a conversation [T] into pieces of at most S tokens. Raises DataError if it must not be, or teaches nothing.
+
+    A piece's first token is never predicted, so pieces of a split share one token: each is predicted once.
+    """
+    size, starts = chat.seq_length, [0]
+    if len(ids) > size and chat.too_long == "error":
+        raise DataError(
+            f"has {len(ids):,} tokens, and seq_length is {size:,}; give a longer --seq-length, or --too-long split, "
+            "truncate-left or truncate-right"
+        )
+    if len(ids) > size and chat.too_long == "split":
+        starts = list(range(0, len(ids) - 1, size - 1))
+    if len(ids) > size and chat.too_long == "truncate-left":
+        starts = [len(ids) - size]
+    pieces = [(ids[start : start + size], learned[start : start + size].copy()) for start in starts]
+    for _, mask in pieces:
+        mask[0] = False
+    if not any(mask.any() for _, mask in pieces):
+        raise DataError("nothing that is left of it carries loss; leave it out, or cut it another way: --too-long")
+    return pieces

@@ -1,0 +1,66 @@
+"""Look at prepared data: check every token of a prefix, and show samples as text."""
+
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from data.chat.samples import LOSS_MASK, Conversations
+from data.errors import DataError
+from data.text.indexed import check_indexed
+from data.tokenizer import Tokenizer
+
+_GREEN, _PLAIN = "\033[32m", "\033[0m"
+
+
+def check_prefix(prefix: str, tokenizer: Tokenizer) -> str:
+    """Read a prefix whole, and return what it holds in one line.
+
+    Raises:
+        DataError: whatever would stop training, a document of text without its end, or a loss mask that is not of
+            these tokens.
+    """
+    indexed = check_indexed(prefix, tokenizer.vocab_size, scan_tokens=np.iinfo(np.int64).max)
+    indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
+    found = f"{prefix}: {len(indexed.lengths):,} documents, {indexed.tokens:,} tokens ({indexed.dtype})"
+    ids = indexed.token_ids()
+    if not os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
+        ends = np.cumsum(indexed.lengths, dtype=np.int64)[np.asarray(indexed.bounds[1:]) - 1] - 1
+        if (open_ends := int((ids[ends] != tokenizer.eod).sum())) > 0:
+            raise DataError(
+                f"{prefix}.bin holds {open_ends} documents that do not end with the tokenizer's end-of-document token, "
+                f"{tokenizer.eod}; prepare the text with this tokenizer"
+            )
+        return found
+    mask = check_indexed(prefix + LOSS_MASK, 2, scan_tokens=np.iinfo(np.int64).max).token_ids()
+    conversations = Conversations(prefix, tokenizer.vocab_size, np.iinfo(np.int64).max, check=True)
+    longest, samples = conversations.longest, len(conversations)
+    return (
+        f"{found} in {samples:,} samples of at most {longest:,}, {1 - indexed.tokens / samples / longest:.2%} padding; "
+        f"{int(mask.sum(dtype=np.int64)):,} tokens carry loss"
+    )
+
+
+def shown(prefix: str, tokenizer: Tokenizer, count: int, colour: bool) -> Iterator[str]:
+    """Yield the first documents of a prefix as text, or samples of conversations, each with its boundaries.
+
+    Tokens that carry loss are green, or between ⟦ and ⟧ where there is no `colour`.
+    """
+    indexed = check_indexed(prefix, tokenizer.vocab_size)
+    learned = None
+    if os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
+        learned = check_indexed(prefix + LOSS_MASK, 2).token_ids()
+    begin, ends = (_GREEN, _PLAIN) if colour else ("⟦", "⟧")
+    at, ids = 0, indexed.token_ids()
+    for number, (first, last) in enumerate(pairwise(indexed.bounds[: count + 1].tolist())):
+        lengths = indexed.lengths[first:last].tolist()
+        yield f"=== {'document' if learned is None else 'sample'} {number}: {sum(lengths):,} tokens"
+        for place, length in enumerate(lengths):
+            if learned is not None:
+                yield f"--- conversation {place + 1} of {len(lengths)}: {length:,} tokens"
+            mask = np.zeros(length, bool) if learned is None else learned[at : at + length] > 0
+            cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), length]
+            texts = [tokenizer.detokenize(ids[at + a : at + b].tolist(), special=True) for a, b in pairwise(cuts)]
+            yield "".join(f"{begin}{t}{ends}" if mask[a] else t for t, a in zip(texts, cuts, strict=False))
+            at += length

@@ -1,0 +1,59 @@
+"""Work on the items of a stream in several processes, in their order."""
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process
+from typing import TypeVar
+
+from data.errors import DataError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use; outside Linux, all cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Generator[Result, None, None]:
+    """Yield `work` of each item, in order, computed in as many processes; 1 is this one.
+
+    At most 2 items a process are read ahead. The processes end with this one, even if it is killed.
+
+    Raises:
+        DataError: a process was killed.
+    """
+    if workers == 1:
+        yield from map(work, items)
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start)
+    pending: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(work, item))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(f"one of {workers} processes was killed, perhaps for memory; give fewer --workers") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the first one ends the others
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,249 @@
+"""Conversations become packed samples, each counted and whole, or are refused by file and line."""
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data.chat.convert import Chat
+from data.errors import DataError
+from data.text.indexed import check_indexed
+from data.text.megatron import DataConfig, build_datasets
+from data.text.prepare import Prepared, Request, prepare
+from data.tokenizer import load_tokenizer
+from tests.data.chat.templates import MARKED, TEMPLATES, TURNS, write_tokenizer
+
+SHAREGPT = {
+    "id": "x",
+    "conversations": [
+        {"from": {"user": "human", "assistant": "gpt"}[turn["role"]], "value": turn["content"]} for turn in TURNS
+    ],
+}
+MESSAGES = {"messages": [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]}
+SIZE = 57
+"""Tokens of TURNS in ChatML, of which 9 are learned."""
+
+
+def prepared(folder: Path, source: Path, template: str = TEMPLATES["chatml"], **chat: Any) -> Prepared:
+    request = Request(
+        inputs=(str(source),),
+        suffix=".jsonl",
+        vocab_size=None,
+        tokenizer_model=write_tokenizer(folder / "tokenizer", template),
+        chat=Chat(**({"seq_length": 200} | chat)),
+    )
+    return prepare(request, folder / "out" / "chats", progress=False)[0]
+
+
+def lines(*rows: object) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    path.with_suffix(".jsonl").write_text("\n" + lines(*rows))
+    return path.with_suffix(".jsonl")
+
+
+def write_array(path: Path, rows: list[Any]) -> Path:
+    path.with_suffix(".json").write_text(json.dumps(rows, indent=1, ensure_ascii=False))
+    return path.with_suffix(".json")
+
+
+def write_parquet(path: Path, rows: list[Any]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path.with_suffix(".parquet"))
+    return path.with_suffix(".parquet")
+
+
+def write_dataset(path: Path, rows: list[Any]) -> Path:
+    from datasets import Dataset, disable_progress_bars
+
+    disable_progress_bars()
+    Dataset.from_list(rows).save_to_disk(str(path))
+    return path
+
+
+def said(*contents: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]}
+
+
+@pytest.mark.parametrize("row", [SHAREGPT, MESSAGES], ids=["sharegpt", "messages"])
+@pytest.mark.parametrize("write", [write_lines, write_array, write_parquet, write_dataset])
+def test_every_format_gives_the_same_bytes(write: Callable[[Path, list[Any]], Path], row: Any, tmp_path: Path) -> None:
+    facts = prepared(tmp_path, write(tmp_path / "in", [row] * 5))
+    assert facts.conversations == {
+        "read": 5, "kept": 5, "split": 0, "truncated": 0, "refused": 0, "left_out": 0, "learned": 45, "samples": 2,
+        "places": 400,
+    }  # fmt: skip
+    assert facts.tokens == 5 * SIZE
+    assert "5 conversations read: 5 kept whole" in facts.summary
+    assert f"{1 - 5 * SIZE / 400:.2%} padding" in facts.summary
+    ids = check_indexed(tmp_path / "out" / "chats", 300).token_ids().reshape(5, SIZE)
+    mask = check_indexed(tmp_path / "out" / "chats_loss_mask", 2).token_ids().reshape(5, SIZE)
+    assert (ids == ids[0]).all()
+    tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
+    assert tokenizer.detokenize(ids[0][mask[0] == 1].tolist(), special=True) == "Hello!<|im_end|>4<|im_end|>"
+    assert len(check_indexed(tmp_path / "out" / "chats", 300).bounds) == 3
+
+
+def test_samples_are_the_conversations(tmp_path: Path) -> None:
+    """Every label within its conversation, loss where the file says, positions from the lengths, padding without."""
+    texts = [("a", "b" * n) for n in (1, 30, 60, 90, 20)]
+    prepared(tmp_path, write_lines(tmp_path / "in", [said(*text) for text in texts]), seq_length=160)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
+    config = DataConfig(
+        data_path=(str(tmp_path / "out" / "chats"),), split="100,0,0", sft=True,
+        reset_attention_mask=True, reset_position_ids=True,
+    )  # fmt: skip
+    train = build_datasets(config, 170, 1, tokenizer)[0]
+    found, whole = [], len(train)
+    assert sorted(int(train[n]["starts"].sum()) for n in range(whole)) == sorted(
+        int(train[n]["starts"].sum()) for n in range(whole, 2 * whole)
+    )
+    for n in range(whole):
+        sample = train[n]
+        begins = [*sample["starts"].nonzero().flatten().tolist(), 170]
+        for begin, end in pairwise(begins):
+            ids, labels, mask = (sample[name][begin:end] for name in ("tokens", "labels", "loss_mask"))
+            if bool((ids == tokenizer.eod).all()):
+                assert mask.sum() == 0
+                continue
+            learned = labels[mask == 1].tolist()
+            found.append(
+                (tokenizer.detokenize(ids.tolist(), special=True), tokenizer.detokenize(learned, special=True))
+            )
+            assert labels[:-1].tolist() == ids[1:].tolist()
+            assert mask[-1] == 0
+    head = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert sorted(found) == sorted((f"{head}{b}<|im_end|>\n", f"{b}<|im_end|>") for _, b in texts)
+    filler = train[None]
+    assert filler["loss_mask"].sum() == 0
+    assert filler["tokens"].shape == train[0]["tokens"].shape
+
+
+@pytest.mark.parametrize(
+    ("policy", "length", "counts", "learned"),
+    [
+        ("split", 20, {"split": 1, "left_out": 1}, "Hello!<|im_end|>4<|im_end|>"),
+        ("split", 28, {"split": 1, "left_out": 0}, "Hello!<|im_end|>4<|im_end|>"),
+        ("truncate-left", 20, {"truncated": 1}, "4<|im_end|>"),
+        ("truncate-right", 31, {"truncated": 1}, "Hello!<|im_end|>"),
+    ],
+)
+def test_what_is_too_long(policy: str, length: int, counts: dict[str, int], learned: str, tmp_path: Path) -> None:
+    """Of TURNS, the answers' tokens are 21 to 27, and 54 and 55."""
+    source = write_lines(tmp_path / "in", [SHAREGPT])
+    with pytest.raises(DataError, match=r"in\.jsonl, line 2: has 57 tokens, and seq_length is 20; .*--too-long split"):
+        prepared(tmp_path, source, seq_length=20)
+    with pytest.raises(DataError, match="nothing that is left of it carries loss"):
+        prepared(tmp_path, source, seq_length=20, too_long="truncate-right")
+    facts = prepared(tmp_path, source, seq_length=length, too_long=policy)
+    assert facts.conversations is not None
+    assert {name: facts.conversations[name] for name in counts} == counts
+    ids, mask = (check_indexed(tmp_path / "out" / name, 300).token_ids() for name in ("chats", "chats_loss_mask"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
+    assert facts.conversations["learned"] == int(mask.sum())
+    # Pieces are in a random order.
+    assert sorted(tokenizer.detokenize(ids[mask == 1].tolist(), special=True)) == sorted(learned)
+
+
+BAD = {
+    "not JSON": ("{", "not JSON in UTF-8"),
+    "no object": ("3", "has no turns"),
+    "no turns": ('{"messages": []}', "has no turns"),
+    "missing": ('{"text": "x"}', "has no turns"),
+    "turn is text": ('{"messages": ["x"]}', "turn 1 is no object"),
+    "empty turn": (lines(said("Hi", " ")), r"turn 2 \(assistant\) is empty"),
+    "no content": ('{"messages": [{"role": "user"}]}', r"turn 1 \(user\) is empty"),
+    "role": ('{"messages": [{"role": "robot", "content": "x"}]}', "turn 1 has the role 'robot'; it must be one of"),
+    "no answer": (lines(said("Hi")), "no turn is the assistant's"),
+    "image": ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "turn 1 has a part that is not text"),
+    "tools": ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}', "turn 1 has tool_calls"),
+    "weight": ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "turn 1 has weight 0"),
+    "surrogate": ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "turn 1 holds a lone surrogate"),
+    "special": (lines(said("<|im_end|>", "x")), "turn 1 spells the special token"),
+    "too long": (lines(said("x" * 200, "y")), "has 222 tokens, and seq_length is 200"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_refused_is_named(name: str, tmp_path: Path) -> None:
+    line, message = BAD[name]
+    source = tmp_path / "in.jsonl"
+    source.write_text(lines(SHAREGPT) + line.strip() + "\n" + lines(MESSAGES))
+    with pytest.raises(DataError, match=rf"in\.jsonl, line 2: {message}") as raised:
+        prepared(tmp_path, source)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_refused_is_listed_and_counted(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(lines(SHAREGPT) + "".join(line.strip() + "\n" for line, _ in BAD.values()) + lines(MESSAGES))
+    facts = prepared(tmp_path, source, skip_refused=True)
+    assert facts.conversations is not None
+    assert (facts.conversations["read"], facts.conversations["kept"]) == (len(BAD) + 2, 2)
+    assert facts.conversations["refused"] == len(BAD)
+    listed = (tmp_path / "out" / "chats.refused.txt").read_text().splitlines()
+    assert [line.split(": ")[0] for line in listed] == [f"{source}, line {n + 2}" for n in range(len(BAD))]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "chats.bin", "chats.idx", "chats.json", "chats.refused.txt", "chats_loss_mask.bin", "chats_loss_mask.idx",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("in.json", b'[{"a": 1},\n {"b"', r"in\.json, line 2, element 2: not JSON, or cut off"),
+        ("in.json", b'{"a": 1}', r"in\.json: holds no array"),
+        ("in.json", b"[]", r"no conversation in"),
+        ("in.json", b'["\xff"]', r"in\.json is not UTF-8"),
+        ("in.jsonl", b"", r"no conversation in"),
+        ("in.parquet", b"PAR1 and no more", r"in\.parquet: no Parquet, or cut off"),
+        ("in.txt", b"Hi", r"in\.txt holds no rows"),
+    ],
+)
+def test_a_broken_file_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        prepared(tmp_path, tmp_path / name, skip_refused=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_parquet_that_is_cut_off(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "in", [SHAREGPT] * 500)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"in\.parquet: no Parquet, or cut off"):
+        prepared(tmp_path, path)
+
+
+def test_a_request_for_the_same_keeps_and_another_template_does_not(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", [SHAREGPT])
+    first = prepared(tmp_path, source)
+    data = tmp_path / "out" / "chats.bin"
+    before = data.stat().st_mtime_ns
+    assert prepared(tmp_path, source) == first
+    assert data.stat().st_mtime_ns == before
+    with pytest.raises(DataError, match="was made with chat "):
+        prepared(tmp_path, source, seq_length=300)
+    with pytest.raises(DataError, match="was made with chat "):
+        prepared(tmp_path, source, template=MARKED)
+
+
+def test_conversations_and_text_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    prepared(tmp_path, write_lines(tmp_path / "in", [SHAREGPT] * 3))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
+    path = str(tmp_path / "out" / "chats")
+    both: dict[str, Any] = {"split": "100,0,0", "reset_attention_mask": True, "reset_position_ids": True}
+    with pytest.raises(DataError, match=r"not all is learned .*give --sft"):
+        build_datasets(DataConfig(data_path=(path,), **both), 64, 1, tokenizer)
+    with pytest.raises(DataError, match=r"samples of 171 tokens and seq_length is 100; give --seq-length 171"):
+        build_datasets(DataConfig(data_path=(path,), sft=True, **both), 100, 1, tokenizer)
+    (tmp_path / "out" / "chats_loss_mask.idx").unlink()
+    with pytest.raises(DataError, match=r"chats_loss_mask\.idx does not exist; --sft reads"):
+        build_datasets(DataConfig(data_path=(path,), sft=True, **both), 200, 1, tokenizer)

@@ -1,0 +1,119 @@
+"""Ids are those of transformers, what is learned is as written by hand, and what is not exact is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data.chat.template import ChatTemplate, load_template
+from data.errors import DataError
+from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from tests.data.chat.templates import BY_HAND, MARKED, TEMPLATES, TURNS, write_tokenizer
+
+ALL = TEMPLATES | {"marked": MARKED}
+
+
+def loaded(folder: Path, template: str | None, **options: object) -> tuple[HuggingFaceTokenizer, ChatTemplate]:
+    path = write_tokenizer(folder, template, **options)  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(path)
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    return tokenizer, load_template(path)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_learned_is_as_written_by_hand(name: str, tmp_path: Path) -> None:
+    tokenizer, template = loaded(tmp_path, ALL[name])
+    ids, learned = template.tokenize(tokenizer, TURNS)
+    pieces = [(tokenizer.tokenize_special(text)[0], mask) for text, mask in BY_HAND.get(name, BY_HAND["chatml"])]
+    assert ids.tolist() == [i for piece, _ in pieces for i in piece]
+    assert learned.tolist() == [mask == 1 for piece, mask in pieces for _ in piece]
+
+
+def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    turns = [*TURNS[:1], {"role": "assistant", "content": "Straße, ▁ 日本\n\n  x  "}, *TURNS[2:]]
+    for name, source in ALL.items():
+        tokenizer, template = loaded(tmp_path / name.replace(" ", ""), source)
+        names = {"bos_token": "<s>", "eos_token": "</s>"}
+        theirs = PreTrainedTokenizerFast(tokenizer_file=tokenizer.path, chat_template=source, **names)
+        for conversation in (TURNS, turns):
+            marks = name == "marked"
+            want = theirs.apply_chat_template(
+                conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=marks
+            )
+            ids, learned = template.tokenize(tokenizer, conversation)
+            assert ids.tolist() == want["input_ids"], name
+            if marks:
+                assert learned.tolist() == [mask == 1 for mask in want["assistant_masks"]]
+
+
+def test_where_a_template_is_found(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, None)
+    with pytest.raises(DataError, match=r"has no chat template, .* --chat-template FILE"):
+        load_template(path)
+    named = [{"name": "tools", "template": "tools"}, {"name": "default", "template": "of the configuration"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": named}))
+    assert load_template(path).source == "of the configuration"
+    assert load_template(path).tokens == (("bos_token", "<s>"),)
+    (tmp_path / "chat_template.jinja").write_text("beside")
+    assert load_template(path).source == "beside"
+    (tmp_path / "mine").write_text("given")
+    assert load_template(path, str(tmp_path / "mine")).source == "given"
+    with pytest.raises(DataError, match=r"cannot read the chat template .*none"):
+        load_template(path, str(tmp_path / "none"))
+    (tmp_path / "mine").write_text("{% for %}")
+    with pytest.raises(DataError, match=r"mine is none of jinja2 .*repair it"):
+        load_template(path, str(tmp_path / "mine"))
+    with pytest.raises(DataError, match=r"is no tokenizer\.json"):
+        load_template(str(tmp_path / "t.model"))
+
+
+LAST_USER = (
+    "{% for m in messages %}{% if not loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+SHORT = "{% for m in messages %}{{ '<s>' + m['content'][:3] + '</s>' }}{% endfor %}"
+ONE_MARK = TEMPLATES["chatml"].replace("{% for", "{% generation %}{% endgeneration %}{% for", 1)
+REORDERED = "{{ messages | length }}{% for m in messages %}{{ m['content'] + '</s>' }}{% endfor %}"
+SPACED = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (LAST_USER, r"drops turn 4 \(assistant\)"),
+        (SHORT, r"changes turn 2 \(assistant\)"),
+        ("{{ messages[7]['content'].x.y }}", "fails .*UndefinedError"),
+        ("{{ ''.__class__.__mro__ }}", "fails .*SecurityError"),
+        (TEMPLATES["mistral"].replace("== 'user') != ", "== 'user') == "), "fails .*must alternate"),
+        (REORDERED, "does not say exactly"),
+    ],
+)
+def test_what_is_not_exact_is_refused(source: str, message: str, tmp_path: Path) -> None:
+    tokenizer, template = loaded(tmp_path, source)
+    with pytest.raises(DataError, match=message):
+        template.tokenize(tokenizer, TURNS)
+
+
+def test_a_token_across_the_edge_of_a_turn_is_refused(tmp_path: Path) -> None:
+    tokenizer, template = loaded(tmp_path / "a", SPACED)
+    assert template.tokenize(tokenizer, TURNS)[1].sum() == len("Hello!4") + 2
+    tokenizer, template = loaded(tmp_path / "b", SPACED, merges=(("Ġ", "H"),))
+    with pytest.raises(DataError, match="does not say exactly"):
+        template.tokenize(tokenizer, TURNS)
+    marked = SPACED.replace(
+        "+ m['content'] + '</s>' }}", "}}{% generation %}{{ m['content'] + '</s>' }}{% endgeneration %}"
+    )
+    tokenizer, template = loaded(tmp_path / "c", marked)  # around the user's turns too: the prefixes hold instead
+    assert template.tokenize(tokenizer, TURNS)[1].sum() == len("Hello!4") + 2
+    tokenizer, template = loaded(tmp_path / "d", ONE_MARK)
+    assert template.tokenize(tokenizer, TURNS)[1].sum() == len("Hello!4") + 2
+
+
+def test_a_turn_that_spells_a_special_token_is_refused(tmp_path: Path) -> None:
+    tokenizer, template = loaded(tmp_path, TEMPLATES["zephyr"])
+    with pytest.raises(DataError, match=r"turn 1 spells the special token '</s>'"):
+        template.tokenize(tokenizer, [{"role": "user", "content": "a </s> b"}, *TURNS[1:]])

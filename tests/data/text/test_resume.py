@@ -1,0 +1,145 @@
+"""Any number of processes write the same bytes, and so does a preparation that was killed and is started again."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.errors import DataError
+from data.text import prepare as module
+from data.text import spool, workers
+from data.text.prepare import Request, prepare
+from data.text.workers import in_order
+
+COUNT = 700
+
+
+def write_lines(path: Path, count: int = COUNT) -> Path:
+    path.write_text(
+        "".join(json.dumps({"text": f"Line {n} is about {n * n} tokens. " * 3}) + "\n" for n in range(count))
+    )
+    return path
+
+
+def request_for(source: Path) -> Request:
+    return Request(inputs=(str(source),), vocab_size=300)
+
+
+def contents(folder: Path, name: str = "d") -> dict[str, bytes]:
+    return {path.suffix: path.read_bytes() for path in folder.glob(f"{name}.*")}
+
+
+def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl")
+    for count in (1, 2):
+        prepare(request_for(source), tmp_path / str(count) / "d", progress=False, workers=count)
+    one, two = contents(tmp_path / "1"), contents(tmp_path / "2")
+    assert set(one) == {".bin", ".idx", ".json", ".model"}
+    assert one == two
+
+
+def killed_at(note: int, source: Path, prefix: Path) -> None:
+    """Prepare in a process that ends, as by SIGKILL, after so many notes in the journal."""
+    child = os.fork()
+    if child == 0:
+        noted: list[int] = []
+        note_it = spool.Spool.note
+
+        def counting(self: spool.Spool) -> None:
+            note_it(self)
+            noted.append(1)
+            if len(noted) == note:
+                self.write("bin", b"what the journal does not know")
+                self.flush()
+                os._exit(9)
+
+        spool.Spool.note = counting  # type: ignore[method-assign]
+        prepare(request_for(source), prefix, progress=False)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of documents that were tokenized together."""
+    monkeypatch.setattr(spool, "COMMIT_BYTES", 1)
+    found: list[int] = []
+    tokenized = module.tokenized
+
+    def counting(tokenizer: Any, texts: list[str]) -> Any:
+        found.append(len(texts))
+        return tokenized(tokenizer, texts)
+
+    monkeypatch.setattr(module, "tokenized", counting)
+    return found
+
+
+def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path: Path, counted: list[int]) -> None:
+    source = write_lines(tmp_path / "in.jsonl")
+    prepare(request_for(source), tmp_path / "whole" / "d", progress=False)
+    assert counted == [256, 256, 188]
+    counted.clear()
+    killed_at(2, source, tmp_path / "killed" / "d")
+    assert not list((tmp_path / "killed").glob("d.*"))
+    prepare(request_for(source), tmp_path / "killed" / "d", progress=False)
+    assert counted == [188]
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert not list((tmp_path / "killed").glob(".*"))
+
+
+def test_a_note_that_was_cut_off_is_not_taken(tmp_path: Path, counted: list[int]) -> None:
+    source = write_lines(tmp_path / "in.jsonl")
+    prepare(request_for(source), tmp_path / "whole" / "d", progress=False)
+    killed_at(2, source, tmp_path / "killed" / "d")
+    journal = tmp_path / "killed" / ".d.resume.journal"
+    journal.write_bytes(journal.read_bytes()[:-9])
+    counted.clear()
+    prepare(request_for(source), tmp_path / "killed" / "d", progress=False)
+    assert counted == [256, 188]
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_another_input_begins_anew(tmp_path: Path, counted: list[int]) -> None:
+    source = write_lines(tmp_path / "in.jsonl")
+    killed_at(2, source, tmp_path / "d")
+    write_lines(source, COUNT - 1)
+    prepare(request_for(source), tmp_path / "d", progress=False)
+    assert counted == [256, 256, 187]
+    prepare(request_for(source), tmp_path / "e", progress=False)
+    assert contents(tmp_path)[".bin"] == contents(tmp_path, "e")[".bin"]
+
+
+@pytest.mark.parametrize(("error", "kept"), [(KeyboardInterrupt, True), (DataError, False)])
+def test_what_an_interruption_keeps(
+    error: type[BaseException], kept: bool, tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, tokenized = write_lines(tmp_path / "in.jsonl"), module.tokenized
+
+    def failing(tokenizer: Any, texts: list[str]) -> Any:
+        if len(counted) == 2:
+            raise error("now")
+        return tokenized(tokenizer, texts)
+
+    monkeypatch.setattr(module, "tokenized", failing)
+    with pytest.raises(error):
+        prepare(request_for(source), tmp_path / "out" / "d", progress=False)
+    assert (tmp_path / "out").exists() == kept
+    monkeypatch.setattr(module, "tokenized", tokenized)
+    counted.clear()
+    prepare(request_for(source), tmp_path / "out" / "d", progress=False)
+    assert counted == ([188] if kept else [256, 256, 188])
+
+
+def square_or_end(number: int) -> int:
+    if number == 5:
+        os._exit(9)
+    return number * number
+
+
+def test_a_process_that_is_killed_is_told() -> None:
+    with pytest.raises(DataError, match=r"one of 2 processes was killed, .*fewer --workers"):
+        list(in_order(square_or_end, range(20), 2))
+    assert list(in_order(square_or_end, range(5), 2)) == [0, 1, 4, 9, 16]
+    assert workers.usable_cores() >= 1

@@ -1,0 +1,148 @@
+"""Packed conversations train as each does alone, with loss on the assistant's tokens alone, on one rank and several."""
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.chat.convert import Chat
+from data.chat.template import load_template
+from data.loader import IGNORE_INDEX, Batch
+from data.text.prepare import Request, prepare
+from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from kernels.loss import cross_entropy_sum
+from model.registry import build_model
+from tests.data.chat.templates import TEMPLATES, write_tokenizer
+from tests.packed import TINY, Step, as_it_is, over_ranks
+from tests.parallel.whole import gradients_of
+from tests.test_packed import GRADIENTS, LOSS, second_document_alone
+from train.config.common import ConfigError
+from train.config.language import parse_args, validate
+
+LENGTH = 131
+CP = "--context-parallel-size 2 --context-parallel-method"
+
+
+@dataclasses.dataclass
+class Chats:
+    """Conversations, and the flags that train one step on all of them."""
+
+    turns: list[list[dict[str, str]]]
+    flags: list[str]
+    tokenizer: str
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
+    folder, draw = tmp_path_factory.mktemp("chats"), random.Random(3)
+    tokenizer = write_tokenizer(folder / "tokenizer", TEMPLATES["llama 3"])
+    turns = []
+    for _ in range(9):
+        texts = [
+            "".join(draw.choices("abc xyz", k=draw.randint(2, 9))).strip() + "." for _ in range(draw.choice((2, 4)))
+        ]
+        turns.append([{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)])
+    (folder / "in.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
+    request = Request(
+        inputs=(str(folder / "in.jsonl"),), vocab_size=None, tokenizer_model=tokenizer, chat=Chat(seq_length=LENGTH)
+    )
+    of = prepare(request, folder / "chats", progress=False)[0].conversations
+    assert of is not None
+    assert 3 <= of["samples"] < 9  # some hold several
+    flags = f"""--data-path {folder}/chats --tokenizer-model {tokenizer} --sft --split 100,0,0 --eval-iters 0
+        --seq-length {LENGTH} --global-batch-size {of["samples"]} --micro-batch-size 1""".split()
+    return Chats(turns, flags, tokenizer)
+
+
+def alone(chats: Chats) -> Step:
+    """The token-weighted mean over the conversations, each computed by itself from its turns, in float64."""
+    config, tokenizer = parse_args([*TINY, *chats.flags]), load_tokenizer(chats.tokenizer)
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    template = load_template(chats.tokenizer)
+    model = build_model(dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
+    model.init_weights(config.train.seed)
+    model.double()
+    losses, valid = [], 0
+    for turns in chats.turns:
+        ids, learned = map(torch.from_numpy, template.tokenize(tokenizer, turns))
+        labels = ids[1:].where(learned[1:], IGNORE_INDEX)
+        losses.append(cross_entropy_sum(model(ids[None, :-1]), labels[None], IGNORE_INDEX)[0])
+        valid += int(learned[1:].sum())
+    loss = torch.stack(losses).sum() / valid
+    loss.backward()
+    return Step(loss.item(), gradients_of(model), valid)
+
+
+def others_changed(batch: Batch) -> Batch:
+    """Leave loss to the second conversation of the row alone, and change every token of the others."""
+    batch = second_document_alone(batch)
+    mine = batch["starts"].cumsum(1) == 2
+    return batch | {"tokens": batch["tokens"].where(mine, (batch["tokens"] + 7) % 200)}
+
+
+def all_learned(batch: Batch) -> Batch:
+    """Ignore the loss mask."""
+    return batch | {"labels": batch["tokens"].roll(-1, 1)}
+
+
+@pytest.fixture(scope="module")
+def want(chats: Chats) -> Step:
+    return alone(chats)
+
+
+def check(got: Step, want: Step) -> None:
+    assert got.valid == want.valid
+    assert abs(got.loss - want.loss) <= LOSS * want.loss
+    assert got.difference(want) <= GRADIENTS
+
+
+def test_one_process_and_what_others_hold(chats: Chats, want: Step) -> None:
+    changes = (as_it_is, all_learned, second_document_alone, others_changed)
+    ((got, every, own, changed),) = over_ranks(1, [chats.flags], changes)
+    check(got, want)
+    assert abs(every.loss - want.loss) > 10 * LOSS * want.loss
+    assert own.loss > 0
+    assert own.equal(changed)
+
+
+def test_two_processes(chats: Chats, want: Step) -> None:
+    meshes = [f"{CP} striped", f"{CP} exchange", f"{CP} zigzag"]
+    changes = (as_it_is, second_document_alone, others_changed)
+    for got, own, changed in over_ranks(2, [[*chats.flags, *mesh.split()] for mesh in meshes], changes):
+        check(got, want)
+        assert own.equal(changed)
+
+
+def test_a_run_trains_validates_and_goes_on(chats: Chats, tmp_path: Path) -> None:
+    from testing.ranks import run_ranks
+    from tests.pretraining import on_rank
+    from train.metrics import METRICS, read_metrics
+
+    def train(folder: str, *more: str) -> list[Any]:
+        save = str(tmp_path / folder)
+        flags = [*TINY, *chats.flags, "--global-batch-size", "2", "--split", "60,40,0", "--eval-iters", "9"]
+        flags += ["--eval-interval", "2", "--train-iters", "4", *more, "--save", save, "--load", save]
+        run_ranks(on_rank, 2, [*flags, *f"{CP} exchange".split()])
+        return [[r[name] for name in ("lm_loss", "grad_norm")] for r in read_metrics(tmp_path / folder / METRICS)]
+
+    whole = train("whole")
+    assert len(whole) == 4
+    train("stopped", "--exit-interval", "2")
+    assert train("stopped") == whole
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--sft", r"sft is set, .*--reset-attention-mask and --reset-position-ids"),
+        ("--sft --reset-attention-mask", r"sft is set, .*--reset-attention-mask and --reset-position-ids"),
+        ("--sft --reset-attention-mask --reset-position-ids --eod-mask-loss", "eod_mask_loss is set with sft"),
+    ],
+)
+def test_flags_that_contradict_each_other(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(parse_args(["--data-path", "d", "--tokenizer-model", "t", *flags.split()]), 1)

@@ -14,6 +14,7 @@ from model.registry import TITLES, attention_title, build_model, flops_per_token
 from parallel.mesh import Mesh, distributed_mesh
 from planner.complete import complete
 from runtime.processes import launched_world_size
+from runtime.signals import listening
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import build_parts, build_runner, summary
 from train.attention import context_of, planning
@@ -33,8 +34,8 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     """
     config = parse_args(arguments)
     validate(config, launched_world_size())
-    with distributed_mesh(config.mesh) as mesh, owning(config):
-        build_trainer(config, mesh, peak_flops).run()
+    with listening() as notice, distributed_mesh(config.mesh) as mesh, owning(config):
+        build_trainer(config, mesh, peak_flops).run(notice)
 
 
 def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None) -> Trainer:

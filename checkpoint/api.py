@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,8 +73,9 @@ def save_checkpoint(
 ) -> Path:
     """Write ``iter_N`` into a run's folder atomically and return its path.
 
-    Every rank writes its shards into ``iter_N.tmp`` and hashes them; the first rank writes the manifest, renames the
-    folder and points ``latest_checkpointed_iteration.txt`` at it. Collective over ``group`` (default: all ranks).
+    Every rank writes its shards into a draft that no other save writes to, and hashes them; the first rank writes the
+    manifest, renames the draft to ``iter_N`` and points ``latest_checkpointed_iteration.txt`` at it. Collective over
+    ``group`` (default: all ranks).
     Tensors keep the plain model's parameter names, whatever wraps or shards it. The optimizer's tensors (moments, step)
     are saved; its hyperparameters are not, since they follow from the configuration and the iteration.
 
@@ -90,9 +92,8 @@ def save_checkpoint(
     from checkpoint.tensors import bytes_of, tensors_of, write_shards  # imports DCP, which takes half a second
 
     folder = checkpoint_folder(directory, iteration)
-    draft = folder.with_name(folder.name + ".tmp")
     with cpu_group(group) as group:
-        _make_room(folder, draft, group)
+        draft = _make_room(folder, group)
         try:
             with raise_together(group):
                 json.dumps([architecture, extra])
@@ -190,8 +191,8 @@ def _described(folder: Path, architecture: dict[str, Any]) -> tuple[Manifest, An
     return manifest, read_metadata(folder, manifest)
 
 
-def _make_room(folder: Path, draft: Path, group: dist.ProcessGroup | None) -> None:
-    """Create an empty ``draft`` and free the name ``folder``, without removing any finished checkpoint."""
+def _make_room(folder: Path, group: dist.ProcessGroup | None) -> Path:
+    """Free the name ``folder``, without removing any finished checkpoint, and create an empty draft for it."""
     if from_first(folder.exists, group):
         problem = what_is_broken(folder, group)
         if problem is None:
@@ -199,10 +200,11 @@ def _make_room(folder: Path, draft: Path, group: dist.ProcessGroup | None) -> No
                 f"{folder} exists and is whole; move it away or choose another --save, it is not overwritten"
             )
         from_first(lambda: _move_aside(folder, problem), group)
-    from_first(lambda: _start_draft(draft), group)
+    draft = from_first(lambda: _start_draft(folder), group)
     with raise_together(group):
         if not draft.is_dir():
             raise CheckpointError(f"{draft}, made by the first rank, is not seen by all; --save needs a shared disk")
+    return draft
 
 
 def _move_aside(folder: Path, problem: str) -> None:
@@ -215,17 +217,20 @@ def _move_aside(folder: Path, problem: str) -> None:
     to_stderr(f"moved a broken one to {aside}: {problem}")
 
 
-def _start_draft(draft: Path) -> None:
+def _start_draft(folder: Path) -> Path:
+    # A name of its own: ranks of a run that is over, or cut off from its peers, may still be writing into theirs.
+    draft = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
     with _disk_errors(draft):
         draft.parent.mkdir(parents=True, exist_ok=True)
         remove_drafts(draft.parent)
         draft.mkdir()
+    return draft
 
 
 def remove_drafts(directory: Path) -> None:
     """Remove unfinished saves of a killed run. Only the folder's owner may call this: it is the only writer."""
     for left_over in directory.glob("iter_*.tmp"):
-        shutil.rmtree(left_over)
+        shutil.rmtree(left_over, ignore_errors=True)  # a rank that is ending may still write there; the next save tries
 
 
 def _check_room(draft: Path, needed: int) -> None:

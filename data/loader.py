@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from data.errors import DataError
+from runtime.signals import leave_to_parent
 
 IGNORE_INDEX = -100
 """Label without loss."""
@@ -97,6 +98,7 @@ def _steps(dataset: Samples, batching: Batching, indices: Iterator[int | None]) 
         pin_memory=batching.pin_memory,
         # Own generator: the loader draws a seed for its workers, which must not advance the training's RNG.
         generator=torch.Generator(),
+        worker_init_fn=leave_to_parent,
     )
     reader = iter(loader)
     while step := list(islice(reader, batching.global_batch_size // batching.together)):

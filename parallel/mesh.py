@@ -2,6 +2,7 @@
 
 import math
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runtime.errors import UserError
 from runtime.processes import process_group, set_timeout
+from runtime.together import gather_results
 
 
 class MeshError(UserError):
@@ -114,23 +116,44 @@ def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
 
     Raises:
         LaunchError: the processes cannot join (see ``runtime.processes.meet``).
-        MeshError: there is no GPU, or there are more processes than GPUs on a machine.
+        MeshError: there is no GPU, or two processes have the same.
     """
     device = torch.device(config.device_type)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise MeshError("device is cuda and torch finds no CUDA device; use --device cpu or auto")
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        gpus = torch.cuda.device_count()
-        if device.index >= gpus:
-            raise MeshError(
-                f"device is cuda, and process {device.index + 1} of a machine finds {gpus} GPUs there; start at most "
-                f"{gpus} processes per machine, or give --device cpu"
-            )
+        device = _own_gpu()
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     with nullcontext() if dist.is_initialized() else process_group(config.backend, timeout):
+        if device.type == "cuda":
+            _check_apart(device)
         yield _arranged(config, device, timeout)
+
+
+def _own_gpu() -> torch.device:
+    """Return the GPU of this process: the LOCAL_RANK-th of its machine, or the only one that a launcher lets it see."""
+    local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
+        return torch.device("cuda", 0)  # srun --gpus-per-task 1 and the like
+    if local >= gpus:
+        raise MeshError(
+            f"device is cuda, and process {local + 1} of a machine finds {gpus} GPUs there; start at most "
+            f"{gpus} processes per machine, or give --device cpu"
+        )
+    return torch.device("cuda", local)
+
+
+def _check_apart(device: torch.device) -> None:
+    """Raise MeshError on all ranks if two of them have one GPU."""
+    mine = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+    owners: dict[tuple[str, str], int] = {}
+    for rank, gpu in enumerate(gather_results(lambda: mine)):
+        if (other := owners.setdefault(gpu, rank)) != rank:
+            raise MeshError(
+                f"ranks {other} and {rank} have the same GPU of {gpu[0]} (CUDA_VISIBLE_DEVICES is "
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES')} here); start one process per GPU, or let each see its own"
+            )
 
 
 def _arranged(config: MeshConfig, device: torch.device, timeout: timedelta) -> Mesh:

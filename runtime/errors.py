@@ -6,3 +6,7 @@ class UserError(ValueError):
 
     Entries and tools print it and exit with status 1. Any other exception is a bug and keeps its traceback.
     """
+
+
+class LaunchError(UserError):
+    """Processes cannot join: the launcher's variables are wrong, or the store cannot be reached."""

@@ -1,30 +1,23 @@
 """Write files atomically and durably, and lock folders so that one process at a time writes into them."""
 
 import errno
-import fcntl
 import hashlib
 import os
 import re
 import shutil
-import socket
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runtime.errors import UserError
+from runtime.locks import InUseError, Lock
 
 _DRAFT = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{32}(\.[^.]*)?")
 # (pid, lock): fcntl grants a process its own lock twice, and closing one of the two would release both.
 _HELD: set[tuple[int, str]] = set()
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-class InUseError(UserError):
-    """A folder is in use, or its lock cannot be taken; the message names the lock and its holder."""
 
 
 @contextmanager
@@ -72,10 +65,9 @@ def write_text(path: Path, text: str) -> None:
 def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Iterator[None]:
     """Lock a folder, or the files of one stem in it, against other processes until the block ends.
 
-    The lock (fcntl) is on ``.lock`` or ``.STEM.lock``. The block's end removes that file, and folders made for it that
-    are still empty. A killed process loses its lock; the drafts that it left (files of ``replacing`` and folders named
-    like them) are removed here. Other nodes see the lock if the shared file system has locks (NFS; Lustre mounted with
-    ``flock``); a note says so if it has none.
+    The lock (``runtime.locks``) is on ``.lock`` or ``.STEM.lock``. The block's end removes that file, and folders
+    made for it that are still empty. A killed process loses its lock; the drafts that it left (files of ``replacing``
+    and folders named like them) are removed here.
 
     Args:
         folder: created if missing.
@@ -91,10 +83,10 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
     held = os.getpid(), os.path.join(os.path.realpath(folder), lock.name)
     if held in _HELD:
         raise InUseError(f"{folder} is in use by this process already (lock {lock.name})")
-    handle: int | None = None
+    taken: Lock | None = None
     _HELD.add(held)
     try:
-        handle = _locked(lock, wait)
+        taken = Lock(lock, wait)
         for path in _drafts(folder, stem):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -103,9 +95,8 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
         yield
     finally:
         _HELD.remove(held)
-        if handle is not None:
-            lock.unlink(missing_ok=True)  # before another process can take it
-            os.close(handle)
+        if taken is not None:
+            taken.release()
         for path in made:
             with suppress(OSError):
                 path.rmdir()
@@ -117,71 +108,6 @@ def _drafts(folder: Path, stem: str | None = None) -> list[Path]:
     if stem is None:
         return [path for path, of in found if not (folder / f".{of}.lock").exists()]
     return [path for path, of in found if of == stem]
-
-
-def _locked(path: Path, wait: bool) -> int:
-    """Open and lock the file, write this process's pid and host into it, and return its handle."""
-    while True:
-        handle = _opened(path)
-        try:
-            _lock(handle, path, wait)
-            if _is_at(path, handle):
-                os.truncate(handle, 0)
-                os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-                return handle
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)  # its owner removed it after it was opened here
-
-
-def _opened(path: Path) -> int:
-    """Open a lock file, writable by every user; create it and its folder if missing."""
-    attempts = 100
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:
-            attempts -= 1  # an owner that ends removes the folders it made
-            if not attempts:
-                raise
-        except OSError as error:
-            if error.errno == errno.ELOOP and path.is_symlink():
-                raise InUseError(f"{path} is a symbolic link, which is no lock; remove it") from None
-            if error.errno == errno.EACCES and os.path.lexists(path):
-                left = f"{path} was left by uid {os.lstat(path).st_uid} and is closed to you"
-                raise InUseError(f"{left}; remove it if that run is over") from None
-            raise
-        else:
-            with suppress(OSError):  # another user's file
-                os.fchmod(handle, 0o666)  # despite the umask: other users must be able to take a killed run's lock
-            return handle
-
-
-def _is_at(path: Path, handle: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _lock(handle: int, path: Path, wait: bool) -> None:
-    try:
-        # Not flock: its locks outlive the process in forked children.
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            holder = os.read(handle, 200).decode(errors="replace") or "another process"
-            said = f"{path.parent} is in use by {holder} (lock {path.name})"
-            if not wait:
-                raise InUseError(f"{said}; wait until it ends") from None
-            print(f"note: {said}; waiting until it ends", file=sys.stderr)
-            fcntl.lockf(handle, fcntl.LOCK_EX)
-        elif error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        else:
-            print(f"note: {path.parent} has no locks ({error.strerror}); let one process write there", file=sys.stderr)
 
 
 def room(folder: Path, needed: int | None = None) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.errors import UserError
+from runtime.errors import LaunchError
+from runtime.slurm import launched_by_srun
 
 NODE = "longmesh/node of rank {}"
 """Store key under which a rank puts its hostname."""
@@ -21,16 +22,16 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 SECONDS_TO_ANSWER = 10.0
 
 
-class LaunchError(UserError):
-    """Processes cannot join: the launcher's variables are wrong, or the store cannot be reached."""
-
-
 def launched_world_size() -> int:
     """Return the number of processes that the launcher started; 1 without a launcher.
 
+    A task of srun without RANK gets torchrun's variables from Slurm's.
+
     Raises:
-        LaunchError: RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is not a number, out of range or missing.
+        LaunchError: RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is not a number, out of range or missing, or
+            contradicts Slurm's.
     """
+    os.environ.update(launched_by_srun(os.environ))
     if "RANK" not in os.environ:
         if (size := _number("WORLD_SIZE", 1, least=1)) > 1:
             raise LaunchError(f"WORLD_SIZE is {size} and RANK is not set; torchrun sets both, or unset WORLD_SIZE")
@@ -77,6 +78,7 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
                 f"both, set {name}, or unset RANK to start alone"
             )
     address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", None, least=1, below=65536)
+    _resolve(address)
     if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _look_for_store(address, port, timeout)
     try:
@@ -95,19 +97,39 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     return store, rank, size
 
 
+def _resolve(address: str) -> None:
+    """Raise LaunchError if this machine does not know the name; torch would ask for it again and again, for minutes."""
+    deadline = time.monotonic() + SECONDS_TO_ANSWER
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_AGAIN or time.monotonic() > deadline:
+                raise LaunchError(
+                    f"MASTER_ADDR is {address}, which {socket.gethostname()} does not resolve ({error.strerror}); "
+                    "set MASTER_ADDR to that machine's address, or enter the name in DNS or /etc/hosts"
+                ) from error
+        time.sleep(1)
+
+
 def _look_for_store(address: str, port: int, timeout: timedelta) -> None:
     """Wait until the store at that address answers; torch's client would wait forever for a silent one.
 
-    A slow store has until ``timeout``; something that is not a store is detected within about SECONDS_TO_ANSWER.
+    A slow store has until ``timeout``; something that is not a store is detected within about SECONDS_TO_ANSWER, and so
+    is a torchrun that is gone: it has its store before its ranks.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
+    began = time.monotonic()
+    deadline = began + timeout.total_seconds()
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     where = f"MASTER_ADDR {address}, MASTER_PORT {port}"
     while True:
         try:
             socket.create_connection((address, port), timeout=SECONDS_TO_ANSWER).close()
             break
         except OSError as error:
-            if time.monotonic() > deadline:
+            gone = of_agent and isinstance(error, ConnectionRefusedError)
+            if time.monotonic() > (began + SECONDS_TO_ANSWER / 2 if gone else deadline):
                 raise LaunchError(
                     f"rank {os.environ['RANK']} finds nobody at {where} ({error}); check both, and that rank 0 runs"
                 ) from error
@@ -149,11 +171,12 @@ def join(
         LaunchError: see ``meet``.
     """
     use_one_worker()
+    if store is None:
+        launched_world_size()
     if store is None and "RANK" in os.environ:
         met, rank, world_size = meet(timeout)
         store = dist.PrefixStore("default_pg", met)
     elif store is None:
-        launched_world_size()
         store = dist.HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     dist.distributed_c10d._get_default_store().set(NODE.format(rank), socket.gethostname())

@@ -110,7 +110,7 @@ def validation_on_rank(rank: int, world_size: int, flags: Sequence[str]) -> floa
     """Return the loss over the validation samples of the weights at the start."""
     with trainer_of(pretrain_gpt, [*TINY, *flags], Records()) as trainer:
         assert trainer.valid_data is not None
-        return trainer._validate(trainer.valid_data)
+        return trainer._validate(trainer.valid_data)["validation_loss"]
 
 
 def alone(flags: Sequence[str], validation: bool = False) -> Step:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LONGEST_README, WIDEST = 150, 120
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`]+)`")
-# Of pip, torchrun, srun, unshare and nsenter.
+# Of pip, torchrun, Slurm, unshare and nsenter.
 OTHERS_FLAGS = {
     "--extra-index-url",
     "--standalone",
@@ -21,6 +21,8 @@ OTHERS_FLAGS = {
     "--rdzv-backend",
     "--rdzv-endpoint",
 }
+OTHERS_FLAGS |= {"--signals-to-handle", "--shutdown-timeout", "--gpus-per-task", "--requeue", "--signal", "--batch"}
+OTHERS_FLAGS |= {"--reservation", "--test-only", "--gres"}
 OTHERS_FLAGS |= {"--ntasks-per-node", "--user", "--map-root-user", "--net", "--target"}
 
 

@@ -20,10 +20,12 @@ from parallel.data import finish_gradients, untracked_replicas
 from parallel.mesh import Mesh
 from parallel.pipeline.runner import Runner
 from runtime.errors import UserError
-from runtime.together import raise_together
+from runtime.signals import Notice
+from runtime.together import from_first, raise_together
 from train.ahead import Ahead
 from train.config.common import CommonConfig
 from train.ema import Ema
+from train.ending import Ending
 from train.metrics import RunLog, memory_gb
 from train.objectives.base import Objective
 from train.optim import clip_gradients, gradient_norm
@@ -65,56 +67,75 @@ class Trainer:
     """Digests of the training files, for checkpoints."""
     peak_flops: float | None = None
     """FLOP/s per process that MFU is measured against; None: found as the run starts."""
+    _ending: Ending = field(default_factory=lambda: Ending(Notice(), None), init=False)
+    _begun: int = field(default=0, init=False)
+    """The iteration that this start of the run goes on from."""
 
     @property
     def global_batch_size(self) -> int:
         """Return the sequences per iteration."""
         return self.config.train.batch_size(self.mesh.dp.size())
 
-    def run(self) -> None:
-        """Train from ``progress`` to train_iters, or until told to stop; save the last iteration."""
-        started = time.monotonic()
+    def run(self, notice: Notice | None = None) -> None:
+        """Train from ``progress`` to train_iters, or until told to stop; save the last iteration.
+
+        A signal in ``notice`` on any rank, or the end of exit_duration_in_mins, ends all ranks before their next step.
+        """
         config, progress = self.config, self.progress
+        notice = notice or Notice()
+        notice.works = True
+        self._ending = Ending(notice, config.train.exit_duration_in_mins)
+        self._begun = saved = progress.iteration
         if self.peak_flops is None:
             self.peak_flops = peak_flops(self.mesh.device, torch.bfloat16 if config.train.bf16 else torch.float32)
         processor = "GPU" if self.mesh.device.type == "cuda" else "process"
         lines = ProgressLines(type(self.objective), config.train.train_iters, config.logging.log_interval, processor)
-        if self.log is not None and progress.iteration >= config.train.train_iters:
-            print(
-                f"iteration {progress.iteration} of {config.train.train_iters}: nothing left to train; "
-                "--train-iters N goes on",
-                flush=True,
-            )
-        elif self.log is not None and self.valid_data is not None and len(self.valid_data) < self._wanted:
-            print(
-                f"note: eval_iters {config.train.eval_iters} asks for {self._wanted} validation samples; "
-                f"there are {len(self.valid_data)}, and all are used",
-                flush=True,
-            )
+        self._note_few_samples()
+        if self.valid_data is not None and self._owes_validation() and (found := self._validate(self.valid_data)):
+            self._say(self.objective.validation_line(self.log.amend(found)) if self.log else "")
         left = max(0, config.train.train_iters - progress.iteration)
         with self._local(islice(batches(self.train_data, self._batching, progress.consumed_samples), left)) as steps:
-            while progress.iteration < config.train.train_iters:
+            while progress.iteration < config.train.train_iters and not self._ending.agreed:
                 record = self._iteration(steps, self.peak_flops)
-                stop = self._told_to_stop(started)
+                if record is None:
+                    break
+                stop = _divides(config.train.exit_interval, progress.iteration)
                 last = stop or progress.iteration == config.train.train_iters
                 if self.valid_data is not None and (last or progress.iteration % config.train.eval_interval == 0):
                     steps.wait()
-                    record |= {"validation_loss": self._validate(self.valid_data), **self.validation_constants}
+                    record |= self._validate(self.valid_data)
                 self._report(record, lines.add(record, time.monotonic(), last))
-                interval = config.checkpoint.save_interval
-                if config.checkpoint.save and (last or (interval and progress.iteration % interval == 0)):
+                if config.checkpoint.save and (last or _divides(config.checkpoint.save_interval, progress.iteration)):
                     self._save()
+                    saved = progress.iteration
                 if stop:
                     break
+        if self._ending.agreed:
+            if config.checkpoint.save and progress.iteration > saved:
+                self._save()
+            self._say(f"ended early after iteration {progress.iteration}: {self._ending.why()}; --load goes on")
+
+    def _note_few_samples(self) -> None:
+        """Say where there is less to do than asked for."""
+        at, end = self.progress.iteration, self.config.train.train_iters
+        if at >= end:
+            self._say(f"iteration {at} of {end}: nothing left to train; --train-iters N goes on")
+        elif self.valid_data is not None and len(self.valid_data) < self._wanted:
+            self._say(
+                f"note: eval_iters {self.config.train.eval_iters} asks for {self._wanted} validation samples; "
+                f"there are {len(self.valid_data)}, and all are used"
+            )
 
     def _local(self, steps: Iterator[list[Batch]]) -> Ahead[list[Batch]]:
         """Return this rank's parts of the micro-batches of each step, made while the step before runs."""
         return Ahead(([self.objective.local(batch) for batch in step] for step in steps), self.mesh.device)
 
-    def _iteration(self, steps: Iterator[list[Batch]], peak: float) -> dict[str, Any]:
-        """Take one optimizer step and return its record."""
+    def _iteration(self, steps: Iterator[list[Batch]], peak: float) -> dict[str, Any] | None:
+        """Take one optimizer step and return its record; None, and no step, where the run is told to end."""
         start = time.perf_counter()
         micro_batches, valid = self._next_step(steps)
+        if self._ending.agreed:
+            return None
         self.progress.iteration += 1
         rate = schedule_of(self.config.optimizer, self.config.train.train_iters).rate(self.progress.iteration)
         for group in self.optimizer.param_groups:
@@ -148,6 +169,7 @@ class Trainer:
         """Return a step's micro-batches (none at the end, on all ranks alike), and the valid tokens of all ranks.
 
         A bad sample on one rank raises the same error on all: its flag travels with the count, at no cost.
+        So do requests to end: then all ranks have ``_ending.agreed``, and there is no step to take.
         """
         error: Exception | None = None
         micro_batches: list[Batch] = []
@@ -155,11 +177,13 @@ class Trainer:
             micro_batches = next(steps, [])
         except (UserError, RuntimeError) as caught:  # a sample, its plan, or memory for its copy on the device
             error = caught
-        counts = torch.tensor(
-            [sum(map(self.objective.count, micro_batches)), int(error is not None)], device=self.mesh.device
-        )
+        flags = [error is not None, *self._ending.flags(self.progress.iteration > self._begun)]
+        counts = torch.tensor([sum(map(self.objective.count, micro_batches)), *flags], device=self.mesh.device)
         dist.all_reduce(counts)  # over tp too: it counts the same tokens again, but one rank alone may fail
-        valid, failed = counts.tolist()
+        valid, failed, *asked = counts.tolist()
+        self._ending.agree(asked)
+        if self._ending.agreed:
+            return [], 0
         valid //= dist.get_world_size() // self.mesh.dp_cp.size()
         if failed:
             with raise_together():
@@ -206,14 +230,26 @@ class Trainer:
         saved = [iteration for iteration in saved_iterations(Path(folder)) if iteration <= good] if folder else []
         return f"; go on from before with --load {folder} --ckpt-step {saved[0]} and another --save" if saved else ""
 
+    def _owes_validation(self) -> bool:
+        """Whether the run that this one goes on from was ended during the validation of its last iteration."""
+        train, at = self.config.train, self.progress.iteration
+        if at == 0 or (at % train.eval_interval and at != train.train_iters):
+            return False
+        return from_first(lambda: self.log is not None and self.log.lacks_validation(at))
+
     @torch.no_grad()
-    def _validate(self, data: Samples) -> float:
-        """Return the validation loss, of the averaged weights if there are any; then call ``after_validation``."""
+    def _validate(self, data: Samples) -> dict[str, float]:
+        """Return the validation loss, of the averaged weights if there are any; then call ``after_validation``.
+
+        Empty where the run was told to end before it was over.
+        """
         with nullcontext() if self.ema is None else self.ema.in_place():
             loss = self._evaluate(data)
+            if self._ending.agreed:
+                return {}
             if self.after_validation is not None:
                 self.after_validation(self.progress.iteration)
-        return loss
+        return {"validation_loss": loss, **self.validation_constants}
 
     def _evaluate(self, data: Samples) -> float:
         """Return the mean loss over the first eval_iters global batches of the validation data, always the same."""
@@ -243,26 +279,20 @@ class Trainer:
             pin_memory=self.mesh.device.type == "cuda",
         )
 
-    def _told_to_stop(self, started: float) -> bool:
-        """Whether exit_interval or exit_duration_in_mins ends the run here; all ranks use the first rank's clock."""
-        train = self.config.train
-        if train.exit_interval and self.progress.iteration % train.exit_interval == 0:
-            return True
-        if train.exit_duration_in_mins is None:
-            return False
-        over = torch.tensor(time.monotonic() - started > 60 * train.exit_duration_in_mins, device=self.mesh.device)
-        dist.broadcast(over, src=0)
-        return bool(over)
-
     def _report(self, record: dict[str, Any], lines: list[str]) -> None:
         if self.log is None:
             return
         self.log.write(record)
         for line in lines:
-            print(line, flush=True)
+            self._say(line)
         if "validation_loss" in record:
-            print(self.objective.validation_line(record), flush=True)
+            self._say(self.objective.validation_line(record))
             self.log.sync()
+
+    def _say(self, line: str) -> None:
+        """Print a line on the first rank."""
+        if self.log is not None:
+            print(line, flush=True)
 
     def _save(self) -> None:
         folder = self.config.checkpoint.save
@@ -279,5 +309,8 @@ class Trainer:
             | ({} if self.ema is None else {AVERAGED: self.ema.decay}),
             more={} if self.ema is None else {"ema": self.ema.weights},
         )
-        if self.log is not None:
-            print(f"saved {path}", flush=True)
+        self._say(f"saved {path}")
+
+
+def _divides(interval: int | None, iteration: int) -> bool:
+    return interval is not None and iteration % interval == 0

@@ -74,13 +74,29 @@ class RunLog:
 
     def write(self, record: dict[str, Any]) -> None:
         """Add an iteration's record; numbers that are not finite become null, as JSON has none."""
-        record = {name: value if math.isfinite(value) else None for name, value in record.items()}
+        record = _finite(record)
         self._records.append(record)
         if self._folder is not None:
             with disk_errors(self._folder):
                 _append(self._file, (json.dumps(record) + "\n").encode())
         for writer in self._writers:
             writer(record)
+
+    def lacks_validation(self, iteration: int) -> bool:
+        """Whether the last record is this iteration's and has no validation loss."""
+        last = self._records[-1] if self._records else {}
+        return last.get("iteration") == iteration and "validation_loss" not in last
+
+    def amend(self, more: dict[str, Any]) -> dict[str, Any]:
+        """Add figures to the last record, and return it."""
+        self._records[-1] |= _finite(more)
+        if self._folder is not None:
+            with disk_errors(self._folder):
+                _rewrite(self._folder / METRICS, self._records)
+                self._file = (self._folder / METRICS).open("ab", buffering=0)
+        for writer in self._writers:
+            writer(self._records[-1])
+        return self._records[-1]
 
     def sync(self) -> None:
         """Flush everything to disk and redraw the curve."""
@@ -89,6 +105,10 @@ class RunLog:
         with disk_errors(self._folder):
             os.fsync(self._file.fileno())
             plot_loss(self._records, self._folder / "loss.png")
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value if math.isfinite(value) else None for name, value in record.items()}
 
 
 def _append(file: FileIO, line: bytes) -> None:
@@ -119,8 +139,12 @@ def cut_back(path: Path, iteration: int) -> list[dict[str, Any]]:
         The remaining records.
     """
     kept = [record for record in read_metrics(path) if record["iteration"] <= iteration] if path.exists() else []
-    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    _rewrite(path, kept)
     return kept
+
+
+def _rewrite(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

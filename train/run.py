@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from checkpoint.api import remove_drafts
-from runtime.errors import UserError
+from runtime.errors import LaunchError, UserError
 from runtime.files import FULL, InUseError, owned, unwritable, write_text
 from runtime.lost import tell_lost
-from runtime.processes import LaunchError
+from runtime.signals import end_with_launcher
 from runtime.together import from_first, is_first, one_voice, raise_together
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError, write_toml
@@ -64,6 +64,7 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
     the tools.sample_dit runs on a busy machine (github.com/pytorch/pytorch/issues/190489). Output is flushed and exit
     handlers are called as usual.
     """
+    end_with_launcher()
     try:
         status = exit_status(main, sys.argv[1:])
     except Exception:

@@ -151,17 +151,6 @@ def test_a_lock_that_its_owner_removed_meanwhile_is_taken_anew(tmp_path: Path, m
         assert re.match(r"process \d+", (tmp_path / ".lock").read_text())
 
 
-def test_a_file_system_without_locks_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: int) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.lockf", refuse)
-    with owned(tmp_path):
-        assert "has no locks (Function not implemented); let one process write there" in capsys.readouterr().err
-
-
 def test_one_process_has_a_folder_once(tmp_path: Path) -> None:
     """fcntl grants its process a lock again, and the second's end would let go of the first one's."""
     with owned(tmp_path):

@@ -40,7 +40,7 @@ class LoopConfig:
     exit_interval: int | None = None
     """Exit after the iteration that this number divides, saving first; the schedule still spans train_iters."""
     exit_duration_in_mins: float | None = None
-    """Exit once the run has taken this many minutes, saving first."""
+    """Exit once this many minutes have passed since the process began and a step is made, saving first."""
 
     def __post_init__(self) -> None:
         self._at_least(1, "train_iters", "micro_batch_size", "global_batch_size", "eval_interval", "exit_interval")

@@ -224,7 +224,7 @@ TABLE = """\
 --profile-step-end                      | N | ! | torch.profiler is not built in; make bench and python -m tools.plan --profile measure
 --use-pytorch-profiler                  | | ! | torch.profiler is not built in; make bench and python -m tools.plan --profile measure
 --yaml-cfg                              | N | > | --config FILE, a TOML file
---exit-signal-handler                   | | ! | --exit-duration-in-mins or --exit-interval save and exit
+--exit-signal-handler                   | | = | SIGTERM, SIGUSR1 and SIGHUP always save and exit
 --skip-train                            | | ! | a run trains; python -m tools.sample draws from a checkpoint
 --enable-cuda-graph                     | | ! | CUDA graphs are not used
 --cuda-graph-impl                       | none | = | CUDA graphs are not used

@@ -1,0 +1,115 @@
+"""How a process is ended early: by signals that ask for it, and with the launcher that started it."""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SAME = 2.0
+"""Seconds within which signals count as one: Slurm and torchrun may each pass the same one on to a rank."""
+DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+class Notice:
+    """The signal that asked this process to end, if one did.
+
+    As long as ``works`` is False there is nothing to save, and a signal ends the process with status 128 + its number.
+    Later the first is kept in ``signal``, for the training loop to see, and a second ends the process so.
+    """
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.works = False
+        self.signal: signal.Signals | None = None
+        self._since = 0.0
+
+    def heed(self, number: signal.Signals) -> None:
+        """Take note of a signal, or end the process."""
+        now = time.monotonic()
+        if not self.works:
+            os._exit(128 + number)
+        if self.signal is None:
+            self.signal, self._since = number, now
+        elif now - self._since >= SAME:
+            rank = os.environ.get("RANK", "0")
+            line = (
+                f"rank {rank} ends at once: {number.name} came after {self.signal.name}; the last checkpoint is whole"
+            )
+            os.write(2, f"{line}\n".encode())
+            os._exit(128 + number)
+
+
+@contextmanager
+def listening() -> Iterator[Notice]:
+    """Take SIGTERM, SIGUSR1 and SIGHUP as requests to end until the block does; for the main thread.
+
+    A thread reads them, so that they count while the main thread waits in a collective too. Those that the process
+    ignores (under nohup, SIGHUP) stay ignored.
+
+    Yields:
+        What the loop asks between steps.
+    """
+    notice = Notice()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    heeded = [number for number in ASKING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: None) or signal.SIG_DFL for number in heeded}
+    for number in heeded:
+        signal.siginterrupt(number, False)  # system calls of libraries go on
+    woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    watching = threading.Thread(target=_watch, args=(reader, notice), name="signals", daemon=True)
+    watching.start()
+    try:
+        yield notice
+    finally:
+        signal.set_wakeup_fd(woken)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        writer.send(b"\0")
+        watching.join()
+        reader.close()
+        writer.close()
+
+
+def _watch(reader: socket.socket, notice: Notice) -> None:
+    """Heed each signal whose number the interpreter's C handler writes; 0 ends the thread."""
+    while True:
+        for number in reader.recv(1024):
+            if number == 0:
+                return
+            if number in ASKING:
+                notice.heed(signal.Signals(number))
+
+
+def leave_to_parent(_worker: int) -> None:
+    """In a data loader's process: leave signals to the process that started it, and end with that one."""
+    signal.set_wakeup_fd(-1)
+    for number in ASKING:
+        signal.signal(number, signal.SIG_IGN)  # torch has SIGTERM end it, which would be an error of the run's
+    _end_with_parent()
+
+
+def end_with_launcher() -> None:
+    """Let the kernel kill this process when the torchrun, or the Slurm step, that started it is gone.
+
+    Without it ranks of a killed launcher train on, and write into the folder that the next start resumes from.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ or _name(os.getppid()) == "slurmstepd":
+        _end_with_parent()
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
+def _name(pid: int) -> str:
+    comm = Path(f"/proc/{pid}/comm")
+    return comm.read_text().strip() if comm.exists() else ""

@@ -1,0 +1,166 @@
+"""A lock file has one holder, whether or not the file system has locks that other nodes see."""
+
+import fcntl
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from runtime import locks
+from runtime.locks import InUseError, Lock
+from tests.runtime.test_signals import forked, status_of
+
+TOKEN = "0" * 32
+ELSEWHERE = f"process 7 on node9, Slurm job 77, since 2026-11-22 02:30:01 UTC\n{TOKEN}\n"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "BEAT", 0.05)
+    monkeypatch.setattr(locks, "PATIENCE", 0.5)
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system without locks; the processes forked from this one have none either."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+
+
+@contextmanager
+def beating(path: Path) -> Iterator[None]:
+    """Another host's process that holds the file."""
+    path.write_text(ELSEWHERE)
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.05):
+            os.utime(path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def holder(path: Path, stopped: bool = False) -> Iterator[int]:
+    def body(report: int) -> None:
+        taken = Lock(path, wait=False)
+        os.write(report, b".")
+        time.sleep(60)
+        taken.release()
+
+    child, _ = forked(body)
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        status_of(child)
+
+
+def test_the_record_says_who_since_when_and_how_to_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    with holder(tmp_path / ".lock") as child, pytest.raises(InUseError) as caught:
+        Lock(tmp_path / ".lock", wait=False)
+    here = re.escape(socket.gethostname())
+    assert re.fullmatch(
+        rf"{tmp_path} is in use by process {child} on {here}, Slurm job 4711, since 20..-..-.. ..:..:.. UTC "
+        r"\(lock \.lock\); wait until it ends or end it \(scancel 4711\)",
+        str(caught.value),
+    )
+
+
+def test_another_hosts_holder_that_beats_keeps_it_though_no_lock_is_seen(quick: None, tmp_path: Path) -> None:
+    """As where each node of a shared file system sees its own locks alone."""
+    with beating(tmp_path / ".lock"), pytest.raises(InUseError, match=r"process 7 on node9, Slurm job 77, since 2026"):
+        Lock(tmp_path / ".lock", wait=False)
+    assert (tmp_path / ".lock").read_text() == ELSEWHERE
+
+
+def test_another_hosts_holder_without_a_beat_is_dead(
+    quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".lock").write_text(ELSEWHERE)
+    taken = Lock(tmp_path / ".lock", wait=False)
+    assert "is of process 7 on node9" in capsys.readouterr().err
+    assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    taken.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_locks_the_beat_tells_a_living_holder_from_a_dead_one(
+    quick: None, no_locks: None, tmp_path: Path
+) -> None:
+    with holder(tmp_path / ".lock") as child, pytest.raises(InUseError, match=f"process {child} on "):
+        Lock(tmp_path / ".lock", wait=False)
+    began = time.monotonic()
+    Lock(tmp_path / ".lock", wait=False).release()
+    assert time.monotonic() - began < 0.4, "its process is gone from this host: nothing to watch for"
+
+
+def taken_by(path: Path, rounds: int) -> Callable[[int], None]:
+    def body(report: int) -> None:
+        os.write(report, b".")
+        won = 0
+        while not (path.parent / "go").exists():
+            pass
+        for _ in range(rounds):
+            try:
+                mine = Lock(path, wait=False)
+            except InUseError:
+                continue
+            won += 1
+            alone = os.open(path.parent / "alone", os.O_CREAT | os.O_EXCL)  # a second holder would fail
+            time.sleep(0.005)
+            os.close(alone)
+            os.unlink(path.parent / "alone")
+            mine.release()
+        os._exit(20 + min(won, 100))
+
+    return body
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_of_many_that_start_at_once_one_at_a_time_has_it(
+    left: bool, quick: None, no_locks: None, tmp_path: Path
+) -> None:
+    if left:
+        (tmp_path / ".lock").write_text(ELSEWHERE)
+    children = [forked(taken_by(tmp_path / ".lock", 1 if left else 10))[0] for _ in range(5)]
+    (tmp_path / "go").touch()
+    wins = [status_of(child) - 20 for child in children]
+    assert min(wins) >= 0, "two had it at once"
+    assert sum(wins) >= 1
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_a_holder_that_hung_while_another_took_it_ends(
+    quick: None, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    def body(report: int) -> None:
+        Lock(tmp_path / ".lock", wait=False)
+        os.write(report, b".")
+        time.sleep(60)
+
+    child, _ = forked(body)
+    (tmp_path / ".lock").unlink()
+    time.sleep(0.2)
+    assert os.waitpid(child, os.WNOHANG) == (0, 0), "a file that is only gone says nothing"
+    (tmp_path / ".lock").write_text(ELSEWHERE)
+    assert status_of(child) == 1
+    assert f"error: {tmp_path} was taken over by process 7 on node9" in capfd.readouterr().err

@@ -1,0 +1,149 @@
+"""Signals ask a process to end, once; and it ends with its launcher."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime import signals
+from runtime.signals import ASKING, Notice, end_with_launcher, leave_to_parent, listening
+from tests.starts import wait_until
+
+
+def forked(body: Callable[[int], None]) -> tuple[int, int]:
+    """A child that runs ``body`` with the end of a pipe to write to, once it has written; its id, and the other end."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            body(writing)
+        finally:
+            os._exit(7)
+    os.close(writing)
+    assert os.read(reading, 1) == b"."
+    return child, reading
+
+
+def status_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("number", ASKING)
+def test_before_there_is_work_a_signal_ends_the_process_with_its_status(number: signal.Signals) -> None:
+    def body(report: int) -> None:
+        with listening():
+            os.write(report, b".")
+            time.sleep(60)
+
+    child, _ = forked(body)
+    os.kill(child, number)
+    assert status_of(child) == 128 + number
+
+
+@pytest.mark.parametrize("number", ASKING)
+def test_the_first_signal_is_noted_and_the_second_ends_at_once(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "SAME", 0.5)
+
+    def body(report: int) -> None:
+        with listening() as notice:
+            notice.works = True
+            os.write(report, b".")
+            while notice.signal is None:
+                time.sleep(0.01)
+            os.write(report, bytes([notice.signal]))
+            time.sleep(60)
+
+    child, reading = forked(body)
+    os.kill(child, number)
+    os.kill(child, number)  # the same one, passed on by a launcher
+    assert os.read(reading, 1) == bytes([number])
+    assert os.waitpid(child, os.WNOHANG) == (0, 0), "one signal that came twice is one"
+    time.sleep(0.6)
+    os.kill(child, signal.SIGTERM)
+    assert status_of(child) == 128 + signal.SIGTERM
+
+
+def test_what_was_ignored_stays_ignored_and_handlers_come_back() -> None:
+    before = {number: signal.getsignal(number) for number in ASKING}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with listening() as notice:
+            notice.works = True
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            wait_until(lambda: notice.signal is not None)
+            assert notice.signal is signal.SIGUSR1
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before[signal.SIGHUP] or signal.SIG_DFL)
+    assert {number: signal.getsignal(number) for number in ASKING} == before
+
+
+def test_a_notice_without_a_signal_asks_for_nothing() -> None:
+    assert Notice().signal is None
+
+
+def family(launched: bool) -> tuple[int, int]:
+    """A parent and its child, which was told by which launcher it was started; their ids."""
+
+    def child(report: int) -> None:
+        os.environ.update({"TORCHELASTIC_RUN_ID": "1"} if launched else {})
+        end_with_launcher()
+        os.write(report, str(os.getpid()).encode())
+        time.sleep(60)
+
+    def parent(report: int) -> None:
+        grandchild, reading = os.pipe(), None
+        if os.fork() == 0:
+            child(grandchild[1])
+        reading = os.read(grandchild[0], 20)
+        os.write(report, b"." + reading)
+        time.sleep(60)
+
+    pid, reading = forked(parent)
+    return pid, int(os.read(reading, 20))
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and is no zombie that nobody waits for."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_rank_ends_with_its_launcher_and_a_program_started_by_hand_does_not(launched: bool) -> None:
+    parent, child = family(launched)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    if launched:
+        wait_until(lambda: not runs(child))
+        return
+    time.sleep(0.3)
+    assert runs(child)
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_loaders_process_leaves_signals_to_its_parent() -> None:
+    def body(report: int) -> None:
+        with listening():
+            leave_to_parent(0)
+            os.write(report, b".")
+            time.sleep(60)
+
+    child, _ = forked(body)
+    for number in ASKING:
+        os.kill(child, number)
+    time.sleep(0.2)
+    assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    os.kill(child, signal.SIGKILL)
+    assert status_of(child) == -signal.SIGKILL

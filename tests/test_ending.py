@@ -1,0 +1,170 @@
+"""A run that signals end, wherever they come, goes on as if it had never been ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.search import POINTER, find_checkpoint
+from testing.ranks import run_ranks
+from tests.pretraining import TINY, on_rank
+from tests.runtime.test_signals import runs
+from tests.starts import PATIENCE, wait_until
+from train import loop
+from train.loop import Trainer
+from train.metrics import METRICS, read_metrics
+
+ROOT = Path(__file__).parents[1]
+EXACT = ("iteration", "lm_loss", "grad_norm", "validation_loss")
+SIX = ("--train-iters", "6", "--eval-interval", "2", "--eval-iters", "2", "--save-interval", "2")
+
+
+def flags(data: Path, save: Path) -> list[str]:
+    return [
+        *TINY,
+        *SIX,
+        "--data-path",
+        str(data),
+        "--tokenizer-model",
+        f"{data}.model",
+        "--save",
+        str(save),
+        "--load",
+        str(save),
+    ]
+
+
+def curve(save: Path) -> list[list[Any]]:
+    return [[record.get(name) for name in EXACT] for record in read_metrics(save / METRICS)]
+
+
+@pytest.fixture(scope="module")
+def whole(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    save = tmp_path_factory.mktemp("whole") / "run"
+    run_ranks(on_rank, 2, flags(default_data, save))
+    return curve(save)
+
+
+def told_on_rank(rank: int, world_size: int, arguments: list[str], where: str, number: int) -> str:
+    """Train; in iteration 4 the last rank gets a signal at that place."""
+
+    def then(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def with_signal(*args: Any, **kwargs: Any) -> Any:
+            if rank == world_size - 1 and at() == 4:
+                os.kill(os.getpid(), number)
+                time.sleep(0.1)
+            return plain(*args, **kwargs)
+
+        return with_signal
+
+    trainers: list[Trainer] = []
+    plain_run = Trainer.run
+
+    def run(trainer: Trainer, notice: Any = None) -> None:
+        trainers.append(trainer)
+        plain_run(trainer, notice)
+
+    def at() -> int:
+        return trainers[0].progress.iteration
+
+    Trainer.run = run  # type: ignore[method-assign]
+    if where == "save_checkpoint":
+        loop.save_checkpoint = then(loop.save_checkpoint)
+    else:
+        setattr(Trainer, where, then(getattr(Trainer, where)))
+    return on_rank(rank, world_size, arguments)
+
+
+@pytest.mark.parametrize(
+    ("where", "number", "validated"),
+    [
+        ("_evaluate", signal.SIGUSR1, False),
+        pytest.param("_forward_backward", signal.SIGTERM, False, marks=pytest.mark.slow),
+        pytest.param("save_checkpoint", signal.SIGHUP, True, marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_save_and_end_and_what_follows_is_the_undisturbed_run(
+    where: str, number: signal.Signals, validated: bool, whole: list[list[Any]], default_data: Path, tmp_path: Path
+) -> None:
+    save = tmp_path / "run"
+    said, _ = run_ranks(told_on_rank, 2, flags(default_data, save), where, int(number))
+    assert f"ended early after iteration 4: {number.name} to 1 of 2 processes; --load goes on\n" in said
+    assert (save / POINTER).read_text() == "4\n"
+    assert find_checkpoint(save) == save / "iter_0000004"
+    assert [row[0] for row in curve(save)] == [1, 2, 3, 4]
+    assert (curve(save)[-1][-1] is not None) == validated
+    assert not list(save.glob("*.tmp"))
+    again, _ = run_ranks(on_rank, 2, flags(default_data, save))
+    assert "validation loss at iteration 4: " in again or validated
+    assert curve(save) == whole
+
+
+@pytest.mark.slow
+def test_a_run_whose_time_is_over_goes_on(whole: list[list[Any]], default_data: Path, tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    for last in (1, 2):  # a start makes a step at least
+        (said,) = run_ranks(on_rank, 1, [*flags(default_data, save), "--exit-duration-in-mins", "0.00001"])
+        assert f"ended early after iteration {last}: exit_duration_in_mins 1e-05 are over; --load goes on" in said
+
+
+def torchrun(*arguments: str, ranks: int = 2) -> subprocess.Popen[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher += ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+    command = [sys.executable, *launcher, "pretrain_gpt.py", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(child) for child in children if b"pretrain_gpt" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+LONG = ("--train-iters", "100000", "--eval-iters", "0", "--num-workers", "1")
+
+
+def started(default_data: Path, save: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A run under torchrun that has made a step, and its ranks."""
+    process = torchrun(*flags(default_data, save), *LONG, "--save-interval", "1000")
+    wait_until(lambda: process.poll() is not None or ((save / METRICS).exists() and (save / METRICS).stat().st_size))
+    assert process.poll() is None, process.communicate()[0]
+    return process, ranks_of(process.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("whom", ["rank", "torchrun"])
+def test_a_signal_to_a_rank_or_to_torchrun(
+    whom: str, number: signal.Signals, default_data: Path, tmp_path: Path
+) -> None:
+    """Torchrun ends with status 1 at a signal of its own, whatever its ranks do."""
+    save = tmp_path / "run"
+    process, ranks = started(default_data, save)
+    os.kill(ranks[1] if whom == "rank" else process.pid, number)
+    said = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == (0 if whom == "rank" else 1), said
+    of = 1 if whom == "rank" else 2
+    assert f": {number.name} to {of} of 2 processes; --load goes on\n" in said
+    records = read_metrics(save / METRICS)
+    assert (save / POINTER).read_text() == f"{records[-1]['iteration']}\n"
+    assert find_checkpoint(save) is not None
+    assert not (save / ".lock").exists()
+
+
+@pytest.mark.slow
+def test_ranks_and_their_loaders_end_with_a_killed_torchrun(default_data: Path, tmp_path: Path) -> None:
+    process, ranks = started(default_data, tmp_path / "run")
+    theirs = [int(pid) for rank in ranks for pid in Path(f"/proc/{rank}/task/{rank}/children").read_text().split()]
+    assert len(ranks) == 2
+    assert theirs
+    process.kill()
+    killed = time.monotonic()
+    wait_until(lambda: not any(runs(pid) for pid in [*ranks, *theirs]))
+    assert time.monotonic() - killed < 5
+    process.wait()

@@ -145,21 +145,14 @@ class HuggingFaceTokenizer(_Common):
         super().__init__(os.fspath(path), content, vocab_size, self._end_of_text(Path(path)))
 
     def _end_of_text(self, path: Path) -> int:
-        candidates: tuple[str, ...] = _KNOWN_ENDS
-        config = path.with_name("tokenizer_config.json")
-        if config.is_file():
-            try:
-                named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-            except (OSError, ValueError, AttributeError, RecursionError) as error:
-                raise DataError(f"{config} is not a JSON object ({error}); repair it or remove it") from error
-            named = named.get("content") if isinstance(named, dict) else named
-            candidates = (named, *_KNOWN_ENDS) if isinstance(named, str) else _KNOWN_ENDS
+        named = special_tokens(tokenizer_config(path)).get("eos_token")
+        candidates = _KNOWN_ENDS if named is None else (named, *_KNOWN_ENDS)
         ids = (self._backend.token_to_id(token) for token in candidates)
         found = next((i for i in ids if i is not None), None)
         if found is None:
             raise DataError(
                 f"{path} has no end-of-text token (none of {', '.join(candidates)}); name it as eos_token in a "
-                f"{config.name} beside it"
+                "tokenizer_config.json beside it"
             )
         return found
 
@@ -180,6 +173,21 @@ class HuggingFaceTokenizer(_Common):
     def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
         with _undamaged(self.path, "Hugging Face tokenizer.json"):
             return self._backend.decode(list(ids), skip_special_tokens=not special)
+
+
+def tokenizer_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what the tokenizer_config.json beside a tokenizer.json holds, if there is one. Raises DataError."""
+    config = Path(path).with_name("tokenizer_config.json")
+    try:
+        return dict(json.loads(config.read_text(encoding="utf-8")).items()) if config.is_file() else {}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{config} is not a JSON object ({error}); repair it or remove it") from error
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Return the special tokens that a tokenizer_config.json names, such as eos_token."""
+    found = {name: value.get("content") if isinstance(value, dict) else value for name, value in config.items()}
+    return {name: value for name, value in found.items() if name.endswith("_token") and isinstance(value, str)}
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer | HuggingFaceTokenizer:

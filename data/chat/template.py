@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from data.chat.conversations import MARKS, Turn
 from data.errors import DataError
-from data.tokenizer import HuggingFaceTokenizer
+from data.tokenizer import HuggingFaceTokenizer, special_tokens, tokenizer_config
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -128,13 +129,7 @@ def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
         raise DataError(
             f"tokenizer {tokenizer} is no tokenizer.json, whose special tokens a chat template needs; give one"
         )
-    beside = Path(tokenizer).with_name
-    config, own = _config(beside("tokenizer_config.json")), beside("chat_template.jinja")
-    tokens = []
-    for name, value in config.items():
-        value = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(value, str):
-            tokens.append((name, value))
+    config, own = tokenizer_config(tokenizer), Path(tokenizer).with_name("chat_template.jinja")
     path = Path(file) if file is not None else own
     try:
         source = path.read_text(encoding="utf-8") if file is not None or own.is_file() else _named(config)
@@ -145,19 +140,9 @@ def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
             f"{tokenizer} has no chat template, neither in a {own.name} nor in a tokenizer_config.json beside it; give "
             "--chat-template FILE"
         )
-    name = str(path if file is not None or own.is_file() else beside("tokenizer_config.json"))
+    name = str(path if path.is_file() else own.with_name("tokenizer_config.json"))
     _compiled(name, source)
-    return ChatTemplate(name=name, source=source, tokens=tuple(tokens))
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")).items())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} is not a JSON object ({error}); repair it or remove it") from error
-    return config
+    return ChatTemplate(name=name, source=source, tokens=tuple(special_tokens(config).items()))
 
 
 def _named(config: dict[str, Any]) -> str | None:
@@ -208,15 +193,13 @@ def _compiled(name: str, source: str) -> "Template":
 
 
 def _without_marks(text: str) -> tuple[str, Spans]:
-    pieces, spans, length = re.split(f"([{_BEGIN}{_END}])", text), [], 0
-    begin = 0
-    for piece in pieces:
-        if piece == _BEGIN:
-            begin = length
-        elif piece == _END:
-            spans.append((begin, length))
+    pieces, spans = re.split(f"([{_BEGIN}{_END}])", text), []
+    at = [0, *accumulate(map(len, pieces[::2]))]  # the characters before each mark
+    for number, mark in enumerate(pieces[1::2], start=1):
+        if mark == _BEGIN:
+            begin = at[number]
         else:
-            length += len(piece)
+            spans.append((begin, at[number]))
     return "".join(pieces[::2]), spans
 
 

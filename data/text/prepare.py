@@ -259,12 +259,12 @@ def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[st
 
 
 def _batched(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield documents or rows together, up to about 4 million characters of text."""
+    """Yield documents together, up to about 4 million characters, or rows, of a size that is not known."""
     batch: list[Any] = []
     characters = 0
     for item in items:
         batch.append(item)
-        characters += len(item)
+        characters += len(item) if isinstance(item, str) else _BATCH_CHARACTERS // 32
         if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from data.errors import DataError
 from data.text.blend import EpochedDataset
-from data.text.indexed import TokenReader, check_indexed, open_indexed
+from data.text.indexed import LOSS_MASK, TokenReader, check_indexed, open_indexed
 from data.tokenizer import Tokenizer
 
-LOSS_MASK = "_loss_mask"
-"""Ends the prefix of the pair that says which tokens are learned."""
 PADDING_DOCUMENT = 1024
 """Tokens of a document of padding: attention inside of it costs little, however much there is."""
 

@@ -19,6 +19,8 @@ from data.errors import DataError
 from data.fingerprint import digest
 from runtime.files import reason, replacing
 
+LOSS_MASK = "_loss_mask"
+"""Ends the prefix of the pair that says which tokens of conversations carry loss."""
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 # Megatron's codes for dtypes that can hold token ids; 6 and 7 are floats.

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from data.chat.samples import LOSS_MASK, Conversations
+from data.chat.samples import Conversations
 from data.errors import DataError
-from data.text.indexed import check_indexed
+from data.text.indexed import LOSS_MASK, check_indexed
 from data.tokenizer import Tokenizer
 
 _GREEN, _PLAIN = "\033[32m", "\033[0m"

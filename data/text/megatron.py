@@ -14,11 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from data.chat.samples import LOSS_MASK, conversation_splits
+from data.chat.samples import conversation_splits
 from data.errors import DataError
 from data.text.blend import BlendedDataset, EpochedDataset
 from data.text.digests import check_digests, write_digests
-from data.text.indexed import Indexed, TokenReader, check_indexed, open_indexed
+from data.text.indexed import LOSS_MASK, Indexed, TokenReader, check_indexed, open_indexed
 from runtime.files import InUseError, owned
 
 if TYPE_CHECKING:

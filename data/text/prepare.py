@@ -16,11 +16,10 @@ import numpy as np
 
 from data.chat.convert import Chat, convert
 from data.chat.packing import write_packed
-from data.chat.samples import LOSS_MASK
 from data.chat.template import load_template
 from data.errors import DataError
 from data.text.corpus import Corpus, input_files, stdlib_files, stdlib_folder
-from data.text.indexed import id_type, open_indexed, unwritable, write_index, writing
+from data.text.indexed import LOSS_MASK, id_type, open_indexed, unwritable, write_index, writing
 from data.text.rows import HUB, Rows, size_of
 from data.text.spool import Spool
 from data.text.tokens import Tokens, tokenized
@@ -277,16 +276,13 @@ def unigram_entropy(prefix: str | os.PathLike[str], limit: int = 1 << 26) -> flo
 
     This is the loss of a model that knows only the token frequencies. Raises DataError (`open_indexed`).
     """
-    ids = open_indexed(prefix).token_ids()[:limit]
-    counts = np.zeros(1, dtype=np.int64)
-    for start in range(0, len(ids), 1 << 22):
-        block = np.bincount(ids[start : start + (1 << 22)], minlength=len(counts))
-        block[: len(counts)] += counts
-        counts = block
-    return _entropy(counts)
-
-
-def _entropy(counts: np.ndarray) -> float:
+    indexed, counts = open_indexed(prefix), np.zeros(1, dtype=np.int64)
+    size = min(indexed.tokens, limit)
+    with open(f"{prefix}.bin", "rb") as file:  # a memory map would hold all of it
+        for start in range(0, size, 1 << 22):
+            block = np.bincount(np.fromfile(file, indexed.dtype, min(size - start, 1 << 22)), minlength=len(counts))
+            block[: len(counts)] += counts
+            counts = block
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 

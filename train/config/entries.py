@@ -6,10 +6,10 @@ A section is the frozen dataclass beside the code it configures; flags.py turns 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.chat.samples import LOSS_MASK
 from data.fingerprint import digest, fingerprint
 from data.latents.dataset import DIGITS, LatentDataConfig
 from data.latents.folder import latents_fingerprint
+from data.text.indexed import LOSS_MASK
 from data.text.megatron import DataConfig, blend
 from model.config import ModelConfig
 from model.diffusion import DiffusionConfig

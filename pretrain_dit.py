@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from data.latents.dataset import build_latent_datasets
 from model.attention import Attend
-from model.dit import DiT, dit_flops_per_patch, full_sdpa, initial_dit_weight, num_dit_parameters
+from model.dit import DiT, dit_flops_per_patch, initial_dit_weight, num_dit_parameters
 from model.dit_config import architecture_of
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh, distributed_mesh
@@ -15,7 +15,8 @@ from runtime.processes import launched_world_size
 from runtime.signals import listening
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import build_parts, build_runner, summary
-from train.attention import softmax_context
+from train.attention import diffusion_context
+from train.config.common import with_joined_ranks
 from train.config.diffusion import DiTRunConfig, diffusion_of, parse_args, validate
 from train.ema import Ema
 from train.loop import Trainer
@@ -32,8 +33,9 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     Args:
         peak_flops: FLOP/s that MFU is measured against; by default what a process can reach.
     """
-    config = parse_args(arguments)
-    validate(config, launched_world_size())
+    asked, processes = parse_args(arguments), launched_world_size()
+    validate(asked, processes)
+    config = with_joined_ranks(asked, processes)
     with listening() as notice, distributed_mesh(config.mesh) as mesh, owning(config):
         build_trainer(config, mesh, peak_flops).run(notice)
 
@@ -41,7 +43,7 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
 def build_trainer(config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
     """Build and load everything for training; collective."""
     with raise_together():
-        cp, attend = softmax_context(config, mesh.cp.get_group(), full_sdpa)
+        cp, attend = diffusion_context(config, mesh.cp.get_group())
     model, seed = config.model, config.train.seed
     train_data, valid_data = build_latent_datasets(config.data, model.latent_shape, model.num_classes, seed)
 
@@ -51,7 +53,7 @@ def build_trainer(config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = N
     architecture = architecture_of(model)
     contents = from_first(config.contents)
     scheduled, progress = resume(config, parts, optimizer, architecture, contents, ema)
-    objective = Denoising(cp, mesh.device, model, diffusion_of(config), seed)
+    objective = Denoising(cp, mesh.device, model, diffusion_of(config), seed, joined=config.packed)
     if is_first():
         print(described(config, mesh), flush=True)
     return Trainer(
@@ -90,7 +92,8 @@ def model_parts(config: DiTRunConfig, mesh: Mesh, attend: Attend) -> list[DiT]:
 def pictures(config: DiTRunConfig, mesh: Mesh, cp: ContextParallel, parts: list[DiT]) -> Callable[[int], None] | None:
     """Return a function that draws samples after a validation; None if the run has no folder for them."""
     seed, model, sampling = config.train.seed, config.model, config.sampling
-    sampler = Sampler(parts, mesh, cp, model, diffusion_of(config), sampling, seed)
+    joined = config.train.micro_batch_size if config.packed else None
+    sampler = Sampler(parts, mesh, cp, model, diffusion_of(config), sampling, seed, joined)
     return picture_writer(sampler, sampling, model.num_classes, config.checkpoint.save, config.train.micro_batch_size)
 
 

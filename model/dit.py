@@ -92,18 +92,28 @@ class TimeEmbedding(nn.Module):
         return self.mlp(waves.to(self.mlp[0].weight.dtype))  # type: ignore[arg-type]
 
 
-def modulation(width: int, parts: int) -> nn.Sequential:
-    """Build the module conditions [B, C] -> shifts, scales and gates [B, parts * C]."""
-    return nn.Sequential(nn.SiLU(), nn.Linear(width, parts * width))
+class Modulation(nn.Sequential):
+    """Conditions [B, C] -> shifts, scales and gates, [B, 1, C] each, or [1, T, C] where patch t is of sample[t]."""
+
+    def __init__(self, width: int, parts: int) -> None:
+        super().__init__(nn.SiLU(), nn.Linear(width, parts * width))
+        self._parts = parts
+
+    def forward(self, conditions: Tensor, sample: Tensor | None = None) -> tuple[Tensor, ...]:
+        found = super().forward(conditions)
+        return (found[:, None] if sample is None else found[sample][None]).chunk(self._parts, dim=-1)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return x [B, T, C] times 1 + scale, plus shift, [B, C] each."""
-    return x * (1 + scale[:, None]) + shift[:, None]
+    """Return x [B, T, C] times 1 + scale, plus shift, [B, 1, C] or [1, T, C] each."""
+    return x * (1 + scale) + shift
 
 
 class Block(nn.Module):
-    """One layer: [B, T, C] and conditions [B, C] -> [B, T, C]; the identity when modulation is 0."""
+    """One layer: [B, T, C] and conditions [B, C] -> [B, T, C]; the identity when modulation is 0.
+
+    ``sample`` [T] has the condition's row of each patch of joined samples, [1, T, C].
+    """
 
     def __init__(self, config: DiTConfig, attend: Attend) -> None:
         super().__init__()
@@ -112,25 +122,25 @@ class Block(nn.Module):
         self.attention = Attention(width, heads, heads, config.head_dim, attend, bias=True)
         self.mlp_norm = LayerNorm(width, eps=eps, elementwise_affine=False)
         self.mlp = MLP(width, config.ffn_size)
-        self.adaLN_modulation = modulation(width, 6)
+        self.adaLN_modulation = Modulation(width, 6)
 
-    def forward(self, x: Tensor, conditions: Tensor, mask: Any = None) -> Tensor:
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaLN_modulation(conditions).chunk(6, dim=-1)
-        x = x + gate[:, None] * self.attention(modulate(self.attention_norm(x), shift, scale), None, mask)
-        return x + mlp_gate[:, None] * self.mlp(modulate(self.mlp_norm(x), mlp_shift, mlp_scale))
+    def forward(self, x: Tensor, conditions: Tensor, mask: Any = None, sample: Tensor | None = None) -> Tensor:
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaLN_modulation(conditions, sample)
+        x = x + gate * self.attention(modulate(self.attention_norm(x), shift, scale), None, mask)
+        return x + mlp_gate * self.mlp(modulate(self.mlp_norm(x), mlp_shift, mlp_scale))
 
 
 class FinalLayer(nn.Module):
-    """Hidden states [B, T, C] and conditions [B, C] -> patches [B, T, P]."""
+    """Hidden states [B, T, C] and conditions [B, C] -> patches [B, T, P]; ``sample`` as in Block."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_epsilon, elementwise_affine=False)
         self.linear = nn.Linear(config.hidden_size, config.out_width)
-        self.adaLN_modulation = modulation(config.hidden_size, 2)
+        self.adaLN_modulation = Modulation(config.hidden_size, 2)
 
-    def forward(self, x: Tensor, conditions: Tensor) -> Tensor:
-        shift, scale = self.adaLN_modulation(conditions).chunk(2, dim=-1)
+    def forward(self, x: Tensor, conditions: Tensor, sample: Tensor | None = None) -> Tensor:
+        shift, scale = self.adaLN_modulation(conditions, sample)
         return self.linear(modulate(self.norm(x), shift, scale)).clone()  # FSDP warns of a view
 
 
@@ -156,14 +166,20 @@ class DiT(nn.Module):
         times [B] are numbers, labels [B] integers; label num_classes means none. A part that `keep` made takes hidden
         states [B, T, C] of earlier layers instead of patches, and returns hidden states if layers follow. The mask of
         the micro-batch is handed to every attention unseen (``model.attention.Attend``).
+
+        Samples may be joined, one after the other: x is [1, T, ...] of B samples, and positions go on from each to the
+        next.
         """
+        sample, patches = None, self.config.num_patches
+        if len(x) != len(times):
+            sample, positions = (positions // patches).clamp(max=len(times) - 1), positions % patches
         if self.x_embedder is not None:
             x = self.x_embedder(x.to(self.x_embedder.weight.dtype))
             x = x + position_embedding(positions, self.config).to(x.dtype)
         conditions = self.t_embedder(times) + self.y_embedder(labels)  # [B, C]
         for layer in self.layers:
-            x = layer(x, conditions, mask)
-        return x if self.final_layer is None else self.final_layer(x, conditions)
+            x = layer(x, conditions, mask, sample)
+        return x if self.final_layer is None else self.final_layer(x, conditions, sample)
 
     def keep(self, layers: range) -> None:
         """Reduce the model to these layers; parameters keep their names.

@@ -38,7 +38,8 @@ class MeshConfig:
     """Processes that share each sequence."""
     balance_over: Literal["cp", "dp_cp"] = "cp"
     """Over whom the tokens of packed documents are shared and balanced: the context-parallel processes of each
-    micro-batch, or, as one micro-batch, all data-parallel ones too; dp_cp needs reset_attention_mask."""
+    micro-batch, or, as one micro-batch, all data-parallel ones too; dp_cp needs reset_attention_mask or
+    pack_samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that every process computes on; auto takes cuda where it is available."""
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"

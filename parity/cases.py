@@ -57,6 +57,7 @@ class Case:
     virtual: int = 1
     layers: tuple[int, ...] = ()
     loss_chunk: int = 0
+    joined: int = 0
 
     @property
     def ranks(self) -> int:
@@ -78,6 +79,8 @@ class Case:
             parts.append("layers " + " + ".join(map(str, self.layers)))
         if self.loss_chunk:
             parts.append(f"loss by {self.loss_chunk} tokens")
+        if self.joined:
+            parts.append(f"{self.joined} samples joined")
         return ", ".join(parts)
 
     @property
@@ -114,6 +117,8 @@ class Case:
             found += [*LANGUAGE, "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
         for name, value in values.items():
             found += [f"--{name}", str(value)]
+        if self.joined:
+            found += ["--pack-samples", "--micro-batch-size", str(self.joined)]
         return [*found, "--pipeline-layers", *map(str, self.layers)] if self.layers else found
 
 
@@ -148,6 +153,14 @@ def diffusion_cases() -> list[Case]:
         ring(pp=2, cp=2, schedule="Interleaved1F1B", virtual=2),
         ring(pp=2, dp=2, schedule="Interleaved1F1B", virtual=2, mode="zero1"),
         ring(pp=2, tp=2, schedule="GPipe", layers=(1, 3)),
+        ring(joined=2),
+        ring(cp=2, joined=4),
+        ring(tp=2, cp=2, joined=2),
+        ring(pp=2, tp=2, cp=2, joined=2),
+        Case(cp=4, method="exchange", joined=4),
+        Case(cp=3, method="exchange", joined=4),
+        Case(cp=2, dp=2, method="ulysses", joined=2),
+        Case(cp=4, method="allgather", joined=2),
     ]
     found += [ring(dp=2, cp=2, mode=mode) for mode in ("ddp", "legacy_ddp", "zero1", "zero2", "zero3")]
     return found

@@ -19,7 +19,6 @@ from torch import Tensor
 from checkpoint.api import CheckpointError, find_checkpoint, load_model, read_manifest
 from checkpoint.manifest import checkpoint_folder
 from data.latents.vae import Vae
-from model.dit import full_sdpa
 from model.dit_config import architecture_of
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.pipeline.stages import PipelineConfig
@@ -28,7 +27,7 @@ from runtime.files import replacing
 from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
 from tools.arguments import parser_for, positive
-from train.attention import softmax_context
+from train.attention import diffusion_context
 from train.config.common import LoopConfig
 from train.config.diffusion import DiTRunConfig, diffusion_of, load_config
 from train.config.flags import ConfigError
@@ -102,7 +101,7 @@ def load_sampler(
     with raise_together():
         if averaged and AVERAGED not in read_manifest(folder).extra:
             raise CheckpointError(f"{folder} keeps no averages of the weights; give --no-ema to take these as trained")
-        cp, attend = softmax_context(config, mesh.cp.get_group(), full_sdpa)
+        cp, attend = diffusion_context(config, mesh.cp.get_group())
     parts = model_parts(config, mesh, attend)
     section = "ema" if averaged else "model"
     iteration = load_model(folder, parts[0], architecture_of(config.model), section=section).iteration
@@ -120,7 +119,7 @@ def check_finite(latents: Tensor, checkpoint: Path, guidance: float) -> None:
 
 def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
     """Fit the run's configuration to ``processes``, without pipeline stages, which would wait for each other."""
-    mesh = replace(config.mesh, pipeline_model_parallel_size=1)
+    mesh = replace(config.mesh, pipeline_model_parallel_size=1, balance_over="cp")
     if processes % (mesh.tensor_model_parallel_size * mesh.context_parallel_size):
         mesh = replace(mesh, tensor_model_parallel_size=1, context_parallel_size=1)
     if mesh.device == "cuda" and not torch.cuda.is_available():
@@ -132,7 +131,13 @@ def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
     data_parallel = replace(config.data_parallel, num_distributed_optimizer_instances=1)
     train = replace(config.train, global_batch_size=None)
     found = replace(
-        config, mesh=mesh, context=context, pipeline=PipelineConfig(), data_parallel=data_parallel, train=train
+        config,
+        mesh=mesh,
+        context=context,
+        pipeline=PipelineConfig(),
+        data_parallel=data_parallel,
+        train=train,
+        data=replace(config.data, pack_samples=False),
     )
     validate_mesh(found, processes)
     return found

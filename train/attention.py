@@ -12,12 +12,13 @@ from torch import Tensor
 from kernels.attention import passed_over, select_backend
 from kernels.linear_attention import linear_attention, select_linear_backend
 from model.attention import Attend, HybridAttention, LinearAttend, sdpa
+from model.dit import full_sdpa
 from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.context.linear.relayout import InsideAttention
 from parallel.context.plan import PLANS, PlanHandle
 from runtime.together import is_first
 from train.config.common import CommonConfig
-from train.config.entries import Config
+from train.config.entries import Config, DiTRunConfig
 from train.config.flags import ConfigError
 
 
@@ -30,6 +31,15 @@ def context_of(
     if config.model.linear_attention:
         return _linear_context_of(config, group, config.mesh.tensor_model_parallel_size)
     return softmax_context(config, group, sdpa)
+
+
+def diffusion_context(config: DiTRunConfig, group: dist.ProcessGroup | None) -> tuple[ContextParallel, Attend]:
+    """Return a diffusion transformer's context parallelism, under the bounds of joined samples, and its attention."""
+    cp, attend = softmax_context(config, group, full_sdpa)
+    if not config.packed:
+        return cp, attend
+    cp = cp.under(documents=config.sample_ends)
+    return cp, cp.attend
 
 
 def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, HybridAttention]:

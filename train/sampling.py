@@ -101,7 +101,10 @@ class Sampler:
         diffusion: Diffusion,
         sampling: SamplingConfig,
         seed: int,
+        joined: int | None = None,
     ) -> None:
+        """Set up for ``cp``, made for the patches of a sample or of so many ``joined`` ones."""
+        self._joined = joined
         self._parts, self._mesh, self._cp, self._model = list(parts), mesh, cp, model
         self._diffusion, self._sampling, self._seed = diffusion, sampling, seed
         self._positions = cp.positions.to(mesh.device)  # [T]
@@ -120,17 +123,18 @@ class Sampler:
         drawn = [
             self._draw(mine[begin : begin + batch_size], labels) for begin in range(0, each, batch_size)
         ]  # [b, T, W] each
-        whole = self._cp.unshard(torch.cat(drawn), dim=1)  # [each, all patches, W]
+        found = torch.cat(drawn)
+        whole = found if self._joined else self._cp.unshard(found, dim=1)  # [each, all patches, W]
         gathered = [torch.empty_like(whole) for _ in range(ranks)]
         dist.all_gather(gathered, whole.contiguous(), group=self._mesh.dp.get_group())
         return unpatchify(torch.cat(gathered)[: len(labels)], self._model).cpu()
 
     def _draw(self, numbers: list[int], labels: Sequence[int]) -> Tensor:
-        """Return this rank's patches ``[B, T, W]`` of the samples with these numbers."""
+        """Return this rank's patches ``[B, T, W]`` of the samples with these numbers, or all if samples are joined."""
         sampling = self._sampling
         asked = torch.tensor([labels[number] for number in numbers], device=self._mesh.device)
         none, channels = self._model.num_classes, sampling.guidance_channels
-        denoise = guided(self._through_stages, asked, none, sampling.guidance, self._diffusion, channels)
+        denoise = guided(self._denoised, asked, none, sampling.guidance, self._diffusion, channels)
         return draw(
             self._diffusion,
             denoise,
@@ -141,12 +145,26 @@ class Sampler:
         )
 
     def _noise(self, numbers: list[int], when: str) -> Tensor:
-        """Return this rank's patches ``[B, T, W]`` of the samples' noise."""
+        """Return this rank's patches ``[B, T, W]`` of the samples' noise, or all if samples are joined."""
         noise = [
             torch.randn(self._model.latent_shape, generator=generator_of(self._seed, f"drawn sample {number}, {when}"))
             for number in numbers
         ]
-        return self._cp.shard(patchify(torch.stack(noise), self._model), dim=1).to(self._mesh.device)
+        patches = patchify(torch.stack(noise), self._model)
+        return (patches if self._joined else self._cp.shard(patches, dim=1)).to(self._mesh.device)
+
+    def _denoised(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        """Return the model's output for patches as ``_noise`` returns them."""
+        if self._joined is None:
+            return self._through_stages(x, times, labels)
+        parts = zip(*(values.split(self._joined) for values in (x, times, labels)), strict=True)
+        return torch.cat([self._of_joined(self._joined, *part) for part in parts])
+
+    def _of_joined(self, count: int, *values: Tensor) -> Tensor:
+        """Return the output ``[b, all patches, W]`` for at most ``count`` samples; the last one fills the sequence."""
+        x, times, labels = (torch.cat((part, part[-1:].expand(count - len(part), *part.shape[1:]))) for part in values)
+        out = self._through_stages(self._cp.shard(x.flatten(0, 1)[None], dim=1), times, labels)
+        return self._cp.unshard(out, dim=1).unflatten(1, (count, -1))[0][: len(values[0])]
 
     def _through_stages(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         """Return the whole model's output; each pipeline stage in turn broadcasts its own."""

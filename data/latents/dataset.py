@@ -30,6 +30,9 @@ class LatentDataConfig:
     """Shares of the samples for training and validation; which samples these are depends on their number alone."""
     num_workers: int = 0
     """Processes that read batches ahead; 0 reads in the training process."""
+    pack_samples: bool = False
+    """Join the samples of a micro-batch into one sequence in which each attends to itself alone: context parallelism
+    then gives each process whole samples as far as it can, and only those that are cut travel."""
 
     def __post_init__(self) -> None:
         split_shares(self.split)

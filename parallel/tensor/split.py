@@ -12,7 +12,7 @@ channels.
 
 import re
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel, parallelize_module
@@ -111,10 +111,13 @@ def split_dit(model: nn.Module, mesh: DeviceMesh) -> None:
     styles |= dict.fromkeys(("attention.wq", "attention.wk", "attention.wv", "mlp.up"), Matrix(0))
     styles |= dict.fromkeys(("attention.wo", "mlp.down"), Matrix(1))
     _apply(model, mesh, styles)
-    if getattr(model, "x_embedder", None) is not None:
-        model.register_forward_pre_hook(
-            lambda _, inputs: (inputs[0].chunk(size, 1)[rank], inputs[1].chunk(size)[rank], *inputs[2:])
-        )
+    first = getattr(model, "x_embedder", None) is not None
+
+    def own_patches(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, positions, *others = inputs
+        return x.chunk(size, 1)[rank] if first else x, positions.chunk(size)[rank], *others
+
+    model.register_forward_pre_hook(own_patches)
     if getattr(model, "final_layer", None) is not None:
         model.register_forward_hook(lambda _, inputs, x: of_tokens(x, mesh).full_tensor().clone())
 

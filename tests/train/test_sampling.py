@@ -4,16 +4,18 @@ import numpy as np
 import pytest
 import torch
 
+from data.latents.dataset import LatentDataConfig
 from model.base import generator_of
 from model.diffusion import Diffusion, DiffusionConfig
-from model.dit import DiT, full_sdpa
+from model.dit import DiT
 from model.dit_config import DiTConfig
 from parallel.context.config import FullContextConfig
 from parallel.mesh import MeshConfig, distributed_mesh
 from parallel.tensor.split import split_dit
 from testing.ranks import run_ranks
 from train.assemble import build_parts
-from train.attention import softmax_context
+from train.attention import diffusion_context
+from train.config.common import LoopConfig
 from train.config.diffusion import DiTRunConfig, diffusion_of, validate
 from train.config.flags import ConfigError
 from train.sampling import Sampler, SamplingConfig, by_class, picture_writer, write_grid
@@ -30,15 +32,18 @@ MODEL = DiTConfig(
 LABELS = [0, 1, 2, 3, 4, 0, 1]
 
 
-def run_of(**mesh):
+def run_of(joined=0, **mesh):
     context = FullContextConfig(context_parallel_method="ring" if mesh.get("context_parallel_size") else "none")
-    return DiTRunConfig(model=MODEL, mesh=MeshConfig(device="cpu", **mesh), context=context)
+    config = DiTRunConfig(model=MODEL, mesh=MeshConfig(device="cpu", **mesh), context=context)
+    if not joined:
+        return config
+    return replace(config, data=LatentDataConfig(pack_samples=True), train=LoopConfig(micro_batch_size=joined))
 
 
 def drawn_on(rank, world_size, config, sampling):
     """What the ranks draw with weights that are no noughts."""
     with distributed_mesh(config.mesh) as mesh:
-        cp, attend = softmax_context(config, mesh.cp.get_group(), full_sdpa)
+        cp, attend = diffusion_context(config, mesh.cp.get_group())
         parts = build_parts(
             config,
             mesh,
@@ -46,7 +51,8 @@ def drawn_on(rank, world_size, config, sampling):
             split=lambda part: split_dit(part, mesh.tp),
             weight_of=lambda name, shape: 0.2 * torch.randn(shape, generator=generator_of(7, name)),
         )
-        sampler = Sampler(parts, mesh, cp, MODEL, diffusion_of(config), sampling, 11)
+        joined = config.train.micro_batch_size if config.packed else None
+        sampler = Sampler(parts, mesh, cp, MODEL, diffusion_of(config), sampling, 11, joined)
         return sampler.draw(LABELS, batch_size=3)
 
 
@@ -62,8 +68,10 @@ def alone():
         (4, {"context_parallel_size": 2}),
         (2, {"pipeline_model_parallel_size": 2}),
         (4, {"tensor_model_parallel_size": 2}),
+        (4, {"context_parallel_size": 2, "joined": 5}),
+        (4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "joined": 2}),
     ],
-    ids=["cp2", "dp2-cp2", "pp2", "dp2-tp2"],
+    ids=["cp2", "dp2-cp2", "pp2", "dp2-tp2", "dp2-cp2-joined", "cp2-tp2-joined"],
 )
 def test_every_mesh_draws_the_same(alone, ranks, mesh):
     found = run_ranks(drawn_on, ranks, run_of(**mesh), SamplingConfig(sample_method="ddpm", sample_steps=6))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from model.diffusion import Diffusion
 from train.config import flags
-from train.config.common import validate_backend, validate_run
+from train.config.common import validate_backend, validate_run, with_joined_ranks
 from train.config.entries import ENTRIES, DiTRunConfig
 from train.config.flags import ConfigError
 from train.config.sizes import validate_magnitude, validate_mesh
@@ -46,6 +46,12 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
 
     Raises UserError for the first contradiction, naming the fields, their values and the fix.
     """
+    config = with_joined_ranks(config, world_size)
+    if config.packed and config.context.context_parallel_method == "none":
+        raise ConfigError(
+            "pack_samples is set and context_parallel_method is none, which is torch's own SDPA and knows no samples; "
+            "choose a method, which one process can run too"
+        )
     validate_magnitude(config, world_size)
     config.sampling.check(diffusion_of(config))
     if config.sampling.samples_per_class:

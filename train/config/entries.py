@@ -95,6 +95,15 @@ class DiTRunConfig(CommonConfig):
     def sequence_length(self) -> int:
         return self.model.num_patches
 
+    @property
+    def packed(self) -> bool:
+        return self.data.pack_samples
+
+    @property
+    def sample_ends(self) -> tuple[int, ...]:
+        """Cumulative lengths of a micro-batch's joined samples."""
+        return tuple(range(0, self.joined_length + 1, self.sequence_length))
+
     def objective_key(self) -> dict[str, object]:
         return {"objective": self.diffusion.objective, "num_timesteps": self.diffusion.num_timesteps}
 

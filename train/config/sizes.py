@@ -83,7 +83,8 @@ def validate_mesh(config: CommonConfig, world_size: int) -> None:
     if config.mesh.balance_over == "dp_cp" and not config.packed:
         raise ConfigError(
             "balance_over is dp_cp, which balances the documents of all data-parallel processes as one sequence, and "
-            "here documents do not attend apart; give pretrain_gpt.py --reset-attention-mask, or leave it out"
+            "here none attend apart; give pretrain_gpt.py --reset-attention-mask or pretrain_dit.py --pack-samples, or "
+            "leave it out"
         )
     tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
     pp = config.mesh.pipeline_model_parallel_size

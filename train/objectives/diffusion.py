@@ -31,29 +31,38 @@ class Denoising(Objective):
     unit = "samples"
 
     def __init__(
-        self, cp: ContextParallel, device: torch.device, model: DiTConfig, diffusion: Diffusion, seed: int
+        self,
+        cp: ContextParallel,
+        device: torch.device,
+        model: DiTConfig,
+        diffusion: Diffusion,
+        seed: int,
+        *,
+        joined: bool = False,
     ) -> None:
+        """Set up for ``cp``, made for the patches of a sample or, with ``joined``, of a micro-batch's, as documents."""
         self._cp, self._device, self._model, self._diffusion, self._seed = cp, device, model, diffusion, seed
         self._positions = cp.positions.to(device)  # [T]
         self._real = (self._positions < cp.plan.seq_len).float()  # [T]; 0 for padding
+        self._sample = (cp.positions.clamp(max=cp.plan.seq_len - 1) // model.num_patches) if joined else None  # [T]
 
     @property
     def local_length(self) -> int:
-        """Return this rank's patches per sample, padding included."""
+        """Return this rank's patches per sample, or of all joined samples, padding included."""
         return len(self._positions)
 
     def local(self, batch: Batch) -> Batch:
         """Return this rank's patches [B, T, W] of latents [B, C, (F,) H, W], with noise, times and labels.
 
-        A sample with a negative number is a filler and carries no loss.
+        Joined samples are [1, T, W]. A sample with a negative number is a filler and carries no loss.
         """
         drawn = [self._drawn(int(sample)) for sample in batch["sample"]]
         chance, uniform, normal, noise = (torch.stack(values) for values in zip(*drawn, strict=True))
         times = self._diffusion.times(uniform, normal)
         labels = batch["labels"].where(chance >= self._model.class_dropout_prob, self._model.num_classes)
-        latents, noise = (self._cp.shard(patchify(x, self._model), dim=1) for x in (batch["latents"], noise))
+        latents, noise = (self._sharded(patchify(x, self._model)) for x in (batch["latents"], noise))
         local = {
-            "patches": self._diffusion.noised(latents, noise, times),
+            "patches": self._noised(latents, noise, times),
             "latents": latents,
             "noise": noise,
             "times": times,
@@ -61,6 +70,21 @@ class Denoising(Objective):
             "valid": batch["sample"] >= 0,
         }
         return {name: value.to(self._device, non_blocking=True) for name, value in local.items()}
+
+    def _sharded(self, patches: Tensor) -> Tensor:
+        """Return this rank's patches of whole samples [B, all patches, W]."""
+        return self._cp.shard(patches if self._sample is None else patches.flatten(0, 1)[None], dim=1)
+
+    def _by_time(self, patches: Tensor) -> Tensor:
+        """Return patches [B, T, W] with a row for each time: joined ones, [1, T, W], as [T, 1, W]; its own inverse."""
+        return patches if self._sample is None else patches.transpose(0, 1)
+
+    def _of_rows(self, values: Tensor) -> Tensor:
+        """Return a value for each row of ``_by_time``, given one for each sample, [B]."""
+        return values if self._sample is None else values[self._sample.to(values.device)]
+
+    def _noised(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        return self._by_time(self._diffusion.noised(self._by_time(latents), self._by_time(noise), self._of_rows(times)))
 
     def _drawn(self, sample: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draw for one sample: label chance, uniform and normal for its time, noise of the latents' shape."""
@@ -71,7 +95,12 @@ class Denoising(Objective):
 
     def count(self, local: Batch) -> int:
         """Count the patches that carry loss."""
-        return int(local["valid"].sum()) * int(self._real.sum())
+        return int(self._weights(local).sum())
+
+    def _weights(self, local: Batch) -> Tensor:
+        """Return 1 for each patch that carries loss and else 0, shaped as ``_by_time`` without W."""
+        real = self._real if self._sample is None else self._real[:, None]
+        return self._of_rows(local["valid"])[:, None] * real
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
         """Return the sum over this rank's patches of their elements' mean loss, float32.
@@ -81,14 +110,16 @@ class Denoising(Objective):
         output = model(local["patches"], self._positions, local["times"], local["labels"])
         if model.final_layer is None:
             return output
-        latents, noise, times = local["latents"], local["noise"], local["times"]
+        latents, noise, output = map(self._by_time, (local["latents"], local["noise"], output))
+        times = self._of_rows(local["times"])
         noised = self._diffusion.noised(latents, noise, times)
-        loss = self._diffusion.loss(output, latents, noise, noised, times).mean(-1)  # [B, T]
-        return (loss * local["valid"][:, None] * self._real).sum()
+        loss = self._diffusion.loss(output, latents, noise, noised, times).mean(-1)
+        return (loss * self._weights(local)).sum()
 
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
-        """Return the name and a meta tensor of patches ``[B, T, W]``."""
-        return "patches", torch.empty((micro_batch_size, self.local_length, self._model.patch_width), device="meta")
+        """Return the name and a meta tensor of patches ``[B, T, W]``, or ``[1, T, W]`` of joined samples."""
+        rows = micro_batch_size if self._sample is None else 1
+        return "patches", torch.empty((rows, self.local_length, self._model.patch_width), device="meta")
 
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
         """Tie the conditioning modules of all stages."""

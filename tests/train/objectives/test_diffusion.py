@@ -64,6 +64,26 @@ def test_the_loss_is_the_naive_one_without_fillers(kind: str) -> None:
     torch.testing.assert_close(trained.loss_sum(model, local), want)
 
 
+@pytest.mark.parametrize("kind", ["ddpm", "rectified_flow"])
+def test_joined_samples_have_the_loss_that_they_have_apart(kind: str) -> None:
+    given, patches = batch(3, -1, 5, 8), MODEL.num_patches
+    alone = objective(kind=kind)
+    whole = context_parallel("ring", seq_len=4 * patches, causal=False)
+    bounded = whole.under(documents=tuple(range(0, 4 * patches + 1, patches)))
+    losses = {}
+    for name, cp in (("apart", None), ("joined", bounded), ("one document", whole)):
+        trained = alone if cp is None else Denoising(cp, CPU, MODEL, alone._diffusion, 1, joined=True)
+        model = DiT(MODEL) if cp is None else DiT(MODEL, cp.attend)
+        generator = torch.Generator().manual_seed(0)
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, 0, 0.3, generator=generator)
+        local = trained.local(given)
+        assert trained.count(local) == 3 * patches
+        losses[name] = trained.loss_sum(model, local).item()
+    assert losses["joined"] == pytest.approx(losses["apart"], rel=2e-6)
+    assert losses["one document"] != pytest.approx(losses["apart"], rel=1e-3), "negative control: bounds ignored"
+
+
 def shared(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Tensor], int]:
     found = objective(group=torch.distributed.group.WORLD)
     local = found.local(batch(4, 5))

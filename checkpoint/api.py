@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from checkpoint.manifest import CheckpointError, Manifest, checkpoint_folder, describe, read_manifest, write_manifest
 from checkpoint.search import POINTER, find_checkpoint, saved_iterations, to_stderr, what_is_broken
@@ -20,7 +19,7 @@ from runtime.files import fsync_folder, reason, room, write_text
 from runtime.together import cpu_group, from_first, gather_results, is_first, raise_together
 
 if TYPE_CHECKING:
-    from checkpoint.tensors import Model
+    from checkpoint.tensors import Model, Read
 
 __all__ = [
     "CheckpointConfig",
@@ -33,6 +32,7 @@ __all__ = [
     "remove_drafts",
     "save_checkpoint",
     "saved_iterations",
+    "stored_weights",
 ]
 
 
@@ -48,6 +48,8 @@ class CheckpointConfig:
     """Folder to resume from: its newest whole checkpoint."""
     ckpt_step: int | None = None
     """Load exactly this iteration from --load, and fail if it is broken."""
+    finetune: bool = False
+    """Take only the weights from --load, for a new run: optimizer, schedule, counters and data begin afresh."""
     exit_on_missing_checkpoint: bool = False
     """Fail where --load holds no checkpoint, rather than start afresh."""
 
@@ -56,6 +58,8 @@ class CheckpointConfig:
             raise UserError(f"save_interval is {self.save_interval}; it must be 1 or more, or left out")
         if self.ckpt_step is not None and self.load is None:
             raise UserError(f"ckpt_step is {self.ckpt_step} and load is not set; name a run's folder with --load")
+        if self.finetune and self.load is None:
+            raise UserError("finetune is set and load is not; name the folder with the weights with --load")
         if self.exit_on_missing_checkpoint and self.load is None:
             raise UserError("exit_on_missing_checkpoint is set and load is not; name a run's folder with --load")
 
@@ -63,13 +67,14 @@ class CheckpointConfig:
 def save_checkpoint(
     directory: str | Path,
     iteration: int,
-    model: "Model",
-    optimizer: torch.optim.Optimizer,
+    model: "Model | Mapping[str, torch.Tensor]",
+    optimizer: torch.optim.Optimizer | None,
     *,
     architecture: dict[str, Any],
     extra: dict[str, Any],
     more: Mapping[str, dict[str, torch.Tensor]] | None = None,
     group: dist.ProcessGroup | None = None,
+    read: "Read | None" = None,
 ) -> Path:
     """Write ``iter_N`` into a run's folder atomically and return its path.
 
@@ -84,6 +89,8 @@ def save_checkpoint(
         architecture: JSON-serialisable description of the model, compared at load.
         extra: JSON-serialisable rest of the run's state, returned by ``load_checkpoint``.
         more: further sections of tensors by name, such as averages of the weights.
+        read: of weights from elsewhere, without an optimizer: ``model`` has meta tensors by name, and this returns one
+            of them when it is written, so that one at a time is in memory.
 
     Raises:
         CheckpointError: the iteration has a whole checkpoint (a broken one is moved aside), or the disk refuses;
@@ -97,10 +104,11 @@ def save_checkpoint(
         try:
             with raise_together(group):
                 json.dumps([architecture, extra])
-                state = tensors_of(model, optimizer) | dict(more or {})
+                of_run = {"model": dict(model)} if isinstance(model, Mapping) else tensors_of(model, optimizer)
+                state = of_run | dict(more or {})
             needed = bytes_of(state, group)
             from_first(lambda: _check_room(draft, needed), group)
-            write_shards(draft, state, group, needed)
+            write_shards(draft, state, group, needed, read)
             files = dict(
                 entry for of_rank in gather_results(lambda: _own_files(draft, group), group) for entry in of_rank
             )
@@ -156,7 +164,7 @@ def load_checkpoint(
 
 def load_model(
     path: str | Path,
-    model: nn.Module,
+    model: "Model",
     architecture: dict[str, Any],
     *,
     section: str = "model",
@@ -164,13 +172,15 @@ def load_model(
 ) -> Manifest:
     """Load only the weights, cast to the dtypes of ``model``, and return the manifest. Needs no process group.
 
+    Several parts of a model load collectively, as in ``load_checkpoint``.
+
     Args:
         section: section of the checkpoint to read; weight averages have their own.
 
     Raises:
         CheckpointError: as ``load_checkpoint`` does.
     """
-    from checkpoint.tensors import compare_tensors, read_shards, tensors_of
+    from checkpoint.tensors import compare_tensors, read_shards, spread_copies, tensors_of
 
     folder = Path(path)
     with cpu_group(group) as group:
@@ -179,7 +189,19 @@ def load_model(
             state = {section: tensors_of(model, None)["model"]}
         compare_tensors(folder, state, metadata, group, exact_dtype=False)
         read_shards(folder, state, metadata, group)
+        spread_copies(model, None)
     return manifest
+
+
+def stored_weights(path: str | Path, architecture: dict[str, Any]) -> tuple[dict[str, torch.Tensor], "Read"]:
+    """Return meta tensors of a checkpoint's weights by name, and what reads one of them; needs no process group.
+
+    Raises CheckpointError as ``load_checkpoint`` does.
+    """
+    from checkpoint.tensors import reader_of
+
+    _, metadata = _described(Path(path), architecture)
+    return reader_of(Path(path), metadata)
 
 
 def _described(folder: Path, architecture: dict[str, Any]) -> tuple[Manifest, Any]:

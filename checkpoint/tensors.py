@@ -2,7 +2,7 @@
 
 import pickle
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from checkpoint.manifest import CheckpointError, Manifest
+from runtime.errors import UserError
 from runtime.files import room
 from runtime.together import from_first, gather_results
 
@@ -23,6 +24,8 @@ METADATA = ".metadata"
 State = dict[str, dict[str, torch.Tensor]]
 Model = nn.Module | Sequence[nn.Module]
 """A model, or the parts of it that a rank holds, with parameter names as in the whole model."""
+Read = Callable[[str], torch.Tensor]
+"""A parameter's name -> its tensor; each call may read a file."""
 
 # All classes that DCP puts into `.metadata` for a state of tensors; each only holds data.
 _DATA_CLASSES = {
@@ -77,7 +80,7 @@ def tensors_of(model: Model, optimizer: torch.optim.Optimizer | None, *, create:
 
 
 @torch.no_grad()
-def spread_copies(model: Model, optimizer: torch.optim.Optimizer) -> None:
+def spread_copies(model: Model, optimizer: torch.optim.Optimizer | None) -> None:
     """Copy value and moments of each parameter that several parts hold from the last part, which was read."""
     parts = [model] if isinstance(model, nn.Module) else model
     read = {name: parameter for part in parts for name, parameter in part.named_parameters()}
@@ -85,8 +88,9 @@ def spread_copies(model: Model, optimizer: torch.optim.Optimizer) -> None:
         for name, parameter in part.named_parameters():
             if parameter is not (source := read[name]):
                 parameter.copy_(source)
-                for key, value in optimizer.state.get(source, {}).items():
-                    optimizer.state[parameter][key].copy_(value)
+                if optimizer is not None:
+                    for key, value in optimizer.state.get(source, {}).items():
+                        optimizer.state[parameter][key].copy_(value)
 
 
 def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> None:
@@ -112,11 +116,19 @@ def bytes_of(state: State, group: dist.ProcessGroup | None) -> int:
     return sum({name: size for of_rank in gather_results(sizes, group) for name, size in of_rank.items()}.values())
 
 
-def write_shards(folder: Path, state: State, group: dist.ProcessGroup | None, needed: int) -> None:
-    """Write and fsync each rank's part of ``state``. Collective; raises CheckpointError on every rank."""
+def write_shards(
+    folder: Path, state: State, group: dist.ProcessGroup | None, needed: int, read: Read | None = None
+) -> None:
+    """Write and fsync each rank's part of ``state``. Collective; raises CheckpointError on every rank.
+
+    With ``read``, the state is of meta tensors, and each weight is read by its name as it is written.
+    """
     try:
         with _one_error(f"cannot write {folder}"):
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
+            # A writer holds on to the tensors of a file until it is written: read one by one, each has its own.
+            writer = dcp.FileSystemWriter(folder, single_file_per_rank=read is None)
+            planner = None if read is None else _Streaming(read)
+            dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointError as error:
         free = from_first(lambda: room(folder, needed), group)
         raise CheckpointError(f"{error}; {free}: free some or choose another --save") from error
@@ -130,6 +142,22 @@ def read_shards(folder: Path, state: State, metadata: Metadata, group: dist.Proc
     """
     with _one_error(f"cannot load {folder}"):
         dcp.load(state, storage_reader=_Reader(folder, metadata), planner=_TensorPlanner(), process_group=group)
+
+
+def reader_of(folder: Path, metadata: Metadata) -> tuple[dict[str, torch.Tensor], Read]:
+    """Return meta tensors of a checkpoint's weights by name, and what reads one of them; needs no process group."""
+    weights = {
+        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+
+    def read(name: str) -> torch.Tensor:
+        weight = torch.empty_like(weights[name], device="cpu")
+        read_shards(folder, {"model": {name: weight}}, metadata, None)
+        return weight
+
+    return weights, read
 
 
 def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
@@ -169,6 +197,8 @@ def compare_tensors(
 ) -> None:
     """Compare names, shapes and (``exact_dtype``) dtypes of ``state`` with a checkpoint's. Collective.
 
+    A wider dtype than the checkpoint's holds the same values, as with weights that were imported in bfloat16.
+
     Raises:
         CheckpointError: naming the first few tensors that differ, on every rank.
     """
@@ -182,7 +212,7 @@ def compare_tensors(
                 problems.append(f"{name} is missing")
             elif stored.size != value.shape:
                 problems.append(f"{name} has shape {list(stored.size)} instead of {list(value.shape)}")
-            elif exact_dtype and stored.properties.dtype != value.dtype:
+            elif exact_dtype and torch.promote_types(stored.properties.dtype, value.dtype) != value.dtype:
                 problems.append(f"{name} is {stored.properties.dtype} instead of {value.dtype}")
         _refuse(folder, problems)
         parts = tuple(f"{part}." for part in state)
@@ -222,6 +252,17 @@ class _Reader(dcp.FileSystemReader):
         return self.checked
 
 
+class _Streaming(dcp.DefaultSavePlanner):
+    """Read each weight as it is written, so that one at a time is in memory."""
+
+    def __init__(self, read: Read) -> None:
+        super().__init__()
+        self.read = read
+
+    def lookup_object(self, index: Any) -> torch.Tensor:
+        return self.read(index.fqn.removeprefix("model."))
+
+
 class _TensorPlanner(dcp.DefaultLoadPlanner):
     """Refuse to unpickle objects, which DCP does with weights_only=False."""
 
@@ -239,4 +280,6 @@ def _one_error(what: str) -> Iterator[None]:
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, UserError):
+            raise cause from error
         raise CheckpointError(f"{what}: rank {rank} found {type(cause).__name__}: {cause}") from error

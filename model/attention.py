@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kernels.linear_attention import linear_attention
 from model.config import ModelConfig, SoftmaxType
-from model.layers import Rotary
+from model.layers import RMSNorm, Rotary
 from model.windows import Window
 from runtime.errors import UserError
 
@@ -197,7 +197,7 @@ class LinearCore(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections, optional rotary positions, attend, output projection: [B, T, C] -> [B, T, C].
+    """Projections, optional norms and rotary positions, attend, output projection: [B, T, C] -> [B, T, C].
 
     The projections are separate linears, so that tensor parallelism can split each by heads.
 
@@ -216,16 +216,21 @@ class Attention(nn.Module):
         *,
         window: Window | None = None,
         softmax_type: SoftmaxType = "vanilla",
+        qkv_bias: bool = False,
+        qk_norm: float | None = None,
     ) -> None:
+        """Build it; ``bias`` is of all four projections, ``qk_norm`` the epsilon of the norms of queries and keys."""
         super().__init__()
         self.head_dim, self.window, self.softmax_type = head_dim, window, softmax_type
         self.num_heads = num_heads
         """Query heads of this device; tensor parallelism lowers it."""
         self.attend = attend
         self.sinks = nn.Parameter(torch.empty(num_heads)) if softmax_type == "learnable" else None
-        self.wq = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
-        self.wk = nn.Linear(hidden_size, num_query_groups * head_dim, bias=bias)
-        self.wv = nn.Linear(hidden_size, num_query_groups * head_dim, bias=bias)
+        self.wq = nn.Linear(hidden_size, num_heads * head_dim, bias=bias or qkv_bias)
+        self.wk = nn.Linear(hidden_size, num_query_groups * head_dim, bias=bias or qkv_bias)
+        self.wv = nn.Linear(hidden_size, num_query_groups * head_dim, bias=bias or qkv_bias)
+        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
+        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
         self.wo = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
 
     def forward(
@@ -235,10 +240,16 @@ class Attention(nn.Module):
         # -1, not the number of heads: under tensor parallelism a device holds some of them.
         # k and v first: with several devices they may be in transit while q is projected.
         k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))  # [B, T, G, D]
-        attention = self._prefetched(k if rotary is None else rotary.rotate(k), v, mask, states, layer)
+        attention = self._prefetched(self._placed(k, self.k_norm, rotary), v, mask, states, layer)
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
-        out = attention(q if rotary is None else rotary.rotate(q))  # [B, T, H, D]
+        out = attention(self._placed(q, self.q_norm, rotary))  # [B, T, H, D]
         return self.wo(out.flatten(-2))
+
+    @staticmethod
+    def _placed(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
+        """Normalise each head's queries or keys, and rotate them."""
+        x = x if norm is None else norm(x)
+        return x if rotary is None else rotary.rotate(x)
 
     def _prefetched(self, k: Tensor, v: Tensor, mask: Any, states: States, layer: int) -> Callable[[Tensor], Tensor]:
         found: dict[str, Any] = {"mask": mask, "window": self.window, "sinks": self.own_sinks(k)}
@@ -275,4 +286,6 @@ def attention_of(config: ModelConfig, layer: int, attend: Attend, bias: bool = F
         bias,
         window=config.window(layer),
         softmax_type=config.softmax_type,
+        qkv_bias=config.add_qkv_bias,
+        qk_norm=config.norm_epsilon if config.qk_layernorm else None,
     )

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from model.rope import RopeConfig
 from model.windows import MOST_LAYERS, Window, Windows, windows_of
 from runtime.errors import UserError
 
@@ -14,7 +15,7 @@ SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(RopeConfig):
     """Kind and shape of the model."""
 
     model_type: Literal["llama", "gpt", "transnormer", "linear_transformer"] = "llama"
@@ -38,9 +39,12 @@ class ModelConfig:
     position_embedding_type: Literal["rope", "learned_absolute"] | None = None
     """How tokens know their places; by default rope, and learned_absolute in a gpt, which alone has it."""
     max_position_embeddings: int | None = None
-    """Entries in the table of learned_absolute positions, and so the longest sequence; rope has no such bound."""
-    rotary_base: float = 10000.0
-    """Base of the angles of rope."""
+    """Entries in the table of learned_absolute positions, and so the longest sequence; with rope the longest that the
+    model is meant for, beyond which a run begins with a note."""
+    add_qkv_bias: bool = False
+    """Give the projections of queries, keys and values biases in a llama, as Qwen2 has them."""
+    qk_layernorm: bool = False
+    """Normalise each head's queries and keys by an RMS norm in a llama, as Qwen3 does."""
     softmax_every: int | None = None
     """Give every so many-th layer of a transnormer softmax attention with rope (a hybrid: 8 is seven linear layers,
     then one of softmax); by default none has it."""
@@ -83,6 +87,8 @@ class ModelConfig:
         self._check_kind()
         self._check_softmax()
         self._check_positions()
+        softmax = not self.linear_attention or self.softmax_every is not None
+        self.check_rope(self.head_dim, rotates=softmax and not self.learned_positions)
 
     def _check_kind(self) -> None:
         """Check settings that need linear attention, and those that it excludes."""
@@ -97,6 +103,10 @@ class ModelConfig:
             "no_scale_embedding",
             f"model_type {kind} scales no embeddings; leave it out",
         )
+        for name in ("add_qkv_bias", "qk_layernorm"):
+            self._require(
+                kind == "llama" or not getattr(self, name), name, f"model_type {kind} has none of its own; leave it out"
+            )
         every = self.softmax_every
         self._require(
             every is None or kind == "transnormer",
@@ -170,12 +180,6 @@ class ModelConfig:
                 "learned_absolute positions turn nothing; leave it out, or set position_embedding_type to rope",
             )
             return
-        self._require(
-            self.max_position_embeddings is None,
-            "max_position_embeddings",
-            "rope has no table of positions; leave it out, or set model_type to gpt and position_embedding_type to "
-            "learned_absolute",
-        )
         self._check_rope()
 
     def _check_rope(self) -> None:
@@ -223,6 +227,11 @@ class ModelConfig:
         return self.position_embedding_type == "learned_absolute"
 
     @property
+    def position_table(self) -> int | None:
+        """Entries in the table of learned positions; None without one."""
+        return self.max_position_embeddings if self.learned_positions else None
+
+    @property
     def head_dim(self) -> int:
         """Width of one head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
@@ -268,6 +277,7 @@ def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str |
         }
         if config.softmax_every is not None:
             linear["softmax_every"] = config.softmax_every
+    own = {name: True for name in ("add_qkv_bias", "qk_layernorm") if getattr(config, name)}
     return {
         "model_type": config.model_type,
         "num_layers": config.num_layers,
@@ -278,10 +288,12 @@ def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str |
         "kv_channels": config.head_dim,
         "vocab_size": config.vocabulary,
         "position_embedding_type": positions,
-        "max_position_embeddings": config.max_position_embeddings,
+        "max_position_embeddings": config.position_table,
         "rotary_base": config.rotary_base,
         "norm_epsilon": config.norm_epsilon,
         "untie_embeddings_and_output_weights": config.untie_embeddings_and_output_weights,
         **linear,
         **softmax,
+        **own,
+        **config.scaling(),
     }

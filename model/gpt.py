@@ -39,7 +39,7 @@ class GPT(LanguageModel):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
-        table = config.max_position_embeddings
+        table = config.position_table
         self.position_embedding = nn.Embedding(table, config.hidden_size) if table is not None else None
         self.layers = nn.ModuleList(Layer(config, layer, attend) for layer in range(config.num_layers))
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_epsilon)
@@ -50,7 +50,7 @@ class GPT(LanguageModel):
 
         Raises ValueError for more tokens than that without explicit positions.
         """
-        length, table = tokens.shape[1], self.config.max_position_embeddings
+        length, table = tokens.shape[1], self.config.position_table
         if positions is None:
             if table is not None and length > table:
                 raise ValueError(f"{length} tokens are more than max_position_embeddings {table}; give fewer")
@@ -60,7 +60,7 @@ class GPT(LanguageModel):
             x = x + self.position_embedding(positions)  # [B, T, C] + [T, C] or [B, T, C]
         rotary = None
         if table is None:
-            rotary = Rotary(positions, self.config.head_dim, self.config.rotary_base, x.dtype)
+            rotary = Rotary(positions, self.config.head_dim, self.config, x.dtype)
         for layer in self.layers:
             x = layer(x, rotary, mask)
         return x if self.norm is None else self.norm(x)

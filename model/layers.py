@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.rope import RopeConfig, frequencies
+
 # Normalises 16-bit inputs in float32 and rounds once, at the end (Zhang & Sennrich 2019, eq. 4); the fused kernel saves
 # x and one number per token. Hugging Face also rounds before the weight, which changes a quarter of bf16 outputs.
 RMSNorm = nn.RMSNorm
@@ -18,17 +20,18 @@ LayerNorm = nn.LayerNorm
 class Rotary:
     """Rotary position embedding (Su et al. 2021) for explicit global positions, in Hugging Face's half-split layout.
 
-    Channels i and i + D/2 rotate by position * base^(-2i/D) rad. Angles are computed in float64: float32 is off by up
-    to 0.03 rad at position 512K. Created once per forward and passed to every layer. Deliberately not a tensor, tuple
-    or dataclass: FSDP's mixed precision casts tensors that it finds in a layer's inputs to bf16.
+    Channels i and i + D/2 rotate by position * base^(-2i/D) rad, or as its scaling says (``model.rope``). Angles are
+    computed in float64: float32 is off by up to 0.03 rad at position 512K. Created once per forward, for every
+    layer. Deliberately not a tensor, tuple or dataclass: FSDP's mixed precision casts the tensors that it finds in what
+    a layer takes to bf16.
     """
 
-    def __init__(self, positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> None:
+    def __init__(self, positions: Tensor, head_dim: int, rope: RopeConfig, dtype: torch.dtype) -> None:
         """Compute cos and sin, float32 or wider, for integer positions [T] or [B, T]; dtype is the activations'."""
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim  # [D/2]
-        angles = positions.to(torch.float64)[..., None, None] * base**-exponents  # [T, 1, D/2] or [B, T, 1, D/2]
+        turns, scale = frequencies(rope, head_dim, positions)  # [D/2]
+        angles = positions.to(torch.float64)[..., None, None] * turns  # [T, 1, D/2] or [B, T, 1, D/2]
         dtype = torch.promote_types(dtype, torch.float32)
-        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self.cos, self.sin = ((scale * part).to(dtype) for part in (angles.cos(), angles.sin()))
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate x [B, T, H, D] by its tokens' angles; computed in float32 or wider, returned in x's dtype."""

@@ -45,7 +45,7 @@ class Llama(LanguageModel):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedded(tokens)  # [B, T, C]
-        rotary = Rotary(positions, self.config.head_dim, self.config.rotary_base, x.dtype)
+        rotary = Rotary(positions, self.config.head_dim, self.config, x.dtype)
         for layer in self.layers:
             x = layer(x, rotary, mask)
         return x if self.norm is None else self.norm(x)

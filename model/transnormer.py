@@ -120,11 +120,11 @@ class SoftmaxLayer(Layer):
     """A layer with softmax attention and rotary positions."""
 
     def mixer(self, config: ModelConfig, layer: int, attends: HybridAttention) -> nn.Module:
-        self.layer, self.head_dim, self.rotary_base = layer, config.head_dim, config.rotary_base
+        self.layer, self.head_dim, self.rope = layer, config.head_dim, config
         return attention_of(config, layer, attends.softmax)
 
     def mix(self, x: Tensor, positions: Tensor, mask: Any, states: States) -> Tensor:
-        rotary = Rotary(positions, self.head_dim, self.rotary_base, x.dtype)
+        rotary = Rotary(positions, self.head_dim, self.rope, x.dtype)
         return self.attention(x, rotary, mask, states, self.layer)
 
 

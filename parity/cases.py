@@ -25,10 +25,16 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("--num-query-groups", "2", "--window-size", "40,0", "--window-attn-skip-freq", "3"),
         *("--softmax-type", "learnable"),
     ),
+    "qwen": (
+        *("--num-query-groups", "2", "--kv-channels", "24", "--add-qkv-bias", "--qk-layernorm"),
+        *("--rope-scaling-type", "yarn", "--rope-scaling-factor", "4"),
+        *("--rope-scaling-original-max-position-embeddings", "32"),
+    ),
     DIFFUSION: ("--latent-shape", "1", "8", "8", "--patch-size", "2", "--num-classes", "10", "--data-path", "digits"),
 }
 """llama: two query heads per KV head, untied. gpt: learned positions, biases, tied. The vocabulary is odd in both.
-windows: the llama with windows in all layers but the third, and sinks. dit: handwritten digits in 16 patches."""
+windows: the llama with windows in all layers but the third, and sinks. qwen: the llama with all that Qwen2 and Qwen3
+have besides, and scaled rope. dit: handwritten digits in 16 patches."""
 LINEAR_KINDS: dict[str, tuple[str, ...]] = {
     "transnormer": ("--model-type", "transnormer", "--no-untie-embeddings-and-output-weights"),
     "linear_transformer": ("--model-type", "linear_transformer"),

@@ -22,6 +22,8 @@ CONFIG = "config.toml"
 def complete(config: Config, entries: int) -> Config:
     """Return ``config`` complete for a tokenizer of ``entries`` entries, and print what was chosen; collective.
 
+    A sequence longer than rope reaches is noted.
+
     With balance_over dp_cp, data-parallel ranks are context-parallel ones in it, as they are in the mesh.
 
     Raises:
@@ -30,6 +32,9 @@ def complete(config: Config, entries: int) -> Config:
     """
     with raise_together():
         config = with_vocabulary(with_joined_ranks(config, dist.get_world_size()), entries)
+    config = with_rope_length(config)
+    if is_first() and (note := beyond_rope(config)):
+        print(note, flush=True)
     config = with_method(config, dist.get_world_size())
     with raise_together():
         return with_layout(config)
@@ -45,6 +50,30 @@ def with_vocabulary(config: Config, entries: int) -> Config:
         )
     validate_entries(size or entries, config.mesh.tensor_model_parallel_size)
     return replace(config, model=replace(config.model, vocab_size=size or entries))
+
+
+def with_rope_length(config: Config) -> Config:
+    """Return the configuration with a length for dynamic scaling of rope, the run's by default: no rank sees all."""
+    model = config.model
+    if model.rope_scaling_type != "dynamic" or model.rope_scaling_seq_length is not None:
+        return config
+    return replace(config, model=replace(model, rope_scaling_seq_length=config.train.seq_length))
+
+
+def beyond_rope(config: Config) -> str | None:
+    """Return a note if the sequences are longer than the model is meant for and its scaling of rope reaches."""
+    model, length = config.model, config.train.seq_length
+    kind, meant = model.rope_scaling_type, model.max_position_embeddings or 0
+    reach = max(meant, model.scaled_length, int(meant * (model.rope_scaling_factor or 1)) if kind == "linear" else 0)
+    if not 0 < reach < length or model.position_table is not None:
+        return None
+    trained = model.rope_scaling_original_max_position_embeddings or meant
+    original = "" if kind == "linear" else f" --rope-scaling-original-max-position-embeddings {trained}"
+    return (
+        f"note: seq_length {length} is {length / reach:.3g} times the {reach} positions that the model and its rope "
+        f"reach; scale rope with --rope-scaling-type {kind or 'yarn'}{original} --rope-scaling-factor "
+        f"{length / trained:.4g}, or set --max-position-embeddings if it is trained for more"
+    )
 
 
 def with_method(config: Config, world_size: int) -> Config:
@@ -67,7 +96,7 @@ def with_method(config: Config, world_size: int) -> Config:
 def _choice(config: Config, world_size: int) -> tuple[ContextConfig, str]:
     """Choose the method; return it with a line that says why."""
     earlier = Path(config.checkpoint.load or "") / CONFIG
-    if config.checkpoint.load is not None and earlier.exists():
+    if config.checkpoint.load is not None and not config.checkpoint.finetune and earlier.exists():
         before = load_config(earlier)
         alike = (before.mesh.joined(world_size), before.train.seq_length) == (config.mesh, config.train.seq_length)
         if alike and before.context.context_parallel_method != "auto":

@@ -118,7 +118,7 @@ CASES = {
     "short table": Case(
         ("--model-type", "gpt", "--max-position-embeddings", "31"), ("seq_length is 32", "max_position_embeddings 31")
     ),
-    "table without a gpt": Case(("--max-position-embeddings", "64"), ("max_position_embeddings is 64", "leave it out")),
+    "scaling without its factor": Case(("--rope-scaling-type", "yarn"), ("rope_scaling_factor is not set", "give it")),
     "keys and values passed on for linear attention": Case(
         ("--model-type", "transnormer", "--num-query-groups", "none", "--context-parallel-size", "2"),
         ("context_parallel_method is striped", "transnormer has linear attention", "use one of lasp, lasp2, ulysses"),

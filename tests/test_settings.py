@@ -94,8 +94,10 @@ CONTRADICTIONS = """
     --context-parallel-method none --attention-backend aten | --attention-backend flash_attn
     --attention-backend chunked | --model-type transnormer --attention-backend aten
     --model-type transnormer --num-query-groups 2 | --model-type transnormer --rotary-base 5
-    --model-type gpt | --model-type gpt --max-position-embeddings 8 | --max-position-embeddings 9999
-    --model-type gpt --position-embedding-type rope --max-position-embeddings 5 | --softmax-every 2
+    --model-type gpt | --model-type gpt --max-position-embeddings 8 | --softmax-every 2
+    --rope-scaling-type yarn | --rope-scaling-factor 4 | --model-type gpt --rope-scaling-type linear
+    --rope-scaling-type llama3 --rope-scaling-factor 8 | --model-type gpt --qk-layernorm | --finetune
+    --rope-scaling-type linear --rope-scaling-factor 2 --rope-scaling-beta-fast 3 | --rope-scaling-truncate x
     --model-type transnormer --softmax-every 1 | --model-type transnormer --softmax-every 1000000000
     --window-size 0,0 | --window-size 8,1 | --window-size -5,0 | --window-size 1e9,0 | --window-attn-skip-freq 2
     --window-size 8,0 --window-attn-skip-freq [1]*3 | --window-size 8,0 --window-attn-skip-freq [1]*1000000000000

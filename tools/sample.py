@@ -51,7 +51,7 @@ def sample(args: argparse.Namespace) -> None:
 
     # Documents follow an end-of-text token, after which the model takes the prompt as the beginning of a text.
     prompt = [tokenizer.eod, *tokenizer.tokenize(args.prompt)]
-    table = config.model.max_position_embeddings
+    table = config.model.position_table
     if table is not None and len(prompt) + args.num_tokens > table + 1:  # the last token drawn is not read again
         raise ConfigError(
             f"num_tokens is {args.num_tokens} after a prompt of {len(prompt)} tokens, and the model's "

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from checkpoint.api import CheckpointError, find_checkpoint, load_checkpoint, read_manifest
+from checkpoint.api import CheckpointError, find_checkpoint, load_checkpoint, load_model, read_manifest
 from checkpoint.manifest import MANIFEST
 from runtime.together import is_first
 from train import schedule
@@ -20,6 +20,8 @@ from train.schedule import schedule_of, shortened
 
 Run = TypeVar("Run", bound=CommonConfig)
 OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+REFITTED = ("rotary_base", "rope_scaling_", "window_")
+"""What names of an architecture's settings begin with that finetuning may change."""
 AVERAGED = "ema_decay"
 """Key of the averages' decay in a checkpoint with averages of the weights."""
 
@@ -46,7 +48,8 @@ def resume(
 ) -> tuple[Run, Progress]:
     """Load the checkpoint of ``--load``, and print its state and changed settings; collective.
 
-    Without a checkpoint the run starts afresh.
+    Without a checkpoint the run starts afresh. With ``--finetune`` only the weights are loaded, and rope and windows
+    may be others than they were trained with: no weight's shape depends on them.
 
     Args:
         contents: the value of ``config.contents()``.
@@ -60,6 +63,13 @@ def resume(
     path = _to_load(config)
     if path is None:
         _tell(shortened(config.optimizer, config.train.train_iters))
+        return config, Progress()
+    if config.checkpoint.finetune:
+        load_model(path, model, _refitted(path, architecture))
+        if ema is not None:
+            ema.restart()
+        notes = shortened(config.optimizer, config.train.train_iters)
+        _tell([f"weights from {path}; all else begins afresh", *_refits(path, architecture), *notes])
         return config, Progress()
     manifest = read_manifest(path)
     progress = progress_of(path, manifest.extra)
@@ -83,13 +93,29 @@ def _to_load(config: CommonConfig) -> Path | None:
         return None
     path = find_checkpoint(load, config.checkpoint.ckpt_step)
     if path is None:
-        if config.checkpoint.exit_on_missing_checkpoint:
+        asked = "finetune" if config.checkpoint.finetune else "exit_on_missing_checkpoint"
+        if config.checkpoint.finetune or config.checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(
-                f"load is {load}, which holds no checkpoint, and exit_on_missing_checkpoint is set; name a run's "
-                f"folder, or leave the flag out to start afresh"
+                f"load is {load}, which holds no checkpoint, and {asked} is set; name a run's folder, or leave the "
+                "flag out to start afresh"
             )
         _tell([f"no checkpoint in {load}: starting afresh"])
     return path
+
+
+def _refitted(path: Path, architecture: dict[str, Any]) -> dict[str, Any]:
+    """Return the architecture with the checkpoint's rope and windows, for all else to be compared."""
+    there = read_manifest(path).architecture
+    own = {name: value for name, value in architecture.items() if not name.startswith(REFITTED)}
+    return own | {name: value for name, value in there.items() if name.startswith(REFITTED)}
+
+
+def _refits(path: Path, architecture: dict[str, Any]) -> list[str]:
+    """Return a note for each setting of rope and windows that is not the checkpoint's."""
+    there = read_manifest(path).architecture
+    names = [name for name in there | architecture if name.startswith(REFITTED)]
+    changed = [name for name in names if there.get(name) != architecture.get(name)]
+    return [f"note: {name} was {there.get(name)} and is {architecture.get(name)}" for name in changed]
 
 
 def _tell(lines: Sequence[str]) -> None:

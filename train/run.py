@@ -130,7 +130,8 @@ def _claim_folder(config: CommonConfig) -> None:
     check_writable(folder, "save")
     iterations = sorted(int(path.name[5:]) for path in folder.glob("iter_*") if path.name[5:].isdigit())
     load = config.checkpoint.load
-    goes_on = load is not None and os.path.realpath(load) == os.path.realpath(folder)  # Path.resolve fails on a loop
+    same = load is not None and os.path.realpath(load) == os.path.realpath(folder)  # Path.resolve fails on a loop
+    goes_on = same and not config.checkpoint.finetune
     if not goes_on and (iterations or (folder / METRICS).exists()):
         held = f"a run with a checkpoint of iteration {iterations[-1]}" if iterations else "a run without a checkpoint"
         raise ConfigError(f"save is {folder}, which holds {held}; go on with --load {folder}, or choose another --save")
@@ -152,11 +153,11 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
     """Write config.toml and open the run's log on the first rank; return None on the others. Collective.
 
     Args:
-        config: as given, before ``resume``: checkpoints keep the resumed schedule. The flags that choose it are left
-            out, as they hold for this start alone.
+        config: as given, before ``resume``: checkpoints keep the resumed schedule. The flags that choose it and
+            finetune are left out, as they hold for this start alone.
     """
     once = replace(config.optimizer, override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False)
-    config = replace(config, optimizer=once)
+    config = replace(config, optimizer=once, checkpoint=replace(config.checkpoint, finetune=False))
     log: RunLog | None = None
     with raise_together():
         if is_first():

@@ -14,17 +14,8 @@ from torch import Tensor
 
 from model.dit import dit_shapes, position_embedding
 from model.dit_config import DiTConfig
-from model.hf.folder import (
-    CONFIG,
-    WEIGHTS,
-    check_sizes,
-    check_state,
-    entry,
-    read_json,
-    read_weights,
-    shown,
-    write_folder,
-)
+from model.hf.folder import CONFIG, check_sizes, check_state, entry, read_json, shown
+from model.hf.shards import Weights, new_folder, write_model
 from runtime.errors import UserError
 
 NAMES = {"x_embedder": "x_embedder.proj", "y_embedder": "y_embedder.embedding_table"}
@@ -95,16 +86,18 @@ def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
         )
     except ValueError as error:
         raise UserError(f"{folder / CONFIG}: {str(error).removeprefix(f'{CONFIG}: ')}") from None
-    return config, dit_from_original(read_weights(folder / WEIGHTS), config)
+    return config, dit_from_original(Weights(folder), config)
 
 
 def save_dit(folder: str | Path, config: DiTConfig, state: Mapping[str, Tensor]) -> None:
     """Write our state dict as config.json and model.safetensors, with the original's names.
 
-    Creates the folder. Raises UserError if it holds a model, and as `dit_to_original` does.
+    Creates the folder. Raises UserError if it holds anything, and as `dit_to_original` does.
     """
     contents: dict[str, Any] = {"model_type": "dit"} | dataclasses.asdict(config)
-    write_folder(Path(folder), dit_to_original(state, config), contents)
+    theirs = dit_to_original(state, config)
+    with new_folder(Path(folder)) as draft:
+        write_model(draft, theirs, contents)
 
 
 def _their_name(name: str) -> tuple[str, int | None]:

@@ -70,19 +70,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file to the CPU. Raises UserError naming the file and what is wrong."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; only safetensors are read, and all shards are needed") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is not a whole safetensors file ({error}); download it again") from None
-
-
 def check_sizes(state: Mapping[str, Tensor], layers: int, sizes: Mapping[str, int]) -> None:
     """Raise UserError for more layers or larger sizes than the weights can have, before building a meta model."""
     largest = max((weight.numel() for weight in state.values()), default=0)
@@ -95,56 +82,43 @@ def check_sizes(state: Mapping[str, Tensor], layers: int, sizes: Mapping[str, in
 
 def check_state(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
     """Raise UserError for missing, unknown or misshapen weights, and for non-float or non-finite ones."""
+    check_described(state, shapes)
+    for name in shapes:
+        check_finite(name, state[name])
+
+
+def check_described(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Raise UserError for missing, unknown, misshapen or non-float weights; meta tensors will do.
+
+    Names that are too many or too few are listed, the first few of them.
+    """
     missing, unknown = sorted(shapes.keys() - state.keys()), sorted(state.keys() - shapes.keys())
     for problem, names in (("lacks", missing), ("has the unknown", unknown)):
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(f"The state dict {problem} {names[0]}{more}; it is not of this configuration")
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UserError(f"The state dict {problem} {', '.join(names[:3])}{more}; it is not of this configuration")
     for name, shape in shapes.items():
         if state[name].shape != shape:
             raise UserError(f"{name} has shape {tuple(state[name].shape)}; the configuration makes it {tuple(shape)}")
-    for name, weight in state.items():
-        if weight.dtype not in DTYPES:
+        if (dtype := state[name].dtype) not in DTYPES:
             raise UserError(
-                f"{name} is {_name(weight.dtype)}; weights must be {', '.join(map(_name, DTYPES[:-1]))} or float64: "
+                f"{name} is {_name(dtype)}; weights must be {', '.join(map(_name, DTYPES[:-1]))} or float64: "
                 "take a checkpoint that is not quantized"
             )
-        if not (finite := weight.isfinite()).all():
-            broken = finite.numel() - int(finite.sum())
-            raise UserError(
-                f"{name} holds {broken} of {finite.numel()} values that are not finite; take another checkpoint"
-            )
 
 
-def write_folder(folder: Path, weights: Mapping[str, Tensor], contents: Mapping[str, Any]) -> None:
-    """Write config.json and model.safetensors, or neither; create the folder.
-
-    Raises UserError if it holds a model or is not writable.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    config_path, weights_path = folder / CONFIG, folder / WEIGHTS
-    for path in (config_path, weights_path, folder / f"{WEIGHTS}.index.json"):
-        if path.exists():
-            raise UserError(f"{path} exists; choose a new folder, nothing is written over")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        weights_path.touch()
-        mode = weights_path.stat().st_mode
-        save_file(
-            {name: weight.detach().contiguous() for name, weight in weights.items()}, weights_path, {"format": "pt"}
+def check_finite(name: str, weight: Tensor) -> None:
+    """Raise UserError for a weight with values that are not finite."""
+    if not (finite := weight.isfinite()).all():
+        broken = finite.numel() - int(finite.sum())
+        raise UserError(
+            f"{name} holds {broken} of {finite.numel()} values that are not finite; take another checkpoint"
         )
-        weights_path.chmod(mode)  # safetensors ignores the umask and makes files private
-        config_path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
-    except BaseException as error:
-        if folder.is_dir():
-            for path in (config_path, weights_path):
-                path.unlink(missing_ok=True)
-        if not isinstance(error, (OSError, SafetensorError)):
-            raise
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot write to {folder} ({reason}); free space or choose another folder") from error
+
+
+def described(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return meta tensors of a state's."""
+    return {name: weight.to("meta") for name, weight in state.items()}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -27,6 +27,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 UNSAID = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 # Names that theirs accepts as aliases, for n_positions and the like.
 REPLACED = {"n_ctx", "max_position_embeddings", "hidden_size", "num_attention_heads", "num_hidden_layers"}
+OURS = "gpt"
 EMBEDDING = "transformer.wte.weight"
 TOP_NAMES = {
     "embedding": "transformer.wte",

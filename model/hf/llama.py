@@ -1,7 +1,9 @@
-"""Convert between Hugging Face's LlamaForCausalLM and ours: configurations and state dicts.
+"""Convert between transformers' LLaMA, Mistral, Qwen2 and Qwen3 and our LLaMA: configurations and state dicts.
 
-Both use half-split rotary pairs and weights [out, in], so only names change.
+All are our LLaMA with some settings: a window (Mistral), biases of q, k and v (Qwen2), norms of q and k (Qwen3). All
+use half-split rotary pairs and weights [out, in], so only names change.
 """
+# ruff: noqa: RUF012 - the classes' tables are read alone
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,20 +13,11 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.hf.folder import entry, shown
+from model.rope import PREFIX as SCALING
+from model.rope import SETTINGS
+from model.windows import Window
 from runtime.errors import UserError
 
-# Supported values of the keys of config.json that may ask for something else; a missing key means the first.
-# Dropout is not listed: a trained model does not use it.
-SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama",),
-    "hidden_act": ("silu", "swish"),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "quantization_config": (None,),
-}
-UNSAID = {"attention_dropout": 0.0, "max_position_embeddings": 2048}
-REPLACED = {"rope_scaling", "partial_rotary_factor"}
-EMBEDDING = "model.embed_tokens.weight"
 TOP_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
     "attention_norm": "input_layernorm",
@@ -32,98 +25,279 @@ LAYER_NAMES = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "mlp_norm": "post_attention_layernorm",
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-# Old checkpoints include the rotary frequencies, which follow from the configuration.
-DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-PREFIX = ""
+WHOLE, SLIDING = "full_attention", "sliding_attention"
 
 
-def check(config: ModelConfig) -> None:
-    """Raise UserError if LlamaForCausalLM cannot express the model."""
-    if config.hidden_size % config.num_attention_heads:
-        raise UserError(
-            f"hidden_size is {config.hidden_size}, which transformers takes for a LLaMA only as a multiple of "
-            f"num_attention_heads {config.num_attention_heads}, whatever kv_channels is; keep it in its checkpoint"
-        )
-    if config.init_method_std > 1:
-        raise UserError(
-            f"init_method_std is {config.init_method_std}, and transformers takes 1 at most for a LLaMA; set it lower, "
-            "since trained weights do not depend on it"
-        )
+class Llama:
+    """LlamaForCausalLM: LLaMA 1 to 3.3."""
 
-
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Build a ModelConfig from a config.json's contents. Raises KeyError if missing, UserError if unsupported."""
-    for key in ("rope_parameters", "rope_scaling"):
-        if not _is_plain_rope(hf.get(key)):
-            raise UserError(f"config.json: {key} = {shown(hf[key])} is not supported; only unscaled rotation is")
-    rope = hf.get("rope_parameters") or {}  # transformers 5 keeps rope_theta in here
-    if "rope_theta" not in rope:
-        rope = hf
-    return ModelConfig(
-        model_type="llama",
-        num_layers=entry(hf, "num_hidden_layers", int),
-        hidden_size=entry(hf, "hidden_size", int),
-        ffn_hidden_size=entry(hf, "intermediate_size", int),
-        num_attention_heads=entry(hf, "num_attention_heads", int),
-        num_query_groups=entry(hf, "num_key_value_heads", int, None),
-        kv_channels=entry(hf, "head_dim", int, None),
-        vocab_size=entry(hf, "vocab_size", int),
-        rotary_base=entry(rope, "rope_theta", float, 10000.0),
-        norm_epsilon=entry(hf, "rms_norm_eps", float, 1e-6),
-        init_method_std=entry(hf, "initializer_range", float, 0.02),
-        untie_embeddings_and_output_weights=not entry(hf, "tie_word_embeddings", bool, False),
-    )
-
-
-def _is_plain_rope(rope: Any) -> bool:
-    """Return whether these rope parameters mean unscaled rotation of all channels."""
-    if rope is None:
-        return True
-    if not isinstance(rope, dict):
-        return False
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    plain = kind == "default" or (kind == "linear" and rope.get("factor") == 1)
-    return plain and rope.get("partial_rotary_factor", 1.0) == 1.0
-
-
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return the entries of a config.json, for transformers 4 and 5, that our fields determine."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.query_groups,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocabulary,
-        "rope_theta": float(config.rotary_base),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(config.rotary_base)},
-        "rms_norm_eps": float(config.norm_epsilon),
-        "initializer_range": float(config.init_method_std),
-        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+    OURS = "llama"
+    NAME = "LLaMA"
+    # Supported values of the keys of config.json that may ask for something else; a missing key means the first.
+    # Dropout is not listed: a trained model does not use it.
+    SUPPORTED: dict[str, tuple[Any, ...]] = {
+        "model_type": ("llama",),
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "quantization_config": (None,),
     }
+    UNSAID: dict[str, Any] = {"attention_dropout": 0.0, "max_position_embeddings": 2048}
+    REPLACED = {"rope_scaling", "partial_rotary_factor"}
+    EMBEDDING = "model.embed_tokens.weight"
+    # Old checkpoints include the rotary frequencies, which follow from the configuration.
+    DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+    PREFIX = ""
+    ARCHITECTURE = "LlamaForCausalLM"
+    OWN: dict[str, Any] = {"add_qkv_bias": False, "qk_layernorm": False}
+    """Settings of ours that all of its models have alike."""
+    GROUPS: int | None = None
+    """Key heads where config.json does not say; None is one per query head."""
+    HEAD_DIM: int | None = None
+    """Width of a head where it does not say; None is hidden_size / heads."""
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise UserError if this model of transformers cannot express ours."""
+        for name, only in self.OWN.items():
+            if (value := getattr(config, name)) != only:
+                raise UserError(f"{name} is {value}, and in a {self.NAME} it is {only}")
+        self._check_windows(config)
+        self._check_sizes(config)
+
+    def _check_sizes(self, config: ModelConfig) -> None:
+        if config.hidden_size % config.num_attention_heads:
+            raise UserError(
+                f"hidden_size is {config.hidden_size}, which transformers takes for a LLaMA only as a multiple of "
+                f"num_attention_heads {config.num_attention_heads}, whatever kv_channels is"
+            )
+        if config.init_method_std > 1:
+            raise UserError(
+                f"init_method_std is {config.init_method_std}, and transformers takes 1 at most for a LLaMA"
+            )
+
+    def _check_windows(self, config: ModelConfig) -> None:
+        if any(_windows(config)):
+            raise UserError(f"window_size is {config.window_size}, and a {self.NAME} has no windows")
+
+    def config_from_hf(self, hf: Mapping[str, Any]) -> ModelConfig:
+        """Build a ModelConfig from a config.json's contents. Raises KeyError if missing, UserError if unsupported."""
+        longest = entry(hf, "max_position_embeddings", int, None) or self.UNSAID["max_position_embeddings"]
+        layers = entry(hf, "num_hidden_layers", int)
+        return ModelConfig(
+            model_type="llama",
+            num_layers=layers,
+            hidden_size=entry(hf, "hidden_size", int),
+            ffn_hidden_size=entry(hf, "intermediate_size", int),
+            num_attention_heads=entry(hf, "num_attention_heads", int),
+            num_query_groups=entry(hf, "num_key_value_heads", int, self.GROUPS),
+            kv_channels=entry(hf, "head_dim", int, self.HEAD_DIM),
+            vocab_size=entry(hf, "vocab_size", int),
+            max_position_embeddings=longest,
+            norm_epsilon=entry(hf, "rms_norm_eps", float, 1e-6),
+            init_method_std=entry(hf, "initializer_range", float, 0.02),
+            untie_embeddings_and_output_weights=not entry(hf, "tie_word_embeddings", bool, False),
+            **self.OWN,
+            **_rope_from_hf(hf, longest),
+            **self._windows_from_hf(hf, layers),
+        )
+
+    def _windows_from_hf(self, hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        return {}
+
+    def config_to_hf(self, config: ModelConfig) -> dict[str, Any]:
+        """Return the entries of a config.json, for transformers 4 and 5, that our fields determine."""
+        longest = config.max_position_embeddings or config.scaled_length
+        if config.rope_scaling_type == "dynamic":
+            longest = config.rope_scaling_original_max_position_embeddings or 0  # what theirs scales from
+        return {
+            "architectures": [self.ARCHITECTURE],
+            "num_hidden_layers": config.num_layers,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.ffn_size,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.query_groups,
+            "head_dim": config.head_dim,
+            "vocab_size": config.vocabulary,
+            **_rope_to_hf(config),
+            **({"max_position_embeddings": longest} if longest else {}),
+            "rms_norm_eps": float(config.norm_epsilon),
+            "initializer_range": float(config.init_method_std),
+            "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+            **self._windows_to_hf(_windows(config)),
+        }
+
+    def _windows_to_hf(self, windows: list[Window | None]) -> dict[str, Any]:
+        return {}
+
+    def to_ours(self, theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+        """Return our state dict of `names`, with the same tensors."""
+        return {name: theirs[_hf_name(name)] for name in names}
+
+    def to_theirs(self, ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+        """Return their state dict, with the same tensors."""
+        return {_hf_name(name): weight for name, weight in ours.items()}
 
 
-def to_ours(theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return our state dict of `names`, with the same tensors."""
-    return {name: theirs[_hf_name(name)] for name in names}
+class Mistral(Llama):
+    """MistralForCausalLM: a LLaMA with one window in all layers, or none."""
+
+    NAME = "Mistral"
+    SUPPORTED = {"model_type": ("mistral",), "hidden_act": ("silu", "swish"), "quantization_config": (None,)}
+    UNSAID = {"attention_dropout": 0.0, "max_position_embeddings": 131072}
+    ARCHITECTURE = "MistralForCausalLM"
+    GROUPS = 8
+
+    def _check_sizes(self, config: ModelConfig) -> None:
+        pass
+
+    def _check_windows(self, config: ModelConfig) -> None:
+        if None in (windows := _windows(config)) and any(windows):
+            raise UserError(f"window_attn_skip_freq is {config.window_attn_skip_freq}, and in a Mistral it is none")
+
+    def _windows_from_hf(self, hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        return _window_from_hf(hf)
+
+    def _windows_to_hf(self, windows: list[Window | None]) -> dict[str, Any]:
+        return {"sliding_window": None if windows[0] is None else windows[0][0] + 1}
 
 
-def to_theirs(ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return their state dict, with the same tensors."""
-    return {_hf_name(name): weight for name, weight in ours.items()}
+class Qwen2(Mistral):
+    """Qwen2ForCausalLM: Qwen 2 and 2.5, with biases of q, k and v; each layer has the window or none."""
+
+    NAME = "Qwen2"
+    SUPPORTED = {"model_type": ("qwen2",), "hidden_act": ("silu", "swish"), "quantization_config": (None,)}
+    UNSAID = {"attention_dropout": 0.0, "max_position_embeddings": 32768}
+    ARCHITECTURE = "Qwen2ForCausalLM"
+    OWN = {"add_qkv_bias": True, "qk_layernorm": False}
+    GROUPS = 32
+
+    def _check_windows(self, config: ModelConfig) -> None:
+        pass
+
+    def _windows_from_hf(self, hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        if not entry(hf, "use_sliding_window", bool, False) or not (window := _window_from_hf(hf)):
+            return {}
+        if (kinds := hf.get("layer_types")) is None:
+            first = entry(hf, "max_window_layers", int, 28)
+            kinds = [SLIDING if layer >= first else WHOLE for layer in range(min(layers, 10**5))]
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (WHOLE, SLIDING) for kind in kinds):
+            raise UserError(
+                f"config.json: layer_types = {shown(kinds)} is not supported; only {WHOLE} or {SLIDING} per layer is"
+            )
+        if SLIDING not in kinds:
+            return {}
+        pattern = f"[{','.join(str(int(kind == SLIDING)) for kind in kinds)}]"
+        return window | {"window_attn_skip_freq": pattern if WHOLE in kinds else None}
+
+    def _windows_to_hf(self, windows: list[Window | None]) -> dict[str, Any]:
+        widths = [window[0] + 1 for window in windows if window]
+        if not widths:
+            return {"use_sliding_window": False, "layer_types": [WHOLE] * len(windows)}
+        kinds = [WHOLE if window is None else SLIDING for window in windows]
+        # Old versions of transformers know the number of whole layers before the others alone.
+        return {
+            "use_sliding_window": True,
+            "sliding_window": widths[0],
+            "max_window_layers": kinds.index(SLIDING),
+            "layer_types": kinds,
+        }
+
+
+class Qwen3(Qwen2):
+    """Qwen3ForCausalLM, the dense ones, with norms of q and k."""
+
+    NAME = "Qwen3"
+    SUPPORTED = {
+        "model_type": ("qwen3",),
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "quantization_config": (None,),
+    }
+    ARCHITECTURE = "Qwen3ForCausalLM"
+    OWN = {"add_qkv_bias": False, "qk_layernorm": True}
+    HEAD_DIM = 128
+
+
+def _windows(config: ModelConfig) -> list[Window | None]:
+    return [config.window(layer) for layer in range(config.num_layers)]
+
+
+def _window_from_hf(hf: Mapping[str, Any]) -> dict[str, str]:
+    """Return our window; theirs counts a token's own key."""
+    width = entry(hf, "sliding_window", int, None) if "sliding_window" in hf else 4096
+    if width is None:
+        return {}
+    if width < 2:
+        raise UserError(f"config.json: sliding_window = {width} is not supported; only 2 or more is")
+    return {"window_size": f"{width - 1},0"}
+
+
+def _rope_from_hf(hf: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    """Return our settings of rope; ``longest`` is max_position_embeddings. Raises as ``config_from_hf``."""
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"  # transformers 4 has it beside rope_theta
+    rope = hf.get(key) or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"config.json: {key} = {shown(rope)} is not supported; only a table is")
+    base = entry(rope if "rope_theta" in rope else hf, "rope_theta", float, 10000.0)
+    kind: Any = rope.get("rope_type", rope.get("type", "default"))
+    parts = [one.get("partial_rotary_factor") for one in (rope, hf)]
+    plain = kind == "default" or (kind == "linear" and rope.get("factor") == 1)
+    if any(part not in (None, 1) for part in parts) or not (plain or kind in list(SETTINGS)):
+        raise UserError(
+            f"config.json: {key} = {shown(rope)} is not supported; only default, {', '.join(SETTINGS)} of all channels "
+            "are"
+        )
+    if plain:
+        return {"rotary_base": base}
+    trained = "original_max_position_embeddings"
+    strange = rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", trained, *SETTINGS[kind]}
+    if strange:
+        raise UserError(
+            f"config.json: {key} = {shown({name: rope[name] for name in sorted(strange)})} is not supported by {kind}; "
+            f"only {', '.join(SETTINGS[kind])} are"
+        )
+    found: dict[str, Any] = {f"{SCALING}factor": entry(rope, "factor", float)}
+    if trained in SETTINGS[kind]:
+        said = hf if trained in hf else rope
+        found[SCALING + trained] = longest if kind == "dynamic" else entry(said, trained, int, longest)
+    for name in SETTINGS[kind]:
+        if name == "truncate":
+            found[SCALING + name] = entry(rope, name, bool, True)
+        elif name not in ("factor", trained):
+            required = kind == "llama3"
+            found[SCALING + name] = entry(rope, name, float) if required else entry(rope, name, float, None)
+    return {"rotary_base": base, "rope_scaling_type": kind, **found}
+
+
+def _rope_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Return rope_theta and its table, for transformers 5 and, where it is scaled, for 4."""
+    base, kind = float(config.rotary_base), config.rope_scaling_type
+    if kind is None:
+        return {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
+    scaling: dict[str, Any] = {"rope_type": kind}
+    for name in SETTINGS[kind]:
+        value = (
+            config.setting(name)
+            if kind == "llama3" and name.endswith("freq_factor")
+            else getattr(config, SCALING + name)
+        )
+        said = value is not None and not (name == "truncate" and value)
+        if said and not (kind == "dynamic" and name != "factor"):
+            scaling[name] = value
+    return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": scaling | {"rope_theta": base}}
 
 
 def _hf_name(name: str) -> str:
     """Return Hugging Face's name of our parameter."""
-    module = name.removesuffix(".weight")
+    module, kind = name.rsplit(".", 1)
     if module.startswith("layers."):
         _, layer, module = module.split(".", 2)
-        return f"model.layers.{layer}.{LAYER_NAMES[module]}.weight"
-    return f"{TOP_NAMES[module]}.weight"
+        return f"model.layers.{layer}.{LAYER_NAMES[module]}.{kind}"
+    return f"{TOP_NAMES[module]}.{kind}"

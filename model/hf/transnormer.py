@@ -25,6 +25,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 UNSAID: dict[str, Any] = {}
 REPLACED: set[str] = set()
+OURS = "transnormer"
 EPSILON = 1e-6
 EMBEDDING = "model.embed_tokens.weight"
 TOP_NAMES = {"embedding": "model.embed_tokens", "output": "lm_head"}

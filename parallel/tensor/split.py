@@ -38,9 +38,10 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
     The model may have the modules embedding, position_embedding or sinusoids, layers (each with attention_norm,
     attention with wq, wk, wv and wo, mlp_norm, and mlp with up, down and optionally gate), norm and output, with or
     without biases. An attention may have log_decay, one number per head, num_heads, sinks, a parameter of a number per
-    head that ``own_sinks`` returns, and the modules wu (a gate), lrpe (angles theta of every head) and norm (an RMS
-    norm over all heads, without a weight). The model takes tokens [B, T], the same on all ranks, and returns logits
-    [B, T, V] as a DTensor sharded over the vocabulary, for vocabulary.py's ``cross_entropy_sum``.
+    head that ``own_sinks`` returns, and the modules q_norm and k_norm (RMS norms of each head), wu (a gate), lrpe
+    (angles theta of every head) and norm (an RMS norm over all heads, without a weight). The model takes tokens [B, T],
+    the same on all ranks, and returns logits [B, T, V] as a DTensor sharded over the vocabulary, for vocabulary.py's
+    ``cross_entropy_sum``.
 
     A pipeline stage lacks some of these. Stages send each other hidden states of this rank's tokens [B, T / size, C],
     as plain tensors.
@@ -66,6 +67,8 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
         "attention.wq": Matrix(0),
         "attention.wk": heads,
         "attention.wv": heads,
+        "attention.q_norm": Whole(),
+        "attention.k_norm": Whole(),
         "attention.wu": Matrix(0),
         "attention.lrpe": Angles(),
         "attention.norm": JointNorm(),

@@ -102,11 +102,13 @@ def own_entries(x: DTensor) -> Tensor:
 
 
 class Whole(ParallelStyle):
-    """A replicated linear layer or embedding, applied to this rank's own input; its gradients are partial."""
+    """A replicated linear layer, embedding or RMS norm, applied to this rank's own input; its gradients are partial."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def forward(x: Tensor) -> Tensor:
             own: Any = {name: p.to_local(grad_placements=[Partial()]) for name, p in module.named_parameters()}  # type: ignore[attr-defined]
+            if isinstance(module, nn.RMSNorm):
+                return F.rms_norm(x, list(module.normalized_shape), own["weight"], module.eps)
             return F.embedding(x, **own) if isinstance(module, nn.Embedding) else F.linear(x, **own)
 
         distribute_module(module, device_mesh)

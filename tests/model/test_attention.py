@@ -8,6 +8,7 @@ from torch import nn
 from model.attention import Attention, attention_of, continued, sdpa
 from model.config import ModelConfig
 from model.layers import Rotary
+from model.rope import RopeConfig
 
 
 def naive(q, k, v, causal=True):
@@ -108,7 +109,7 @@ def test_a_layer_is_that_of_gpt_oss_and_so_is_every_gradient(layer):
         nn.init.normal_(parameter)
         ours.get_parameter(our_name(name)).data.copy_(parameter)
     x, place = torch.randn(2, 20, 24, dtype=torch.float64), torch.arange(20)
-    rotary = Rotary(place, 8, 1e4, x.dtype)
+    rotary = Rotary(place, 8, RopeConfig(), x.dtype)
     cos, sin = (angles.squeeze(-2)[None] for angles in (rotary.cos, rotary.sin))
     hidden = place[:, None] < place
     if kinds[layer] == "sliding_attention":
@@ -163,7 +164,7 @@ def test_attend_is_injected_and_sees_rotated_heads():
 
     attention = Attention(16, num_heads=4, num_query_groups=2, head_dim=6, attend=attend)
     x = torch.randn(2, 5, 16)
-    rotary = Rotary(torch.arange(5) + 3, 6, 1e4, x.dtype)
+    rotary = Rotary(torch.arange(5) + 3, 6, RopeConfig(), x.dtype)
     out = attention(x, rotary)
     assert out.shape == (2, 5, 16)
     assert torch.equal(seen["q"], rotary.rotate(attention.wq(x).view(2, 5, 4, 6)))

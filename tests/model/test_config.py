@@ -62,10 +62,6 @@ def test_defaults_of_a_gpt():
             "rotary_base is 500.0; .* set position_embedding_type to rope",
         ),
         (
-            {"model_type": "gpt", "max_position_embeddings": 8, "position_embedding_type": "rope"},
-            "max_position_embeddings is 8; rope has no table .* leave it out",
-        ),
-        (
             {"model_type": "gpt", "position_embedding_type": "rope", "kv_channels": 15},
             "kv_channels is 15; .* must be even",
         ),
@@ -73,7 +69,11 @@ def test_defaults_of_a_gpt():
             {"position_embedding_type": "learned_absolute", "max_position_embeddings": 8},
             "position_embedding_type is learned_absolute; model_type llama has rope alone; .* set model_type to gpt",
         ),
-        ({"max_position_embeddings": 8}, "max_position_embeddings is 8; rope has no table .* set model_type to gpt"),
+        (
+            {"model_type": "gpt", "max_position_embeddings": 8, "add_qkv_bias": True},
+            "add_qkv_bias is True; .* of its own",
+        ),
+        ({"model_type": "transnormer", "qk_layernorm": True}, "qk_layernorm is True; model_type transnormer has none"),
         (
             {"linear_decay": "paper"},
             "linear_decay is paper; model_type llama has no decay; .* model_type to transnormer",

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from model.layers import MLP, LayerNorm, RMSNorm, Rotary, SwiGLU
+from model.rope import RopeConfig
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 5e-7), (torch.bfloat16, 2**-8)])
@@ -51,7 +52,7 @@ def angle_error(rotary, positions, base, dim):
 
 def test_rotary_angles_hold_at_long_positions():
     positions = torch.tensor([0, 1, 1000, 65_537, 524_287, 524_288, 2_097_151])
-    rotary = Rotary(positions, 64, 500_000.0, torch.bfloat16)
+    rotary = Rotary(positions, 64, RopeConfig(rotary_base=500_000.0), torch.bfloat16)
     assert rotary.cos.dtype == torch.float32
     assert angle_error(rotary, positions, 500_000.0, 64) < 1e-7
 
@@ -59,7 +60,7 @@ def test_rotary_angles_hold_at_long_positions():
 def test_rotary_bound_sees_float32_angles():
     """Negative control: angles in float32, as Hugging Face has them, miss the bound a thousandfold."""
     positions = torch.tensor([524_287])
-    rotary = Rotary(positions, 64, 500_000.0, torch.float32)
+    rotary = Rotary(positions, 64, RopeConfig(rotary_base=500_000.0), torch.float32)
     frequencies = 1.0 / 500_000.0 ** (torch.arange(0, 64, 2).float() / 64)
     angles = positions[:, None, None].float() * frequencies
     rotary.cos, rotary.sin = angles.cos(), angles.sin()
@@ -70,7 +71,7 @@ def test_rotation_matches_complex_multiplication_and_its_gradient():
     torch.manual_seed(0)
     x = torch.randn(2, 6, 3, 8, dtype=torch.float64, requires_grad=True)
     positions = torch.tensor([5, 0, 3, 7, 100, 2])
-    out = Rotary(positions, 8, 100.0, x.dtype).rotate(x)
+    out = Rotary(positions, 8, RopeConfig(rotary_base=100.0), x.dtype).rotate(x)
     turns = torch.polar(
         torch.ones(6, 1, 4, dtype=torch.float64),
         positions[:, None, None] * 100.0 ** (-torch.arange(4, dtype=torch.float64) / 4),
@@ -87,9 +88,9 @@ def test_positions_per_sequence():
     torch.manual_seed(0)
     x = torch.randn(2, 4, 3, 8)
     positions = torch.tensor([[0, 1, 2, 3], [9, 4, 6, 5]])
-    out = Rotary(positions, 8, 1e4, x.dtype).rotate(x)
+    out = Rotary(positions, 8, RopeConfig(), x.dtype).rotate(x)
     for row in range(2):
-        alone = Rotary(positions[row], 8, 1e4, x.dtype).rotate(x[row : row + 1])
+        alone = Rotary(positions[row], 8, RopeConfig(), x.dtype).rotate(x[row : row + 1])
         assert torch.equal(out[row : row + 1], alone)
 
 
@@ -98,7 +99,7 @@ def test_scores_depend_on_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 64, dtype=torch.float64)
 
     def score(at_q, at_k):
-        turned = [Rotary(torch.tensor([p]), 64, 1e4, x.dtype).rotate(x) for p, x in ((at_q, q), (at_k, k))]
+        turned = [Rotary(torch.tensor([p]), 64, RopeConfig(), x.dtype).rotate(x) for p, x in ((at_q, q), (at_k, k))]
         return (turned[0] * turned[1]).sum().item()
 
     assert score(17, 5) == pytest.approx(score(524_300, 524_288), abs=1e-8)
@@ -109,8 +110,8 @@ def test_bf16_is_rounded_once():
     torch.manual_seed(0)
     x = torch.randn(1, 50, 2, 16).bfloat16()
     positions = torch.arange(50) * 1000
-    out = Rotary(positions, 16, 1e4, x.dtype).rotate(x)
-    exact = Rotary(positions, 16, 1e4, torch.float64).rotate(x.double())
+    out = Rotary(positions, 16, RopeConfig(), x.dtype).rotate(x)
+    exact = Rotary(positions, 16, RopeConfig(), torch.float64).rotate(x.double())
     assert out.dtype == torch.bfloat16
     assert (out.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
     assert (out == exact.bfloat16()).float().mean() > 0.999

@@ -111,7 +111,7 @@ def layer_output(chosen: RecomputeConfig) -> tuple[Tensor, list[Tensor]]:
     model.init_weights(SEED)
     recompute_layers(model.layers, chosen)
     weights = {p.data_ptr() for p in model.parameters()}
-    rotary = Rotary(cp.positions, MODEL.head_dim, MODEL.rotary_base, torch.float32)
+    rotary = Rotary(cp.positions, MODEL.head_dim, MODEL, torch.float32)
     x = torch.randn(2, LENGTH, MODEL.hidden_size, requires_grad=True)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):

@@ -103,7 +103,8 @@ def config_fields(root: type) -> dict[str, Field]:
     table: dict[str, Field] = {}
     for section, cls in get_type_hints(root).items():
         hints = get_type_hints(cls)
-        for entry in fields(cls):
+        own = inspect.get_annotations(cls)
+        for entry in sorted(fields(cls), key=lambda entry: entry.name not in own):  # inherited ones last
             hint, choices, optional, many = hints[entry.name], None, False, False
             if get_origin(hint) in (Union, types.UnionType):
                 kinds = [kind for kind in get_args(hint) if kind is not type(None)]

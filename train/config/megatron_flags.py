@@ -17,15 +17,12 @@ TABLE = """\
 --no-position-embedding                 | | > | --position-embedding-type rope
 --group-query-attention                 | | > | --num-query-groups N, which alone says it
 --rotary-interleaved                    | | ! | rope turns channel i with channel i + D/2, as Hugging Face's LLaMA does
---rotary-seq-len-interpolation-factor   | N | ! | positions are not interpolated; --rotary-base is what there is
---use-rope-scaling                      | | ! | rope is not scaled; --rotary-base is what there is
---rope-scaling-factor                   | N | ! | rope is not scaled; --rotary-base is what there is
+--rotary-seq-len-interpolation-factor   | N | > | --rope-scaling-type linear --rope-scaling-factor N
+--use-rope-scaling                      | | > | --rope-scaling-type llama3, with its factor and original length
 --make-vocab-size-divisible-by          | N | > | --vocab-size N; no multiple is needed, tensor parallelism splits any vocabulary
 --padded-vocab-size                     | N | > | --vocab-size N
 --apply-layernorm-1p                    | | ! | the norms' weights are as they are stored
 --apply-residual-connection-post-layernorm | | ! | the norm comes first, inside of the residual
---qk-layernorm                          | | ! | queries and keys have no norm
---add-qkv-bias                          | | ! | llama has no biases and gpt has all of them
 --squared-relu                          | | ! | feed-forwards are SwiGLU in a llama and GELU in a gpt
 --quick-geglu                           | | ! | feed-forwards are SwiGLU in a llama and GELU in a gpt
 --openai-gelu                           | | = with model_type gpt, linear_transformer | their GELU is in the tanh form, as GPT-2 has it
@@ -197,9 +194,8 @@ TABLE = """\
 --no-save-optim                         | | ! | checkpoints have the optimizer's state; tools read the weights alone
 --no-save-rng                           | | = | nothing random has a state: all is drawn by the seed and the iteration
 --no-load-rng                           | | = | nothing random has a state: all is drawn by the seed and the iteration
---no-load-optim                         | | ! | a run that goes on needs it; begin another one from Hugging Face's format
+--no-load-optim                         | | > | --finetune, which leaves optimizer, schedule, counters and data behind
 --pretrained-checkpoint                 | N | > | --load DIR
---finetune                              | | ! | --load goes on with a run, its iteration and its state
 --save-retain-interval                  | N | ! | checkpoints are kept; remove what is not needed
 --non-persistent-save-interval          | N | > | --save-interval N
 --use-checkpoint-args                   | | > | --config DIR/config.toml, which every run writes

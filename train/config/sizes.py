@@ -58,7 +58,7 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
 def validate_sizes(config: Config, world_size: int) -> None:
     """Raise UserError for sizes of a language model's run that do not fit; name them and the nearest that do."""
     validate_magnitude(config, world_size)
-    length, table = config.train.seq_length, config.model.max_position_embeddings
+    length, table = config.train.seq_length, config.model.position_table
     if table is not None and length > table:
         raise ConfigError(
             f"seq_length is {length} with max_position_embeddings {table}, the table of learned positions; lower the "
@@ -73,8 +73,8 @@ def validate_sizes(config: Config, world_size: int) -> None:
             "for whose gradient attention's backward would run in both; use Interleaved1F1B, or softmax_type off-by-one"
         )
     _validate_hybrid(config)
-    for name in ("vocab_size", "max_position_embeddings"):
-        if (entries := getattr(config.model, name)) is not None:
+    for name, entries in (("vocab_size", config.model.vocab_size), ("max_position_embeddings", table)):
+        if entries is not None:
             validate_entries(entries, config.mesh.tensor_model_parallel_size, name)
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's LLaMA and GPT-2 with random weights, and ours with the same, for the tests that compare the two."""
+"""Hugging Face's models with random weights, and ours with the same, for the tests that compare the two."""
 
 import dataclasses
 
@@ -9,6 +9,7 @@ from torch import nn
 from model.config import ModelConfig
 from model.hf import config_to_hf, from_hf
 from model.registry import build_model
+from model.rope import frequencies
 
 transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's models")
 
@@ -35,11 +36,36 @@ GPT2 = ModelConfig(
     init_method_std=0.2,
     untie_embeddings_and_output_weights=False,
 )
+ODD = dataclasses.replace(LLAMA, num_attention_heads=10, num_query_groups=5, kv_channels=8)
+"""Heads wider than hidden_size / heads, which is no whole number."""
+SCALED = {"rope_scaling_factor": 8.0, "rope_scaling_original_max_position_embeddings": 16}
 CONFIGS = {
     "llama": LLAMA,
     "llama, mha": dataclasses.replace(LLAMA, num_query_groups=6),
     "llama, tied": dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False),
     "llama, wide heads": dataclasses.replace(LLAMA, kv_channels=14),
+    "llama, llama3": dataclasses.replace(
+        LLAMA,
+        rope_scaling_type="llama3",
+        **SCALED | {"rope_scaling_original_max_position_embeddings": 32},
+        rope_scaling_low_freq_factor=1.0,
+        rope_scaling_high_freq_factor=4.0,
+        max_position_embeddings=128,
+    ),
+    "llama, dynamic": dataclasses.replace(LLAMA, rope_scaling_type="dynamic", **SCALED, max_position_embeddings=16),
+    "llama, linear": dataclasses.replace(LLAMA, rope_scaling_type="linear", rope_scaling_factor=8.0),
+    "mistral": dataclasses.replace(ODD, window_size="7,0"),
+    "mistral, no window": ODD,
+    "qwen2, yarn": dataclasses.replace(ODD, add_qkv_bias=True, rope_scaling_type="yarn", **SCALED),
+    "qwen2, tied, a window": dataclasses.replace(
+        ODD,
+        add_qkv_bias=True,
+        window_size="7,0",
+        window_attn_skip_freq="[0,1]",
+        untie_embeddings_and_output_weights=False,
+    ),
+    "qwen3": dataclasses.replace(ODD, qk_layernorm=True),
+    "qwen3, tied": dataclasses.replace(ODD, qk_layernorm=True, untie_embeddings_and_output_weights=False),
     "gpt2": GPT2,
     "gpt2, untied": dataclasses.replace(GPT2, untie_embeddings_and_output_weights=True),
     "gpt2, narrow feed-forward": dataclasses.replace(GPT2, ffn_hidden_size=80),
@@ -52,21 +78,19 @@ class ExactRotary(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.frequencies = config.rotary_base ** (-torch.arange(0, config.head_dim, 2).double() / config.head_dim)
+        self.config = config
 
     def forward(self, x, position_ids):
-        angles = position_ids[..., None].double() * self.frequencies.repeat(2)
-        return angles.cos(), angles.sin()
+        turns, scale = frequencies(self.config, self.config.head_dim, position_ids)  # tests/model/test_rope.py
+        angles = position_ids[..., None].double() * turns.repeat(2)
+        return scale * angles.cos(), scale * angles.sin()
 
 
 def hugging_face(config, dtype=torch.float32):
     """Random weights, norms and biases included; in float64, LLaMA's float32 islands (norms, angles) too."""
     torch.manual_seed(0)
-    of_family, shape = {
-        "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
-        "gpt": (transformers.GPT2LMHeadModel, transformers.GPT2Config),
-    }[config.model_type]
-    theirs = of_family(shape(**config_to_hf(config), attn_implementation="sdpa"))
+    shape = transformers.AutoConfig.for_model(**config_to_hf(config))
+    theirs = transformers.AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
     for parameter in theirs.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.5 * torch.rand(parameter.shape)
@@ -75,7 +99,7 @@ def hugging_face(config, dtype=torch.float32):
         theirs.model.rotary_emb = ExactRotary(config)
         for name, module in list(theirs.named_modules()):
             if "norm" in name:
-                exact = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon, dtype=dtype)
+                exact = nn.RMSNorm(len(module.weight), eps=config.norm_epsilon, dtype=dtype)
                 exact.weight = module.weight
                 theirs.set_submodule(name, exact)
     return theirs

@@ -64,7 +64,7 @@ def test_a_vocabulary_of_our_own_gets_no_ids_of_another(tmp_path):
     "change",
     [{"hidden_size": 44, "num_attention_heads": 7, "num_query_groups": 7, "kv_channels": 6}, {"init_method_std": 1.5}],
 )
-def test_a_llama_that_transformers_refuses_is_not_written(tmp_path, change):
+def test_a_llama_that_transformers_refuses_is_a_mistral_to_it(tmp_path, change):
     config = dataclasses.replace(LLAMA, **change)
     described = config_to_hf(LLAMA) | {
         "hidden_size": config.hidden_size,
@@ -74,7 +74,28 @@ def test_a_llama_that_transformers_refuses_is_not_written(tmp_path, change):
     }
     with pytest.raises(Exception, match=r"hidden size \(44\) is not|initializer_range"):
         transformers.LlamaConfig(**described)
-    with pytest.raises(ValueError, match=next(iter(change))):
+    model = build_model(config)
+    model.init_weights(0)
+    save_hf(tmp_path / "out", config, model.state_dict(), {"model_type": "llama"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(theirs) is transformers.MistralForCausalLM
+    expected = theirs(TOKENS).logits
+    assert (model(TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"add_qkv_bias": True, "qk_layernorm": True},
+            "add_qkv_bias is True, and in a LLaMA it is False; add_qkv_bias is",
+        ),
+        ({"window_size": "7,0", "window_attn_skip_freq": "[1,0]"}, "a LLaMA has no windows; window_attn_skip_freq is"),
+    ],
+)
+def test_a_llama_that_none_of_transformers_models_is_is_not_written(tmp_path, change, words):
+    config = dataclasses.replace(LLAMA, **change)
+    with pytest.raises(ValueError, match=re.escape(words) + ".*; keep it in its checkpoint"):
         save_hf(tmp_path / "out", config, build_model(config).state_dict())
     assert not (tmp_path / "out").exists()
 
@@ -184,7 +205,7 @@ def test_a_folder_that_cannot_be_written_is_named_and_stays_as_it_is(tmp_path, m
     monkeypatch.setattr(json, "dumps", full)  # the weights are there by then
     with pytest.raises(ValueError, match=r"cannot write to .*\(No space left on device\); free space"):
         save_hf(tmp_path / "out", LLAMA, build_model(LLAMA).state_dict())
-    assert list((tmp_path / "out").iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,10 @@ ODD = {"hidden_size": 22, "kv_channels": 6}
 CHUNKS = RecomputeConfig(loss_chunk_size=5, ffn_chunk_size=7, recompute_granularity="full")
 """They divide neither the tokens of a rank nor those of a sequence."""
 SUNK = config(window_size="5,0", window_attn_skip_freq="2", softmax_type="learnable")
-LLAMAS = [config(), config(tied=True), SUNK]
+YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "rope_scaling_original_max_position_embeddings": 8}
+QWEN = config(add_qkv_bias=True, qk_layernorm=True, **YARN)
+"""With all that Qwen2 and Qwen3 add to a LLaMA."""
+LLAMAS = [config(), config(tied=True), SUNK, QWEN]
 GPTS = [config(**LEARNED), config(tied=True, **LEARNED, **ODD), config(**ROPE), config(tied=True, **ROPE)]
 
 

@@ -1,9 +1,12 @@
 """How a command line is read, whatever the fields are."""
 
+from pathlib import Path
+
 import pytest
 
+from train.config import flags
 from train.config.flags import spelled
-from train.config.language import parse_args
+from train.config.language import Config, load_config, parse_args, to_toml
 
 
 def test_megatrons_spelling_of_a_flag_and_underscores_are_taken() -> None:
@@ -27,3 +30,46 @@ def test_megatrons_spelling_of_a_flag_and_underscores_are_taken() -> None:
 )
 def test_a_field_is_spelled_as_a_command_line_has_it(name: str, value: object, words: str) -> None:
     assert spelled(name, value) == words
+
+
+def test_toml_round_trip_of_every_field(tmp_path: Path) -> None:
+    changed: dict[str, object] = {"split": "90,5,5", "window_size": "8,0", "window_attn_skip_freq": "2"}
+    changed |= {
+        "data_path": ("a b", 'c "d" \\ é'),
+        "position_embedding_type": "learned_absolute",
+        "data_parallel_sharding_strategy": "fsdp",
+        "pipeline_schedule": "Interleaved1F1B",
+        "pipeline_layers": (3, 5),
+    }
+    # Which go with no learned positions, no warm-up in iterations and no use_checkpoint_opt_param_scheduler.
+    alone: dict[str, object] = {
+        "rotary_base": 5.1 + 0.2,
+        "lr_warmup_fraction": 0.1 + 0.2,
+        "override_opt_param_scheduler": True,
+    }
+    linear = {"model_type": "transnormer", "linear_decay": "paper", "no_scale_embedding": True, "softmax_every": 3}
+    # Which go with the model type that the others have no use for.
+    llama = {"add_qkv_bias": True, "qk_layernorm": True, "rope_scaling_type": "yarn", "rope_scaling_truncate": False}
+    llama |= {name: 16.0 for name in flags.config_fields(Config) if name.startswith("rope_scaling_")} | llama
+    llama |= {"rope_scaling_original_max_position_embeddings": 16, "rope_scaling_beta_slow": 0.5}
+    length = "rope_scaling_original_max_position_embeddings"
+    llama3 = {"rope_scaling_type": "llama3", "rope_scaling_factor": 16.0, length: 16}
+    llama3 |= {"rope_scaling_low_freq_factor": 0.5, "rope_scaling_high_freq_factor": 16.0}
+    dynamic = {**llama3, "rope_scaling_type": "dynamic", "rope_scaling_seq_length": 16}
+    others = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_seq_length")
+    dynamic = {name: value for name, value in dynamic.items() if name not in others[:2]}
+    alone |= {name: value for name, value in llama.items() if name not in others}
+    for name, field in flags.config_fields(Config).items():
+        if name in changed or name in alone or name in others or (name in linear and name != "model_type"):
+            continue
+        one = {bool: not field.default, int: 16, float: 0.1 + 0.2, str: 'a "b" \\ é'}[field.base]
+        changed[name] = next(choice for choice in field.choices if choice != field.default) if field.choices else one
+    for values in ({}, alone, linear, changed, llama3, dynamic):
+        config = flags.build(Config, values)
+        (tmp_path / "config.toml").write_text(to_toml(config))
+        assert load_config(tmp_path / "config.toml") == config
+        for name, value in values.items():
+            field = flags.config_fields(Config)[name]
+            assert getattr(getattr(config, field.section), name) == value != field.default
+    known = changed | alone | linear | llama3 | dynamic
+    assert known.keys() == flags.config_fields(Config).keys()

@@ -1,0 +1,179 @@
+"""Safetensors files of a model's folder, sharded or not, read and written tensor by tensor."""
+
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.hf.folder import CONFIG, WEIGHTS, read_json
+from runtime.errors import UserError
+from runtime.files import fsync_folder
+
+INDEX = f"{WEIGHTS}.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class Weights(Mapping[str, Tensor]):
+    """The tensors of a folder's safetensors files; each is read when it is asked for, and not kept.
+
+    Reads only safetensors, never pickles, and only files directly in the folder, whatever an index names.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the names. Raises UserError naming the file and what is wrong with it."""
+        self.files: dict[str, Path] = {}
+        if not (folder / INDEX).exists():
+            self._refuse_pickles(folder)
+            path = inside(folder, WEIGHTS)
+            self.files = dict.fromkeys(_names(path), path)
+            return
+        index = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+            raise UserError(f"{folder / INDEX}: weight_map is missing or not a table of file names; download it again")
+        for file in sorted(set(index.values())):
+            if file != Path(file).name or not file.endswith(".safetensors"):
+                raise UserError(f"{folder / INDEX}: names {file!r}, no safetensors file directly in this folder")
+            path = inside(folder, file)
+            wanted, held = [name for name, where in index.items() if where == file], set(_names(path))
+            if lacking := [name for name in wanted if name not in held]:
+                raise UserError(f"{path}: lacks {lacking[0]}, which {INDEX} places there; download it again")
+            self.files |= dict.fromkeys(wanted, path)
+
+    @staticmethod
+    def _refuse_pickles(folder: Path) -> None:
+        found = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+        if found and not (folder / WEIGHTS).exists():
+            raise UserError(
+                f"{folder / found[0]} is a pickle, which can run code when it is read, and there is no {WEIGHTS}; take "
+                "the model's safetensors files"
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        with _opened(self.files[name]) as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return a file of a folder. Raises UserError for a link that leaves it, but to the blobs of the hub's cache."""
+    path, home = folder / name, folder.resolve()
+    homes = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+    if path.is_symlink() and path.resolve().parent not in homes:
+        raise UserError(f"{path} is a link that leaves its folder, to {path.resolve()}; put a copy in its place")
+    return path
+
+
+def _names(path: Path) -> list[str]:
+    with _opened(path) as file:
+        return list(file.keys())
+
+
+def _opened(path: Path) -> Any:
+    """Open a safetensors file. Raises UserError naming it and what is wrong."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; only safetensors are read, and all shards are needed") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a whole safetensors file ({error}); download it again") from None
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a draft beside ``folder``, which is renamed to it at the end and removed if the block raises.
+
+    Raises:
+        UserError: the folder exists and is not empty, or cannot be written.
+    """
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise UserError(f"{folder} exists; choose a new folder, nothing is written over")
+    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        draft.rename(folder)
+        fsync_folder(folder.absolute().parent)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder} ({error.strerror or error}); free space or choose another"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_model(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    contents: Mapping[str, Any],
+    read: Callable[[str], Tensor] | None = None,
+    most_bytes: int = 5 * 10**9,
+) -> list[Path]:
+    """Write config.json and weights into an empty folder, these as files of at most ``most_bytes``, with an index.
+
+    One tensor at a time is in memory; safetensors' own ``save_file`` takes whole files.
+
+    Args:
+        weights: tensors by name, or with ``read`` meta tensors.
+        contents: of config.json.
+        read: returns one of the weights, of its shape and dtype.
+        most_bytes: of a file; a larger tensor has one of its own.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, weight in weights.items():
+        if shards[-1] and sum(map(_bytes, shards[-1].values())) + _bytes(weight) > most_bytes:
+            shards.append({})
+        shards[-1][name] = weight
+    width = f"-of-{len(shards):05d}.safetensors"
+    names = [f"model-{number:05d}{width}" for number in range(1, len(shards) + 1)] if len(shards) > 1 else [WEIGHTS]
+    for file, shard in zip(names, shards, strict=True):
+        _write(folder / file, shard, read or weights.__getitem__)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(map(_bytes, weights.values()))},
+            "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    return [folder / file for file in names]
+
+
+def _bytes(weight: Tensor) -> int:
+    return weight.numel() * weight.element_size()
+
+
+def _write(path: Path, weights: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+    """Write one file in safetensors' format: the header's length, a JSON header, the tensors' bytes."""
+    # Wide types first, as safetensors does, so that each tensor is aligned to its type.
+    order = sorted(weights, key=lambda name: -weights[name].element_size())
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        start, end = end, end + _bytes(weights[name])
+        shape, dtype = list(weights[name].shape), NAMES[weights[name].dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            tensor = read(name)
+            if (tensor.shape, tensor.dtype) != (weights[name].shape, weights[name].dtype):
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, and its header says otherwise")
+            file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)

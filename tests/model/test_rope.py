@@ -1,0 +1,176 @@
+"""Scaled rope turns as transformers' ROPE_INIT_FUNCTIONS do, by positions alone, and refuses what makes no sense."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import ModelConfig, architecture_of
+from model.layers import Rotary
+from model.rope import RopeConfig, frequencies
+
+rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="compares with transformers' tables")
+
+TRAINED, WIDTH = 64, 24
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED},
+    "yarn, bounds": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": TRAINED,
+        "beta_fast": 12.0,
+        "beta_slow": 0.5,
+        "truncate": False,
+        "attention_factor": 0.75,
+    },
+    "yarn, mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": TRAINED,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "original_max_position_embeddings": TRAINED,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+    "llama3, 3.2": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+}
+
+
+def of(scaling: dict[str, Any], base: float = 5000.0) -> RopeConfig:
+    """Our settings for transformers'."""
+    values = {f"rope_scaling_{name}": value for name, value in scaling.items() if name != "rope_type"}
+    if scaling["rope_type"] == "dynamic":
+        values["rope_scaling_original_max_position_embeddings"] = TRAINED
+    return RopeConfig(rotary_base=base, rope_scaling_type=scaling["rope_type"], **values)
+
+
+def theirs(scaling: dict[str, Any], length: int, base: float = 5000.0) -> tuple[torch.Tensor, float]:
+    """Frequencies [D/2] and attention scaling of transformers for a text of this length."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=2 * WIDTH,
+        num_attention_heads=2,
+        max_position_embeddings=TRAINED,
+        rope_parameters={**scaling, "rope_theta": base},
+    )
+    return rope_utils.ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, seq_len=length)
+
+
+@pytest.mark.parametrize("length", [40, 300])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_tables_equal_transformers(scaling: dict[str, Any], length: int) -> None:
+    positions = torch.arange(length)
+    expected, scale = theirs(scaling, length)
+    turns, factor = frequencies(of(scaling), WIDTH, positions)
+    assert factor == pytest.approx(scale, rel=1e-12)
+    assert turns.dtype == torch.float64
+    torch.testing.assert_close(turns, expected.double(), rtol=3e-6, atol=0)  # theirs are float32
+    rotary = Rotary(positions, WIDTH, of(scaling), torch.float32)
+    angles = positions[:, None, None] * expected.double()
+    for got, want in ((rotary.cos, angles.cos()), (rotary.sin, angles.sin())):
+        assert (got - scale * want).abs().max() < 1e-6 * length * scale
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("linear", {"factor": 4.01}),
+        ("dynamic", {"factor": 3.1}),
+        ("yarn", {"factor": 4.1}),
+        ("yarn, bounds", {"truncate": True}),
+        ("yarn, bounds", {"beta_slow": 1.0}),
+        ("llama3", {"high_freq_factor": 3.0}),
+    ],
+)
+def test_the_bound_sees_another_setting(name: str, change: dict[str, Any]) -> None:
+    """Negative control."""
+    turns, _ = frequencies(of(SCALINGS[name] | change), WIDTH, torch.arange(300))
+    assert ((turns / theirs(SCALINGS[name], 300)[0].double()) - 1).abs().max() > 1e-3
+
+
+def test_a_rank_with_the_first_tokens_turns_them_as_the_whole_sequence_does() -> None:
+    """Dynamic scaling goes by the length of the run, not by the last position that a rank holds."""
+    fixed = dataclasses.replace(of(SCALINGS["dynamic"]), rope_scaling_seq_length=300)
+    whole = Rotary(torch.arange(300), WIDTH, fixed, torch.float32)
+    part = Rotary(torch.arange(0, 150, 3), WIDTH, fixed, torch.float32)
+    assert torch.equal(part.cos, whole.cos[:150:3])
+    own = Rotary(torch.arange(0, 150, 3), WIDTH, of(SCALINGS["dynamic"]), torch.float32)  # negative control
+    assert (own.cos - part.cos).abs().max() > 0.1
+
+
+def test_an_architecture_has_the_scaling_only_where_it_is_set() -> None:
+    plain = ModelConfig(vocab_size=40, max_position_embeddings=4096)
+    assert not [name for name in architecture_of(plain) if name.startswith("rope_scaling")]
+    assert architecture_of(plain) == architecture_of(ModelConfig(vocab_size=40))
+    yarn = dataclasses.replace(
+        plain,
+        rope_scaling_type="yarn",
+        rope_scaling_factor=4.0,
+        rope_scaling_original_max_position_embeddings=64,
+    )
+    found = architecture_of(yarn)
+    assert (found["rope_scaling_type"], found["rope_scaling_beta_fast"]) == ("yarn", 32.0)
+    assert architecture_of(dataclasses.replace(yarn, rope_scaling_beta_fast=32.0)) == found
+
+
+FACTORS: dict[str, Any] = {"rope_scaling_factor": 2.0, "rope_scaling_original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"rope_scaling_factor": 2.0},
+            "rope_scaling_factor is 2.0 and rope_scaling_type not set; linear, dynamic, yarn",
+        ),
+        ({"rope_scaling_type": "linear"}, "rope_scaling_factor is not set, and rope_scaling_type linear needs it"),
+        ({"rope_scaling_type": "linear", "rope_scaling_factor": 0.5}, "rope_scaling_factor is 0.5; it must be from 1"),
+        (
+            {"rope_scaling_type": "llama3", "rope_scaling_factor": 8.0},
+            "rope_scaling_original_max_position_embeddings is not set, and rope_scaling_type llama3 needs it",
+        ),
+        (
+            {"rope_scaling_type": "llama3", **FACTORS, "rope_scaling_beta_fast": 3.0},
+            "rope_scaling_beta_fast is 3.0 and rope_scaling_type llama3; yarn alone has it",
+        ),
+        (
+            {"rope_scaling_type": "llama3", **FACTORS, "rope_scaling_low_freq_factor": 4.0},
+            "rope_scaling_low_freq_factor is 4.0; it must be below rope_scaling_high_freq_factor 4.0",
+        ),
+        (
+            {"rope_scaling_type": "yarn", **FACTORS, "rope_scaling_seq_length": 9},
+            "rope_scaling_seq_length is 9 and rope_scaling_type yarn; dynamic alone has it",
+        ),
+        (
+            {"rope_scaling_type": "yarn", **FACTORS, "rotary_base": 1.0},
+            "rope_scaling_type is yarn with rotary_base 1.0 .* needs a base above 1",
+        ),
+        (
+            {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0, "model_type": "transnormer"},
+            "rope_scaling_type is linear, and this model has no rope; leave it out",
+        ),
+        (
+            {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0, "model_type": "gpt"}
+            | {"max_position_embeddings": 64},
+            "rope_scaling_type is linear, and this model has no rope; leave it out",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        ModelConfig(**values)

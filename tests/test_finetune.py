@@ -1,0 +1,78 @@
+"""`--finetune --load` of an imported model: fresh counters, the same losses on every mesh, changed rope noted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.tokenizer import load_tokenizer
+from model.config import ModelConfig
+from model.hf import save_hf
+from model.registry import build_model
+from tests.pretraining import differences, pretrain
+from tools.convert_hf import import_model
+from train.config.language import load_config
+
+BOUND = 2e-6
+STEPS = ("--train-iters", "3", "--seq-length", "128")
+ALONE = ("--context-parallel-method", "none")
+
+
+@pytest.fixture(scope="module")
+def imported(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A Qwen3 with random weights in bfloat16, imported twice."""
+    folder = tmp_path_factory.mktemp("imported")
+    config = ModelConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=24, qk_layernorm=True,
+        vocab_size=load_tokenizer(f"{default_data}.model").vocab_size, rotary_base=5000.0, init_method_std=0.1,
+    )  # fmt: skip
+    model = build_model(config)
+    model.init_weights(7)
+    save_hf(folder / "theirs", config, model.to(torch.bfloat16).state_dict(), {"max_position_embeddings": 64})
+    for name in ("one", "two"):
+        import_model(folder / "theirs", folder / name)
+    return [folder / "one", folder / "two"]
+
+
+def finetuned(ranks: int, data: Path, save: Path, run: Path, *flags: str) -> list[dict]:
+    return pretrain(ranks, data, save, "--config", str(run / "config.toml"), "--load", str(run), *STEPS, *flags)
+
+
+@pytest.fixture(scope="module")
+def alone(default_data: Path, imported: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    save = tmp_path_factory.mktemp("alone") / "run"
+    found = finetuned(1, default_data, save, imported[0], "--finetune", *ALONE)
+    assert not load_config(save / "config.toml").checkpoint.finetune  # it would begin again
+    return found
+
+
+@pytest.mark.parametrize(
+    "mesh", ["--tensor-model-parallel-size 4", "--tensor-model-parallel-size 2 --context-parallel-size 2"]
+)
+def test_another_mesh_has_the_same_losses(
+    mesh: str, default_data: Path, imported: list[Path], alone: list[dict], tmp_path: Path
+) -> None:
+    got = finetuned(4, default_data, tmp_path / "run", imported[1], "--finetune", *mesh.split())
+    assert differences(got, alone) <= BOUND
+    assert (got[0]["iteration"], got[0]["consumed_samples"]) == (1, 4)
+
+
+def test_a_pipeline_going_on_from_iteration_0_has_them_too(
+    default_data: Path, imported: list[Path], alone: list[dict], tmp_path: Path
+) -> None:
+    mesh = ("--pipeline-model-parallel-size", "2")
+    assert differences(finetuned(2, default_data, tmp_path / "run", imported[1], *mesh), alone) <= BOUND
+
+
+def test_other_weights_and_another_rope_have_other_losses(
+    default_data: Path, imported: list[Path], alone: list[dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Negative control, and notes on what changed and on what is beyond the model's reach."""
+    (tmp_path / "afresh").mkdir()
+    afresh = finetuned(1, default_data, tmp_path / "new", imported[0], "--load", str(tmp_path / "afresh"), *ALONE)
+    assert differences(afresh, alone) > 1e-3
+    assert "note: seq_length 128 is 2 times the 64 positions" in capsys.readouterr().out
+    scaling = ("--rope-scaling-type", "linear", "--rope-scaling-factor", "2")
+    scaled = finetuned(1, default_data, tmp_path / "scaled", imported[0], "--finetune", *scaling, *ALONE)
+    assert differences(scaled, alone) > 100 * BOUND
+    assert "note: rope_scaling_type was None and is linear" in capsys.readouterr().out

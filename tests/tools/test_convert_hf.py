@@ -1,0 +1,267 @@
+"""Hugging Face models to runs and back: the same bits, files and greedy tokens, a few tensors in memory, no half."""
+
+import dataclasses
+import json
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint.api import find_checkpoint, load_model
+from model.config import architecture_of
+from model.hf import config_to_hf
+from model.hf.api import our_weights, their_weights
+from model.hf.shards import NAMES, Weights
+from model.registry import build_model, shapes_of
+from testing.ranks import run_ranks
+from tests.model.hf.hugging_face import CONFIGS, LLAMA, TOKENS, hugging_face, transformers
+from tools.convert_hf import export_model, import_model, main
+from train.config.language import load_config
+
+FAMILIES = ("llama, llama3", "mistral", "qwen2, tied, a window", "qwen2, yarn", "qwen3", "gpt2", "llama, dynamic")
+
+
+def write_tokenizer(folder: Path, entries: int = 61) -> None:
+    """A tokenizer of single words, with the files that come beside one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {"</s>": 0} | {f"w{number}": number for number in range(1, entries)}
+    Tokenizer(WordLevel(words, unk_token="</s>")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "auto_map": {"x": "code.X"}}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def published(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
+    """A folder as transformers writes it, in shards, with a tokenizer and code that must not come along."""
+    theirs = hugging_face(CONFIGS[name]).to(dtype)
+    theirs.config.eos_token_id = theirs.generation_config.eos_token_id = [9, 11]
+    theirs.config.bos_token_id = 7
+    theirs.generation_config.do_sample, theirs.generation_config.temperature = True, 0.6
+    theirs.save_pretrained(folder, max_shard_size="60KB")
+    write_tokenizer(folder)
+    (folder / "code.py").write_text("raise SystemExit('code was run')")
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_export_is_the_import_to_the_bit(tmp_path: Path, name: str) -> None:
+    source = published(tmp_path / "theirs", name, torch.bfloat16 if "yarn" in name else torch.float32)
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert main(["import", str(source), str(run)]) == 0
+    assert main(["export", str(run), str(out), "--max-shard-size", "60KB"]) == 0
+    before, after = tensors(source), tensors(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    assert max(path.stat().st_size for path in out.glob("*.safetensors")) < 62_000
+
+    kinds = [transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval() for folder in (source, out)]
+    said = [{k: v for k, v in kind.config.to_dict().items() if k != "_name_or_path"} for kind in kinds]
+    assert said[0] == said[1]
+    assert kinds[0].generation_config.to_dict() == kinds[1].generation_config.to_dict()
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (out / file).read_bytes() == (source / file).read_bytes()
+    assert not list(out.glob("*.py"))
+    texts = [kind.generate(TOKENS[:, :5], do_sample=False, max_new_tokens=4, eos_token_id=None) for kind in kinds]
+    assert torch.equal(*texts)
+
+
+def test_a_run_of_an_import_computes_what_theirs_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tools import sample
+
+    source, run = published(tmp_path / "theirs", "qwen3"), tmp_path / "run"
+    import_model(source, run)
+    config = load_config(run / "config.toml")
+    assert config.data.tokenizer_model == str(run / "hf" / "tokenizer.json")
+    model = build_model(config.model)
+    folder = find_checkpoint(run)
+    assert folder is not None
+    assert folder.name == "iter_0000000"
+    load_model(folder, model, architecture_of(config.model))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
+    assert (model(TOKENS) - theirs(TOKENS).logits).abs().max() < 1e-5
+    assert sample.main(["--load", str(run), "--num-samples", "1", "--num-tokens", "4"]) == 0
+    assert "iteration 0" in capsys.readouterr().out
+
+
+WIDE = dataclasses.replace(
+    LLAMA, num_layers=16, hidden_size=512, ffn_hidden_size=2048, num_attention_heads=8, num_query_groups=2
+)
+TALL = dataclasses.replace(
+    WIDE, num_layers=1, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8,
+    vocab_size=128256,
+)  # fmt: skip
+"""LLaMA 3 8B with one of its layers."""
+
+
+def sparse(folder: Path, config: Any, dtype: torch.dtype) -> int:
+    """Write a model of zeros that takes no room on the disk; return its bytes."""
+    ours = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes_of(config).items()}
+    theirs, _ = their_weights(ours, lambda name: ours[name], config)
+    header, end = {}, 0
+    for name, weight in theirs.items():
+        start, end = end, end + weight.nbytes
+        header[name] = {"dtype": NAMES[dtype], "shape": list(weight.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    folder.mkdir()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)
+    (folder / "config.json").write_text(json.dumps(config_to_hf(config)))
+    return end
+
+
+def peak(rank: int, world_size: int, folder: Path) -> list[int]:
+    """Convert there and back; return by how many bytes the process grew at most in each."""
+    found = []
+    for work in (
+        lambda: import_model(folder / "theirs", folder / "run"),
+        lambda: export_model(folder / "run", folder / "out", None, None, 10**9),
+    ):
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        before = memory("VmRSS")
+        work()
+        found.append(memory("VmHWM") - before)
+    return found
+
+
+def memory(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
+
+
+def test_a_few_tensors_live_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused one of theirs needs its three parts of ours, and theirs is made of these."""
+    alive, most = set(), [0]
+    reads = {Weights: Weights.__getitem__, torch: torch.empty_like}
+
+    def counted(weight: torch.Tensor) -> torch.Tensor:
+        alive.add(mark := object())
+        weakref.finalize(weight, alive.discard, mark)
+        most[0] = max(most[0], len(alive))
+        return weight
+
+    source = published(tmp_path / "theirs", "gpt2")
+    monkeypatch.setattr(Weights, "__getitem__", lambda self, name: counted(reads[Weights](self, name)))
+    import_model(source, tmp_path / "run")
+    imported, most[0] = most[0], 0
+    monkeypatch.setattr(torch, "empty_like", lambda like, **kind: counted(reads[torch](like, **kind)))
+    export_model(tmp_path / "run", tmp_path / "out", None, None, 10**9)
+    assert len(tensors(source)) > 20
+    assert 1 <= imported <= 3
+    assert 1 <= most[0] <= 9, "a module's weights and biases, and theirs of it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "dtype", "most"),
+    [(WIDE, torch.float32, 80 << 20), (TALL, torch.bfloat16, 2200 << 20)],
+    ids=["256 MB", "8B with one layer"],
+)
+def test_a_few_tensors_are_in_memory(tmp_path: Path, config: Any, dtype: torch.dtype, most: int) -> None:
+    whole = sparse(tmp_path / "theirs", config, dtype)
+    (grown,) = run_ranks(peak, 1, tmp_path)
+    print(f"model {whole:,} bytes, import and export grew by {grown}")
+    assert max(grown) < most
+    assert config is TALL or whole > 3 * most
+
+
+def broken(folder: Path) -> dict[str, tuple[Any, str]]:
+    """What can be wrong with a folder: how to make it so, and what is said."""
+    shard = min(folder.glob("model-*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+
+    def change(rewrite: Any) -> None:
+        held = load_file(shard)
+        rewrite(held)
+        save_file(held, shard)
+
+    def leave(path: Path) -> None:
+        path.rename(folder.parent / path.name)
+        path.symlink_to(folder.parent / path.name)
+
+    def only_pickles() -> None:
+        for path in (index, *folder.glob("*.safetensors")):
+            path.unlink()
+        (folder / "pytorch_model.bin").write_bytes(b"\x80\x02")
+
+    def spoil(held: dict[str, torch.Tensor]) -> None:
+        next(iter(held.values())).view(-1)[0] = torch.nan
+
+    def unknown_code() -> None:
+        (folder / "config.json").write_text(json.dumps({"model_type": "mystery", "auto_map": {"AutoModel": "x.X"}}))
+
+    return {
+        "pickle": (only_pickles, "pytorch_model.bin is a pickle, which can run code"),
+        "link of weights": (lambda: leave(shard), "is a link that leaves its folder"),
+        "link of a tokenizer": (lambda: leave(folder / "tokenizer.json"), "is a link that leaves its folder"),
+        "link of the configuration": (lambda: leave(folder / "config.json"), "is a link that leaves its folder"),
+        "cut": (lambda: os.truncate(shard, shard.stat().st_size - 9), "is not a whole safetensors file"),
+        "not finite": (lambda: change(spoil), "values that are not finite"),
+        "too few": (lambda: change(lambda held: held.pop(next(iter(held)))), "lacks model."),
+        "remote code": (unknown_code, 'model_type = "mystery" is not supported'),
+        "tokenizer too large": (lambda: write_tokenizer(folder, 70), "vocab_size is 61 and the tokenizer has 70"),
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("pickle", "link of weights", "link of a tokenizer", "link of the configuration", "cut", "not finite"),
+        *("too few", "remote code", "tokenizer too large"),
+    ],
+)
+def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    source = published(tmp_path / "theirs", "llama, tied")
+    spoil, words = broken(source)[name]
+    spoil()
+    before = sorted(tmp_path.iterdir())
+    capsys.readouterr()  # transformers' own lines
+    assert main(["import", str(source), str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert words in said
+    assert said.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, run = published(tmp_path / "theirs", "llama"), tmp_path / "run"
+    assert main(["import", str(source), str(run)]) == 0
+    for arguments in (["import", str(source), str(run)], ["export", str(run), str(source)]):
+        assert main(arguments) == 1
+        assert "exists; choose a new folder" in capsys.readouterr().err
+    assert main(["export", str(source), str(tmp_path / "out")]) == 1
+    assert "holds no config.toml" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cache_of_the_hub_has_links_to_its_blobs(tmp_path: Path) -> None:
+    source = published(tmp_path / "hub" / "snapshots" / "abc", "llama")
+    blobs = tmp_path / "hub" / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(source.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(Path("../../blobs") / str(number))
+    import_model(source, tmp_path / "run")
+    assert not any(path.is_symlink() for path in (tmp_path / "run").rglob("*"))
+
+
+def test_reading_one_by_one_is_reading_at_once(tmp_path: Path) -> None:
+    """Every family's weights, fused ones too."""
+    for name in ("gpt2", "qwen3, tied"):
+        config, state = CONFIGS[name], hugging_face(CONFIGS[name]).state_dict()
+        ours, read = our_weights(state, config)
+        theirs, back = their_weights(ours, read, config)
+        assert all(torch.equal(back(key), state[key]) for key in theirs)

@@ -1,0 +1,173 @@
+"""Hugging Face models to runs and back, tensor by tensor: python -m tools.convert_hf import SRC RUN; export RUN DST.
+
+A model of any size needs memory for a few of its tensors. A run made so begins at iteration 0:
+
+  pretrain_gpt.py --config RUN/config.toml --finetune --load RUN --save OTHER --data-path ...
+  python -m tools.sample --load RUN
+"""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoint.api import CheckpointError, find_checkpoint, read_manifest, save_checkpoint, stored_weights
+from data.fingerprint import digest
+from data.text.megatron import DataConfig
+from data.tokenizer import load_tokenizer
+from model.config import architecture_of
+from model.hf import config_from_hf, config_to_hf
+from model.hf.api import our_weights, their_weights
+from model.hf.folder import CONFIG, read_json
+from model.hf.shards import Weights, inside, new_folder, write_model
+from model.registry import num_parameters
+from planner.complete import with_vocabulary
+from runtime.errors import UserError
+from tools.arguments import parser_for, run_command
+from train.config.language import Config, ConfigError, load_config, to_toml
+from train.resume import Progress
+
+KEPT = "hf"
+"""Folder of a run with what came with an imported model: config.json, tokenizer, generation settings."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+CARRIED = (
+    *TOKENIZERS,
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+IMPORTED = "imported_from"
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def import_model(source: Path, run: Path) -> str:
+    """Make a run of a Hugging Face folder, and say what it is.
+
+    ``run`` gets config.toml, a checkpoint of iteration 0 with the dtypes as stored, and the folder ``hf`` with what the
+    model came with. Code of the model's repository is neither run nor copied.
+
+    Raises:
+        UserError: ``run`` exists, or the folder is not a whole model that we have; nothing is written then.
+    """
+    contents = read_json(inside(source, CONFIG))
+    model = config_from_hf(contents)
+    weights, read = our_weights(Weights(source), model)
+    with new_folder(run) as draft:
+        kept = draft / KEPT
+        kept.mkdir()
+        carry(source, kept)
+        (kept / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+        config, files = Config(model=model), {}
+        if (name := next((name for name in TOKENIZERS if (kept / name).exists()), None)) is not None:
+            config = with_vocabulary(config, load_tokenizer(kept / name).vocab_size)
+            config = replace(config, data=DataConfig(tokenizer_model=str(run / KEPT / name)))
+            files = {"tokenizer_model": digest(kept / name)}
+        (draft / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        extra = {"progress": asdict(Progress()), "contents": files, IMPORTED: str(source)}
+        save_checkpoint(draft, 0, weights, None, architecture=architecture_of(config.model), extra=extra, read=read)
+    dtypes = ", ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()}))
+    return f"imported {source} into {run}: {num_parameters(model):,} parameters of {dtypes}, " + (
+        f"tokenizer {run / KEPT / name}" if name else "without a tokenizer: give --tokenizer-model"
+    )
+
+
+def export_model(run: Path, target: Path, step: int | None, dtype: str | None, most_bytes: int) -> str:
+    """Write a run's weights as a Hugging Face folder, with what an imported model came with, and say what it is.
+
+    The dtype is by default that of the imported config.json, and of a run without one that of its checkpoint; an
+    import that was not trained keeps each tensor's.
+
+    Raises:
+        UserError: ``target`` exists, the run has no whole checkpoint, or transformers cannot express the model; nothing
+            is written then.
+    """
+    if not (run / "config.toml").is_file():
+        raise ConfigError(f"{run} holds no config.toml; name the folder that a run saved to")
+    config = load_config(run / "config.toml")
+    if config.model.vocab_size is None:
+        config = with_vocabulary(config, load_tokenizer(str(config.data.tokenizer_model)).vocab_size)
+    folder = find_checkpoint(run, step)
+    if folder is None:
+        raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
+    came_with = _came_with(run, config)
+    contents = {} if came_with is None else read_json(came_with / CONFIG)
+    ours, read_ours = stored_weights(folder, architecture_of(config.model))
+    wanted = _dtype(dtype, contents, imported=IMPORTED in read_manifest(folder).extra)
+    ours = {name: weight.to(wanted or weight.dtype) for name, weight in ours.items()}
+    theirs, read = their_weights(ours, lambda name: read_ours(name).to(ours[name].dtype), config.model)
+    dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in theirs.values()})
+    said = config_to_hf(config.model, contents) | {"torch_dtype": dtypes[0]}
+    with new_folder(target) as draft:
+        files = write_model(draft, theirs, said, read, most_bytes)
+        if came_with is not None:
+            carry(came_with, draft)
+    many = f"{len(files)} file{'s' * (len(files) > 1)}"
+    return f"exported {folder} to {target}: a {said['model_type']} of {', '.join(dtypes)} in {many}" + (
+        "" if came_with is None else f", with the tokenizer and settings of {came_with}"
+    )
+
+
+def _came_with(run: Path, config: Config) -> Path | None:
+    """Return the folder that an imported model came with, of this run or of the one that it was trained from."""
+    tokenizer = config.data.tokenizer_model
+    folders = [run / KEPT, *([] if tokenizer is None else [Path(tokenizer).parent])]
+    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+
+
+def _dtype(asked: str | None, contents: dict[str, Any], *, imported: bool) -> torch.dtype | None:
+    """Return the dtype to write; None leaves each tensor's."""
+    if asked is None and imported:
+        return None
+    said = asked or contents.get("dtype") or contents.get("torch_dtype")
+    return DTYPES.get(str(said))
+
+
+def carry(source: Path, target: Path) -> None:
+    """Copy tokenizer files and generation settings. Raises UserError for a link that leaves the folder."""
+    for name in CARRIED:
+        if (source / name).is_file():
+            shutil.copyfile(inside(source, name), target / name)
+
+
+def size(text: str) -> int:
+    """Parse a size such as 5GB."""
+    match = re.fullmatch(r"(\d{1,6})\s*([KMG]I?B)?", text.upper())
+    if match is None or int(match[1]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB")
+    return int(match[1]) * UNITS[match[2] or ""]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = parser_for("python -m tools.convert_hf", __doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    reading = commands.add_parser("import", allow_abbrev=False, help="a Hugging Face folder to a run of iteration 0")
+    reading.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and safetensors")
+    reading.add_argument("run", type=Path, metavar="RUN", help="folder to make")
+    writing = commands.add_parser("export", allow_abbrev=False, help="a run's checkpoint to a Hugging Face folder")
+    writing.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    writing.add_argument("target", type=Path, metavar="DST", help="folder to make")
+    writing.add_argument("--ckpt-step", type=int, metavar="N", help="iteration; by default the newest whole one")
+    writing.add_argument("--dtype", choices=DTYPES, help="of the weights; by default the imported model's")
+    writing.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE", help="of a file (default: 5GB)")
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "import":
+            print(import_model(args.source, args.run))
+        else:
+            print(export_model(args.run, args.target, args.ckpt_step, args.dtype, args.max_shard_size))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

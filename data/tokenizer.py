@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,7 +44,7 @@ class Tokenizer(Protocol):
         """Return the ids of `text`; special tokens spelled out in it are ordinary text."""
 
     def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
-        """Return the text of `ids`, without special tokens unless `special`."""
+        """Return the text of `ids`, without special tokens unless `special` and they have one."""
 
 
 class _Common:
@@ -104,13 +103,7 @@ class SentencePieceTokenizer(_Common):
 
     def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
         with _undamaged(self.path, "sentencepiece model"):
-            if special:  # control pieces decode to nothing
-                runs = groupby(ids, self._model.is_control)
-                return "".join(
-                    "".join(map(self._model.id_to_piece, run)) if control else self._model.decode(list(run))
-                    for control, run in runs
-                )
-            return self._model.decode(list(ids))
+            return self._model.decode(list(ids))  # control pieces have no text
 
 
 class HuggingFaceTokenizer(_Common):

@@ -84,6 +84,13 @@ def others_changed(batch: Batch) -> Batch:
     return batch | {"tokens": batch["tokens"].where(mine, (batch["tokens"] + 7) % 200)}
 
 
+def edges_ignored(batch: Batch) -> Batch:
+    """Take a sample for one conversation."""
+    starts = torch.zeros_like(batch["starts"])
+    starts[:, 0] = True
+    return batch | {"starts": starts}
+
+
 def all_learned(batch: Batch) -> Batch:
     """Ignore the loss mask."""
     return batch | {"labels": batch["tokens"].roll(-1, 1)}
@@ -101,10 +108,11 @@ def check(got: Step, want: Step) -> None:
 
 
 def test_one_process_and_what_others_hold(chats: Chats, want: Step) -> None:
-    changes = (as_it_is, all_learned, second_document_alone, others_changed)
-    ((got, every, own, changed),) = over_ranks(1, [chats.flags], changes)
+    changes = (as_it_is, all_learned, edges_ignored, second_document_alone, others_changed)
+    ((got, every, joined, own, changed),) = over_ranks(1, [chats.flags], changes)
     check(got, want)
-    assert abs(every.loss - want.loss) > 10 * LOSS * want.loss
+    for wrong in (every, joined):
+        assert abs(wrong.loss - want.loss) > 10 * LOSS * want.loss
     assert own.loss > 0
     assert own.equal(changed)
 
@@ -117,6 +125,7 @@ def test_two_processes(chats: Chats, want: Step) -> None:
         assert own.equal(changed)
 
 
+@pytest.mark.slow  # two runs of two processes; the loader's part of it is in tests/test_packed.py
 def test_a_run_trains_validates_and_goes_on(chats: Chats, tmp_path: Path) -> None:
     from testing.ranks import run_ranks
     from tests.pretraining import on_rank

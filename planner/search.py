@@ -9,12 +9,13 @@ from typing import Any
 
 from model.config import ModelConfig
 from model.registry import flops_per_token, num_parameters
-from parallel.context import ContextConfig, make_plan
+from parallel.context import ContextConfig, Plan, make_plan
 from parallel.context.layout import PLACEMENTS
 from parallel.context.methods.registry import METHODS, STATE_METHODS
+from parallel.recompute import RecomputeConfig
 from planner.cluster import Cluster
 from planner.documents import typical_documents
-from planner.step_cost import Arrangement, Prediction, Workload, predict
+from planner.step_cost import Arrangement, Prediction, Workload, memory_of, predict
 from runtime.errors import UserError
 from train.config.common import with_joined_ranks
 from train.config.flags import ConfigError
@@ -23,6 +24,8 @@ from train.config.sizes import validate_sizes
 
 GATED = ("llama", "transnormer")
 RECOMPUTE = ("none", "selective", "attention_boundary", "full")
+LOSS_CHUNK, FFN_CHUNK = 2048, 8192
+"""Tokens at once, where memory is short: enough to keep a GPU busy."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,17 @@ def predicted(
 
     ``documents`` are those of a typical micro-batch, where documents attend apart.
     """
+    return predict(*_problem(config, world_size, cluster, documents), cluster)
+
+
+def bytes_needed(config: Config, world_size: int, cluster: Cluster) -> float:
+    """Return the bytes of the busiest rank's memory alone, which take far less to predict than the time."""
+    return sum(memory_of(*_problem(config, world_size, cluster, None)).values())
+
+
+def _problem(
+    config: Config, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
+) -> tuple[Workload, Plan, Arrangement]:
     mesh, recompute = config.mesh, config.recompute
     cp, tp, pp = mesh.context_parallel_size, mesh.tensor_model_parallel_size, mesh.pipeline_model_parallel_size
     dp = world_size // (cp * tp * pp)
@@ -105,7 +119,7 @@ def predicted(
         documents=documents,
         **config.context.plan_arguments(max(1, cluster.gpus_per_node // tp)),
     )
-    return predict(workload_of(config, dp), plan, arranged, cluster)
+    return workload_of(config, dp), plan, arranged
 
 
 def contexts(config: Config, gpus_per_node: int) -> Iterator[ContextConfig]:
@@ -149,19 +163,43 @@ def contexts(config: Config, gpus_per_node: int) -> Iterator[ContextConfig]:
             yield replace(base, **fields)
 
 
-def arrangements(config: Config, world_size: int) -> Iterator[Config]:
-    """Yield every tp x pp x cp (the rest is dp) and recompute policy for the processes, without a method."""
+def recomputations(given: RecomputeConfig) -> Iterator[RecomputeConfig]:
+    """Yield every policy; those that save most, also with the chunks that ``given`` leaves out."""
+    for policy in RECOMPUTE:
+        try:
+            plain = replace(given, recompute_granularity=policy)  # type: ignore[arg-type]
+        except UserError:  # offload needs certain policies
+            continue
+        yield plain
+        if policy in ("attention_boundary", "full") and (chunked := _in_chunks(plain)) != plain:
+            yield chunked
+
+
+def leanest(given: RecomputeConfig) -> RecomputeConfig:
+    """Return what takes the least memory: full recomputation, in chunks."""
+    return _in_chunks(replace(given, recompute_granularity="full"))
+
+
+def _in_chunks(given: RecomputeConfig) -> RecomputeConfig:
+    return replace(
+        given,
+        loss_chunk_size=given.loss_chunk_size or LOSS_CHUNK,
+        ffn_chunk_size=given.ffn_chunk_size or FFN_CHUNK,
+    )
+
+
+def arrangements(
+    config: Config, world_size: int, recomputed: Sequence[RecomputeConfig] | None = None
+) -> Iterator[Config]:
+    """Yield every tp x pp x cp (the rest is dp) with each recomputation, by default all, without a method."""
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    for tp, pp, cp, policy in product(sizes, sizes, sizes, RECOMPUTE):
+    recomputed = list(recomputations(config.recompute)) if recomputed is None else recomputed
+    for tp, pp, cp, recompute in product(sizes, sizes, sizes, recomputed):
         if world_size % (tp * pp * cp):
             continue
         mesh = replace(
             config.mesh, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
         )
-        try:
-            recompute = replace(config.recompute, recompute_granularity=policy)  # type: ignore[arg-type]
-        except UserError:  # offload needs certain policies
-            continue
         yield replace(config, mesh=mesh, recompute=recompute)
 
 

@@ -75,8 +75,7 @@ class Prediction:
 def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster) -> Prediction:
     """Predict time and memory of one step of ``work``, with the attention's ``plan`` over cp."""
     tp = arranged.tp
-    heads, kv_heads = work.heads // tp, max(1, work.kv_heads // tp)
-    of = sizes(plan.geometry, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)
+    of = _own_sizes(work, plan, tp)
     layers = -(-work.layers // arranged.pp)
     rows = work.micro_batch * plan.local_len
     rate = 1e12 * cluster.peak_tflops * cluster.matmul_fraction
@@ -87,6 +86,7 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     linear = layers * layer * 3 + head * (4 if arranged.loss_chunk else 3)
     again = layers * (layer if arranged.recompute in ("full", "attention_boundary") else 0.0)
     again += layers * (forward if arranged.recompute in ("full", "selective") else 0.0)
+    again += layers * (layer * _ffn_share(work) if arranged.ffn_chunk else 0.0)
     steps = work.micro_batches + arranged.pp - 1  # fills and drains the pipeline
     seconds = {
         "attention": steps * layers * (forward + backward),
@@ -98,8 +98,7 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     exchanged = _data(work, plan, arranged, cluster)
     hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
     seconds["data parallel"] = max(0.0, exchanged - hidden)
-    moves = plan.backward_moves(of)
-    return Prediction(seconds, memory(work, plan, arranged, of, moves), links)
+    return Prediction(seconds, memory(work, plan, arranged, of, plan.backward_moves(of)), links)
 
 
 def _mean_attention(work: Workload, plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
@@ -157,6 +156,23 @@ def _ring_seconds(count: float, ranks: int, stride: int, cluster: Cluster) -> fl
         return count / (cluster.inside_gb_per_s * GB) + (ranks - 1) * cluster.inside_latency_us * MICRO
     rate = min(cluster.inside_gb_per_s, cluster.node_gb_per_s / min(stride, cluster.gpus_per_node))
     return count / (rate * GB) + (ranks - 1) * cluster.between_latency_us * MICRO
+
+
+def _ffn_share(work: Workload) -> float:
+    """Return the share of a layer's matrix products that is inside its feed-forward."""
+    inside = (3 if work.gated else 2) * work.hidden * work.ffn
+    return inside * work.layers / (work.matrix_weights - work.vocab * work.hidden)
+
+
+def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, float]:
+    """Return the bytes of the busiest rank at the peak of a step, by cause."""
+    of = _own_sizes(work, plan, arranged.tp)
+    return memory(work, plan, arranged, of, plan.backward_moves(of))
+
+
+def _own_sizes(work: Workload, plan: Plan, tp: int) -> Sizes:
+    heads, kv_heads = work.heads // tp, max(1, work.kv_heads // tp)
+    return sizes(plan.geometry, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)
 
 
 def memory(work: Workload, plan: Plan, arranged: Arrangement, of: Sizes, moves: Moves) -> dict[str, float]:

@@ -1,7 +1,10 @@
-"""Which arrangement of a run is fastest on a cluster: predicted, and with --profile measured.
+r"""Which arrangement of a run is fastest on a cluster: predicted, and with --profile measured.
 
 python -m tools.plan --config configs/llama2_7b.toml --cluster configs/clusters/a100_pod.toml --context-parallel-size 32
 python -m tools.plan --config configs/llama2_7b.toml --cluster configs/clusters/h100_pod.toml --world-size 64 --all
+python -m tools.plan --config configs/llama3_8b.toml --cluster configs/clusters/h100_pod.toml --world-size 8 --longest
+python -m tools.plan --config configs/llama3_8b.toml --cluster configs/clusters/h100_pod.toml --fewest \
+    --seq-length 1048576
 torchrun --nproc-per-node 4 -m tools.plan --config configs/llama_tiny.toml --context-parallel-size 4 --profile
 
 Takes every flag of pretrain_gpt.py besides these. Without --cluster the device at hand decides; without --world-size
@@ -24,6 +27,7 @@ from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
 from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.complete import with_vocabulary
+from planner.extremes import fewest, longest, of_length
 from planner.search import Candidate, Ranking, arrangements, nothing_left, rank
 from runtime.files import write_text
 from runtime.processes import launched_world_size
@@ -32,6 +36,7 @@ from train.config.language import Config, ConfigError, parse_args, to_toml, vali
 from train.run import exit_status
 
 DEFAULT_TOP = 10
+BAR = 40
 SHOWN_REASONS = 3
 
 
@@ -48,7 +53,8 @@ class Row:
         return {
             "context": asdict(config.context),
             "mesh": {name: getattr(config.mesh, name) for name in SIZES},
-            "recompute_granularity": config.recompute.recompute_granularity,
+            "recompute": asdict(config.recompute),
+            "seq_length": config.train.seq_length,
             "predicted_seconds": found.time,
             "predicted_seconds_by_part": found.seconds,
             "measured_seconds": self.measured,
@@ -63,7 +69,12 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the planner's own flags."""
     parser = parser_for("python -m tools.plan", __doc__)
     parser.add_argument("--world-size", type=int, help="processes to plan for")
-    parser.add_argument("--all", action="store_true", help="vary tp, pp, cp, dp and recompute too")
+    varied = parser.add_mutually_exclusive_group()
+    varied.add_argument("--all", action="store_true", help="vary tp, pp, cp, dp, recompute and chunks too")
+    varied.add_argument("--longest", action="store_true", help="as --all, for the longest sequence that fits")
+    varied.add_argument(
+        "--fewest", action="store_true", help="as --all, for the fewest processes that --seq-length fits"
+    )
     parser.add_argument("--top", type=int, default=DEFAULT_TOP, help="rows to show (default: %(default)s)")
     parser.add_argument(
         "--document-lengths",
@@ -105,7 +116,7 @@ def table(rows: Sequence[Row]) -> str:
             str(number),
             context.title + placement,
             ", ".join(sizes) or "data",
-            config.recompute.recompute_granularity,
+            config.recompute.recompute_granularity + (", chunks" if config.recompute.ffn_chunk_size else ""),
             milliseconds(found.time),
             *["" if row.measured is None else milliseconds(row.measured)] * profiled,
             f"{found.links.inside / 1e9:.3f}",
@@ -113,6 +124,16 @@ def table(rows: Sequence[Row]) -> str:
             f"{found.bytes / 1e9:.1f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def bars(candidate: Candidate, cluster: Cluster) -> str:
+    """Draw the memory of a candidate by cause, as shares of what a process has."""
+    parts = candidate.prediction.memory | {"together": candidate.prediction.bytes}
+    lines = [f"memory of the first, of {cluster.memory_gb:g} GB:"]
+    for name, count in parts.items():
+        filled = round(BAR * count / (1e9 * cluster.memory_gb))
+        lines.append(f"  {name:{max(map(len, parts))}}  {'#' * filled:.<{BAR}}  {count / 1e9:6.1f} GB")
     return "\n".join(lines)
 
 
@@ -169,7 +190,12 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Config, int, Cluster]:
 def plan(argv: list[str]) -> None:
     """Rank the candidates, profile them if asked, print and write."""
     args, config, world_size, cluster = prepare(argv)
-    varied = list(arrangements(config, world_size)) if args.all else [config]
+    if args.longest:
+        config = of_length(config, longest(config, world_size, cluster))
+    if args.fewest:
+        world_size = fewest(config, cluster)
+    every = args.all or args.longest or args.fewest
+    varied = list(arrangements(config, world_size)) if every else [config]
     found = rank(varied, world_size, cluster, tuple(args.document_lengths))
     if not found.candidates:
         raise ConfigError(nothing_left(found, cluster))
@@ -190,6 +216,7 @@ def plan(argv: list[str]) -> None:
         print(f"{cluster.name}, {world_size} processes, sequences of {config.train.seq_length} tokens")
         print(discarded(found, cluster, args.top))
         print(table(rows[: args.top]))
+        print(bars(rows[0].candidate, cluster))
     if args.write:
         args.write.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.write, to_toml(rows[0].candidate.config))

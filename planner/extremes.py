@@ -1,0 +1,85 @@
+"""The longest sequence that fits given processes, and the fewest processes that a sequence fits."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from planner.cluster import Cluster
+from planner.search import arrangements, bytes_needed, contexts, leanest
+from runtime.errors import UserError
+from train.config.flags import ConfigError
+from train.config.language import Config
+from train.config.sizes import validate_sizes
+
+STEP = 1024
+"""Tokens."""
+PRECISION = 64
+"""The longest sequence is found to one part in so many."""
+MOST_TOKENS, MOST_PROCESSES = 1 << 30, 1 << 14
+
+
+def fits(config: Config, world_size: int, cluster: Cluster) -> bool:
+    """Return whether some arrangement and method fit in memory, with all that recomputation saves."""
+    for arranged in arrangements(config, world_size, (leanest(config.recompute),)):
+        for context in contexts(arranged, cluster.gpus_per_node):
+            candidate = replace(arranged, context=context)
+            try:
+                validate_sizes(candidate, world_size)
+            except UserError:
+                continue
+            if bytes_needed(candidate, world_size, cluster) <= 1e9 * cluster.memory_gb:
+                return True
+    return False
+
+
+def longest(config: Config, world_size: int, cluster: Cluster) -> int:
+    """Return the tokens of the longest sequence that fits, a multiple of ``STEP``.
+
+    Raises:
+        ConfigError: not even ``STEP`` tokens fit.
+    """
+
+    def holds(steps: int) -> bool:
+        return fits(of_length(config, steps * STEP), world_size, cluster)
+
+    if not holds(1):
+        raise ConfigError(
+            f"not even {STEP} tokens fit {world_size} processes of {cluster.name}, which have {cluster.memory_gb:g} GB "
+            "each; plan for a larger --world-size"
+        )
+    return STEP * _last(holds, 1, MOST_TOKENS // STEP)
+
+
+def fewest(config: Config, cluster: Cluster) -> int:
+    """Return the fewest processes that the sequence fits: a power of two inside a node, else whole nodes.
+
+    Raises:
+        ConfigError: it does not fit ``MOST_PROCESSES``.
+    """
+    node = cluster.gpus_per_node
+    for size in (1 << power for power in range(node.bit_length())):
+        if size <= node and fits(config, size, cluster):
+            return size
+    nodes = 1 + _last(lambda count: not fits(config, count * node, cluster), 1, MOST_PROCESSES // node, exact=True)
+    if nodes * node > MOST_PROCESSES:
+        raise ConfigError(
+            f"seq_length is {config.train.seq_length}, which does not fit {MOST_PROCESSES} processes of "
+            f"{cluster.name}; lower it"
+        )
+    return nodes * node
+
+
+def of_length(config: Config, tokens: int) -> Config:
+    """Return the configuration with sequences of so many tokens."""
+    return replace(config, train=replace(config.train, seq_length=tokens))
+
+
+def _last(holds: Callable[[int], bool], known: int, most: int, exact: bool = False) -> int:
+    """Return the last number for which ``holds`` is true, as it is for ``known`` and not for all up to ``most``."""
+    above = 2 * known
+    while above <= most and holds(above):
+        known, above = above, 2 * above
+    above = min(above, most + 1)
+    while above - known > (1 if exact else max(1, known // PRECISION)):
+        middle = (known + above) // 2
+        known, above = (middle, above) if holds(middle) else (known, middle)
+    return known

@@ -1,0 +1,75 @@
+"""The longest sequence and the fewest processes: what fits, and that the next does not."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.cluster import CLUSTERS, load_cluster
+from planner.extremes import PRECISION, STEP, _last, fewest, fits, longest, of_length
+from planner.search import rank, recomputations
+from runtime.errors import UserError
+from train.config.language import Config, load_config
+
+H100 = load_cluster(CLUSTERS / "h100_pod.toml")
+SMALL = replace(H100, memory_gb=12, gpus_per_node=4)
+CONFIG = load_config("configs/llama3_8b.toml")
+
+
+@pytest.fixture
+def config() -> Config:
+    """Half a billion parameters."""
+    return replace(CONFIG, model=replace(CONFIG.model, num_layers=4, hidden_size=2048, ffn_hidden_size=4096))
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(config: Config) -> None:
+    found = longest(config, 4, SMALL)
+    assert found % STEP == 0
+    assert fits(of_length(config, found), 4, SMALL)
+    assert not fits(of_length(config, found + found // PRECISION + STEP), 4, SMALL)
+
+
+def test_what_is_said_to_fit_is_in_the_ranking(config: Config) -> None:
+    from planner.search import arrangements
+
+    at = of_length(config, longest(config, 4, SMALL))
+    best = rank(list(arrangements(at, 4)), 4, SMALL).candidates
+    assert best
+    assert all(candidate.prediction.bytes <= 12e9 for candidate in best)
+
+
+def test_the_fewest_processes_hold_it_and_fewer_do_not(config: Config) -> None:
+    for tokens in (16 * STEP, 512 * STEP, 4096 * STEP):
+        at = of_length(config, tokens)
+        found = fewest(at, SMALL)
+        assert fits(at, found, SMALL)
+        less = found - SMALL.gpus_per_node if found > SMALL.gpus_per_node else found // 2
+        assert not less or not fits(at, less, SMALL)
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 63, 64, 100, 1000])
+def test_the_last_number_is_found(last: int) -> None:
+    assert _last(lambda n: n <= last, 1, 5000, exact=True) == last
+    assert last - last // PRECISION <= _last(lambda n: n <= last, 1, 5000) <= last
+    assert _last(lambda n: True, 1, 700, exact=True) == 700
+
+
+def test_what_fits_nowhere_is_refused(config: Config) -> None:
+    with pytest.raises(UserError, match="not even 1024 tokens fit 2 processes of H100 80GB pod, which have 1 GB"):
+        longest(config, 2, replace(SMALL, memory_gb=1))
+    with pytest.raises(UserError, match="seq_length is 1073741824, which does not fit 16384 processes"):
+        fewest(of_length(config, 1 << 30), replace(SMALL, memory_gb=0.01))
+
+
+def test_every_policy_is_tried_and_those_that_save_most_in_chunks_too() -> None:
+    found = [(one.recompute_granularity, one.ffn_chunk_size) for one in recomputations(CONFIG.recompute)]
+    assert found == [
+        ("none", 0),
+        ("selective", 0),
+        ("attention_boundary", 0),
+        ("attention_boundary", 8192),
+        ("full", 0),
+        ("full", 8192),
+    ]
+    asked = replace(CONFIG.recompute, recompute_granularity="full", recompute_offload=True, ffn_chunk_size=100)
+    assert all(one.recompute_offload and one.ffn_chunk_size == 100 for one in recomputations(asked))
+    assert len(list(recomputations(asked))) == 4

@@ -32,14 +32,13 @@ def turns_of(row: Any) -> list[Turn]:
     """
     if isinstance(row, DataError):
         raise row
-    system, turns = None, row
-    if isinstance(row, dict):
-        turns, system = row.get("messages", row.get("conversations")), row.get("system")
-        _refuse_extras("it", row)
+    turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else row
     if not isinstance(turns, list) or not turns:
         raise DataError('has no turns; give them as a list under "messages" or "conversations"')
-    found = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
-    found += [_turn(f"turn {number}", turn) for number, turn in enumerate(turns, start=1)]
+    if isinstance(row, dict):
+        _refuse_extras("it", row)
+        turns = [{"role": "system", "content": row["system"]}, *turns] if row.get("system") else turns
+    found = [_turn(f"turn {number}", turn) for number, turn in enumerate(turns, start=1)]
     if all(turn["role"] != "assistant" for turn in found):
         raise DataError("no turn is the assistant's, so that nothing carries loss; leave it out")
     return found

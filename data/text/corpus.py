@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
-from data.text.rows import has_rows, is_dataset, rows, size_of
+from data.text.rows import has_rows, is_dataset, rows
 
 
 class Corpus:
@@ -39,11 +39,6 @@ class Corpus:
         self.max_bytes = max_bytes
         self.skipped: list[Path] = []
         self._skip_undecodable, self._json_key = skip_undecodable, json_key
-
-    def size(self) -> int:
-        """Return about how many bytes will be read."""
-        size = sum(size_of(path) for path in self.files)
-        return size if self.max_bytes is None else min(size, self.max_bytes)
 
     def __iter__(self) -> Iterator[str]:
         self.skipped.clear()

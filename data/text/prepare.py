@@ -78,17 +78,15 @@ class Prepared:
     @property
     def summary(self) -> str:
         """Say in one line what there is."""
-        if (of := self.conversations) is None:
-            return (
-                f"{self.documents:,} documents, {self.tokens:,} tokens ({self.dtype}), "
-                f"{self.text_bytes / self.tokens:.2f} bytes per token, unigram entropy {self.unigram_entropy:.3f} nats "
-                "per token"
-            )
+        tokens, of = f"{self.tokens:,} tokens ({self.dtype})", self.conversations
+        if of is None:
+            sizes = f"{self.text_bytes / self.tokens:.2f} bytes per token, unigram entropy {self.unigram_entropy:.3f}"
+            return f"{self.documents:,} documents, {tokens}, {sizes} nats per token"
         return (
             f"{of['read']:,} conversations read: {of['kept']:,} kept whole, {of['split']:,} split, {of['truncated']:,} "
-            f"truncated, {of['refused']:,} refused; {of['left_out']:,} pieces of split ones without loss left "
-            f"out; {self.tokens:,} tokens ({self.dtype}), of which {of['learned']:,} carry loss, in {of['samples']:,} "
-            f"samples, {1 - self.tokens / of['places']:.2%} padding"
+            f"truncated, {of['refused']:,} refused; {of['left_out']:,} pieces of split ones without loss left out; "
+            f"{tokens}, of which {of['learned']:,} carry loss, in {of['samples']:,} samples, "
+            f"{1 - self.tokens / of['places']:.2%} padding"
         )
 
 

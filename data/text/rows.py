@@ -100,6 +100,8 @@ def _array(path: Path) -> Iterator[Row]:
                 number, at = 2, at + 1
                 continue
             if number > 1 and text.startswith("]", at):
+                if (text[at + 1 :] + file.read()).strip():
+                    raise DataError(f"{path}, line {line}: goes on after its array; make it one array, or a line each")
                 return
             where = f"{path}, line {line}, element {number - 1}"
             try:

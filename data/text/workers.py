@@ -53,7 +53,6 @@ def _start() -> None:
 
 
 def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
+    if parent := parent_process():
         parent.join()
         os._exit(1)

@@ -29,7 +29,9 @@ SIZE = 57
 """Tokens of TURNS in ChatML, of which 9 are learned."""
 
 
-def prepared(folder: Path, source: Path, template: str = TEMPLATES["chatml"], **chat: Any) -> Prepared:
+def prepared(
+    folder: Path, source: Path, template: str = TEMPLATES["chatml"], name: str = "chats", **chat: Any
+) -> Prepared:
     request = Request(
         inputs=(str(source),),
         suffix=".jsonl",
@@ -37,7 +39,7 @@ def prepared(folder: Path, source: Path, template: str = TEMPLATES["chatml"], **
         tokenizer_model=write_tokenizer(folder / "tokenizer", template),
         chat=Chat(**({"seq_length": 200} | chat)),
     )
-    return prepare(request, folder / "out" / "chats", progress=False)[0]
+    return prepare(request, folder / "out" / name, progress=False)[0]
 
 
 def lines(*rows: object) -> str:
@@ -202,6 +204,7 @@ def test_what_is_refused_is_listed_and_counted(tmp_path: Path) -> None:
         ("in.json", b'[{"a": 1},\n {"b"', r"in\.json, line 2, element 2: not JSON, or cut off"),
         ("in.json", b'{"a": 1}', r"in\.json: holds no array"),
         ("in.json", b"[]", r"no conversation in"),
+        ("in.json", b'[{"a": 1}]\n[{"a": 2}]', r"in\.json, line 1: goes on after its array"),
         ("in.json", b'["\xff"]', r"in\.json is not UTF-8"),
         ("in.jsonl", b"", r"no conversation in"),
         ("in.parquet", b"PAR1 and no more", r"in\.parquet: no Parquet, or cut off"),
@@ -247,3 +250,10 @@ def test_conversations_and_text_are_not_taken_for_each_other(tmp_path: Path) -> 
     (tmp_path / "out" / "chats_loss_mask.idx").unlink()
     with pytest.raises(DataError, match=r"chats_loss_mask\.idx does not exist; --sft reads"):
         build_datasets(DataConfig(data_path=(path,), sft=True, **both), 200, 1, tokenizer)
+
+
+def test_a_system_text_beside_the_turns_is_the_first_turn(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", [SHAREGPT | {"system": "Be brief."}])
+    assert prepared(tmp_path, source).tokens == SIZE + len("system\nBe brief.\n") + 2
+    with pytest.raises(DataError, match=r"turn 1 \(system\) is empty"):
+        prepared(tmp_path, write_lines(tmp_path / "no", [SHAREGPT | {"system": " "}]), name="no")

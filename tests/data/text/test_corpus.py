@@ -18,8 +18,7 @@ def test_stdlib_is_there_without_tests() -> None:
     names = {path.name for path in files}
     assert {"argparse.py", "ast.py", "threading.py"} <= names
     assert not any({"test", "tests", "site-packages"} & set(path.parts) for path in files)
-    corpus = Corpus(files)
-    assert corpus.size() > 5_000_000
+    assert sum(path.stat().st_size for path in files) > 5_000_000
     # Mixed, so that a tail taken for validation is not the end of the alphabet.
     initials = [path.name[0] for path in files]
     assert initials != sorted(initials)

@@ -39,6 +39,13 @@ RINGS = ("wallfacer", "double_ring", "ulysses")
 STEPS = 2
 """The second has weights that the first one's gradients made; a third, as in the bench, would see nothing else."""
 SLOW = [("llama", case) for case in cases() if case.method in RINGS and ("llama", case) not in MESHES]
+SLOW += [
+    ("qwen", Case(pp=2, cp=2, tp=2)),
+    ("qwen", Case(tp=4, dp=2)),
+    ("qwen", Case(dp=2, cp=2, tp=2, method="zigzag")),
+    ("qwen", Case(pp=2, tp=2, schedule="Interleaved1F1B", virtual=2)),
+    ("qwen", Case(dp=2, cp=4, method="ulysses", mode="zero1")),
+]
 
 
 def trained(kind: str, case: Case, data: Path, sabotage: str | None = None) -> Run:

@@ -164,15 +164,14 @@ def test_a_few_tensors_live_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "dtype", "most"),
-    [(WIDE, torch.float32, 80 << 20), (TALL, torch.bfloat16, 2200 << 20)],
+    [(WIDE, torch.float32, 60 << 20), (TALL, torch.bfloat16, 2400 << 20)],
     ids=["256 MB", "8B with one layer"],
 )
 def test_a_few_tensors_are_in_memory(tmp_path: Path, config: Any, dtype: torch.dtype, most: int) -> None:
     whole = sparse(tmp_path / "theirs", config, dtype)
     (grown,) = run_ranks(peak, 1, tmp_path)
     print(f"model {whole:,} bytes, import and export grew by {grown}")
-    assert max(grown) < most
-    assert config is TALL or whole > 3 * most
+    assert max(grown) < min(most, whole)
 
 
 def broken(folder: Path) -> dict[str, tuple[Any, str]]:

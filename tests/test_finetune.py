@@ -7,10 +7,10 @@ import torch
 
 from data.tokenizer import load_tokenizer
 from model.config import ModelConfig
-from model.hf import save_hf
+from model.hf import load_hf, save_hf
 from model.registry import build_model
 from tests.pretraining import differences, pretrain
-from tools.convert_hf import import_model
+from tools.convert_hf import export_model, import_model
 from train.config.language import load_config
 
 BOUND = 2e-6
@@ -39,11 +39,26 @@ def finetuned(ranks: int, data: Path, save: Path, run: Path, *flags: str) -> lis
 
 
 @pytest.fixture(scope="module")
-def alone(default_data: Path, imported: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    save = tmp_path_factory.mktemp("alone") / "run"
-    found = finetuned(1, default_data, save, imported[0], "--finetune", *ALONE)
-    assert not load_config(save / "config.toml").checkpoint.finetune  # it would begin again
-    return found
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("alone") / "run"
+
+
+@pytest.fixture(scope="module")
+def alone(default_data: Path, imported: list[Path], trained: Path) -> list[dict]:
+    return finetuned(1, default_data, trained, imported[0], "--finetune", *ALONE)
+
+
+def test_what_was_finetuned_is_exported_as_what_was_imported(
+    imported: list[Path], alone: list[dict], trained: Path, tmp_path: Path
+) -> None:
+    """Its type and the entries of its config.json, though its checkpoint has float32 and a folder of its own."""
+    assert not load_config(trained / "config.toml").checkpoint.finetune  # it would begin again
+    export_model(trained, tmp_path / "out", None, None, 10**9)
+    before, after = (load_hf(folder) for folder in (imported[0].parent / "theirs", tmp_path / "out"))
+    assert before[0] == after[0]
+    assert before[2] == after[2]
+    assert {weight.dtype for weight in after[1].values()} == {torch.bfloat16}
+    assert not torch.equal(before[1]["embedding.weight"], after[1]["embedding.weight"])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from checkpoint.api import find_checkpoint
 from data.tokenizer import load_tokenizer
 from runtime.processes import launched_world_size
 from tests.endings import Ending, end
-from tools import plan, plot, prepare_data, prepare_latents, sample, sample_dit
+from tools import convert_hf, plan, plot, prepare_data, prepare_latents, sample, sample_dit
 from train.config import diffusion as dit_config
 from train.config import flags
 from train.config import language as config
@@ -214,6 +214,8 @@ USES: dict[str, Callable[[str], object]] = {
         ["--input", "empty", "--output-prefix", "out", "--tokenizer-model", path]
     ),
     "prepare_data --input": lambda path: prepare_data.main(["--input", path, "--output-prefix", "out"]),
+    "convert_hf import": lambda path: convert_hf.main(["import", path, "out"]),
+    "convert_hf export": lambda path: convert_hf.main(["export", path, "out"]),
     "prepare_latents --check": lambda path: prepare_latents.main(["--check", path]),
 }
 """What is given a path to read from or to write to."""
@@ -247,6 +249,10 @@ TOOLS = {
         --load none --temperature nan | --load none --temperature inf | --load none --temperature -1
         --load none --top-k 0 | --load none --top-k x | --load none --seed -1 | --load none --ckpt-step x
         --load none --ckpt-step -1 | --load none --num-samples 0 | --num-tokens 5 | --load | --nope | --load a b""",
+    convert_hf.main: """
+        import | import none | import none x | export | export none x | export none x --dtype int8 | import none x y
+        export none x --max-shard-size 0 | export none x --max-shard-size 5XB | export none x --ckpt-step y | nope
+        export none x --nope | import none x --dtype float32""",
     sample_dit.main: """
         --load none | --load none --num-samples 0 | --load none --steps 0 | --load none --steps x
         --load none --guidance nan | --load none --guidance inf | --load none --guidance x | --load none --method nope

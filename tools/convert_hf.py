@@ -116,8 +116,8 @@ def export_model(run: Path, target: Path, step: int | None, dtype: str | None, m
 
 def _came_with(run: Path, config: Config) -> Path | None:
     """Return the folder that an imported model came with, of this run or of the one that it was trained from."""
-    tokenizer = config.data.tokenizer_model
-    folders = [run / KEPT, *([] if tokenizer is None else [Path(tokenizer).parent])]
+    tokenizer, load = config.data.tokenizer_model, config.checkpoint.load
+    folders = [run / KEPT, *([Path(load) / KEPT] if load else []), *([Path(tokenizer).parent] if tokenizer else [])]
     return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
 
 

@@ -1,6 +1,7 @@
 """Safetensors files of a model's folder, sharded or not, read and written tensor by tensor."""
 
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -68,10 +69,10 @@ class Weights(Mapping[str, Tensor]):
 
 def inside(folder: Path, name: str) -> Path:
     """Return a file of a folder. Raises UserError for a link that leaves it, but to the blobs of the hub's cache."""
-    path, home = folder / name, folder.resolve()
+    path, home = folder / name, Path(os.path.realpath(folder))  # Path.resolve fails on a loop
     homes = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
-    if path.is_symlink() and path.resolve().parent not in homes:
-        raise UserError(f"{path} is a link that leaves its folder, to {path.resolve()}; put a copy in its place")
+    if path.is_symlink() and (real := Path(os.path.realpath(path))).parent not in homes:
+        raise UserError(f"{path} is a link that leaves its folder, to {real}; put a copy in its place")
     return path
 
 

@@ -87,6 +87,7 @@ def load_cluster(path: str | Path) -> Cluster:
         ) from error
     except ValueError as error:
         raise ClusterError(f"{path}: not valid TOML: {error}") from error
+    values.pop("slurm", None)  # what slurm/submit.py reads
     known = [entry.name for entry in fields(Cluster)]
     for name in values:
         if name not in known:

@@ -44,12 +44,13 @@ FOLDERS = {
     "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools testing"),
     "papers": _folder("papers' tables at small scale", f"{LIBRARY} train planner entry tools testing"),
     "parity": _folder("every mesh equals one process", f"{LIBRARY} train planner entry tools testing"),
+    "slurm": _folder("jobs of a scheduler, and a virtual cluster", f"{LIBRARY} train planner tools"),
 }
 """Each folder has one purpose, which no other has, and the others that it stands on; a row within a row is a part
 whose imports differ from the rest's."""
 ENTRIES = {"pretrain_gpt", "pretrain_dit"}
 PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
-NAMES = PACKAGES | {"configs", "slurm", "tests", "docs"}
+NAMES = PACKAGES | {"configs", "tests", "docs"}
 MOST_FILES = 18
 LONGEST_FILE = 350
 MOST_LINES_OF_RESULTS = 1500

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.mesh import MeshConfig, MeshError, distributed_mesh
+from parallel.mesh import MeshConfig, MeshError, _check_apart, _own_gpu, distributed_mesh
 from runtime.processes import join, launched_world_size
 from testing.ranks import run_ranks
 
@@ -154,3 +154,51 @@ def test_joined_data_parallel_ranks_are_context_parallel_ones() -> None:
     first, *_, last = run_ranks(joined_places, 8)
     assert first == [[0, 4], [0], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert last == [[3, 7], [7], [4, 5, 6, 7], [4, 5, 6, 7]]
+
+
+def seeing(monkeypatch: pytest.MonkeyPatch, gpus: int, local: int, visible: str | None) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "local", "visible", "index"),
+    [(8, 3, None, 3), (8, 3, "0,1,2,3,4,5,6,7", 3), (1, 3, "0", 0), (1, 3, "3", 0), (1, 0, None, 0)],
+)
+def test_a_process_has_the_gpu_of_its_place_or_the_only_one_it_sees(
+    gpus: int, local: int, visible: str | None, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeing(monkeypatch, gpus, local, visible)
+    assert _own_gpu() == torch.device("cuda", index)
+
+
+@pytest.mark.parametrize(("gpus", "local", "visible"), [(1, 1, None), (2, 2, "0,1")])
+def test_more_processes_than_gpus_are_refused(
+    gpus: int, local: int, visible: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeing(monkeypatch, gpus, local, visible)
+    with pytest.raises(MeshError, match=f"process {local + 1} of a machine finds {gpus} GPUs there"):
+        _own_gpu()
+
+
+class Properties:
+    def __init__(self, uuid: int) -> None:
+        self.uuid = uuid
+
+
+def with_gpu(rank: int, world_size: int, uuids: list[int]) -> str:
+    torch.cuda.get_device_properties = lambda _: Properties(uuids[rank])
+    try:
+        _check_apart(torch.device("cuda", 0))
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+def test_two_processes_on_one_gpu_are_named() -> None:
+    assert run_ranks(with_gpu, 3, [7, 8, 9]) == [""] * 3
+    said = run_ranks(with_gpu, 3, [7, 8, 7])
+    assert all("ranks 0 and 2 have the same GPU of " in line for line in said)

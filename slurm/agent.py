@@ -1,0 +1,42 @@
+"""torchrun for a step of Slurm: it passes signals on to its ranks and waits, and ends with their status.
+
+torchrun itself gives ranks half a minute after a signal, and ends with status 1 and a traceback whatever they do.
+
+srun --ntasks-per-node 1 python -m slurm.agent --nnodes 2 --nproc-per-node 8 ... pretrain_gpt.py ...    as torchrun
+"""
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from runtime.signals import ASKING
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Signal the ranks. Slurm may have done so too; they take the two for one."""
+    for task in Path("/proc/self/task").iterdir():
+        for child in (task / "children").read_text().split():
+            with suppress(ProcessLookupError):
+                os.kill(int(child), number)
+
+
+def main(argv: list[str]) -> int:
+    """Run torchrun; return its ranks' status, 128 + N where signal N ended the first that failed."""
+    for number in ASKING:
+        signal.signal(number, _pass_on)
+    try:
+        run.main(["--signals-to-handle", "SIGINT,SIGQUIT", *argv])
+    except ChildFailedError as error:
+        status = error.get_first_failure()[1].exitcode
+        return status if status >= 0 else 128 - status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+# What the jobs do: check the nodes, start the ranks, pass Slurm's signal on, queue again until the run is finished.
+#
+#   GPUS_PER_NODE      what a node must have; not checked if empty
+#   LAUNCHER           ranks: srun starts one per GPU (default). torchrun: srun starts one torchrun per node
+#   PYTHON             .venv/bin/python, or python3 where there is none
+#   CONTAINER          image; CONTAINER_RUNTIME is pyxis (default) or apptainer, CONTAINER_MOUNTS more folders, A:B,C:D
+#   MOST_REQUEUES      after so many starts the job ends; 100
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+# Before any rank starts: torch would look for a name that does not resolve for minutes.
+check_nodes() {
+    local node
+    for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+        getent hosts "$node" >/dev/null ||
+            fail "$(hostname) does not resolve the node name $node; enter it in DNS or /etc/hosts, or --exclude=$node"
+    done
+    [ -z "$GPUS_PER_NODE" ] || [ "$GPUS_PER_NODE" = "${SLURM_GPUS_ON_NODE:-0}" ] ||
+        fail "GPUS_PER_NODE is $GPUS_PER_NODE, and this allocation has ${SLURM_GPUS_ON_NODE:-0} GPUs on $(hostname);" \
+            "give --gres and the cluster's file the same number"
+}
+
+# The command of one task, in the array `task`, and srun's options for it, in `how`.
+arrange() {
+    how=(--kill-on-bad-exit=1 --open-mode=append --output="$LOGS/task-%t.log")
+    task=("${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}")
+    case ${LAUNCHER:-ranks} in
+    ranks) how+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}") ;;
+    torchrun)
+        local ranks=${SLURM_NTASKS_PER_NODE:?give --ntasks-per-node}
+        how+=(--ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task=$((ranks * ${SLURM_CPUS_PER_TASK:-1})))
+        task+=(-m slurm.agent --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" --rdzv-backend c10d
+            --rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 12000))"
+            --rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}") ;;
+    *) fail "LAUNCHER is $LAUNCHER; it must be ranks or torchrun" ;;
+    esac
+    [ -z "$CONTAINER" ] || case ${CONTAINER_RUNTIME:-pyxis} in
+    pyxis) how+=(--container-image="$CONTAINER" --container-mounts="$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+        --container-workdir="$PWD") ;;
+    apptainer) task=(apptainer exec --nv --bind "$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" "$CONTAINER" "${task[@]}") ;;
+    *) fail "CONTAINER_RUNTIME is $CONTAINER_RUNTIME; it must be pyxis or apptainer" ;;
+    esac
+}
+
+# Whether the newest checkpoint in the folder $1 is of the run's last iteration.
+finished() {
+    local last wanted
+    last=$(cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null) || return 1
+    wanted=$(sed -n "s/^train_iters = //p" "$1/config.toml")
+    [ "$last" -ge "$wanted" ]
+}
+
+# train RUN ENTRY FLAG...: the run in the folder RUN, from its newest checkpoint on. Exits with the training's status.
+train() {
+    [ $# -ge 2 ] || fail "give the run's folder, the entry and its flags: runs/NAME pretrain_gpt.py --config FILE"
+    local run=$1 status told='' rang=''
+    LOGS=$run/logs/$SLURM_JOB_ID
+    mkdir -p "$LOGS" || exit 1
+    shift
+    check_nodes
+    arrange
+    echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST; logs of all tasks in $LOGS"
+
+    # The first task's lines are those for people. Its log goes on over starts, of which this one's lines are shown.
+    touch "$LOGS/task-0.log"
+    tail -n 0 -F "$LOGS/task-0.log" 2>/dev/null &
+    local showing=$!
+    srun "${how[@]}" "${task[@]}" "$@" --save "$run" --load "$run" &
+    local step=$!
+    # The time is nearly over (USR1), or another job has precedence (TERM). The ranks save and end; twice ends at once.
+    trap 'told=1 rang=1; kill -USR1 $step 2>/dev/null' USR1 TERM
+    while rang=''; do
+        wait $step
+        status=$?
+        [ -n "$rang" ] || break # a signal ends a wait, and not the step
+    done
+    trap '' USR1 TERM
+    # srun returns the highest status: 143 is of tasks that it ended because another had failed, with 1.
+    [ "$status" -ne 143 ] || [ -n "$told" ] || status=1
+    sleep 1
+    kill $showing
+    wait $showing 2>/dev/null
+
+    local job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID} state
+    state=$(scontrol show job -o "$job" | sed -n "s/.*JobState=\([A-Z]*\).*/\1/p")
+    if finished "$run"; then
+        echo "finished: $run"
+    elif [ "$state" != RUNNING ]; then
+        echo "not finished, and not queued again: the job is $state" # scancel would otherwise only restart it
+    elif [ -n "$told" ] || [ $status -eq 0 ]; then
+        [ "${SLURM_RESTART_COUNT:-0}" -lt "${MOST_REQUEUES:-100}" ] || fail "started ${MOST_REQUEUES:-100} times, and not finished"
+        echo "not finished: queued again"
+        scontrol requeue "$job"
+    else
+        cat "$LOGS"/task-*.log | grep '^error: ' | sort | uniq -c | sort -rn | head -n 5 >&2
+    fi
+    exit $status
+}

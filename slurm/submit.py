@@ -1,0 +1,220 @@
+"""Submit a run to Slurm: a run's command, a cluster's file and a number of nodes make the job's script.
+
+python -m slurm.submit --cluster configs/clusters/h100_pod.toml --nodes 4 pretrain_gpt.py --config FILE --save runs/NAME
+python -m slurm.submit --cluster FILE --gpus 32 --time 4:00:00 --dry-run pretrain_gpt.py ...    only print the script
+python -m slurm.submit --cluster FILE --nodes 1 --array "--lr 1e-3" "--lr 3e-4" -- pretrain_gpt.py ...    a sweep
+
+The script is slurm/SCRIPT.sbatch of the cluster's [slurm] table, with this job's options. The run goes on from its
+newest checkpoint and is queued again until it is finished; an array's runs are kept in runs/NAME/0, runs/NAME/1, ...
+"""
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from planner.cluster import ClusterError, load_cluster
+from runtime.errors import UserError
+from tools.arguments import parser_for, positive
+from train.config import diffusion, language
+from train.run import exit_status
+
+HERE = Path(__file__).resolve().parent
+ENTRIES: dict[str, Any] = {"pretrain_gpt.py": language, "pretrain_dit.py": diffusion}
+HINTS = {
+    r"partition": "sinfo -s lists the partitions; give another --partition, or set it in the cluster's file",
+    r"[Nn]ode configuration|node count": "sinfo -N -o '%N %G %c %m' lists what nodes have; change --nodes, --gpus, or "
+    "gpu and gpus_per_node of the cluster's file",
+    r"gres|GRES|generic resource": "sinfo -o %G lists the GPUs' names; set gpu in the cluster's file",
+    r"time limit": "sinfo -o '%P %l' lists the limits; give a shorter --time, the run goes on in the next job",
+    r"account|QOS|Qos": "sacctmgr show associations user=$USER lists yours; give --account and --option=--qos=NAME",
+    r"dependency": "--after takes the number of a job that squeue or sacct knows",
+    r"Unable to contact": "the controller does not answer; sinfo says when it does again",
+}
+"""What to do, by what sbatch's words contain."""
+
+
+class SubmitError(UserError):
+    """A job that cannot be submitted; the message says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """The [slurm] table of a cluster's file: what its Slurm calls things."""
+
+    script: str
+    """Script of this folder to start from: a100 or h100."""
+    gpu: str | None = None
+    """Name of the GPU in --gres; none asks for any."""
+    partition: str | None = None
+    account: str | None = None
+    constraint: str | None = None
+    cpus_per_gpu: int | None = None
+    """Cores per rank; the script's if left out."""
+    interface: str | None = None
+    """Network interface of NCCL and gloo; by default the one that a node's name leads to."""
+
+
+def read_site(path: str) -> tuple[Site, int]:
+    """Return a cluster file's [slurm] table, and its GPUs per node.
+
+    Raises:
+        ClusterError: naming the file, the key and the fix.
+    """
+    gpus = load_cluster(path).gpus_per_node
+    table = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("slurm")
+    scripts = sorted(file.stem for file in HERE.glob("*.sbatch"))
+    if not isinstance(table, dict) or table.get("script") not in scripts:
+        found = table.get("script") if isinstance(table, dict) else table
+        raise ClusterError(f"{path}: script of [slurm] is {found}; it must be one of {', '.join(scripts)}")
+    kinds = {entry.name: entry.type for entry in fields(Site)}
+    for name, value in table.items():
+        if name not in kinds:
+            raise ClusterError(f"{path}: unknown key {name} of [slurm]; known are {', '.join(kinds)}")
+        if not isinstance(value, int if "int" in str(kinds[name]) else str):
+            raise ClusterError(f"{path}: {name} of [slurm] is {value!r}; it must be of type {kinds[name]}")
+    return Site(**table), gpus
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of a job's own flags; the run's follow its entry."""
+    parser = parser_for("python -m slurm.submit", __doc__)
+    parser.add_argument("--cluster", required=True, metavar="FILE", help="as in configs/clusters, with a [slurm] table")
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--nodes", type=positive, help="nodes of the job")
+    size.add_argument("--gpus", type=positive, help="GPUs of the job, a multiple of a node's")
+    parser.add_argument("--time", metavar="D-HH:MM:SS", help="limit of one start (default: the script's)")
+    parser.add_argument("--name", help="name of the job (default: that of the run's folder)")
+    parser.add_argument("--partition", help="partition (default: the cluster file's)")
+    parser.add_argument("--account", help="account (default: the cluster file's)")
+    parser.add_argument("--lead", type=positive, default=600, metavar="SECONDS", help="before the limit, to save")
+    parser.add_argument("--after", metavar="JOB", help="start when that job has ended without an error")
+    parser.add_argument("--array", nargs="+", metavar="FLAGS", help="a run for each of these flags, each one word")
+    parser.add_argument("--launcher", choices=("ranks", "torchrun"), default="ranks", help="what srun starts")
+    parser.add_argument("--container", metavar="IMAGE", help="image that the ranks run in")
+    parser.add_argument("--container-runtime", choices=("pyxis", "apptainer"), default="pyxis")
+    parser.add_argument("--option", action="append", default=[], metavar="--KEY=VALUE", help="more for sbatch")
+    parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="ENTRY FLAG...", help="the run")
+    return parser
+
+
+def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[str, str]:
+    """Return sbatch's options for this job.
+
+    Raises:
+        SubmitError: the GPUs fill no nodes, or an option is no --KEY=VALUE.
+    """
+    if args.gpus is not None and args.gpus % gpus:
+        raise SubmitError(
+            f"gpus is {args.gpus}, and {args.cluster} has {gpus} per node; give a multiple of {gpus}, or --nodes"
+        )
+    kind = f":{site.gpu}" if site.gpu else ""
+    wanted = {
+        "job-name": args.name or Path(save).name,
+        "nodes": str(args.nodes or args.gpus // gpus),
+        "ntasks-per-node": str(gpus),
+        "gres": f"gpu{kind}:{gpus}",
+        "cpus-per-task": str(site.cpus_per_gpu) if site.cpus_per_gpu else None,
+        "time": args.time,
+        "signal": f"B:USR1@{args.lead}",
+        "partition": args.partition or site.partition,
+        "account": args.account or site.account,
+        "constraint": site.constraint,
+        "dependency": args.after and f"afterok:{args.after}",
+        "array": args.array and f"0-{len(args.array) - 1}",
+        "output": "%x-%A_%a.log" if args.array else None,
+    }
+    for option in args.option:
+        match = re.fullmatch(r"--([a-z-]+)(?:=(.+))?", option)
+        if match is None:
+            raise SubmitError(f"option is {option}; write it as sbatch takes it, --option=--KEY=VALUE")
+        wanted[match[1]] = match[2] or ""
+    return {key: value for key, value in wanted.items() if value is not None}
+
+
+def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: Sequence[str]) -> str:
+    """Return the job's script: the cluster's, with this job's options, variables and command."""
+    wanted = options(args, site, gpus, save)
+    head, _, body = (HERE / f"{site.script}.sbatch").read_text(encoding="utf-8").partition("\nexport ")
+    for key in wanted:
+        head = re.sub(rf"^#SBATCH --{key}\b.*\n", "", head + "\n", flags=re.M).rstrip("\n")
+    head = re.sub(r"^#\n(# .*\n)+", "", head, count=1, flags=re.M)  # how to start the file itself
+    lines = [f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in wanted.items()]
+    variables = {"LAUNCHER": args.launcher}
+    if args.container:
+        variables |= {"CONTAINER": args.container, "CONTAINER_RUNTIME": args.container_runtime}
+    if site.interface:
+        variables |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), site.interface)
+    named = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    start = [*named, f"train {shlex.quote(save)} {shlex.join(command)}"]
+    if args.array:
+        sweep = "\n".join(f"    {shlex.quote(flags)}" for flags in args.array)
+        start[-1] = start[-1].replace(f"train {shlex.quote(save)}", f'train {shlex.quote(save)}/"$SLURM_ARRAY_TASK_ID"')
+        start = [f"sweep=(\n{sweep}\n)", *start[:-1], start[-1] + " ${sweep[$SLURM_ARRAY_TASK_ID]}"]
+    body = re.sub(r"^export GPUS_PER_NODE=.*$", f"export GPUS_PER_NODE={gpus}", "export " + body, flags=re.M)
+    return "\n".join([head, *lines, "", body.removesuffix('train "$@"\n') + "\n".join(start)]) + "\n"
+
+
+def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
+    """Check the run for the processes of this job; return its folder, and its command without --save and --load.
+
+    Raises:
+        UserError: as the entry itself would once the job started.
+    """
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command or command[0] not in ENTRIES:
+        raise SubmitError(
+            f"the entry is {command[0] if command else 'missing'}; give {' or '.join(ENTRIES)}, and its flags"
+        )
+    entry, flags = ENTRIES[command[0]], command[1:]
+    world_size = (args.nodes or args.gpus // gpus) * gpus
+    for more in args.array or [""]:
+        config = entry.parse_args([*flags, *shlex.split(more)])
+        entry.validate(replace(config, mesh=replace(config.mesh, device="cuda")), world_size)
+    save = config.checkpoint.save
+    if save is None:
+        raise SubmitError("save is not set, and a job that is queued again goes on from there; give --save runs/NAME")
+    kept: list[str] = [command[0]]
+    for before, flag in zip(command, flags, strict=False):
+        if before not in ("--save", "--load") and flag.split("=")[0] not in ("--save", "--load"):
+            kept.append(flag)
+    return save, kept
+
+
+def submit(text: str) -> str:
+    """Hand a script to sbatch, and return its words. Raises SubmitError with them and a hint if it refuses."""
+    try:
+        done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise SubmitError(
+            "there is no sbatch here; start on a login node, or print the script with --dry-run"
+        ) from None
+    if done.returncode == 0:
+        return done.stdout.strip()
+    words = " ".join(done.stderr.split()).removeprefix("sbatch: error: ")
+    hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, words)]
+    raise SubmitError(f"sbatch refuses: {words}; {hints[0] if hints else 'look at the script with --dry-run'}")
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; return its exit status."""
+
+    def command(argv: list[str]) -> None:
+        args = build_parser().parse_args(argv)
+        site, gpus = read_site(args.cluster)
+        save, run = checked(args, gpus)
+        text = script(args, site, gpus, save, run)
+        print(text if args.dry_run else submit(text), end="" if args.dry_run else "\n")
+
+    return exit_status(command, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

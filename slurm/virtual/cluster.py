@@ -1,0 +1,207 @@
+"""A real Slurm on one machine: a controller and a daemon per virtual node, with GPUs that are only names.
+
+python -m slurm.virtual.cluster start FOLDER [--nodes 2] [--gpu a100] [--gpus 8]
+    prints the line that a shell needs to use it, export SLURM_CONF=FOLDER/slurm.conf
+python -m slurm.virtual.cluster stop FOLDER
+
+Needs root, Debian's slurm-wlm and nothing that runs already; every file and process is FOLDER's own.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from runtime.errors import UserError
+from tools.arguments import parser_for, positive
+from train.run import exit_status
+
+CONF = """\
+ClusterName=virtual
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+CredType=cred/none
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/%n.pid
+SlurmdSpoolDir={folder}/%n
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+GresTypes=gpu
+ReturnToService=2
+SlurmdTimeout=20
+JobRequeue=1
+KillWait=5
+# As sites have it: what no node or limit of the partition can take is refused, and does not wait for ever.
+EnforcePartLimits=ALL
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+# A requeued job is held for as long as a credential is valid, two minutes by default.
+AuthInfo=cred_expire=5
+SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0
+"""
+NODE = "NodeName={name} NodeAddr=127.0.1.{number} Port={port} CPUs=128 Sockets=2 CoresPerSocket=64 RealMemory=1000000 "
+NODE += "Gres=gpu:{kind}:{gpus}"
+PARTITIONS = """\
+PartitionName=gpu Nodes=ALL Default=YES MaxTime=7-0 PriorityTier=1 GraceTime=30
+PartitionName=urgent Nodes=ALL MaxTime=1-0 PriorityTier=2
+"""
+# A namespace of mounts and one of host names for each node: its daemon and its tasks are on a machine of that name.
+START = "hostname {name}; mount --bind {folder}/hosts /etc/hosts; exec slurmd -D -N {name} -f {folder}/slurm.conf"
+
+
+class VirtualError(UserError):
+    """The virtual cluster cannot be started here."""
+
+
+def missing() -> str:
+    """Say what this machine lacks for a virtual cluster; empty if nothing."""
+    programs = [name for name in ("slurmctld", "slurmd", "sbatch", "srun", "unshare") if shutil.which(name) is None]
+    if programs:
+        return f"there is no {', '.join(programs)} (Debian: apt-get install slurm-wlm)"
+    if os.geteuid() != 0:
+        return "virtual nodes need root, for host names and addresses of their own"
+    try:
+        subprocess.run(["unshare", "--mount", "--uts", "true"], check=True, capture_output=True)
+    except subprocess.CalledProcessError as error:
+        return f"namespaces are closed here ({error.stderr.decode().strip()})"
+    return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port: int = trial.getsockname()[1]
+        return port
+
+
+def write_configuration(folder: Path, nodes: int, kinds: Sequence[str], gpus: int) -> list[str]:
+    """Write slurm.conf, gres.conf, hosts and the devices into ``folder``; return the nodes' names."""
+    names = [f"node{number}" for number in range(1, nodes + 1)]
+    for sub in ("state", *names):
+        (folder / sub).mkdir(parents=True, exist_ok=True)
+    conf = CONF.format(host=socket.gethostname().split(".")[0], port=_free_port(), folder=folder)
+    generic = "AutoDetect=off\n"
+    for number, name in enumerate(names, 1):
+        kind = kinds[(number - 1) * len(kinds) // nodes]
+        conf += NODE.format(name=name, number=number, port=_free_port(), kind=kind, gpus=gpus) + "\n"
+        generic += f"NodeName={name} Name=gpu Type={kind} File={folder}/gpu[0-{gpus - 1}]\n"
+    (folder / "slurm.conf").write_text(conf + PARTITIONS)
+    (folder / "gres.conf").write_text(generic)
+    for number in range(gpus):
+        if not (folder / f"gpu{number}").exists():
+            os.mknod(folder / f"gpu{number}", 0o600 | 0o020000, os.makedev(1, 3))  # /dev/null
+    hosts = [f"127.0.1.{number} {name}\n" for number, name in enumerate(names, 1)]
+    (folder / "hosts").write_text(Path("/etc/hosts").read_text() + "".join(hosts))
+    return names
+
+
+def start(folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: int = 8) -> None:
+    """Start a cluster in an empty or new folder, and wait until its nodes are idle.
+
+    Raises:
+        VirtualError: something is missing, or a node does not come up within 30 s.
+    """
+    if why := missing():
+        raise VirtualError(f"no virtual cluster: {why}")
+    folder = folder.resolve()
+    names = write_configuration(folder, nodes, kinds, gpus)
+    environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf"}
+    commands = [["slurmctld", "-D", "-i", "-f", f"{folder}/slurm.conf"]]
+    isolated = ["unshare", "--mount", "--uts", "--propagation", "private", "bash", "-c"]
+    commands += [[*isolated, START.format(name=name, folder=folder)] for name in names]
+    with (folder / "daemons.log").open("ab") as log:
+        started = [
+            subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+            for command in commands
+        ]
+    (folder / "pids").write_text(" ".join(str(process.pid) for process in started))
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        said = subprocess.run(
+            ["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True, check=False
+        )
+        if f"idle {nodes}" in said.stdout:
+            return
+        time.sleep(0.2)
+    stop(folder)
+    raise VirtualError(f"the nodes are not idle after 30 s: {said.stdout or said.stderr}; look at {folder}/daemons.log")
+
+
+def stop(folder: Path) -> None:
+    """End the daemons of a folder, and whatever their jobs left running."""
+    conf = f"{folder.resolve()}/slurm.conf"
+    if not (folder / "pids").exists():
+        raise VirtualError(f"{folder} holds no virtual cluster; name the folder that it was started in")
+    with suppress(FileNotFoundError, subprocess.TimeoutExpired):
+        environment = {**os.environ, "SLURM_CONF": conf}
+        subprocess.run(["scancel", "--full", "--signal=KILL", "--user=root"], env=environment, check=False, timeout=30)
+    for pid in (folder / "pids").read_text().split():
+        with suppress(ProcessLookupError):
+            os.killpg(int(pid), signal.SIGKILL)
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            names = (process / "environ").read_bytes().split(b"\0")
+            if f"SLURM_CONF={conf}".encode() in names and any(name.startswith(b"SLURM_JOB_ID=") for name in names):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+@contextmanager
+def virtual_cluster(
+    folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: int = 8
+) -> Iterator[dict[str, str]]:
+    """Start a cluster and stop it at the end of the block; yields the environment of Slurm's commands."""
+    start(folder, nodes, kinds, gpus)
+    try:
+        yield {**os.environ, "SLURM_CONF": f"{folder.resolve()}/slurm.conf"}
+    finally:
+        stop(folder)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's flags."""
+    parser = parser_for("python -m slurm.virtual.cluster", __doc__)
+    parser.add_argument("action", choices=("start", "stop"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--nodes", type=positive, default=2)
+    parser.add_argument("--gpu", nargs="+", default=["a100"], help="names of the GPUs, each of as many nodes")
+    parser.add_argument("--gpus", type=positive, default=8, help="GPUs per node")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; return its exit status."""
+
+    def command(argv: list[str]) -> None:
+        args = build_parser().parse_args(argv)
+        if args.action == "start":
+            start(args.folder, args.nodes, args.gpu, args.gpus)
+            print(f"export SLURM_CONF={args.folder.resolve()}/slurm.conf")
+        else:
+            stop(args.folder)
+
+    return exit_status(command, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

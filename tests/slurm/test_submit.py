@@ -1,0 +1,112 @@
+"""A run's command, a cluster's file and a number of nodes make a script that says what was asked for."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurm import submit
+from tests.endings import end
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTERS = ROOT / "configs" / "clusters"
+RUN = ["pretrain_gpt.py", "--config", str(ROOT / "configs" / "llama_tiny.toml"), "--global-batch-size", "64"]
+RUN += ["--save", "runs/here"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, cluster: str = "h100_pod") -> str:
+    assert submit.main(["--cluster", str(CLUSTERS / f"{cluster}.toml"), "--dry-run", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_script_has_what_was_asked_for_once(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--gpus 32 --time 4:00:00 --partition big --account us --lead 300 --after 12 --option=--exclude=bad"
+    text = printed(capsys, *flags.split(), "--launcher", "torchrun", "--container", "image.sqsh", *RUN, "--lr", "2e-3")
+    lines = text.splitlines()
+    options = "nodes=4 gres=gpu:h100:8 ntasks-per-node=8 time=4:00:00 partition=big account=us signal=B:USR1@300"
+    for line in f"{options} dependency=afterok:12 exclude=bad requeue open-mode=append job-name=here".split():
+        assert lines.count(f"#SBATCH --{line}") == 1, line
+    keys = [line.split("=")[0] for line in lines if line.startswith("#SBATCH")]
+    assert len(keys) == len(set(keys))
+    for line in ("LAUNCHER=torchrun", "CONTAINER=image.sqsh", "CONTAINER_RUNTIME=pyxis", "GPUS_PER_NODE=8"):
+        assert f"export {line}" in lines
+    assert lines[-1] == f"train runs/here {RUN[0]} --config {RUN[2]} --global-batch-size 64 --lr 2e-3"
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+def test_a_sweep_is_an_array_with_a_folder_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--nodes", "1", "--array", "--lr 1e-3", "--lr 3e-4 --seed 2", "--", *RUN, cluster="a100_pod")
+    assert "#SBATCH --array=0-1\n" in text
+    assert "sweep=(\n    '--lr 1e-3'\n    '--lr 3e-4 --seed 2'\n)\n" in text
+    assert 'train runs/here/"$SLURM_ARRAY_TASK_ID" pretrain_gpt.py ' in text
+    assert text.endswith(" ${sweep[$SLURM_ARRAY_TASK_ID]}\n")
+
+
+def test_nodes_of_16(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--gpus", "32", *RUN, cluster="wallfacer_a100_16")
+    for line in ("#SBATCH --nodes=2", "#SBATCH --gres=gpu:a100:16", "#SBATCH --ntasks-per-node=16"):
+        assert f"{line}\n" in text
+    assert "export GPUS_PER_NODE=16\n" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpus", "12", *RUN], "gpus is 12, and .* has 8 per node; give a multiple of 8"),
+        (["--nodes", "1", "train.py"], "the entry is train.py; give pretrain_gpt.py or pretrain_dit.py"),
+        (
+            ["--nodes", "1", *RUN, "--context-parallel-size", "3"],
+            "context_parallel_size is 3, which does not divide the 8",
+        ),
+        (["--nodes", "1", *RUN, "--save", "none"], "save is not set"),
+        (["--nodes", "1", "--option", "quick", *RUN], "option is quick; write it as sbatch takes it"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(arguments: list[str], words: str) -> None:
+    ending = end(submit.main, ["--cluster", str(CLUSTERS / "h100_pod.toml"), *arguments])
+    assert ending.status == 1
+    assert not ending.wrong
+    assert re.search(words, ending.stderr), ending.stderr
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("", "script of .slurm. is None; it must be one of a100, h100"),
+        ('[slurm]\nscript = "v100"\n', "script of .slurm. is v100"),
+        ('[slurm]\nscript = "a100"\nqueue = "x"\n', "unknown key queue of .slurm."),
+        ('[slurm]\nscript = "a100"\ncpus_per_gpu = "x"\n', "cpus_per_gpu of .slurm. is 'x'"),
+    ],
+)
+def test_a_clusters_file_that_says_nothing_of_its_slurm(table: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text((CLUSTERS / "a100_pod.toml").read_text().split("[slurm]")[0] + table)
+    ending = end(submit.main, ["--cluster", str(file), "--nodes", "1", *RUN])
+    assert ending.status == 1
+    assert re.search(words, ending.stderr), ending.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job submission failed", "sinfo -s"),
+        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "sinfo -N"),
+        ("sbatch: error: Batch job submission failed: Something new", "look at the script with --dry-run"),
+    ],
+)
+def test_slurms_words_and_our_hint(said: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\ncat > /dev/null\nprintf '{said}\\n' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(submit.SubmitError, match="sbatch refuses: ") as caught:
+        submit.submit("#!/bin/bash\n")
+    assert hint in str(caught.value)
+    assert said.split(": ")[-1].split("\n")[0] in str(caught.value)
+
+
+def test_without_slurm_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(submit.SubmitError, match="no sbatch here; start on a login node, or print"):
+        submit.submit("")

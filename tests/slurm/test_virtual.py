@@ -1,0 +1,200 @@
+"""On a real Slurm of virtual nodes: the scripts as they are, and a run that goes on by itself whatever ends it."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurm.virtual.cluster import missing, virtual_cluster
+from testing.ranks import run_ranks
+from tests.pretraining import TINY, on_rank
+from tests.starts import wait_until
+from train.metrics import METRICS, read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no virtual cluster: {missing()}")
+EXACT = ("iteration", "lm_loss", "grad_norm", "consumed_samples")
+LAST = 40
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with virtual_cluster(tmp_path_factory.mktemp("cluster"), nodes=4, kinds=("a100", "h100")) as environment:
+        yield environment
+
+
+def say(slurm: dict[str, str], *command: str, **more: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, env={**slurm, **more}, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", ["a100", "h100"])
+def test_the_scripts_are_accepted_as_they_are(kind: str, slurm: dict[str, str]) -> None:
+    said = say(slurm, "sbatch", "--test-only", "--nodes", "2", f"slurm/{kind}.sbatch", "runs/x", "pretrain_gpt.py")
+    assert re.search(r"Job \d+ to start at .* using 256 processors on nodes node", said), said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gres=gpu:v100:8"], "node configuration is not available|Invalid generic resource"),
+        (["--nodes", "3"], "node configuration is not available"),
+        (["--partition", "none"], "invalid partition"),
+        (["--time", "30-0"], "time limit"),
+    ],
+)
+def test_what_the_cluster_lacks_is_refused(options: list[str], words: str, slurm: dict[str, str]) -> None:
+    said = say(slurm, "sbatch", "--test-only", *options, "slurm/h100.sbatch", "runs/x", "pretrain_gpt.py")
+    assert re.search(words, said), said
+
+
+def flags(data: Path) -> list[str]:
+    return [*TINY, "--data-path", str(data), "--tokenizer-model", f"{data}.model", "--train-iters", str(LAST)]
+
+
+def curve(save: Path) -> list[list[float]]:
+    return [[record[name] for name in EXACT] for record in read_metrics(save / METRICS)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    save = tmp_path_factory.mktemp("undisturbed") / "run"
+    run_ranks(on_rank, 2, [*flags(default_data), "--save", str(save)])
+    return curve(save)
+
+
+def submitted(slurm: dict[str, str], save: Path, data: Path, *options: str, **more: str) -> str:
+    """Two nodes of one rank each, by gloo, on GPUs that are only names; the job's number."""
+    script = ["--nodes", "2", "--ntasks-per-node=1", "--cpus-per-task=1", "--output", f"{save}.log", "--parsable"]
+    command = [str(save), "pretrain_gpt.py", *flags(data), "--save-interval", "10"]
+    return say(slurm, "sbatch", *script, *options, "slurm/a100.sbatch", *command, PYTHON=sys.executable, **more).strip()
+
+
+def ended(slurm: dict[str, str], job: str) -> dict[str, str]:
+    """The job's last words: what scontrol knows of it, once it is over."""
+    known: dict[str, str] = {}
+
+    def over() -> bool:
+        known.update(re.findall(r"(\w+)=(\S+)", say(slurm, "scontrol", "show", "job", job)))
+        return known["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+    wait_until(over)
+    return known
+
+
+def steps_made(save: Path) -> int:
+    return (save / METRICS).read_bytes().count(b"\n") if (save / METRICS).exists() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["ranks", "torchrun"])
+@pytest.mark.parametrize("how", ["requeue", "signal", "preemption", "time"])
+def test_a_job_that_is_ended_goes_on_by_itself_to_the_undisturbed_curve(
+    how: str, launcher: str, slurm: dict[str, str], undisturbed: list[list[float]], default_data: Path, tmp_path: Path
+) -> None:
+    save = tmp_path / "run"
+    limited = ("--time=1", "--signal=B:USR1@40") if how == "time" else ()
+    job = submitted(slurm, save, default_data, *limited, LAUNCHER=launcher)
+    wait_until(lambda: steps_made(save) > 3)
+    if how == "requeue":
+        say(slurm, "scontrol", "requeue", job)
+    elif how == "signal":
+        say(slurm, "scancel", "--signal=USR1", "--batch", job)
+    elif how == "preemption":
+        say(slurm, "sbatch", "--partition=urgent", "--exclusive", "--nodelist=node[1-2]", "--wrap", "sleep 1")
+    known = ended(slurm, job)
+    said = Path(f"{save}.log").read_text()
+    assert (known["JobState"], known["ExitCode"]) == ("COMPLETED", "0:0"), said
+    assert known["Restarts"] == "1" or how == "time", said
+    assert curve(save) == undisturbed
+    assert f"finished: {save}\n" in said
+    if how != "requeue":
+        assert "ended early after iteration" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["ranks", "torchrun"])
+def test_an_error_is_told_and_ends_the_job_with_its_status(
+    launcher: str, slurm: dict[str, str], default_data: Path, tmp_path: Path
+) -> None:
+    job = submitted(slurm, tmp_path / "run", Path("/none"), LAUNCHER=launcher)
+    known = ended(slurm, job)
+    assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("FAILED", "1:0", "0")
+    assert "error: " in (tmp_path / "run.log").read_text()
+
+
+def test_an_allocation_that_is_not_the_clusters_is_refused(slurm: dict[str, str], tmp_path: Path) -> None:
+    job = submitted(slurm, tmp_path / "run", Path("/none"), GPUS_PER_NODE="16")
+    assert ended(slurm, job)["ExitCode"] == "1:0"
+    said = (tmp_path / "run.log").read_text()
+    assert "error: GPUS_PER_NODE is 16, and this allocation has 8 GPUs on node1; give --gres and the cluster's" in said
+    assert os.listdir(tmp_path / "run" / "logs" / job) == []
+
+
+STUB = """#!/bin/bash
+# In the place of the training: it saves when told to, and its second start finishes the run.
+run=${@: -1}
+echo "train_iters = 2" > $run/config.toml
+[ "$SLURM_PROCID" -ne 0 ] || echo start >> $run/starts
+[ -z "$FAILING" ] || exit 3
+[ $(cat $run/starts 2>/dev/null | wc -l) -lt 2 ] || { echo 2 > $run/latest_checkpointed_iteration.txt; exit 0; }
+trap 'echo 1 > $run/latest_checkpointed_iteration.txt; exit 0' USR1 TERM
+touch $run/ready-$SLURM_PROCID
+sleep 100 & wait
+"""
+
+
+def stub(slurm: dict[str, str], folder: Path, *options: str, **more: str) -> tuple[str, Path]:
+    """A job whose training is a few lines of shell; its number and its folder."""
+    (folder / "stub").write_text(STUB)
+    (folder / "stub").chmod(0o755)
+    script = ["--nodes", "2", "--ntasks-per-node=1", "--output", f"{folder}/run.log", "--parsable", *options]
+    command = ["sbatch", *script, "slurm/a100.sbatch", str(folder / "run"), "pretrain_gpt.py"]
+    return say(slurm, *command, PYTHON=str(folder / "stub"), **more).strip(), folder / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["signal", "preemption", "time"])
+def test_a_job_is_queued_again_once_and_then_finished(how: str, slurm: dict[str, str], tmp_path: Path) -> None:
+    job, run = stub(slurm, tmp_path, *(("--time=1", "--signal=B:USR1@30") if how == "time" else ()))
+    wait_until(lambda: len(list(run.glob("ready-*"))) == 2)
+    if how == "signal":
+        say(slurm, "scancel", "--signal=USR1", "--batch", job)
+    elif how == "preemption":
+        say(slurm, "sbatch", "--partition=urgent", "--exclusive", "--nodelist=node[1-2]", "--wrap", "sleep 1")
+    known = ended(slurm, job)
+    said = (tmp_path / "run.log").read_text()
+    assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("COMPLETED", "0:0", "1"), said
+    assert (run / "starts").read_text() == "start\nstart\n"
+    assert said.count("queued again") == 1
+    assert said.count("finished: ") == 2, "one of them is not"
+
+
+@pytest.mark.slow
+def test_a_job_that_is_cancelled_stays_so(slurm: dict[str, str], tmp_path: Path) -> None:
+    job, run = stub(slurm, tmp_path)
+    wait_until(lambda: len(list(run.glob("ready-*"))) == 2)
+    say(slurm, "scancel", job)
+    assert ended(slurm, job)["Restarts"] == "0"
+    time.sleep(8)
+    assert ended(slurm, job)["JobState"] == "CANCELLED"
+    assert (run / "starts").read_text() == "start\n"
+
+
+def test_a_job_ends_with_the_status_of_its_training(slurm: dict[str, str], tmp_path: Path) -> None:
+    job, _ = stub(slurm, tmp_path, FAILING="1")
+    known = ended(slurm, job)
+    assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("FAILED", "3:0", "0")
+
+
+def test_a_job_that_is_started_again_and_again_ends(slurm: dict[str, str], tmp_path: Path) -> None:
+    job, run = stub(slurm, tmp_path, MOST_REQUEUES="0")
+    wait_until(lambda: len(list(run.glob("ready-*"))) == 2)
+    say(slurm, "scancel", "--signal=USR1", "--batch", job)
+    assert ended(slurm, job)["ExitCode"] == "1:0"
+    assert "error: started 0 times, and not finished" in (tmp_path / "run.log").read_text()

@@ -92,6 +92,28 @@ def test_a_launch_that_cannot_work_is_one_line(
     assert said.count("\n") == 1, "no stack of torch's either"
 
 
+def test_a_name_that_does_not_resolve_is_named_soon(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
+    for rank in (0, 1):
+        launched(monkeypatch, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="node7.invalid", MASTER_PORT=20000)
+        assert exit_status(lambda _: join(), []) == 1
+        assert re.fullmatch(
+            rf"error: MASTER_ADDR is node7.invalid, which {socket.gethostname()} does not resolve \(.*\); "
+            r"set MASTER_ADDR to that machine's address, or enter the name in DNS or /etc/hosts\n",
+            capfd.readouterr().err,
+        )
+
+
+def test_a_torchrun_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
+    launched(monkeypatch, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=9)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(LaunchError, match=r"rank 0 finds nobody at MASTER_ADDR 127\.0\.0\.1, MASTER_PORT 9"):
+        join()  # its timeout is 10 minutes
+
+
 def test_a_port_that_another_program_uses(
     port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,6 @@
 """Safetensors files of a model's folder, sharded or not, read and written tensor by tensor."""
 
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -69,9 +68,15 @@ class Weights(Mapping[str, Tensor]):
 
 def inside(folder: Path, name: str) -> Path:
     """Return a file of a folder. Raises UserError for a link that leaves it, but to the blobs of the hub's cache."""
-    path, home = folder / name, Path(os.path.realpath(folder))  # Path.resolve fails on a loop
-    homes = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
-    if path.is_symlink() and (real := Path(os.path.realpath(path))).parent not in homes:
+    path = folder / name
+    if not path.is_symlink():
+        return path
+    try:
+        real, home = path.resolve(strict=True), folder.resolve()
+    except (OSError, RuntimeError):  # the latter for a loop
+        raise UserError(f"{path} is a link that leads nowhere; put a file in its place") from None
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if real.parent not in (home, blobs):
         raise UserError(f"{path} is a link that leaves its folder, to {real}; put a copy in its place")
     return path
 

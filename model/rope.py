@@ -25,7 +25,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
 """What each type of scaling takes, under transformers' names; ours begin with rope_scaling_."""
-LARGEST = 1e6
+LARGEST = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +77,7 @@ class RopeConfig:
                 only = f"{', '.join(takers)} alone {'has' if len(takers) == 1 else 'have'} it"
                 raise UserError(f"{PREFIX}{key} is {value} and rope_scaling_type {kind or 'not set'}; {only}")
             least = 1 if isinstance(value, int) or key == "factor" else 1 / LARGEST
-            if (
-                value is not None
-                and key != "truncate"
-                and not least <= value <= (10**9 if isinstance(value, int) else LARGEST)
-            ):
+            if value is not None and type(value) is not bool and not least <= value <= LARGEST:
                 raise UserError(f"{PREFIX}{key} is {value}; it must be from {least:g} to {LARGEST:g}")
         if kind is None:
             return

@@ -65,11 +65,12 @@ def resume(
         _tell(shortened(config.optimizer, config.train.train_iters))
         return config, Progress()
     if config.checkpoint.finetune:
-        load_model(path, model, _refitted(path, architecture))
+        fitting, notes = _refitted(path, architecture)
+        load_model(path, model, fitting)
         if ema is not None:
             ema.restart()
-        notes = shortened(config.optimizer, config.train.train_iters)
-        _tell([f"weights from {path}; all else begins afresh", *_refits(path, architecture), *notes])
+        notes += shortened(config.optimizer, config.train.train_iters)
+        _tell([f"weights from {path}; all else begins afresh", *notes])
         return config, Progress()
     manifest = read_manifest(path)
     progress = progress_of(path, manifest.extra)
@@ -103,19 +104,14 @@ def _to_load(config: CommonConfig) -> Path | None:
     return path
 
 
-def _refitted(path: Path, architecture: dict[str, Any]) -> dict[str, Any]:
-    """Return the architecture with the checkpoint's rope and windows, for all else to be compared."""
-    there = read_manifest(path).architecture
-    own = {name: value for name, value in architecture.items() if not name.startswith(REFITTED)}
-    return own | {name: value for name, value in there.items() if name.startswith(REFITTED)}
-
-
-def _refits(path: Path, architecture: dict[str, Any]) -> list[str]:
-    """Return a note for each setting of rope and windows that is not the checkpoint's."""
+def _refitted(path: Path, architecture: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the architecture with the checkpoint's rope and windows, and a note for each that changes."""
     there = read_manifest(path).architecture
     names = [name for name in there | architecture if name.startswith(REFITTED)]
     changed = [name for name in names if there.get(name) != architecture.get(name)]
-    return [f"note: {name} was {there.get(name)} and is {architecture.get(name)}" for name in changed]
+    notes = [f"note: {name} was {there.get(name)} and is {architecture.get(name)}" for name in changed]
+    own = {name: value for name, value in architecture.items() if name not in names}
+    return own | {name: there[name] for name in names if name in there}, notes
 
 
 def _tell(lines: Sequence[str]) -> None:

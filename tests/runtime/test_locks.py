@@ -24,7 +24,7 @@ ELSEWHERE = f"process 7 on node9, Slurm job 77, since 2026-11-22 02:30:01 UTC\n{
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "BEAT", 0.05)
-    monkeypatch.setattr(locks, "PATIENCE", 0.5)
+    monkeypatch.setattr(locks, "PATIENCE", 1.5)
 
 
 @pytest.fixture
@@ -104,13 +104,13 @@ def test_another_hosts_holder_without_a_beat_is_dead(
 
 
 def test_without_locks_the_beat_tells_a_living_holder_from_a_dead_one(
-    quick: None, no_locks: None, tmp_path: Path
+    quick: None, no_locks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with holder(tmp_path / ".lock") as child, pytest.raises(InUseError, match=f"process {child} on "):
         Lock(tmp_path / ".lock", wait=False)
-    began = time.monotonic()
+    capsys.readouterr()
     Lock(tmp_path / ".lock", wait=False).release()
-    assert time.monotonic() - began < 0.4, "its process is gone from this host: nothing to watch for"
+    assert capsys.readouterr().err == "", "its process is gone from this host: nothing to watch for"
 
 
 def taken_by(path: Path, rounds: int) -> Callable[[int], None]:

@@ -53,6 +53,7 @@ def build_trainer(config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = N
     architecture = architecture_of(model)
     contents = from_first(config.contents)
     scheduled, progress = resume(config, parts, optimizer, architecture, contents, ema)
+    flops = dit_flops_per_patch(model)
     objective = Denoising(cp, mesh.device, model, diffusion_of(config), seed, joined=config.packed)
     if is_first():
         print(described(config, mesh), flush=True)
@@ -65,7 +66,7 @@ def build_trainer(config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = N
         train_data=train_data,
         valid_data=valid_data if config.train.eval_iters else None,
         architecture=architecture,
-        flops_per_token=dit_flops_per_patch(model),
+        flops_per_token=lambda length: flops,
         log=open_log(config, progress),
         ema=ema,
         after_validation=pictures(config, mesh, cp, parts),

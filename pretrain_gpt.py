@@ -4,6 +4,7 @@ torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/llama_
 """
 
 from dataclasses import replace
+from functools import partial
 
 from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
@@ -72,7 +73,7 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None) -
         train_data=train_data,
         valid_data=valid_data if config.train.eval_iters else None,
         architecture=architecture,
-        flops_per_token=flops_per_token(config.model, config.train.seq_length),
+        flops_per_token=partial(flops_per_token, config.model),
         # As asked for: another number of processes may have another layout, and other ranks to join.
         log=open_log(replace(config, hybrid=asked.hybrid, mesh=asked.mesh, train=asked.train), progress),
         validation_constants=frequencies,

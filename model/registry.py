@@ -1,5 +1,8 @@
 """Build models by model_type, and count their parameters, FLOPs and states."""
 
+from collections import Counter
+from functools import lru_cache
+
 import torch
 from torch import nn
 
@@ -55,13 +58,20 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     place of that half. Linear attention adds 12 per element of a layer's state, which each token writes and reads. Each
     layer of a hybrid counts as its kind. Sinks add nothing that counts.
     """
+    fixed, windows = _counted(config)
+    keys = sum(layers * mean_keys(window, seq_length) for window, layers in windows)
+    return fixed + 12 * keys * config.num_attention_heads * config.head_dim
+
+
+@lru_cache(maxsize=64)
+def _counted(config: ModelConfig) -> tuple[float, tuple[tuple[Window | None, int], ...]]:
+    """Return a token's FLOPs besides scores, and how many layers of softmax attention have each window."""
     model = _on_meta(config)
     matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     if model.output is None:
         matrices += model.output_weight.numel()
-    keys = sum(mean_keys(config.window(layer), seq_length) for layer in softmax_layers(config))
-    scores = keys * config.num_attention_heads * config.head_dim
-    return 6 * matrices + 12 * (state_elements(config) + scores)
+    windows = Counter(map(config.window, softmax_layers(config)))
+    return 6 * matrices + 12 * state_elements(config), tuple(windows.items())
 
 
 def mean_keys(window: Window | None, seq_length: int) -> float:

@@ -172,8 +172,8 @@ def _local_mean() -> None:
     next_step = Trainer._next_step
 
     def local(self: Trainer, steps: Any) -> Any:
-        micro_batches, _ = next_step(self, steps)
-        return micro_batches, sum(map(self.objective.count, micro_batches)) * self.mesh.dp_cp.size()
+        micro_batches, _, flops = next_step(self, steps)
+        return micro_batches, sum(map(self.objective.count, micro_batches)) * self.mesh.dp_cp.size(), flops
 
     Trainer._next_step = local  # type: ignore[method-assign]
 

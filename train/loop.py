@@ -53,7 +53,8 @@ class Trainer:
     train_data: Samples
     valid_data: Samples | None
     architecture: dict[str, Any]
-    flops_per_token: float
+    flops_per_token: Callable[[int], float]
+    """FLOPs of training on one token of a document of so many."""
     log: RunLog | None
     """On the first rank; None elsewhere."""
     validation_constants: dict[str, float] = field(default_factory=dict)
@@ -133,7 +134,7 @@ class Trainer:
     def _iteration(self, steps: Iterator[list[Batch]], peak: float) -> dict[str, Any] | None:
         """Take one optimizer step and return its record; None, and no step, where the run is told to end."""
         start = time.perf_counter()
-        micro_batches, valid = self._next_step(steps)
+        micro_batches, valid, flops = self._next_step(steps)
         if self._ending.agreed:
             return None
         self.progress.iteration += 1
@@ -151,7 +152,7 @@ class Trainer:
         self.progress.consumed_samples += self.global_batch_size
         self.progress.consumed_tokens += tokens
         seconds = time.perf_counter() - start
-        flops = self.flops_per_token * tokens / seconds / dist.get_world_size()
+        flops /= seconds * dist.get_world_size()
         return {
             **asdict(self.progress),
             self.objective.loss_name: loss,
@@ -165,8 +166,8 @@ class Trainer:
             "memory_gb": memory_gb(self.mesh.device),
         }
 
-    def _next_step(self, steps: Iterator[list[Batch]]) -> tuple[list[Batch], int]:
-        """Return a step's micro-batches (none at the end, on all ranks alike), and the valid tokens of all ranks.
+    def _next_step(self, steps: Iterator[list[Batch]]) -> tuple[list[Batch], int, float]:
+        """Return a step's micro-batches (none at the end, on all ranks alike), and all ranks' valid tokens and FLOPs.
 
         A bad sample on one rank raises the same error on all: its flag travels with the count, at no cost.
         So do requests to end: then all ranks have ``_ending.agreed``, and there is no step to take.
@@ -178,18 +179,21 @@ class Trainer:
         except (UserError, RuntimeError) as caught:  # a sample, its plan, or memory for its copy on the device
             error = caught
         flags = [error is not None, *self._ending.flags(self.progress.iteration > self._begun)]
-        counts = torch.tensor([sum(map(self.objective.count, micro_batches)), *flags], device=self.mesh.device)
+        lengths = [length for local in micro_batches for length in self.objective.lengths(local)]
+        flops = sum(length * self.flops_per_token(length) for length in lengths) / self.mesh.cp.size()
+        counted = [sum(map(self.objective.count, micro_batches)), flops, *flags]
+        counts = torch.tensor(counted, dtype=torch.float64, device=self.mesh.device)
         dist.all_reduce(counts)  # over tp too: it counts the same tokens again, but one rank alone may fail
-        valid, failed, *asked = counts.tolist()
-        self._ending.agree(asked)
+        valid, flops, failed, *asked = counts.tolist()
+        self._ending.agree([int(count) for count in asked])
         if self._ending.agreed:
-            return [], 0
-        valid //= dist.get_world_size() // self.mesh.dp_cp.size()
+            return [], 0, 0.0
+        again = dist.get_world_size() // self.mesh.dp_cp.size()
         if failed:
             with raise_together():
                 if error is not None:
                     raise error
-        return micro_batches, valid
+        return micro_batches, int(valid) // again, flops / again
 
     def _forward_backward(self, micro_batches: list[Batch], valid: int) -> tuple[float, float]:
         """Accumulate and clip the gradients of the mean loss over ``valid`` tokens; return the loss and their norm."""
@@ -256,7 +260,7 @@ class Trainer:
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.mesh.device), 0
         with self._local(evaluation_batches(data, self._batching, self._wanted)) as steps:
             while True:
-                micro_batches, valid = self._next_step(steps)
+                micro_batches, valid, _ = self._next_step(steps)
                 if not micro_batches:
                     break
                 total += self.runner.forward(micro_batches)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def run_with(
             train_data=train_data or Samples(),
             valid_data=valid_data,
             architecture=architecture_of(MODEL),
-            flops_per_token=flops_per_token(MODEL, LENGTH),
+            flops_per_token=partial(flops_per_token, MODEL),
             log=RunLog(folder, config.logging, {}, 0) if rank == 0 else None,
             peak_flops=PEAK,  # the measurement takes longer than all the rest
         )

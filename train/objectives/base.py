@@ -31,6 +31,10 @@ class Objective(ABC):
         """Count the tokens of that part that carry loss."""
 
     @abstractmethod
+    def lengths(self, local: Batch) -> Sequence[int]:
+        """Return the lengths of whole documents, or of samples, that the context-parallel ranks share there."""
+
+    @abstractmethod
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
         """Return the sum of their losses, float32: a ``parallel.pipeline.runner.LossSum``."""
 

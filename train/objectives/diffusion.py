@@ -97,6 +97,10 @@ class Denoising(Objective):
         """Count the patches that carry loss."""
         return int(self._weights(local).sum())
 
+    def lengths(self, local: Batch) -> list[int]:
+        """Return the patches of each sample."""
+        return [self._model.num_patches] * len(local["times"])
+
     def _weights(self, local: Batch) -> Tensor:
         """Return 1 for each patch that carries loss and else 0, shaped as ``_by_time`` without W."""
         real = self._real if self._sample is None else self._real[:, None]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -87,6 +88,13 @@ class NextToken(Objective):
     def count(self, local: Batch) -> int:
         """Count the tokens that carry loss."""
         return int((local["labels"] != IGNORE_INDEX).sum())
+
+    def lengths(self, local: Batch) -> list[int]:
+        """Return the lengths of documents where they attend apart, else of sequences."""
+        if "plan" not in local:
+            return [self._cp.plan.seq_len] * len(local["tokens"])
+        plan = PLANS[local["plan"]]
+        return [end - start for start, end in pairwise(plan.documents or (0, plan.seq_len))]
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
         """Return the sum of this rank's token losses, float32.

@@ -64,6 +64,8 @@ def test_samples_are_joined_into_one_sequence_and_padding_carries_nothing() -> N
     assert local["positions"][0, ROWS * LENGTH :].tolist() == [0, 0]
     assert local["labels"][0, ROWS * LENGTH :].tolist() == [IGNORE_INDEX] * 2
     assert PLANS[local["plan"]].documents == (0, 4, 8, 13, 14, 26)
+    assert one.lengths(local) == [4, 4, 5, 1, 12], "FLOPs count attention inside documents"
+    assert objective().lengths(objective().local(batch)) == [LENGTH] * ROWS
     name, like = one.first_input(ROWS)
     assert (name, like.shape, one.local_length) == ("tokens", (1, 28), 28)
     assert one.count(local) == objective().count(batch) == ROWS * LENGTH - 2

@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 
 from model.registry import num_parameters
+from planner.cluster import load_cluster
+from planner.search import arrangements, predicted, rank
 from train.config import diffusion as dit_config
 from train.config import language as config
 from train.config.language import load_config
+from train.config.sizes import validate_sizes
 
 ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("weights, gradients and optimizer", "activations", "a layer's backward")
 
 LLAMAS = {
     "llama2_7b": 6_738_415_616,
@@ -84,3 +88,19 @@ def test_the_examples_of_the_help_are_valid(entry, monkeypatch):
     for processes, flags in shown:
         words = ["configs/llama_tiny.toml" if word == "runs/zigzag/config.toml" else word for word in flags]
         entry.validate(entry.parse_args(words), processes)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "runs").glob("*_[0-9]*x*.toml")), ids=lambda path: path.stem
+)
+def test_a_recipe_says_what_the_planner_predicts_for_it_and_takes_nothing_slower(path: Path) -> None:
+    processes, device = re.search(r"(\d+)x(\w+)$", path.stem).groups()  # type: ignore[union-attr]
+    cluster, recipe = load_cluster(ROOT / "configs" / "clusters" / f"{device}_pod.toml"), load_config(path)
+    validate_sizes(recipe, int(processes))
+    own = predicted(recipe, int(processes), cluster)
+    figures = [f"{own.time:.1f} s a step", f"{own.bytes / 1e9:.1f} GB per GPU"]
+    figures += [f"{words} {count / 1e9:.1f}" for words, count in zip(PARTS, own.memory.values(), strict=True)]
+    said = " ".join(line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#"))
+    assert [figure for figure in figures if figure not in said] == []
+    best = rank(list(arrangements(recipe, int(processes))), int(processes), cluster).candidates[0]
+    assert own.time == pytest.approx(best.prediction.time, rel=1e-6)

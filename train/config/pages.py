@@ -87,7 +87,8 @@ def configs_page() -> str:
         "What the TOML files under `configs/` say of themselves. `--config configs/NAME.toml` takes one, and",
         f"[flags](flags.md) override it. {MADE_BY}",
     ]
-    for title, folder in {"Models and runs": ROOT / "configs", "Clusters": ROOT / "configs" / "clusters"}.items():
+    folders = {"Models and runs": "configs", "Long contexts": "configs/runs", "Clusters": "configs/clusters"}
+    for title, folder in ((title, ROOT / name) for title, name in folders.items()):
         lines += ["", f"## {title}", "", "| file | |", "| --- | --- |"]
         lines += [f"| `{path.relative_to(ROOT)}` | {_comment(path)} |" for path in sorted(folder.glob("*.toml"))]
     return "\n".join(lines) + "\n"
@@ -101,7 +102,7 @@ def _comment(path: Path) -> str:
             break
         words.append(line.lstrip("# "))
     text = " ".join(words).partition(" Add the data")[0]
-    return text.removesuffix(":")
+    return text.strip().removesuffix(":")
 
 
 if __name__ == "__main__":

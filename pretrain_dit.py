@@ -4,6 +4,9 @@ torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/dit_ti
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+
+import torch.distributed as dist
 
 from data.latents.dataset import build_latent_datasets
 from model.attention import Attend
@@ -37,11 +40,12 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     validate(asked, processes)
     config = with_joined_ranks(asked, processes)
     with listening() as notice, distributed_mesh(config.mesh) as mesh, owning(config):
-        build_trainer(config, mesh, peak_flops).run(notice)
+        build_trainer(asked, mesh, peak_flops).run(notice)
 
 
-def build_trainer(config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
+def build_trainer(asked: DiTRunConfig, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
     """Build and load everything for training; collective."""
+    config = with_joined_ranks(asked, dist.get_world_size())
     with raise_together():
         cp, attend = diffusion_context(config, mesh.cp.get_group())
     model, seed = config.model, config.train.seed
@@ -67,7 +71,8 @@ def build_trainer(config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = N
         valid_data=valid_data if config.train.eval_iters else None,
         architecture=architecture,
         flops_per_token=lambda length: flops,
-        log=open_log(config, progress),
+        # As asked for: another number of processes may have other ranks to join.
+        log=open_log(replace(config, mesh=asked.mesh, train=asked.train), progress),
         ema=ema,
         after_validation=pictures(config, mesh, cp, parts),
         progress=progress,

@@ -101,7 +101,10 @@ class Modulation(nn.Sequential):
 
     def forward(self, conditions: Tensor, sample: Tensor | None = None) -> tuple[Tensor, ...]:
         found = super().forward(conditions)
-        return (found[:, None] if sample is None else found[sample][None]).chunk(self._parts, dim=-1)
+        if sample is None:
+            return found[:, None].chunk(self._parts, dim=-1)
+        wide = found.float()  # a row's gradient sums those of all its patches, which bfloat16 would soon cease to add
+        return wide[sample][None].to(found.dtype).chunk(self._parts, dim=-1)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -168,8 +171,13 @@ class DiT(nn.Module):
         the micro-batch is handed to every attention unseen (``model.attention.Attend``).
 
         Samples may be joined, one after the other: x is [1, T, ...] of B samples, and positions go on from each to the
-        next.
+        next. Then the model's ``attend`` must keep them apart, as documents.
+
+        Raises:
+            ValueError: x has neither one row nor a row for each of the times.
         """
+        if len(x) not in (1, len(times)):
+            raise ValueError(f"x is of {len(x)} samples and times of {len(times)}; give one for each, or join all")
         sample, patches = None, self.config.num_patches
         if len(x) != len(times):
             sample, positions = (positions // patches).clamp(max=len(times) - 1), positions % patches

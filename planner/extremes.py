@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.cluster import Cluster
-from planner.search import arrangements, bytes_needed, contexts, leanest
+from planner.search import arrangements, bytes_needed, contexts, leanest, nothing_left, rank
 from runtime.errors import UserError
 from train.config.flags import ConfigError
 from train.config.language import Config
@@ -35,37 +35,40 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
     """Return the tokens of the longest sequence that fits, a multiple of ``STEP``.
 
     Raises:
-        ConfigError: not even ``STEP`` tokens fit.
+        ConfigError: not even ``STEP`` tokens fit, or all is refused; with the reason.
     """
 
     def holds(steps: int) -> bool:
         return fits(of_length(config, steps * STEP), world_size, cluster)
 
     if not holds(1):
-        raise ConfigError(
-            f"not even {STEP} tokens fit {world_size} processes of {cluster.name}, which have {cluster.memory_gb:g} GB "
-            "each; plan for a larger --world-size"
-        )
+        raise ConfigError(_why_not(of_length(config, STEP), world_size, cluster))
     return STEP * _last(holds, 1, MOST_TOKENS // STEP)
 
 
 def fewest(config: Config, cluster: Cluster) -> int:
-    """Return the fewest processes that the sequence fits: a power of two inside a node, else whole nodes.
+    """Return the fewest processes that hold the sequence: a power of two inside a node, else whole nodes.
 
     Raises:
         ConfigError: it does not fit ``MOST_PROCESSES``.
     """
     node = cluster.gpus_per_node
-    for size in (1 << power for power in range(node.bit_length())):
-        if size <= node and fits(config, size, cluster):
+    for size in sorted({node, *(1 << power for power in range(node.bit_length()))}):
+        if fits(config, size, cluster):
             return size
     nodes = 1 + _last(lambda count: not fits(config, count * node, cluster), 1, MOST_PROCESSES // node, exact=True)
     if nodes * node > MOST_PROCESSES:
         raise ConfigError(
-            f"seq_length is {config.train.seq_length}, which does not fit {MOST_PROCESSES} processes of "
-            f"{cluster.name}; lower it"
+            f"seq_length is {config.train.seq_length}, which {MOST_PROCESSES} processes do not hold; on one node: "
+            + _why_not(config, node, cluster)
         )
     return nodes * node
+
+
+def _why_not(config: Config, world_size: int, cluster: Cluster) -> str:
+    """Say why nothing fits: memory, or the reason for which all is refused."""
+    lean = list(arrangements(config, world_size, (leanest(config.recompute),)))
+    return nothing_left(rank(lean, world_size, cluster), cluster)
 
 
 def of_length(config: Config, tokens: int) -> Config:

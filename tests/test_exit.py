@@ -83,3 +83,27 @@ def test_streams_that_are_closed_or_full(redirection: str, status: int) -> None:
     shell = ["env", "-u", "PYTHONUNBUFFERED", "bash", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, code]
     process = subprocess.run(shell, cwd=ROOT, timeout=PATIENCE, check=False)
     assert process.returncode == status
+
+
+LEFT = f"""
+import sys, torch
+sys.path.insert(0, {str(ROOT)!r})
+from torch.utils.data import DataLoader
+from runtime.errors import UserError
+from runtime.signals import leave_to_parent
+from train.run import run_entry
+
+def main(arguments):
+    reader = iter(DataLoader(range(1000), num_workers=1, worker_init_fn=leave_to_parent))
+    next(reader)
+    sys.kept = reader  # as the frames of an error keep it
+    raise UserError("a sample is broken")
+
+run_entry(main)
+"""
+
+
+def test_an_error_beside_data_loaders_ends_the_process(tmp_path: Path) -> None:
+    (tmp_path / "left.py").write_text(LEFT)
+    ended = subprocess.run([sys.executable, "left.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert (ended.returncode, ended.stderr) == (1, "error: a sample is broken\n")

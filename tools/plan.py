@@ -73,7 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
     varied.add_argument("--all", action="store_true", help="vary tp, pp, cp, dp, recompute and chunks too")
     varied.add_argument("--longest", action="store_true", help="as --all, for the longest sequence that fits")
     varied.add_argument(
-        "--fewest", action="store_true", help="as --all, for the fewest processes that --seq-length fits"
+        "--fewest",
+        action="store_true",
+        help="as --all, on the fewest processes that hold it: 1, 2, 4, ..., whole nodes",
     )
     parser.add_argument("--top", type=int, default=DEFAULT_TOP, help="rows to show (default: %(default)s)")
     parser.add_argument(
@@ -130,7 +132,7 @@ def table(rows: Sequence[Row]) -> str:
 def bars(candidate: Candidate, cluster: Cluster) -> str:
     """Draw the memory of a candidate by cause, as shares of what a process has."""
     parts = candidate.prediction.memory | {"together": candidate.prediction.bytes}
-    lines = [f"memory of the first, of {cluster.memory_gb:g} GB:"]
+    lines = [f"memory of a process of the first, which has {cluster.memory_gb:g} GB:"]
     for name, count in parts.items():
         filled = round(BAR * count / (1e9 * cluster.memory_gb))
         lines.append(f"  {name:{max(map(len, parts))}}  {'#' * filled:.<{BAR}}  {count / 1e9:6.1f} GB")
@@ -172,6 +174,11 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Config, int, Cluster]:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be 1 or more")
+    if args.fewest and (args.world_size or args.profile):
+        raise ConfigError(
+            f"fewest finds the number of processes, and {'world_size' if args.world_size else 'profile'} names it; "
+            "leave one of them out"
+        )
     if args.profile and launched_world_size() != world_size:
         raise ConfigError(
             f"profile needs the {world_size} processes that are planned for, and {launched_world_size()} are started; "

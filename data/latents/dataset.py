@@ -31,8 +31,8 @@ class LatentDataConfig:
     num_workers: int = 0
     """Processes that read batches ahead; 0 reads in the training process."""
     pack_samples: bool = False
-    """Join the samples of a micro-batch into one sequence in which each attends to itself alone: context parallelism
-    then gives each process whole samples as far as it can, and only those that are cut travel."""
+    """Join the samples of a micro-batch into one sequence in which each attends to itself alone: ring, allgather and
+    exchange then give each process whole samples as far as they can, and only those that are cut travel."""
 
     def __post_init__(self) -> None:
         split_shares(self.split)

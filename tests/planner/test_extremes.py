@@ -54,10 +54,25 @@ def test_the_last_number_is_found(last: int) -> None:
 
 
 def test_what_fits_nowhere_is_refused(config: Config) -> None:
-    with pytest.raises(UserError, match="not even 1024 tokens fit 2 processes of H100 80GB pod, which have 1 GB"):
+    with pytest.raises(UserError, match="memory_gb of H100 80GB pod is 1 and the smallest of"):
         longest(config, 2, replace(SMALL, memory_gb=1))
-    with pytest.raises(UserError, match="seq_length is 1073741824, which does not fit 16384 processes"):
+    with pytest.raises(
+        UserError, match="seq_length is 1073741824, which 16384 processes do not hold; on one node: memory_gb"
+    ):
         fewest(of_length(config, 1 << 30), replace(SMALL, memory_gb=0.01))
+
+
+def test_what_is_no_matter_of_memory_is_said(config: Config) -> None:
+    batch = replace(config, train=replace(config.train, micro_batch_size=3, global_batch_size=4))
+    with pytest.raises(UserError, match="global_batch_size is 4, not a multiple of micro_batch_size 3"):
+        longest(batch, 8, SMALL)
+
+
+def test_a_node_of_six_is_tried_whole(config: Config) -> None:
+    six = replace(SMALL, gpus_per_node=6)
+    at = of_length(config, longest(config, 6, six))
+    assert not fits(at, 4, six)
+    assert fewest(at, six) == 6
 
 
 def test_every_policy_is_tried_and_those_that_save_most_in_chunks_too() -> None:

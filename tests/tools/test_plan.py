@@ -68,6 +68,7 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path: Path, everything: 
             "profile needs the 4 processes .*, and 1 are started; use torch",
         ),
         (("--top", "0"), "top is 0; it must be 1 or more"),
+        (("--fewest", "--world-size", "4"), "fewest finds the number of processes, and world_size names it"),
         (("--cluster", "none.toml"), "none.toml: cannot be read"),
         (("--context-parallel-size", "3", "--world-size", "4"), "context_parallel_size is 3, which does not divide"),
     ],

@@ -64,12 +64,12 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
             "layers' own weights still need; use Interleaved1F1B"
         )
     validate_mesh(config, world_size)
-    patches, mesh = config.model.num_patches, config.mesh
+    patches, mesh = config.joined_length, config.mesh
     if patches < mesh.context_parallel_size * mesh.tensor_model_parallel_size:
         raise ConfigError(
             f"context_parallel_size is {mesh.context_parallel_size} x tensor_model_parallel_size "
-            f"{mesh.tensor_model_parallel_size}, and a sample has {patches} patch{'es' if patches > 1 else ''}, fewer "
-            "than these processes; lower the sizes or patch_size"
+            f"{mesh.tensor_model_parallel_size}, and a sequence has {patches} patch{'es' if patches > 1 else ''}, "
+            "fewer than these processes; lower the sizes or patch_size, or join more samples by pack_samples"
         )
     validate_run(config)
     validate_backend(config)

@@ -95,7 +95,7 @@ class Denoising(Objective):
 
     def count(self, local: Batch) -> int:
         """Count the patches that carry loss."""
-        return int(self._weights(local).sum())
+        return int(self._weights(local).sum(dtype=torch.int64))
 
     def lengths(self, local: Batch) -> list[int]:
         """Return the patches of each sample."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model.diffusion import Diffusion, DiffusionConfig
-from model.dit import DiT, patchify
+from model.dit import DiT, Modulation, patchify
 from model.dit_config import DiTConfig
 from parallel.context import context_parallel
 from testing.ranks import run_ranks
@@ -82,6 +82,21 @@ def test_joined_samples_have_the_loss_that_they_have_apart(kind: str) -> None:
         losses[name] = trained.loss_sum(model, local).item()
     assert losses["joined"] == pytest.approx(losses["apart"], rel=2e-6)
     assert losses["one document"] != pytest.approx(losses["apart"], rel=1e-3), "negative control: bounds ignored"
+
+
+def test_joined_samples_have_their_gradients_in_bfloat16_too() -> None:
+    """A row of the modulation sums the gradients of all its patches: in bfloat16 a sum of thousands would stop."""
+    apart, joined = (torch.nn.Sequential(Modulation(16, 2)) for _ in range(2))
+    joined.load_state_dict(apart.state_dict())
+    gradients = []
+    for one, sample in ((apart, None), (joined, torch.arange(4).repeat_interleave(4096))):
+        module = one.bfloat16()[0]
+        conditions = torch.ones(4, 16, dtype=torch.bfloat16)
+        shift, _ = module(conditions, sample)
+        x = shift.expand(4, 4096, 16) if sample is None else shift
+        (gradient,) = torch.autograd.grad(x.float().sum(), module[1].bias)
+        gradients.append(gradient.float())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0.01, atol=0)
 
 
 def shared(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Tensor], int]:

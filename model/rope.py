@@ -132,8 +132,7 @@ def frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> tuple[Ten
     assert trained is not None
     if kind == "dynamic":
         length = rope.rope_scaling_seq_length or int(positions.max()) + 1
-        stretch = factor * max(length, trained) / trained - (factor - 1)
-        return (base * stretch ** (head_dim / (head_dim - 2))) ** -exponents, 1.0
+        return dynamic_base(rope, head_dim, length) ** -exponents, 1.0
     plain = base**-exponents
     if kind == "llama3":
         low, high = rope.setting("low_freq_factor"), rope.setting("high_freq_factor")
@@ -141,6 +140,15 @@ def frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> tuple[Ten
         return plain * (kept + (1 - kept) / factor), 1.0
     kept = 1 - _yarn_ramp(rope, head_dim, trained, plain)
     return plain * (kept + (1 - kept) / factor), _yarn_attention(rope, factor)
+
+
+def dynamic_base(rope: RopeConfig, head_dim: int, length: int) -> float:
+    """Return the base of plain rope that dynamic scaling is at a length."""
+    factor, trained = rope.rope_scaling_factor, rope.rope_scaling_original_max_position_embeddings
+    assert factor is not None  # checked with the configuration
+    assert trained is not None
+    stretch = factor * max(length, trained) / trained - (factor - 1)
+    return float(rope.rotary_base * stretch ** (head_dim / (head_dim - 2)))
 
 
 def _yarn_ramp(rope: RopeConfig, head_dim: int, trained: int, like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.hf.folder import entry, shown
 from model.rope import PREFIX as SCALING
-from model.rope import SETTINGS
+from model.rope import SETTINGS, dynamic_base
 from model.windows import Window
 from runtime.errors import UserError
 
@@ -114,7 +114,9 @@ class Llama:
     def config_to_hf(self, config: ModelConfig) -> dict[str, Any]:
         """Return the entries of a config.json, for transformers 4 and 5, that our fields determine."""
         longest = config.max_position_embeddings or config.scaled_length
-        if config.rope_scaling_type == "dynamic":
+        if config.rope_scaling_seq_length is not None:  # dynamic, and theirs is plain
+            longest = max(config.max_position_embeddings or 0, config.rope_scaling_seq_length)
+        elif config.rope_scaling_type == "dynamic":
             longest = config.rope_scaling_original_max_position_embeddings or 0  # what theirs scales from
         return {
             "architectures": [self.ARCHITECTURE],
@@ -279,6 +281,8 @@ def _rope_from_hf(hf: Mapping[str, Any], longest: int) -> dict[str, Any]:
 def _rope_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Return rope_theta and its table, for transformers 5 and, where it is scaled, for 4."""
     base, kind = float(config.rotary_base), config.rope_scaling_type
+    if config.rope_scaling_seq_length is not None:  # theirs looks at each text's length, and ours no longer does
+        base, kind = dynamic_base(config, config.head_dim, config.rope_scaling_seq_length), None
     if kind is None:
         return {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
     scaling: dict[str, Any] = {"rope_type": kind}

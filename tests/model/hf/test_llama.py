@@ -1,10 +1,12 @@
 """What is LLaMA's alone in reading and writing Hugging Face's folders."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from model.hf import config_from_hf, from_hf, to_hf
-from tests.model.hf.hugging_face import CONFIGS, LLAMA, hugging_face
+from model.hf import config_from_hf, config_to_hf, from_hf, to_hf
+from tests.model.hf.hugging_face import CONFIGS, LLAMA, TOKENS, hugging_face, ours
 
 
 def test_old_and_sparse_configurations():
@@ -40,3 +42,19 @@ def test_state_dicts_that_do_not_fit():
         to_hf({name: w for name, w in from_hf(state, LLAMA).items() if "1.mlp." not in name}, LLAMA)
     derived = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     assert from_hf(state | derived, LLAMA).keys() == from_hf(state, LLAMA).keys()
+
+
+@pytest.mark.parametrize("name", ["llama, dynamic", "llama, wide heads"])
+def test_dynamic_rope_of_a_run_is_plain_rope_of_another_base(name):
+    """A run fixes the length that the base is for, and a text of any other length must have the same base."""
+    scaling = {**dataclasses.asdict(CONFIGS["llama, dynamic"]), "kv_channels": CONFIGS[name].kv_channels}
+    config = dataclasses.replace(LLAMA, **scaling | {"rope_scaling_seq_length": 33})
+    theirs = hugging_face(config)
+    model = ours(theirs, config)
+    assert theirs.config.max_position_embeddings == 33
+    for length in (7, 16, 33, 40):
+        assert (model(TOKENS[:, :length]) - theirs(TOKENS[:, :length]).logits).abs().max() < 1e-5
+    again = config_from_hf(config_to_hf(config))
+    assert (again.rope_scaling_type, again.rotary_base) == (None, theirs.config.rope_parameters["rope_theta"])
+    open_length = ours(theirs, dataclasses.replace(config, rope_scaling_seq_length=None))  # negative control
+    assert (open_length(TOKENS[:, :16]) - theirs(TOKENS[:, :16]).logits).abs().max() > 1e-3

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import DataError
+from data.errors import DataError, StoppedError
 from data.fingerprint import digest
 from runtime.files import reason, replacing
 
@@ -206,7 +206,7 @@ class TokenReader:
 
 @contextmanager
 def writing(*paths: Path) -> Iterator[tuple[Path, ...]]:
-    """Do as `runtime.files.replacing`, but raise DataError if a file cannot be written."""
+    """Do as `runtime.files.replacing`, but raise StoppedError if a file cannot be written."""
     try:
         with replacing(*paths) as temporary:
             yield temporary
@@ -214,10 +214,10 @@ def writing(*paths: Path) -> Iterator[tuple[Path, ...]]:
         raise unwritable(paths[0], error) from error
 
 
-def unwritable(path: Path, error: OSError) -> DataError:
-    """Return the DataError for a file that cannot be written."""
+def unwritable(path: Path, error: OSError) -> StoppedError:
+    """Return the error for a file that cannot be written."""
     said = reason(error, path.parent)
-    return DataError(f"cannot write {path} ({said}); free space or choose a folder that you can write to")
+    return StoppedError(f"cannot write {path} ({said}); free space or choose a folder that you can write to")
 
 
 def _scan_blocks(tokens: int, scan_tokens: int) -> Iterator[tuple[int, int]]:

@@ -5,11 +5,12 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from data.errors import DataError
+from data.errors import DataError, StoppedError
 
 COMMIT_BYTES = 1 << 24
 """Output after which the journal is written."""
@@ -80,8 +81,10 @@ class Spool:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for file in self._files.values():
-            file.close()
-        if error is None or isinstance(error, DataError) or not self._noted_once:
+            with suppress(OSError):  # a full disk: what the journal has noted is there
+                file.close()
+        of_input = isinstance(error, DataError) and not isinstance(error, StoppedError)
+        if error is None or of_input or not self._noted_once:
             for path in self.paths.values():
                 path.unlink(missing_ok=True)
         else:

@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 from typing import TypeVar
 
-from data.errors import DataError
+from data.errors import StoppedError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -27,7 +27,7 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int
     At most 2 items a process are read ahead. The processes end with this one, even if it is killed.
 
     Raises:
-        DataError: a process was killed.
+        StoppedError: a process was killed.
     """
     if workers == 1:
         yield from map(work, items)
@@ -42,7 +42,9 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
-        raise DataError(f"one of {workers} processes was killed, perhaps for memory; give fewer --workers") from error
+        raise StoppedError(
+            f"one of {workers} processes was killed, perhaps for memory; give fewer --workers"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 

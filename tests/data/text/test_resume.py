@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from data.errors import DataError
+from data.errors import DataError, StoppedError
 from data.text import prepare as module
 from data.text import spool, workers
 from data.text.prepare import Request, prepare
@@ -111,7 +111,9 @@ def test_another_input_begins_anew(tmp_path: Path, counted: list[int]) -> None:
     assert contents(tmp_path)[".bin"] == contents(tmp_path, "e")[".bin"]
 
 
-@pytest.mark.parametrize(("error", "kept"), [(KeyboardInterrupt, True), (DataError, False)])
+@pytest.mark.parametrize(
+    ("error", "kept"), [(KeyboardInterrupt, True), (DataError, False), (StoppedError, True), (OSError, True)]
+)
 def test_what_an_interruption_keeps(
     error: type[BaseException], kept: bool, tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +125,7 @@ def test_what_an_interruption_keeps(
         return tokenized(tokenizer, texts)
 
     monkeypatch.setattr(module, "tokenized", failing)
-    with pytest.raises(error):
+    with pytest.raises(DataError if error is OSError else error):
         prepare(request_for(source), tmp_path / "out" / "d", progress=False)
     assert (tmp_path / "out").exists() == kept
     monkeypatch.setattr(module, "tokenized", tokenized)
@@ -139,7 +141,7 @@ def square_or_end(number: int) -> int:
 
 
 def test_a_process_that_is_killed_is_told() -> None:
-    with pytest.raises(DataError, match=r"one of 2 processes was killed, .*fewer --workers"):
+    with pytest.raises(StoppedError, match=r"one of 2 processes was killed, .*fewer --workers"):
         list(in_order(square_or_end, range(20), 2))
     assert list(in_order(square_or_end, range(5), 2)) == [0, 1, 4, 9, 16]
     assert workers.usable_cores() >= 1

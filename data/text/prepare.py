@@ -27,6 +27,7 @@ from data.text.workers import in_order, usable_cores
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from runtime.files import InUseError, owned
 
+CHAT_ENDS = (f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", ".refused.txt")
 SPOOLED = ("bin", "lengths", "learned", "refused")
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 22
 # Input that takes a process longer than its start.
@@ -148,8 +149,9 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
         record = {"made_with": _made_with(request), "prepared": asdict(prepared), "python": sys.version}
         draft[".json"].write_text(json.dumps(record, indent=1) + "\n")
         if overwrite:
-            # The new .bin must never stand beside the old record.
-            _with_end(prefix, ".json").unlink(missing_ok=True)
+            # The new .bin must never stand beside the old record, nor text beside a loss mask.
+            for end in (".json", *CHAT_ENDS):
+                _with_end(prefix, end).unlink(missing_ok=True)
     return prepared
 
 
@@ -328,7 +330,7 @@ def _ends(request: Request) -> list[str]:
     """Return the ends of the files' names."""
     ends = [".bin", ".idx", ".json", *([".model"] if request.tokenizer_model is None else [])]
     if request.chat is not None:
-        ends += [f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", *([".refused.txt"] if request.chat.skip_refused else [])]
+        ends += CHAT_ENDS if request.chat.skip_refused else CHAT_ENDS[:2]
     return ends
 
 

@@ -252,6 +252,15 @@ def test_conversations_and_text_are_not_taken_for_each_other(tmp_path: Path) -> 
         build_datasets(DataConfig(data_path=(path,), sft=True, **both), 200, 1, tokenizer)
 
 
+def test_text_in_place_of_conversations_has_no_loss_mask(tmp_path: Path) -> None:
+    prepared(tmp_path, write_lines(tmp_path / "in", [SHAREGPT, {}]), skip_refused=True)
+    (tmp_path / "text.txt").write_text("no conversation")
+    model = str(tmp_path / "tokenizer" / "tokenizer.json")
+    text = Request(inputs=(str(tmp_path / "text.txt"),), tokenizer_model=model, vocab_size=None)
+    prepare(text, tmp_path / "out" / "chats", overwrite=True, progress=False)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"chats.bin", "chats.idx", "chats.json"}
+
+
 def test_a_system_text_beside_the_turns_is_the_first_turn(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in", [SHAREGPT | {"system": "Be brief."}])
     assert prepared(tmp_path, source).tokens == SIZE + len("system\nBe brief.\n") + 2

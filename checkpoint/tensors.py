@@ -280,6 +280,6 @@ def _one_error(what: str) -> Iterator[None]:
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        if isinstance(cause, UserError):
+        if isinstance(cause, (UserError, SystemExit, KeyboardInterrupt)):
             raise cause from error
         raise CheckpointError(f"{what}: rank {rank} found {type(cause).__name__}: {cause}") from error

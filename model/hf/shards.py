@@ -103,14 +103,18 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a draft beside ``folder``, which is renamed to it at the end and removed if the block raises.
 
     Raises:
-        UserError: the folder exists and is not empty, or cannot be written.
+        UserError: the folder exists and is not empty, has no name, or cannot be written.
     """
+    if not folder.name:
+        raise UserError(f"{folder} has no name; give the name of a new folder")
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UserError(f"{folder} exists; choose a new folder, nothing is written over")
     draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     try:
         draft.mkdir(parents=True)
         yield draft
+        for path in (*draft.rglob("*"), draft):
+            fsync_folder(path)  # of a file, its contents
         draft.rename(folder)
         fsync_folder(folder.absolute().parent)
     except OSError as error:

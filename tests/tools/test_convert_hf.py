@@ -52,6 +52,55 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
 
 
+def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out, events = tmp_path / "run", tmp_path / "out", []
+    assert main(["import", str(published(tmp_path / "theirs", "mistral")), str(run)]) == 0
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(handle: int) -> None:
+        events.append(Path(f"/proc/self/fd/{handle}").resolve().name)
+        fsync(handle)
+
+    def renamed(path: Path, to: Path) -> Path:
+        events.append("rename")
+        return rename(path, to)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    assert main(["export", str(run), str(out)]) == 0
+    before = events[: events.index("rename")]
+    assert {path.name for path in out.iterdir()} < set(before)
+    assert before[-1].startswith(".out.")
+
+
+@pytest.mark.parametrize("error", [SystemExit(143), KeyboardInterrupt()])
+def test_an_import_that_is_ended_says_nothing_of_the_disk(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, read_from = published(tmp_path / "theirs", "mistral"), Weights.__getitem__
+
+    def ended(self: Weights, name: str) -> torch.Tensor:
+        if "layers.1." in name:
+            raise error
+        return read_from(self, name)
+
+    monkeypatch.setattr(Weights, "__getitem__", ended)
+    with pytest.raises(type(error)):
+        main(["import", str(source), str(tmp_path / "run")])
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_a_folder_without_a_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = published(tmp_path / "theirs", "mistral")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    capsys.readouterr()
+    assert main(["import", str(source), "."]) == 1
+    assert capsys.readouterr().err == "error: . has no name; give the name of a new folder\n"
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_export_is_the_import_to_the_bit(tmp_path: Path, name: str) -> None:
     source = published(tmp_path / "theirs", name, torch.bfloat16 if "yarn" in name else torch.float32)

@@ -74,13 +74,18 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None) -
         valid_data=valid_data if config.train.eval_iters else None,
         architecture=architecture,
         flops_per_token=partial(flops_per_token, config.model),
-        # As asked for: another number of processes may have another layout, and other ranks to join.
-        log=open_log(replace(config, hybrid=asked.hybrid, mesh=asked.mesh, train=asked.train), progress),
+        log=open_log(as_asked(config, asked), progress),
         validation_constants=frequencies,
         progress=progress,
         contents=contents,
         peak_flops=peak_flops,
     )
+
+
+def as_asked(config: Config, asked: Config) -> Config:
+    """Return the configuration to write: another run may have other processes to lay out and join, and lengths."""
+    model = replace(config.model, rope_scaling_seq_length=asked.model.rope_scaling_seq_length)
+    return replace(config, model=model, hybrid=asked.hybrid, mesh=asked.mesh, train=asked.train)
 
 
 def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend | HybridAttention) -> list[LanguageModel]:

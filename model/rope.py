@@ -60,7 +60,8 @@ class RopeConfig:
     rope_scaling_truncate: bool = True
     """yarn: round the bounds of the channels in between outwards to whole ones."""
     rope_scaling_seq_length: int | None = None
-    """dynamic: the length that the base is computed for; by default --seq-length, or in generation the text so far."""
+    """dynamic: the length that the base is computed for; by default --seq-length, or of a model that no run has
+    trained the text so far."""
 
     def check_rope(self, head_dim: int, *, rotates: bool) -> None:
         """Check the scaling; ``rotates``: whether the model has rope. Raises UserError."""

@@ -1,7 +1,9 @@
 """Complete a configuration as a run starts: the vocabulary, the method, a hybrid's layout."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,6 +19,8 @@ from train.config.language import load_config
 from train.config.sizes import validate_entries
 
 CONFIG = "config.toml"
+IMPORTED = "imported_from"
+"""Of a checkpoint's ``extra``: the model came from Hugging Face, and no run has trained it."""
 
 
 def complete(config: Config, entries: int) -> Config:
@@ -58,6 +62,11 @@ def with_rope_length(config: Config) -> Config:
     if model.rope_scaling_type != "dynamic" or model.rope_scaling_seq_length is not None:
         return config
     return replace(config, model=replace(model, rope_scaling_seq_length=config.train.seq_length))
+
+
+def trained(config: Config, extra: Mapping[str, Any]) -> Config:
+    """Return a run's configuration with the length of rope that its checkpoint, with this ``extra``, was trained at."""
+    return config if IMPORTED in extra else with_rope_length(config)
 
 
 def beyond_rope(config: Config) -> str | None:

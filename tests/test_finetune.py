@@ -79,6 +79,18 @@ def test_a_pipeline_going_on_from_iteration_0_has_them_too(
     assert differences(finetuned(2, default_data, tmp_path / "run", imported[1], *mesh), alone) <= BOUND
 
 
+def test_dynamic_rope_goes_by_the_length_of_each_run(default_data: Path, imported: list[Path], tmp_path: Path) -> None:
+    """A run's config.toml keeps no length that was not given, and the export has the one that it was trained at."""
+    dynamic = ("dynamic", "--rope-scaling-factor", "2", "--rope-scaling-original-max-position-embeddings", "64")
+    run, save = imported[0], tmp_path / "run"
+    finetuned(1, default_data, save, run, "--finetune", "--rope-scaling-type", *dynamic, *ALONE, "--train-iters", "1")
+    written = load_config(save / "config.toml")
+    assert (written.model.rope_scaling_type, written.model.rope_scaling_seq_length) == ("dynamic", None)
+    export_model(save, tmp_path / "out", None, None, 10**9)
+    longer = written.model.rotary_base * 3 ** (24 / 22)  # 2 * 128 / 64 - 1
+    assert load_hf(tmp_path / "out")[0].rotary_base == pytest.approx(longer)
+
+
 def test_other_weights_and_another_rope_have_other_losses(
     default_data: Path, imported: list[Path], alone: list[dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

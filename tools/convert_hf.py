@@ -28,7 +28,7 @@ from model.hf.api import our_weights, their_weights
 from model.hf.folder import CONFIG, read_json
 from model.hf.shards import Weights, inside, new_folder, write_model
 from model.registry import num_parameters
-from planner.complete import with_vocabulary
+from planner.complete import IMPORTED, trained, with_vocabulary
 from runtime.errors import UserError
 from tools.arguments import parser_for, run_command
 from train.config.language import Config, ConfigError, load_config, to_toml
@@ -42,7 +42,6 @@ CARRIED = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-IMPORTED = "imported_from"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -96,10 +95,12 @@ def export_model(run: Path, target: Path, step: int | None, dtype: str | None, m
     folder = find_checkpoint(run, step)
     if folder is None:
         raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
+    extra = read_manifest(folder).extra
+    config = trained(config, extra)
     came_with = _came_with(run, config)
     contents = {} if came_with is None else read_json(came_with / CONFIG)
     ours, read_ours = stored_weights(folder, architecture_of(config.model))
-    wanted = _dtype(dtype, contents, imported=IMPORTED in read_manifest(folder).extra)
+    wanted = _dtype(dtype, contents, imported=IMPORTED in extra)
     ours = {name: weight.to(wanted or weight.dtype) for name, weight in ours.items()}
     theirs, read = their_weights(ours, lambda name: read_ours(name).to(ours[name].dtype), config.model)
     dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in theirs.values()})

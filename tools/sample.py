@@ -16,7 +16,7 @@ from model.base import LanguageModel
 from model.config import architecture_of
 from model.generate import DivergedError, generate
 from model.registry import build_model
-from planner.complete import with_vocabulary
+from planner.complete import trained, with_vocabulary
 from runtime.errors import UserError
 from tools.arguments import Parser
 from train.config.language import Config, ConfigError, load_config
@@ -46,7 +46,7 @@ def sample(args: argparse.Namespace) -> None:
         raise CheckpointError(f"{args.load} holds no checkpoint; name the folder that a training run saved to")
     _check_tokenizer(config.data.tokenizer_model, args.load, folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = with_vocabulary(config, tokenizer.vocab_size)
+    config = trained(with_vocabulary(config, tokenizer.vocab_size), read_manifest(folder).extra)
     model, iteration = _load(config, folder, device)
 
     # Documents follow an end-of-text token, after which the model takes the prompt as the beginning of a text.

@@ -117,7 +117,7 @@ def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[
         )
     kind = f":{site.gpu}" if site.gpu else ""
     wanted = {
-        "job-name": args.name or Path(save).name,
+        "job-name": shlex.quote(args.name or Path(save).name),
         "nodes": str(args.nodes or args.gpus // gpus),
         "ntasks-per-node": str(gpus),
         "gres": f"gpu{kind}:{gpus}",

@@ -44,6 +44,12 @@ def test_a_sweep_is_an_array_with_a_folder_for_each(capsys: pytest.CaptureFixtur
     assert text.endswith(" ${sweep[$SLURM_ARRAY_TASK_ID]}\n")
 
 
+def test_a_folder_with_a_blank_is_one_word_to_sbatch_and_to_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--nodes", "1", *RUN, "--save", "runs/my run")
+    assert "#SBATCH --job-name='my run'\n" in text
+    assert "\ntrain 'runs/my run' pretrain_gpt.py " in text
+
+
 def test_nodes_of_16(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--gpus", "32", *RUN, cluster="wallfacer_a100_16")
     for line in ("#SBATCH --nodes=2", "#SBATCH --gres=gpu:a100:16", "#SBATCH --ntasks-per-node=16"):

@@ -87,6 +87,12 @@ def ended(slurm: dict[str, str], job: str) -> dict[str, str]:
     return known
 
 
+def preempt(slurm: dict[str, str], folder: Path) -> None:
+    """Another job has precedence for a second; its log is in the folder, and not in the checkout."""
+    where = ["--partition=urgent", "--exclusive", "--nodelist=node[1-2]", "--output", f"{folder}/urgent.log"]
+    say(slurm, "sbatch", *where, "--wrap", "sleep 1")
+
+
 def steps_made(save: Path) -> int:
     return (save / METRICS).read_bytes().count(b"\n") if (save / METRICS).exists() else 0
 
@@ -106,7 +112,7 @@ def test_a_job_that_is_ended_goes_on_by_itself_to_the_undisturbed_curve(
     elif how == "signal":
         say(slurm, "scancel", "--signal=USR1", "--batch", job)
     elif how == "preemption":
-        say(slurm, "sbatch", "--partition=urgent", "--exclusive", "--nodelist=node[1-2]", "--wrap", "sleep 1")
+        preempt(slurm, tmp_path)
     known = ended(slurm, job)
     said = Path(f"{save}.log").read_text()
     assert (known["JobState"], known["ExitCode"]) == ("COMPLETED", "0:0"), said
@@ -166,7 +172,7 @@ def test_a_job_is_queued_again_once_and_then_finished(how: str, slurm: dict[str,
     if how == "signal":
         say(slurm, "scancel", "--signal=USR1", "--batch", job)
     elif how == "preemption":
-        say(slurm, "sbatch", "--partition=urgent", "--exclusive", "--nodelist=node[1-2]", "--wrap", "sleep 1")
+        preempt(slurm, tmp_path)
     known = ended(slurm, job)
     said = (tmp_path / "run.log").read_text()
     assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("COMPLETED", "0:0", "1"), said

@@ -86,7 +86,7 @@ def steps_on_rank(
 def _step(trainer: Trainer, change: Change) -> Step:
     batching = trainer._batching
     step = [change(batch) for batch in next(batches(trainer.train_data, batching, 0))]
-    micro_batches, valid = trainer._next_step(iter([[trainer.objective.local(batch) for batch in step]]))
+    micro_batches, valid, _ = trainer._next_step(iter([[trainer.objective.local(batch) for batch in step]]))
     loss = trainer._over_all(trainer.runner.forward_backward(micro_batches, valid)).item()
     gradients = {name: x for part in trainer.runner.parts for name, x in gradients_of(part).items()}
     trainer.optimizer.zero_grad(set_to_none=True)

@@ -330,4 +330,9 @@ def test_ranks_share_the_check_and_fail_together(tmp_path):
 
 
 def test_fields_have_help():
-    assert {field.name for field in dataclasses.fields(LatentDataConfig)} == {"data_path", "split", "num_workers"}
+    assert {field.name for field in dataclasses.fields(LatentDataConfig)} == {
+        "data_path",
+        "split",
+        "num_workers",
+        "pack_samples",
+    }

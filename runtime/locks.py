@@ -52,7 +52,8 @@ class Lock:
             OSError: the file cannot be created.
         """
         self._path = path
-        self._handle = _taken(path, wait)
+        self._record = _own_record()
+        self._handle = _taken(path, wait, self._record)
         self._over = threading.Event()
         self._beating = threading.Thread(target=self._beat, name=f"beat of {path.name}", daemon=True)
         self._beating.start()
@@ -68,9 +69,19 @@ class Lock:
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
             with suppress(OSError):  # a server that is away for a while
-                os.utime(self._handle)
-                if self._path.exists() and not _is_at(self._path, self._handle):
+                if self._touched() not in ("", self._record):
                     self._give_way()
+
+    def _touched(self) -> str:
+        """Touch the file, and return what the one at the path says now; empty if there is none."""
+        stale = False
+        try:
+            os.utime(self._handle)
+        except OSError as error:
+            stale = error.errno == errno.ESTALE  # NFS: another host removed the file
+        if not stale and _is_at(self._path, self._handle):
+            return os.pread(self._handle, 1000, 0).decode(errors="replace")  # a new handle would end the kernel's lock
+        return _Seen.at(self._path).text
 
     def _give_way(self) -> NoReturn:
         """End this process: it hung for so long that another one took it for dead."""
@@ -107,8 +118,8 @@ class _Seen:
         return self.record["holder"] if self.record else self.text.strip() or "another process"
 
 
-def _taken(path: Path, wait: bool) -> int:
-    """Open and lock the file, write who this process is into it, and return its handle."""
+def _taken(path: Path, wait: bool, record: str) -> int:
+    """Open and lock the file, write into it who this process is, and return its handle."""
     told = False
     while True:
         handle, fresh = _opened(path)
@@ -116,7 +127,8 @@ def _taken(path: Path, wait: bool) -> int:
             holder = _holder(path, handle, fresh)
             if holder is None and _is_at(path, handle):
                 os.truncate(handle, 0)
-                os.pwrite(handle, _own_record().encode(), 0)
+                os.pwrite(handle, record.encode(), 0)
+                os.fsync(handle)  # other hosts see an empty file until then
                 return handle
         except _Anew:
             holder = None
@@ -149,24 +161,23 @@ def _how_to_end(holder: _Seen) -> str:
 
 
 def _holder(path: Path, handle: int, fresh: bool) -> _Seen | None:
-    """Return who holds the file; None if this process may: it made the file, or the holder is proven dead."""
+    """Return who holds the file; None if this process may: it made the file, or an earlier version left it."""
     locked = _lock(handle)
-    if fresh and locked is not False:
+    while fresh and locked is False:
+        time.sleep(0.05)  # another process looks at the empty file; it lets go
+        locked = _lock(handle)
+    if fresh:
         return None
     if not os.fstat(handle).st_size:
         time.sleep(0.5)  # its maker is about to write who it is
     found = _Seen(os.pread(handle, 1000, 0).decode(errors="replace"), 0)
-    if locked is False:
-        return found
-    if locked and found.record is None:
+    here = found.record is not None and found.record["host"] == socket.gethostname()
+    if locked is False and (here or not found.record):
+        return found  # of another host the server may keep a dead one's lock
+    if locked and found.text and not found.record:
         return None  # of an earlier version, which had no heartbeat
-    if (
-        found.record
-        and found.record["host"] == socket.gethostname()
-        and (locked or not _runs(int(found.record["pid"])))
-    ):
-        return None
-    return _unless_dead(path, handle)
+    dead = here and found.record is not None and (locked or not _runs(int(found.record["pid"])))
+    return _unless_dead(path, handle, found.text, 0 if dead else PATIENCE)
 
 
 def _runs(pid: int) -> bool:
@@ -179,15 +190,18 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def _unless_dead(path: Path, handle: int) -> _Seen:
+def _unless_dead(path: Path, handle: int, text: str, patience: float) -> _Seen:
     """Return who holds the file if it is touched or changes hands; else remove it, which one watcher can."""
     with suppress(OSError):
         fcntl.lockf(handle, fcntl.LOCK_UN)  # reading the file anew does so too
     before = _Seen.at(path)
-    print(f"note: {path} is of {before.holder}; watching for {PATIENCE:g} s whether that is alive", file=sys.stderr)
-    deadline = time.monotonic() + PATIENCE
+    if before.text != text:
+        raise _Anew
+    if patience:
+        print(f"note: {path} is of {before.holder}; watching for {patience:g} s whether that is alive", file=sys.stderr)
+    deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
-        time.sleep(PATIENCE / 20)
+        time.sleep(patience / 20)
         if (now := _Seen.at(path)) != before:
             if not now.text:
                 raise _Anew
@@ -196,6 +210,10 @@ def _unless_dead(path: Path, handle: int) -> _Seen:
     try:
         os.link(path, over)
     except FileExistsError:
+        with suppress(FileNotFoundError):
+            if time.time() - over.stat().st_ctime > PATIENCE:  # its watcher was killed between link and unlink
+                over.unlink()
+                return _unless_dead(path, handle, text, PATIENCE)  # not at once: others may be about to remove it
         return before
     except FileNotFoundError:
         raise _Anew from None
@@ -203,7 +221,7 @@ def _unless_dead(path: Path, handle: int) -> _Seen:
         if _Seen.at(over) == before:  # a link to the dead one's file, not to one that was made since
             path.unlink()
     finally:
-        over.unlink()
+        over.unlink(missing_ok=True)
     raise _Anew
 
 

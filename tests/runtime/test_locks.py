@@ -1,5 +1,6 @@
 """A lock file has one holder, whether or not the file system has locks that other nodes see."""
 
+import errno
 import fcntl
 import os
 import re
@@ -19,6 +20,8 @@ from tests.runtime.test_signals import forked, status_of
 
 TOKEN = "0" * 32
 ELSEWHERE = f"process 7 on node9, Slurm job 77, since 2026-11-22 02:30:01 UTC\n{TOKEN}\n"
+HERE = f"process {2**22 + 1} on {socket.gethostname()}, since 2026-11-22 02:30:01 UTC\n{TOKEN}\n"
+"""Of no process: no pid is as high."""
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def beating(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def holder(path: Path, stopped: bool = False) -> Iterator[int]:
+def holder(path: Path, ends: bool = False) -> Iterator[int]:
     def body(report: int) -> None:
         taken = Lock(path, wait=False)
         os.write(report, b".")
@@ -68,8 +71,9 @@ def holder(path: Path, stopped: bool = False) -> Iterator[int]:
     try:
         yield child
     finally:
-        os.kill(child, signal.SIGKILL)
-        status_of(child)
+        if not ends:
+            os.kill(child, signal.SIGKILL)
+            status_of(child)
 
 
 def test_the_record_says_who_since_when_and_how_to_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,13 +139,13 @@ def taken_by(path: Path, rounds: int) -> Callable[[int], None]:
     return body
 
 
-@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("left", ["", ELSEWHERE, HERE], ids=["nothing", "elsewhere", "here"])
 def test_of_many_that_start_at_once_one_at_a_time_has_it(
-    left: bool, quick: None, no_locks: None, tmp_path: Path
+    left: str, quick: None, no_locks: None, tmp_path: Path
 ) -> None:
     if left:
-        (tmp_path / ".lock").write_text(ELSEWHERE)
-    children = [forked(taken_by(tmp_path / ".lock", 1 if left else 10))[0] for _ in range(5)]
+        (tmp_path / ".lock").write_text(left)
+    children = [forked(taken_by(tmp_path / ".lock", 1 if left == ELSEWHERE else 10))[0] for _ in range(5)]
     (tmp_path / "go").touch()
     wins = [status_of(child) - 20 for child in children]
     assert min(wins) >= 0, "two had it at once"
@@ -164,3 +168,52 @@ def test_a_holder_that_hung_while_another_took_it_ends(
     (tmp_path / ".lock").write_text(ELSEWHERE)
     assert status_of(child) == 1
     assert f"error: {tmp_path} was taken over by process 7 on node9" in capfd.readouterr().err
+
+
+def test_a_holder_whose_file_is_stale_looks_who_has_it(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    def stale(*_: int) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "utime", stale)
+    with holder(tmp_path / ".lock", ends=True) as child:
+        time.sleep(0.2)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the file is its own"
+        (tmp_path / ".new").write_text(ELSEWHERE)
+        (tmp_path / ".new").replace(tmp_path / ".lock")
+        assert status_of(child) == 1
+    assert "was taken over by process 7 on node9" in capfd.readouterr().err
+
+
+def test_a_holder_whose_file_another_wrote_into_ends(quick: None, tmp_path: Path) -> None:
+    with holder(tmp_path / ".lock", ends=True) as child:
+        (tmp_path / ".lock").write_text(ELSEWHERE)
+        assert status_of(child) == 1
+
+
+def test_an_empty_file_is_watched(quick: None, tmp_path: Path) -> None:
+    """As another host sees one that its maker has not written to the server yet."""
+    (tmp_path / ".lock").touch()
+    late = threading.Timer(1, (tmp_path / ".lock").write_text, [ELSEWHERE])
+    late.start()
+    with pytest.raises(InUseError, match="process 7 on node9"):
+        Lock(tmp_path / ".lock", wait=False)
+    late.join()
+
+
+def test_a_dead_host_whose_lock_the_server_keeps_is_dead(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".lock").write_text(ELSEWHERE)
+    dead, lock = (tmp_path / ".lock").stat().st_ino, locks._lock
+    monkeypatch.setattr(locks, "_lock", lambda handle: os.fstat(handle).st_ino != dead and lock(handle))
+    os.link(tmp_path / ".lock", tmp_path / "kept")  # so that its number is not used again
+    Lock(tmp_path / ".lock", wait=False).release()
+
+
+def test_what_a_killed_watcher_left_is_removed(quick: None, tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text(ELSEWHERE)
+    os.link(tmp_path / ".lock", tmp_path / f".lock.over-{TOKEN}")
+    Lock(tmp_path / ".lock", wait=False).release()
+    assert not list(tmp_path.iterdir())

@@ -4,7 +4,10 @@
 #   LAUNCHER           ranks: srun starts one per GPU (default). torchrun: srun starts one torchrun per node
 #   PYTHON             .venv/bin/python, or python3 where there is none
 #   CONTAINER          image; CONTAINER_RUNTIME is pyxis (default) or apptainer, CONTAINER_MOUNTS more folders, A:B,C:D
-#   MOST_REQUEUES      after so many starts the job ends; 100
+#   MOST_REQUEUES      a job that was queued again so often ends; 100
+
+POINTER=latest_checkpointed_iteration.txt
+MOST_STUCK=3 # starts in a row without a new checkpoint
 
 fail() {
     echo "error: $*" >&2
@@ -48,27 +51,77 @@ arrange() {
 # Whether the newest checkpoint in the folder $1 is of the run's last iteration.
 finished() {
     local last wanted
-    last=$(cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null) || return 1
+    last=$(cat "$1/$POINTER" 2>/dev/null) || return 1
     wanted=$(sed -n "s/^train_iters = //p" "$1/config.toml")
     [ "$last" -ge "$wanted" ]
 }
 
-# train RUN ENTRY FLAG...: the run in the folder RUN, from its newest checkpoint on. Exits with the training's status.
+# Put the flags of a start that has no checkpoint yet into the array `begin`, all others into `flags`.
+sort_flags() {
+    begin=() flags=()
+    while [ $# -gt 0 ]; do
+        case $1 in
+        --load | --ckpt-step) begin+=("$1" "$2") && shift ;;
+        --load=* | --ckpt-step=* | --finetune | --exit-on-missing-checkpoint) begin+=("$1") ;;
+        *) flags+=("$1") ;;
+        esac
+        shift
+    done
+}
+
+# How many errors the tasks have told of, besides those of ranks that lost another one.
+errors_told() {
+    cat "$LOGS"/task-*.log 2>/dev/null | grep '^error: ' | grep -cvE 'did not answer|because a peer of it did|waited in vain'
+}
+
+# The job's state, asked for some minutes where the controller does not answer.
+state_of() {
+    local state
+    for _ in {1..30}; do
+        state=$(scontrol show job -o "$1" | sed -n "s/.*JobState=\([A-Z]*\).*/\1/p")
+        [ -z "$state" ] || break
+        sleep 10
+    done
+    echo "${state:-unknown}"
+}
+
+# Queue the job $1 again. Ends it where that would go in circles: the newest checkpoint is still $3, as at the start.
+queue_again() {
+    local job=$1 run=$2 before=$3 stuck=0
+    [ "$(cat "$run/$POINTER" 2>/dev/null)" != "$before" ] || stuck=$(($(cat "$LOGS/stuck" 2>/dev/null || echo 0) + 1))
+    echo "$stuck" >"$LOGS/stuck"
+    [ "$stuck" -lt "$MOST_STUCK" ] || fail "$MOST_STUCK starts in a row without a new checkpoint in $run;" \
+        "give the job more time, lower --save-interval, or look for errors in $LOGS"
+    [ "${SLURM_RESTART_COUNT:-0}" -lt "${MOST_REQUEUES:-100}" ] ||
+        fail "queued again ${MOST_REQUEUES:-100} times, and not finished"
+    for _ in {1..30}; do
+        scontrol requeue "$job" && echo "not finished: queued again" && return
+        sleep 10
+    done
+    fail "not finished, and scontrol requeue $job is refused; submit the command again, which goes on"
+}
+
+# train RUN ENTRY FLAG...: the run in the folder RUN, from its newest checkpoint on; without one as the flags say.
+# Exits with the training's status.
 train() {
     [ $# -ge 2 ] || fail "give the run's folder, the entry and its flags: runs/NAME pretrain_gpt.py --config FILE"
-    local run=$1 status told='' rang=''
+    local run=$1 status told='' rang='' before wrong begin flags
     LOGS=$run/logs/$SLURM_JOB_ID
     mkdir -p "$LOGS" || exit 1
     shift
+    sort_flags "$@"
+    before=$(cat "$run/$POINTER" 2>/dev/null)
+    [ -z "$before" ] && [[ " ${begin[*]}" == *" --load"* ]] || begin=(--load "$run")
     check_nodes
     arrange
     echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST; logs of all tasks in $LOGS"
 
+    wrong=$(errors_told)
     # The first task's lines are those for people. Its log goes on over starts, of which this one's lines are shown.
     touch "$LOGS/task-0.log"
     tail -n 0 -F "$LOGS/task-0.log" 2>/dev/null &
     local showing=$!
-    srun "${how[@]}" "${task[@]}" "$@" --save "$run" --load "$run" &
+    srun "${how[@]}" "${task[@]}" "${flags[@]}" --save "$run" "${begin[@]}" &
     local step=$!
     # The time is nearly over (USR1), or another job has precedence (TERM). The ranks save and end; twice ends at once.
     trap 'told=1 rang=1; kill -USR1 $step 2>/dev/null' USR1 TERM
@@ -80,22 +133,24 @@ train() {
     trap '' USR1 TERM
     # srun returns the highest status: 143 is of tasks that it ended because another had failed, with 1.
     [ "$status" -ne 143 ] || [ -n "$told" ] || status=1
+    # So may 137 be; it is also of a rank that the kernel killed, which tells nothing.
+    [ "$status" -lt 128 ] || [ -n "$told" ] || [ "$(errors_told)" -eq "$wrong" ] || status=1
     sleep 1
-    kill $showing
+    kill $showing 2>/dev/null
     wait $showing 2>/dev/null
 
     local job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID} state
-    state=$(scontrol show job -o "$job" | sed -n "s/.*JobState=\([A-Z]*\).*/\1/p")
+    if [ $status -gt 0 ] && [ $status -lt 128 ]; then
+        cat "$LOGS"/task-*.log | grep '^error: ' | sort | uniq -c | sort -rn | head -n 5 >&2
+        exit $status # the same error would come again
+    fi
+    state=$(state_of "$job")
     if finished "$run"; then
         echo "finished: $run"
     elif [ "$state" != RUNNING ]; then
         echo "not finished, and not queued again: the job is $state" # scancel would otherwise only restart it
-    elif [ -n "$told" ] || [ $status -eq 0 ]; then
-        [ "${SLURM_RESTART_COUNT:-0}" -lt "${MOST_REQUEUES:-100}" ] || fail "started ${MOST_REQUEUES:-100} times, and not finished"
-        echo "not finished: queued again"
-        scontrol requeue "$job"
     else
-        cat "$LOGS"/task-*.log | grep '^error: ' | sort | uniq -c | sort -rn | head -n 5 >&2
+        queue_again "$job" "$run" "$before" # told to end, or a rank was killed
     fi
     exit $status
 }

@@ -163,7 +163,7 @@ def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: 
 
 
 def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
-    """Check the run for the processes of this job; return its folder, and its command without --save and --load.
+    """Check the run for the processes of this job; return its folder, and its command without --save.
 
     Raises:
         UserError: as the entry itself would once the job started.
@@ -183,7 +183,7 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
         raise SubmitError("save is not set, and a job that is queued again goes on from there; give --save runs/NAME")
     kept: list[str] = [command[0]]
     for before, flag in zip(command, flags, strict=False):
-        if before not in ("--save", "--load") and flag.split("=")[0] not in ("--save", "--load"):
+        if before != "--save" and flag.split("=")[0] != "--save":
             kept.append(flag)
     return save, kept
 

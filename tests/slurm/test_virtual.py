@@ -147,7 +147,7 @@ STUB = """#!/bin/bash
 run=${@: -1}
 echo "train_iters = 2" > $run/config.toml
 [ "$SLURM_PROCID" -ne 0 ] || echo start >> $run/starts
-[ -z "$FAILING" ] || exit 3
+[ -z "$FAILING" ] || { echo "error: broken"; exit 3; }
 [ $(cat $run/starts 2>/dev/null | wc -l) -lt 2 ] || { echo 2 > $run/latest_checkpointed_iteration.txt; exit 0; }
 trap 'echo 1 > $run/latest_checkpointed_iteration.txt; exit 0' USR1 TERM
 touch $run/ready-$SLURM_PROCID
@@ -195,7 +195,9 @@ def test_a_job_that_is_cancelled_stays_so(slurm: dict[str, str], tmp_path: Path)
 def test_a_job_ends_with_the_status_of_its_training(slurm: dict[str, str], tmp_path: Path) -> None:
     job, _ = stub(slurm, tmp_path, FAILING="1")
     known = ended(slurm, job)
-    assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("FAILED", "3:0", "0")
+    # 1 where srun ended the other task before it failed by itself
+    assert (known["JobState"], known["Restarts"]) == ("FAILED", "0")
+    assert known["ExitCode"] in ("3:0", "1:0")
 
 
 def test_a_job_that_is_started_again_and_again_ends(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -203,4 +205,4 @@ def test_a_job_that_is_started_again_and_again_ends(slurm: dict[str, str], tmp_p
     wait_until(lambda: len(list(run.glob("ready-*"))) == 2)
     say(slurm, "scancel", "--signal=USR1", "--batch", job)
     assert ended(slurm, job)["ExitCode"] == "1:0"
-    assert "error: started 0 times, and not finished" in (tmp_path / "run.log").read_text()
+    assert "error: queued again 0 times, and not finished" in (tmp_path / "run.log").read_text()

@@ -1,0 +1,95 @@
+"""The job's shell functions, with functions in the place of Slurm's commands."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STAND_IN = """
+set -uo pipefail
+sleep() { :; }
+getent() { :; }
+scontrol() {
+    case "$1 $2" in
+    "show hostnames") echo node1 ;;
+    "show job") echo JobState=RUNNING ;;
+    *) echo "scontrol $*" ;;
+    esac
+}
+srun() {
+    echo "srun $*"
+    echo "$SAID" >>"$RUN/logs/7/task-1.log"
+    [ -z "$NEW" ] || echo "$NEW" >"$RUN/latest_checkpointed_iteration.txt"
+    return $STATUS
+}
+export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node1 GPUS_PER_NODE= LAUNCHER=ranks PYTHON=python CONTAINER=
+source slurm/job.sh
+"""
+
+
+def started(run: Path, *flags: str, status: int = 0, new: str = "", said: str = "") -> tuple[int, str]:
+    """The exit status and the words of one start of a job."""
+    run.mkdir(exist_ok=True)
+    (run / "config.toml").write_text("train_iters = 9\n")
+    settings = {"RUN": str(run), "STATUS": str(status), "NEW": new, "SAID": said}
+    done = subprocess.run(
+        ["bash", "-c", STAND_IN + 'train "$RUN" pretrain_gpt.py "$@"', "job", *flags],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_first_start_begins_where_the_flags_say_and_later_ones_in_their_own_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ("--finetune", "--load", "base", "--ckpt-step=3", "--lr", "1e-4")
+    _, first = started(run, *flags, new="4")
+    assert f"pretrain_gpt.py --lr 1e-4 --save {run} --finetune --load base --ckpt-step=3\n" in first
+    _, second = started(run, *flags, new="8")
+    assert f"pretrain_gpt.py --lr 1e-4 --save {run} --load {run}\n" in second
+    _, plain = started(tmp_path / "other", "--lr", "1e-4", new="4")
+    assert f"--save {tmp_path / 'other'} --load {tmp_path / 'other'}\n" in plain
+
+
+@pytest.mark.parametrize(("status", "again"), [(0, True), (137, True), (1, False)])
+def test_a_run_that_was_told_or_killed_is_queued_again_and_an_error_is_not(
+    status: int, again: bool, tmp_path: Path
+) -> None:
+    code, said = started(tmp_path / "run", status=status, new="4")
+    assert code == status
+    assert ("scontrol requeue 7" in said) == ("queued again" in said) == again
+
+
+def test_a_finished_run_is_not_queued_again(tmp_path: Path) -> None:
+    assert "queued again" not in (said := started(tmp_path / "run", new="9")[1])
+    assert "finished: " in said
+
+
+def test_a_job_that_makes_no_progress_ends(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert started(run, new="4")[0] == 0
+    for _ in range(2):
+        assert "queued again" in started(run, status=138)[1]
+    code, said = started(run, status=138)
+    assert code == 1
+    assert "error: 3 starts in a row without a new checkpoint" in said
+    assert "queued again" in started(run, status=138, new="5")[1], "progress counts anew"
+
+
+@pytest.mark.parametrize(
+    ("said", "again"),
+    [
+        ("", True),
+        ("error: rank 3 on node2 did not answer (Connection reset by peer): stopped, hanging or lost", True),
+        ("error: loss is not finite", False),
+    ],
+)
+def test_ranks_that_are_killed_beside_an_error_are_not_what_ended_the_run(
+    said: str, again: bool, tmp_path: Path
+) -> None:
+    code, words = started(tmp_path / "run", status=137, new="4", said=said)
+    assert (code, "queued again" in words) == ((137, True) if again else (1, False))

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from data.errors import DataError
-from runtime.signals import leave_to_parent
+from runtime.signals import end_readers_at_exit, leave_to_parent
 
 IGNORE_INDEX = -100
 """Label without loss."""
@@ -90,6 +90,8 @@ def evaluation_batches(dataset: Samples, batching: Batching, samples: int) -> It
 
 
 def _steps(dataset: Samples, batching: Batching, indices: Iterator[int | None]) -> Iterator[list[Batch]]:
+    if batching.num_workers:
+        end_readers_at_exit()
     loader: DataLoader[Any] = DataLoader(
         _Reader(dataset),  # type: ignore[arg-type]
         batch_sampler=_micro_batches(batching, indices),

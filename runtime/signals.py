@@ -1,6 +1,8 @@
 """How a process is ended early: by signals that ask for it, and with the launcher that started it."""
 
+import atexit
 import ctypes
+import multiprocessing
 import os
 import signal
 import socket
@@ -88,8 +90,27 @@ def _watch(reader: socket.socket, notice: Notice) -> None:
                 notice.heed(signal.Signals(number))
 
 
+def end_readers_at_exit() -> None:
+    """Kill the data loaders' processes that are left when this process exits: an error's frames keep them.
+
+    multiprocessing would send them SIGTERM, which they ignore, and wait for ever.
+    """
+    atexit.unregister(_end_readers)
+    atexit.register(_end_readers)  # called before multiprocessing's, which is registered by its import
+
+
+def _end_readers() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
 def leave_to_parent(_worker: int) -> None:
-    """In a data loader's process: leave signals to the process that started it, and end with that one."""
+    """In a data loader's process: leave signals to the process that started it, and end with that one.
+
+    That one calls `end_readers_at_exit`.
+    """
     signal.set_wakeup_fd(-1)
     for number in ASKING:
         signal.signal(number, signal.SIG_IGN)  # torch has SIGTERM end it, which would be an error of the run's

@@ -86,24 +86,29 @@ def test_streams_that_are_closed_or_full(redirection: str, status: int) -> None:
 
 
 LEFT = f"""
-import sys, torch
+import sys
 sys.path.insert(0, {str(ROOT)!r})
-from torch.utils.data import DataLoader
+import torch
+from data.loader import Batching, batches
 from runtime.errors import UserError
-from runtime.signals import leave_to_parent
-from train.run import run_entry
+from train.run import exit_status, run_entry
+
+class Zeros:
+    def __getitem__(self, index):
+        return dict.fromkeys(("tokens", "labels", "loss_mask"), torch.zeros(4))
 
 def main(arguments):
-    reader = iter(DataLoader(range(1000), num_workers=1, worker_init_fn=leave_to_parent))
+    reader = batches(Zeros(), Batching(global_batch_size=1, micro_batch_size=1, num_workers=1), 0)
     next(reader)
     sys.kept = reader  # as the frames of an error keep it
     raise UserError("a sample is broken")
 
-run_entry(main)
+END
 """
 
 
-def test_an_error_beside_data_loaders_ends_the_process(tmp_path: Path) -> None:
-    (tmp_path / "left.py").write_text(LEFT)
+@pytest.mark.parametrize("end", ["run_entry(main)", "sys.exit(exit_status(main, []))"])
+def test_an_error_beside_data_loaders_ends_the_process(tmp_path: Path, end: str) -> None:
+    (tmp_path / "left.py").write_text(LEFT.replace("END", end))
     ended = subprocess.run([sys.executable, "left.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert (ended.returncode, ended.stderr) == (1, "error: a sample is broken\n")

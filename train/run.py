@@ -1,9 +1,7 @@
 """Start and end of a run: its folder, its log, and the one message when it fails."""
 
 import atexit
-import multiprocessing
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -75,10 +73,6 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
     try:
         # As multiprocessing does for its children: wait for non-daemon threads, then call the exit handlers.
         threading._shutdown()  # type: ignore[attr-defined]
-        # Data loaders that an error left. An exit handler would ask them to end, which they ignore, and wait for ever.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
-        for child in multiprocessing.active_children():
-            child.kill()
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:  # None if closed before Python began

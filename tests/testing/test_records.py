@@ -60,7 +60,7 @@ def test_results_of_the_earlier_format_are_named_and_not_made_again(
 
 
 def test_the_link_benchs_table_comes_from_its_lines() -> None:
-    (lines,) = RESULTS.glob("link-*.jsonl")
+    (lines,) = RESULTS.glob("link-amd-*.jsonl")
     result = report.earlier(lines)
     assert result is not None
     assert lines.with_suffix(".md").read_text() == "# Training over a slow link\n\n" + report.markdown(result)

@@ -34,7 +34,7 @@ def test_the_length_is_the_number_of_patches_and_the_attention_full() -> None:
 def test_more_processes_than_patches_are_refused() -> None:
     mesh = MeshConfig(context_parallel_size=2, tensor_model_parallel_size=2)
     config = parse_args(["--latent-shape", "1", "8", "8", "--patch-size", "8", "--num-attention-heads", "6"])
-    with pytest.raises(ConfigError, match="a sample has 1 patch, fewer"):
+    with pytest.raises(ConfigError, match="a sequence has 1 patch, fewer"):
         validate(replace(config, mesh=mesh), 4)
 
 

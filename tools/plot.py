@@ -76,7 +76,7 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
     Raises:
         UserError: an unknown method, documents of another length, or a picture too large to read.
     """
-    from tools.layout_picture import PACKED, PLAIN, draw, drawing
+    from tools.pictures.layouts import PACKED, PLAIN, draw, drawing
 
     lengths, length = args.documents, args.seq_length
     if lengths and length not in (None, sum(lengths)):
@@ -99,8 +99,8 @@ def arcs_figure(args: argparse.Namespace) -> "Figure":
     Raises:
         UserError: no documents, a single rank, or a picture too large to read.
     """
-    from tools.arcs_picture import draw
-    from tools.discs import drawing
+    from tools.pictures.arcs import draw
+    from tools.pictures.discs import drawing
 
     if not args.documents:
         raise UserError("--documents is missing; give the tokens of each document, such as --documents 1300 180 620")
@@ -119,7 +119,7 @@ def teams_figure(args: argparse.Namespace) -> "Figure":
         UserError: teams that do not fit the ranks, or a picture too large to read.
     """
     from parallel.context import make_plan
-    from tools.team_picture import draw
+    from tools.pictures.teams import draw
 
     if args.size > LARGEST_TEAMS or min(args.ranks_per_node, args.heads, args.kv_heads) < 1:
         raise UserError(f"--size is {args.size}; up to {LARGEST_TEAMS} ranks can be shown, nodes and heads from 1 on")

@@ -10,7 +10,8 @@ import pytest
 
 from parallel.context import METHODS
 from tests.starts import PATIENCE
-from tools import discs, layout_picture, plot, team_picture
+from tools import plot
+from tools.pictures import discs, layouts, teams
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -19,7 +20,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("seq_length", "size"), [(16, 1), (32, 4), (30, 3), (64, 8)])
 def test_rounds_cover_the_mask_once_by_the_query_owner(method: str, causal: bool, seq_length: int, size: int) -> None:
-    shown = layout_picture.drawing(method, seq_length, size, causal)
+    shown = layouts.drawing(method, seq_length, size, causal)
     length = shown.plan.padded_len
     covered = np.sum([computed >= 0 for computed in shown.rounds], axis=0)
     mask = np.tril(np.ones((length, length), dtype=int)) if causal else np.ones((length, length), dtype=int)
@@ -34,7 +35,7 @@ def test_rounds_cover_the_mask_once_by_the_query_owner(method: str, causal: bool
 
 
 def test_striping_shows_its_balance() -> None:
-    ring, striped, zigzag = (layout_picture.drawing(name, 32, 4) for name in ("ring", "striped", "zigzag"))
+    ring, striped, zigzag = (layouts.drawing(name, 32, 4) for name in ("ring", "striped", "zigzag"))
     assert (ring.slowest, striped.slowest, zigzag.slowest) == (36 + 3 * 64, 4 * 36, 36 + 3 * 32)
     assert ring.even == striped.even == zigzag.even == 32 * 33 / 2 / 4
 
@@ -47,14 +48,14 @@ def seen_by_brute_force(documents: list[int], causal: bool, window: int | None) 
     return seen & (abs(apart) <= window) if window else seen
 
 
-@pytest.mark.parametrize("method", layout_picture.PACKED)
+@pytest.mark.parametrize("method", layouts.PACKED)
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 8), (False, 3)])
 def test_packed_rounds_cover_the_mask_once(method: str, causal: bool, window: int | None) -> None:
     if not causal and method in ("striped", "zigzag"):
         return  # refused under full attention
     documents = [20, 5, 11, 3, 14, 7, 4]
     reach = (window, 0 if causal else window) if window else None
-    shown = layout_picture.drawing(method, 64, 4, causal, (0, *np.cumsum(documents).tolist()), reach)
+    shown = layouts.drawing(method, 64, 4, causal, (0, *np.cumsum(documents).tolist()), reach)
     covered = np.sum([computed >= 0 for computed in shown.rounds], axis=0)
     assert np.array_equal(covered, seen_by_brute_force(documents, causal, window))
     assert 0 < shown.rows < 3 * 64
@@ -119,14 +120,14 @@ def test_teams_are_written(tmp_path: Path, arguments: list[str]) -> None:
 
 def test_bytes_over_links_are_the_plans() -> None:
     """Two nodes of two ranks, as many KV heads as query heads; the unit is one rank's K and V."""
-    found = {links.label: links for links in team_picture.links(4, 2, 8, 8)}
+    found = {links.label: links for links in teams.links(4, 2, 8, 8)}
     ring, team = found["ring"], found["WallFacer 2, collect_intra"]
     # Forward 3 hops; backward 3 of q, dout and out, with lse in float32, and 4 of dq in float32: two ranks cross.
     hops = 3 + 3 * (3 * 128 * 2 + 4) / 512 + 4
     assert (ring.inside, ring.between) == pytest.approx((2 * hops, 2 * hops))
     assert team.between < ring.between
     assert "Ulysses 4, ring 1" in found
-    assert "Ulysses 4, ring 1" not in {links.label for links in team_picture.links(4, 2, 6, 6)}
+    assert "Ulysses 4, ring 1" not in {links.label for links in teams.links(4, 2, 6, 6)}
 
 
 def write_run(folder: Path, lines: list[dict]) -> Path:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parallel.context.arcs import transfers
-from tools.discs import Disc, Drawing
 from tools.pictures import FAINT, INK, colour, faded, frameless, letter
+from tools.pictures.discs import Disc, Drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""The circles of the layout ``balanced``, level by level: what ``tools/arcs_picture.py`` draws."""
+"""The circles of the layout ``balanced``, level by level: what ``tools/pictures/arcs.py`` draws."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

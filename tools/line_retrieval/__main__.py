@@ -1,0 +1,85 @@
+"""Line retrieval: make conversations that teach it.
+
+    python -m tools.line_retrieval make lines.jsonl --tokens 1024 --samples 2000 --seed 1 --questions 8 \\
+        --vocabulary small --tokenizer-model tokenizer.json
+
+A conversation is a record of named lines and questions for some of them, as many lines as fit the tokens.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from tools.arguments import parser_for, positive, run_command
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; return its exit status."""
+    args = _parse(argv)
+    from runtime.errors import UserError
+
+    try:
+        make(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make(args: argparse.Namespace) -> None:
+    """Write the conversations that the command line asks for. Raises DataError."""
+    from data.chat.template import load_template
+    from data.errors import DataError
+    from data.text.indexed import writing
+    from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+    from tools.line_retrieval.lines import Maker, Task
+
+    if args.output.suffix != ".jsonl":
+        raise DataError(f"{args.output} does not end in .jsonl, by which tools.prepare_data knows rows; rename it")
+    tokenizer = load_tokenizer(args.tokenizer_model)
+    template = load_template(args.tokenizer_model, args.chat_template)
+    assert isinstance(tokenizer, HuggingFaceTokenizer)  # or load_template would have refused it
+    task = Task(
+        tokens=args.tokens,
+        purpose="train",
+        seed=args.seed,
+        form=args.form,
+        vocabulary=args.vocabulary,
+        questions=args.questions,
+    )
+    maker = Maker(task, template, tokenizer)
+    lines, tokens = 0, 0
+    with writing(args.output) as (draft,), draft.open("w", encoding="utf-8") as file:
+        for sample in range(args.samples):
+            made = maker.make(sample)
+            lines, tokens = lines + made.lines, tokens + made.tokens
+            file.write(json.dumps({"messages": made.turns}) + "\n")
+    print(
+        f"wrote {args.output}: {args.samples:,} conversations of {lines / args.samples:.1f} lines, "
+        f"{args.questions} questions and {tokens / args.samples:.1f} of {args.tokens} tokens in the mean"
+    )
+    print(
+        f"pack them with python -m tools.prepare_data --chat --input {args.output} --seq-length {args.tokens} "
+        f"--tokenizer-model {args.tokenizer_model} --output-prefix PREFIX"
+    )
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = parser_for("python -m tools.line_retrieval", __doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("make", help="write conversations to train on", allow_abbrev=False)
+    make.add_argument("output", type=Path, metavar="OUT.jsonl", help="OpenAI messages, for tools.prepare_data --chat")
+    make.add_argument("--tokens", type=positive, default=1024, help="most tokens of each (default: %(default)s)")
+    make.add_argument("--samples", type=positive, default=2000, help="conversations (default: %(default)s)")
+    make.add_argument("--questions", type=positive, default=1, help="asked of each (default: %(default)s)")
+    make.add_argument("--tokenizer-model", required=True, metavar="FILE", help="a tokenizer.json")
+    make.add_argument("--form", choices=["lines", "needle"], default="lines", help="default: %(default)s")
+    make.add_argument("--vocabulary", choices=["small", "full"], default="full", help="default: %(default)s")
+    make.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    make.add_argument("--chat-template", metavar="FILE", help="default: the tokenizer's")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))

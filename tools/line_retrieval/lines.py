@@ -1,0 +1,217 @@
+"""Conversations that ask for lines of a long record, after LongEval, or for needles: made from a seed alone.
+
+Every draw is a SHA-256 of its purpose, seed, sample and name, so that a seed gives the same bytes on any machine. The
+purpose, train or score, is part of it: what is trained on is never what is asked, whatever the seeds.
+
+LongEval: Li et al. 2023, "How Long Can Open-Source LLMs Truly Promise on Context Length?"; the sentences between
+needles: Mohtashami & Jaggi 2023, "Landmark Attention".
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from typing import Literal
+
+from data.chat.conversations import Turn
+from data.chat.template import ChatTemplate
+from data.errors import DataError
+from data.tokenizer import HuggingFaceTokenizer
+
+ADJECTIVES = """
+    able aged bare bold brave brief bright broad calm cheap clean clear cold cool crisp curly damp dark deep dense dim
+    dry dull eager early fair fast fierce firm flat fond fresh frail gentle glad grand harsh heavy huge icy idle keen
+    large late lean light loud lucky mild neat nimble odd pale plain proud quick quiet rapid rare rough sharp torpid
+    vivid warm
+""".split()  # noqa: SIM905
+NOUNS = """
+    actor anchor arrow badge barn basin beach bell bird boat bone bridge broom brush cabin camel canal candle castle
+    chain chair cliff cloud coach coast comet crane crow desk door eagle fence field flute fork fox frog gate glove goat
+    hammer harp horse island jacket kettle kid ladder lamp lion marble mirror needle oven owl piano pond raven river
+    saddle ship spoon tiger wagon
+""".split()  # noqa: SIM905
+VALUES = """
+    almond apple apricot bacon banana barley basil bean beet berry biscuit bread butter cabbage cake candy carrot celery
+    cheese cherry chili cocoa coffee corn cream curry date fig garlic ginger grape ham honey jam juice kale leek lemon
+    lentil lime mango maple melon milk mint mustard nut oat olive onion orange pasta peach pear pepper plum potato rice
+    salt soup sugar tea tomato yogurt
+""".split()  # noqa: SIM905
+FILLERS = ("the grass is green", "the sky is blue", "the sun is yellow", "here we go", "there and back again")
+LARGEST_VALUE = 50_000
+_PROBE = 32
+"""Lines from which a line's tokens are estimated."""
+
+
+@dataclass(frozen=True)
+class _Wording:
+    joint: str
+    intro: str
+    line: str
+    outro: str
+    question: str
+    answer: str
+
+
+WORDINGS = {
+    "full": _Wording(
+        joint="-",
+        intro="Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and "
+        "contains a '<REGISTER_CONTENT>' at the end of the line as a numerical value. For each line index, memorize "
+        "its corresponding <REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the corresponding "
+        "<REGISTER_CONTENT> of a certain line index. Now the record start:\n\n",
+        line="line {key}: REGISTER_CONTENT is <{value}>\n",
+        outro="\nNow the record is over. ",
+        question="Tell me what is the <REGISTER_CONTENT> in line {key}?",
+        answer="<{value}>",
+    ),
+    "small": _Wording(joint=" ", intro="", line="{key} {value}\n", outro="", question="{key}?", answer="{value}"),
+}
+"""LongEval's, and one of few words, such as "torpid kid lemon", that a tiny model learns in minutes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is made."""
+
+    tokens: int
+    """Most tokens of a conversation, those of the chat template included; as many lines as fit are made."""
+    purpose: Literal["train", "score"]
+    seed: int
+    form: Literal["lines", "needle"] = "lines"
+    """lines: every line is like the asked one; needle: the others say nothing."""
+    vocabulary: Literal["small", "full"] = "full"
+    questions: int = 1
+    """Lines that are asked for, one after the other."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A conversation, and what it was made of."""
+
+    turns: list[Turn]
+    lines: int
+    tokens: int
+
+
+class Maker:
+    """Make the conversations of a task for a tokenizer and its chat template."""
+
+    def __init__(self, task: Task, template: ChatTemplate, tokenizer: HuggingFaceTokenizer) -> None:
+        """Estimate a line's tokens. Raises DataError if not even the asked lines fit."""
+        self.task, self.template, self.tokenizer = task, template, tokenizer
+        least = task.questions
+        self._words = _words_for(least + _PROBE)
+        few, more = (self._tokens(self._turns(0, lines, None)) for lines in (least, least + _PROBE))
+        if few > task.tokens:
+            raise DataError(
+                f"tokens is {task.tokens}, and a conversation of {least} lines and as many questions takes {few}; "
+                f"raise it, or ask fewer questions"
+            )
+        self._per_line = max(1.0, (more - few) / _PROBE)
+        self._guess = least + int((task.tokens - few) / self._per_line)
+        self._words = max(self._words, _words_for(self._guess))
+
+    def make(self, sample: int, depth: float | None = None) -> Made:
+        """Make one conversation of as many lines as fit.
+
+        Args:
+            sample: its number; with the task it decides all of it.
+            depth: where the asked line stands, 0 for the first and 1 for the last; by default anywhere.
+        """
+        tokens = cache(lambda lines: self._tokens(self._turns(sample, lines, depth)))
+        lines = self._fitting(tokens)
+        return Made(self._turns(sample, lines, depth), lines, tokens(lines))
+
+    def prompt(self, turns: list[Turn]) -> list[int]:
+        """Return the ids of a conversation up to its last answer."""
+        return self.tokenizer.tokenize_special(self.template.render(turns[:-1], prompt=True)[0])[0]
+
+    def ends(self, turns: list[Turn]) -> set[int]:
+        """Return the special tokens that may follow an answer."""
+        before, whole = self.template.render(turns[:-1], prompt=True)[0], self.template.render(turns)[0]
+        names = self.tokenizer.special.findall(whole.removeprefix(before))
+        return {self.tokenizer.eod, *(self.tokenizer.tokenize_special(name)[0][0] for name in names)}
+
+    def _fitting(self, tokens: Callable[[int], int]) -> int:
+        """Return a number of lines that fit, of which one more does not."""
+        most, least, lines = self.task.tokens, self.task.questions, self._guess
+        for _ in range(8):
+            lines = max(least, lines + int((most - tokens(lines)) / self._per_line))
+        while tokens(lines) > most and lines > least:
+            lines -= 1
+        while tokens(lines + 1) <= most:
+            lines += 1
+        return lines
+
+    def _tokens(self, turns: list[Turn]) -> int:
+        return len(self.tokenizer.tokenize_special(self.template.render(turns)[0])[0])
+
+    def _turns(self, sample: int, lines: int, depth: float | None) -> list[Turn]:
+        """Make the turns of a conversation of so many lines, of which the first ones stay as there are more."""
+        task, wording = self.task, WORDINGS[self.task.vocabulary]
+        draw = _Draw(f"{task.purpose}:{task.seed}:{sample}")
+        asked = draw.distinct(task.questions, lines, "asked") if depth is None else [round(depth * (lines - 1))]
+        named = range(lines) if task.form == "lines" else sorted(asked)
+        names = _names(self._words)
+        keys = dict(zip(named, map(self._key, draw.distinct(len(named), names, "key")), strict=True))
+        values = {line: self._value(draw, line) for line in named}
+        record = "".join(
+            wording.line.format(key=keys[line], value=values[line]) if line in keys else self._filler(draw, line)
+            for line in range(lines)
+        )
+        turns: list[Turn] = []
+        for number, line in enumerate(asked):
+            question = wording.question.format(key=keys[line])
+            before = wording.intro + record + wording.outro if number == 0 else ""
+            turns.append({"role": "user", "content": before + question})
+            turns.append({"role": "assistant", "content": wording.answer.format(value=values[line])})
+        return turns
+
+    def _key(self, number: int) -> str:
+        number, noun = divmod(number, len(NOUNS))
+        words = [NOUNS[noun]]
+        for _ in range(self._words - 1):
+            number, adjective = divmod(number, len(ADJECTIVES))
+            words.insert(0, ADJECTIVES[adjective])
+        return WORDINGS[self.task.vocabulary].joint.join(words)
+
+    def _value(self, draw: "_Draw", line: int) -> str:
+        if self.task.vocabulary == "small":
+            return VALUES[draw.below(len(VALUES), "value", line)]
+        return str(1 + draw.below(LARGEST_VALUE, "value", line))
+
+    def _filler(self, draw: "_Draw", line: int) -> str:
+        text = FILLERS[draw.below(len(FILLERS), "filler", line)]
+        return f"{text}\n" if self.task.vocabulary == "small" else f"{text.capitalize()}.\n"
+
+
+def _names(words: int) -> int:
+    """Return how many names of lines there are of so many words."""
+    return len(NOUNS) * len(ADJECTIVES) ** (words - 1)
+
+
+def _words_for(lines: int) -> int:
+    """Return the words of a name, 2 or more: at most half of the names are taken, so that drawing one is quick."""
+    return next(words for words in count(2) if _names(words) > 2 * lines)
+
+
+class _Draw:
+    """Numbers that depend on their names alone."""
+
+    def __init__(self, sample: str) -> None:
+        self._sample = sample
+
+    def below(self, bound: int, name: str, number: int) -> int:
+        """Return one of [0, bound)."""
+        digest = hashlib.sha256(f"{self._sample}:{name}:{number}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") % bound
+
+    def distinct(self, size: int, bound: int, name: str) -> list[int]:
+        """Return ``size`` different ones, which begin alike for any size."""
+        found: dict[int, None] = {}
+        for number in count():
+            if len(found) == size:
+                return list(found)
+            found[self.below(bound, name, number)] = None
+        raise AssertionError("count() has no end")

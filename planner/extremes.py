@@ -14,7 +14,7 @@ STEP = 1024
 """Tokens."""
 PRECISION = 64
 """The longest sequence is found to one part in so many."""
-MOST_TOKENS, MOST_PROCESSES = 1 << 30, 1 << 14
+MOST_TOKENS, MOST_PROCESSES = 1 << 30, 1 << 12
 
 
 def fits(config: Config, world_size: int, cluster: Cluster) -> bool:

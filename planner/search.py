@@ -38,11 +38,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Configurations that fit, fastest first; refusals by reason; configurations that do not fit in memory."""
+    """Configurations that fit, fastest first; refusals by reason; what does not fit in memory."""
 
     candidates: list[Candidate]
     refused: Counter[str]
-    too_large: list[Candidate]
+    too_large: list[float]
+    """Bytes that each of the others needs."""
 
 
 def workload_of(config: Config, dp: int) -> Workload:
@@ -209,7 +210,7 @@ def rank(configs: Sequence[Config], world_size: int, cluster: Cluster, lengths: 
     ``lengths`` of documents are to draw from where these attend apart; by default those of the data.
     """
     fitting: list[Candidate] = []
-    too_large: list[Candidate] = []
+    too_large: list[float] = []
     refused = Counter[str]()
     for config in (with_joined_ranks(config, world_size) for config in configs):
         documents = typical_documents(config, lengths)
@@ -220,8 +221,10 @@ def rank(configs: Sequence[Config], world_size: int, cluster: Cluster, lengths: 
             except UserError as error:
                 refused[str(error)] += 1
                 continue
-            found = Candidate(candidate, predicted(candidate, world_size, cluster, documents))
-            (fitting if found.prediction.bytes <= 1e9 * cluster.memory_gb else too_large).append(found)
+            if (needed := bytes_needed(candidate, world_size, cluster)) > 1e9 * cluster.memory_gb:
+                too_large.append(needed)
+            else:
+                fitting.append(Candidate(candidate, predicted(candidate, world_size, cluster, documents)))
     fitting.sort(key=lambda candidate: candidate.prediction.time)
     return Ranking(fitting, refused, too_large)
 
@@ -229,7 +232,7 @@ def rank(configs: Sequence[Config], world_size: int, cluster: Cluster, lengths: 
 def nothing_left(found: Ranking, cluster: Cluster) -> str:
     """Say why there is no candidate, and what to do."""
     if found.too_large:
-        least = min(candidate.prediction.bytes for candidate in found.too_large)
+        least = min(found.too_large)
         return (
             f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of {len(found.too_large)} "
             f"arrangements takes {least / 1e9:.1f}; use more processes, recompute_granularity, loss_chunk_size or "

@@ -148,7 +148,7 @@ def discarded(found: Ranking, cluster: Cluster, top: int) -> str:
     if len(found.refused) > SHOWN_REASONS:
         lines.append(f"  and {len(found.refused) - SHOWN_REASONS} more reasons")
     if found.too_large:
-        least = min(candidate.prediction.bytes for candidate in found.too_large) / 1e9
+        least = min(found.too_large) / 1e9
         lines.append(
             f"  too large {len(found.too_large)}: {cluster.memory_gb:g} GB, and these take {least:.1f} or more"
         )

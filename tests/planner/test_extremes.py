@@ -53,13 +53,14 @@ def test_the_last_number_is_found(last: int) -> None:
     assert _last(lambda n: True, 1, 700, exact=True) == 700
 
 
-def test_what_fits_nowhere_is_refused(config: Config) -> None:
+def test_what_fits_nowhere_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="memory_gb of H100 80GB pod is 1 and the smallest of"):
         longest(config, 2, replace(SMALL, memory_gb=1))
+    monkeypatch.setattr("planner.extremes.MOST_PROCESSES", 64)
     with pytest.raises(
-        UserError, match="seq_length is 536870912, which 16384 processes do not hold; on one node: memory_gb"
+        UserError, match="seq_length is 1048576, which 64 processes do not hold; on one node: memory_gb"
     ):
-        fewest(of_length(config, 1 << 29), replace(SMALL, memory_gb=0.01))
+        fewest(of_length(config, 1 << 20), replace(SMALL, memory_gb=0.01))
 
 
 def test_what_is_no_matter_of_memory_is_said(config: Config) -> None:

@@ -1,10 +1,9 @@
-"""Pictures: who owns which token and each round's tiles of a method, packed documents, teams, and the loss of runs.
+"""Pictures: who owns which token and each round's tiles of a method, packed documents, and the loss of runs.
 
 python -m tools.plot layout --size 4 --seq-length 32 --output layouts.png
 python -m tools.plot layout --methods ring striped --full --output full.png
 python -m tools.plot layout --documents 20 5 11 3 14 7 4 --window 8 --output packed.png
 python -m tools.plot arcs --documents 1300 180 620 90 900 260 410 336 --output arcs.png
-python -m tools.plot teams --size 16 --team-size 2 --ranks-per-node 8 --output teams.png
 python -m tools.plot loss runs/llama_tiny runs/second --output loss.png
 python -m tools.plot loss runs/llama_tiny --learning-rate --output longer.png
 """
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 LOSSES = {"lm_loss": "training", "diffusion_loss": "training", "validation_loss": "validation"}
 RATE = "learning_rate"
 LARGEST_PICTURE = 512
-LARGEST_TEAMS = 64
 LARGEST_ARCS = 16
 
 
@@ -44,14 +42,6 @@ def build_parser() -> argparse.ArgumentParser:
     arcs = commands.add_parser("arcs", help="how the layout balanced divides packed documents", allow_abbrev=False)
     _add_mask(arcs)
     arcs.add_argument("--output", type=Path, default=Path("arcs.png"), help="default: %(default)s")
-    teams = commands.add_parser("teams", help="WallFacer's teams and rings, and bytes over links", allow_abbrev=False)
-    teams.add_argument("--size", type=int, default=16, help="ranks (default: %(default)s)")
-    teams.add_argument("--team-size", type=int, default=2, help="ranks of a team (default: %(default)s)")
-    teams.add_argument("--placement", default="collect_intra", help="or p2p_intra (default: %(default)s)")
-    teams.add_argument("--ranks-per-node", type=int, default=8, help="default: %(default)s")
-    teams.add_argument("--heads", type=int, default=32, help="query heads (default: %(default)s)")
-    teams.add_argument("--kv-heads", type=int, default=32, help="key and value heads (default: %(default)s)")
-    teams.add_argument("--output", type=Path, default=Path("teams.png"), help="default: %(default)s")
     loss = commands.add_parser("loss", help="training and validation loss of runs", allow_abbrev=False)
     loss.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     loss.add_argument("--learning-rate", action="store_true", help="draw the learning rate too, below")
@@ -110,22 +100,6 @@ def arcs_figure(args: argparse.Namespace) -> "Figure":
             f"{LARGEST_ARCS} ranks, and at least a token for each"
         )
     return draw(drawing(args.documents, args.size, args.causal, args.window))
-
-
-def teams_figure(args: argparse.Namespace) -> "Figure":
-    """Draw WallFacer over these ranks.
-
-    Raises:
-        UserError: teams that do not fit the ranks, or a picture too large to read.
-    """
-    from parallel.context import make_plan
-    from tools.pictures.teams import draw
-
-    if args.size > LARGEST_TEAMS or min(args.ranks_per_node, args.heads, args.kv_heads) < 1:
-        raise UserError(f"--size is {args.size}; up to {LARGEST_TEAMS} ranks can be shown, nodes and heads from 1 on")
-    length = max(1, 2 * args.size)
-    plan = make_plan("wallfacer", seq_len=length, size=args.size, team_size=args.team_size, placement=args.placement)
-    return draw(plan, args.ranks_per_node, args.heads, args.kv_heads)
 
 
 def read_losses(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -190,8 +164,6 @@ def main(argv: list[str] | None = None) -> int:
             figure = layout_figure(args)
         elif args.command == "arcs":
             figure = arcs_figure(args)
-        elif args.command == "teams":
-            figure = teams_figure(args)
         else:
             figure = loss_figure(args.runs, args.learning_rate)
         args.output.parent.mkdir(parents=True, exist_ok=True)

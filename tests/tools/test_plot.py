@@ -11,7 +11,7 @@ import pytest
 from parallel.context import METHODS
 from tests.starts import PATIENCE
 from tools import plot
-from tools.pictures import discs, layouts, teams
+from tools.pictures import discs, layouts
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -111,25 +111,6 @@ def test_layout_is_written(tmp_path: Path, arguments: list[str], capsys: pytest.
     assert capsys.readouterr().out == f"written: {output}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--size", "8", "--placement", "p2p_intra", "--ranks-per-node", "3"]])
-def test_teams_are_written(tmp_path: Path, arguments: list[str]) -> None:
-    output = tmp_path / "teams.png"
-    assert plot.main(["teams", *arguments, "--output", str(output)]) == 0
-    assert output.read_bytes().startswith(PNG)
-
-
-def test_bytes_over_links_are_the_plans() -> None:
-    """Two nodes of two ranks, as many KV heads as query heads; the unit is one rank's K and V."""
-    found = {links.label: links for links in teams.links(4, 2, 8, 8)}
-    ring, team = found["ring"], found["WallFacer 2, collect_intra"]
-    # Forward 3 hops; backward 3 of q, dout and out, with lse in float32, and 4 of dq in float32: two ranks cross.
-    hops = 3 + 3 * (3 * 128 * 2 + 4) / 512 + 4
-    assert (ring.inside, ring.between) == pytest.approx((2 * hops, 2 * hops))
-    assert team.between < ring.between
-    assert "Ulysses 4, ring 1" in found
-    assert "Ulysses 4, ring 1" not in {links.label for links in teams.links(4, 2, 6, 6)}
-
-
 def write_run(folder: Path, lines: list[dict]) -> Path:
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -164,8 +145,6 @@ def test_an_iteration_done_again_counts_as_last_written(tmp_path: Path) -> None:
         (["arcs"], "--documents is missing"),
         (["arcs", "--documents", "40", "--size", "1"], "--size is 1"),
         (["arcs", "--documents", "400", "--size", "17"], "--size is 17"),
-        (["teams", "--size", "6"], "square 4 does not divide the 6 ranks"),
-        (["teams", "--size", "100"], "--size is 100"),
         (["loss", "missing"], "missing does not exist"),
         (["loss", "broken.jsonl"], "broken.jsonl, line 1 is no record of an iteration"),
         (["loss", "empty.jsonl"], "holds no lm_loss and no diffusion_loss"),

@@ -1,0 +1,183 @@
+"""Loss by position: of one process against every token's loss one by one, of any mesh against one process."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from checkpoint.api import load_model, save_checkpoint
+from data.text.prepare import Request, prepare
+from data.tokenizer import load_tokenizer, train_tokenizer
+from model.config import ModelConfig, architecture_of
+from model.hf import to_hf
+from model.registry import build_model
+from testing.ranks import run_ranks
+from tools.evaluate import buckets, main
+
+SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
+LENGTH, TRAINED = 200, 96
+CONFIG = """\
+[model]
+{shape}
+[train]
+seq_length = 96
+[data]
+tokenizer_model = "{tokenizer}"
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run's folder with a checkpoint whose losses differ by position, and texts, three of them long enough."""
+    folder = tmp_path_factory.mktemp("run")
+    texts = [f"value {i} of the table is {i * i % 97}, and so on\n" * (i % 5) * 4 for i in range(1, 10)]
+    tokenizer = train_tokenizer([f"value {i} of the table is, and so on\n" for i in range(300)], folder / "t", 300)
+    shape = "\n".join(f"{name} = {value}" for name, value in SHAPE.items())
+    (folder / "config.toml").write_text(CONFIG.format(shape=shape, tokenizer=tokenizer))
+    model = build_model(ModelConfig(**SHAPE, vocab_size=300))
+    model.init_weights(1)
+    with torch.no_grad():
+        model.output.weight.mul_(50)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_checkpoint(folder, 3, model, optimizer, architecture=architecture_of(model.config), extra={})
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+def arguments(run, save, *flags):
+    source = [] if "--data-path" in flags else ["--text", str(run / "texts.jsonl")]
+    return [str(run), *source, "--seq-length", str(LENGTH), "--save", str(save), *flags]
+
+
+def evaluated(run, save, *flags):
+    main(arguments(run, save, *flags))
+    return json.loads((save / "perplexity.json").read_text())
+
+
+def rows(run):
+    """The first LENGTH + 1 tokens of every text that has more than LENGTH."""
+    tokenizer = load_tokenizer(run / "t.model")
+    texts = [json.loads(line)["text"] for line in (run / "texts.jsonl").open()]
+    ids = [[*tokenizer.tokenize(text), tokenizer.eod] for text in texts]
+    return torch.tensor([row[: LENGTH + 1] for row in ids if len(row) > LENGTH])
+
+
+def trained(run):
+    model = build_model(ModelConfig(**SHAPE, vocab_size=300))
+    load_model(run / "iter_0000003", model, architecture_of(model.config))
+    return model
+
+
+def by_position(logits_of, run):
+    """The mean loss [S] over the texts at each position."""
+    tokens = rows(run)
+    with torch.no_grad():
+        logits = logits_of(tokens[:, :-1]).double()
+    return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(0)
+
+
+def test_each_bucket_is_the_mean_of_its_tokens(run, tmp_path, capsys):
+    found = evaluated(run, tmp_path)
+    losses = by_position(trained(run), run)
+    assert found["documents"] == 4
+    assert [(b["begin"], b["end"]) for b in found["buckets"]] == [(0, 64), (64, 128), (128, LENGTH)]
+    for bucket in found["buckets"]:
+        want = losses[bucket["begin"] : bucket["end"]].mean().item()
+        assert bucket["loss"] == pytest.approx(want, rel=1e-6)
+        assert bucket["perplexity"] == pytest.approx(math.exp(want), rel=1e-5)
+        assert bucket["tokens"] == 4 * (bucket["end"] - bucket["begin"])
+    assert found["loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
+    shifted = losses.roll(1)[:64].mean().item()  # negative control: a position off by one is seen
+    assert abs(found["buckets"][0]["loss"] / shifted - 1) > 1e-4
+    assert (tmp_path / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+    assert f"| all | {4 * LENGTH} | {found['loss']:.4f} |" in (tmp_path / "perplexity.md").read_text()
+    assert found["trained_seq_length"] == TRAINED
+    assert "4 of 4 documents" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_transformers_finds_the_same_losses(run, tmp_path):
+    from tests.model.hf.hugging_face import hugging_face
+
+    model = trained(run)
+    theirs = hugging_face(model.config)
+    theirs.load_state_dict(to_hf(model.state_dict(), model.config))
+    losses = by_position(lambda tokens: theirs(tokens).logits, run)
+    for bucket in evaluated(run, tmp_path, "--buckets", "5")["buckets"]:
+        want = losses[bucket["begin"] : bucket["end"]].mean().item()
+        assert bucket["loss"] == pytest.approx(want, rel=1e-6)
+
+
+def test_prepared_text_gives_the_same_numbers(run, tmp_path):
+    request = Request(inputs=(str(run / "texts.jsonl"),), vocab_size=None, tokenizer_model=str(run / "t.model"))
+    prepare(request, tmp_path / "texts")
+    assert (
+        evaluated(run, tmp_path / "a")["buckets"]
+        == (evaluated(run, tmp_path / "b", "--data-path", str(tmp_path / "texts"))["buckets"])
+    )
+
+
+def on_rank(rank, world_size, argv):
+    main(argv)
+
+
+def differing(run, tmp_path, processes, *flags):
+    """The largest relative difference of a bucket's loss between so many processes and one."""
+    run_ranks(on_rank, processes, arguments(run, tmp_path / "many", *flags))
+    many = json.loads((tmp_path / "many" / "perplexity.json").read_text())["buckets"]
+    one = evaluated(run, tmp_path / "one", *(flags if "--documents" in flags else ()))["buckets"]
+    assert [b["tokens"] for b in many] == [b["tokens"] for b in one]
+    return max(abs(np.divide([b["loss"] for b in many], [b["loss"] for b in one]) - 1))
+
+
+def test_two_context_parallel_processes_equal_one(run, tmp_path):
+    assert differing(run, tmp_path, 2) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (2, ["--context-parallel-size", "1"]),
+        (2, ["--tensor-model-parallel-size", "2"]),
+        (2, ["--pipeline-model-parallel-size", "2"]),
+        (3, ["--context-parallel-size", "1"]),
+        (4, ["--context-parallel-method", "zigzag"]),
+        (4, ["--pipeline-model-parallel-size", "2", "--context-parallel-method", "ulysses"]),
+        (8, ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2"]),
+    ],
+)
+def test_any_mesh_equals_one_process(run, tmp_path, processes, flags):
+    """Where documents do not share out evenly over data-parallel ranks and stages, too."""
+    assert differing(run, tmp_path, processes, *flags) < 1e-6
+
+
+def test_buckets_double_or_are_equal():
+    assert buckets(1024, None) == [0, 64, 128, 256, 512, 1024]
+    assert buckets(64, None) == [0, 64]
+    assert buckets(96, 3) == [0, 32, 64, 96]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seq-length", "100000"], "has no document of more than 100000 tokens"),
+        (["--buckets", "7"], "buckets is 7, which does not divide seq_length 200"),
+        (["--ckpt-step", "7"], "ckpt_step is 7"),
+        (["--data-path", "none"], "none.idx does not exist"),
+        (["--context-parallel-size", "2"], "context_parallel_size is 2, and this is one process"),
+        (["--context-parallel-method", "rings"], "context_parallel_method is 'rings'; it must be one of"),
+    ],
+)
+def test_bad_input_is_named(run, tmp_path, flags, message):
+    with pytest.raises(ValueError, match=message):
+        main(arguments(run, tmp_path, *flags))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_a_run_is_named(run, tmp_path):
+    with pytest.raises(ValueError, match=r"holds no config\.toml; name the folder"):
+        main(arguments(tmp_path, tmp_path))

@@ -1,0 +1,245 @@
+"""Loss and perplexity by position, on documents that are longer than a length.
+
+    python -m tools.evaluate runs/long --data-path runs/data/books --seq-length 65536
+    torchrun --standalone --nproc-per-node 4 -m tools.evaluate runs/long --text book.txt --seq-length 65536
+
+The beginning of each document is one sequence, which the context-parallel ranks share: by default all processes. The
+numbers are those of one process, whatever the mesh.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from checkpoint.api import CheckpointError, load_model
+from data.errors import DataError
+from data.loader import IGNORE_INDEX, Batch
+from data.text.corpus import Corpus, input_files
+from data.text.indexed import check_indexed
+from data.tokenizer import Tokenizer
+from model.config import architecture_of
+from parallel.context import ContextParallel
+from parallel.mesh import Mesh, distributed_mesh
+from parallel.tensor.vocabulary import chunked_cross_entropy_sum
+from planner.complete import complete
+from pretrain_gpt import model_parts
+from runtime.processes import launched_world_size
+from runtime.together import is_first, raise_together
+from tools.arguments import parser_for, positive
+from tools.runs import Run, add_mesh, on_mesh, open_run, write_results
+from train.assemble import build_runner
+from train.attention import context_of
+from train.config.language import Config, ConfigError
+from train.objectives.language import NextToken
+from train.run import check_writable, run_entry
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SMALLEST_BUCKET = 64
+CHUNK = 1024
+"""Tokens whose logits exist at once, where the run does not say."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What is predicted from positions ``begin`` to ``end - 1`` of the documents."""
+
+    begin: int
+    end: int
+    tokens: int
+    loss: float
+    """Mean, in nats per token."""
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return math.exp(min(self.loss, 99))
+
+
+class LossByPosition(NextToken):
+    """Next-token prediction whose losses are summed by position, on this rank and of its tokens, over all calls."""
+
+    def __init__(self, cp: ContextParallel, device: torch.device, chunk: int, bounds: Sequence[int]) -> None:
+        """Set up for sequences and buckets [bounds[n], bounds[n + 1]) of their positions."""
+        super().__init__(cp, device, chunk)
+        self._chunk = chunk
+        # A rank's positions ascend, so that each bucket is a run of its tokens.
+        self._cuts = torch.searchsorted(cp.positions, torch.tensor(bounds)).tolist()
+        self.sums = torch.zeros(len(bounds) - 1, dtype=torch.float64, device=device)
+
+    def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
+        """Return the sum of this rank's token losses, float32, and add those of each bucket to ``sums``."""
+        labels = local["labels"]
+
+        def head(hidden: Tensor, weight: Tensor) -> Tensor:
+            total = torch.zeros((), device=labels.device)
+            for number, (begin, end) in enumerate(pairwise(self._cuts)):
+                if begin < end:
+                    tokens = slice(begin, end)
+                    loss = chunked_cross_entropy_sum(
+                        hidden[:, tokens], weight, labels[:, tokens], self._chunk, IGNORE_INDEX
+                    )
+                    self.sums[number] += loss
+                    total = total + loss
+            return total
+
+        return model(local["tokens"], self._positions, head)
+
+
+def main(argv: list[str]) -> None:
+    """Run the command."""
+    args = _parse(argv)
+    run = open_run(args.run, args.ckpt_step)
+    config = on_mesh(run.config, args, args.seq_length, launched_world_size())
+    folder = args.save or args.run / "evaluation"
+    with distributed_mesh(config.mesh) as mesh:
+        with raise_together():
+            if is_first():
+                check_writable(folder, "save")
+            rows = list(islice(documents(args, run.tokenizer), args.documents))
+            if not rows:
+                raise DataError(
+                    f"{args.data_path or args.text} has no document of more than {args.seq_length} tokens; give longer "
+                    "ones, or a smaller --seq-length"
+                )
+        config = complete(config, run.tokenizer.vocab_size)
+        bounds = buckets(args.seq_length, args.buckets)
+        found = [
+            Bucket(begin, end, len(rows) * (end - begin), loss / (len(rows) * (end - begin)))
+            for (begin, end), loss in zip(pairwise(bounds), losses(run, config, mesh, rows, bounds), strict=True)
+        ]
+        if not all(math.isfinite(bucket.loss) for bucket in found):
+            raise CheckpointError(f"{run.checkpoint} has losses that are not finite: its training diverged")
+        if is_first():
+            _write(folder, run, args, len(rows), found)
+
+
+def documents(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yield the first S + 1 tokens, int64, of every document that has more than S of them. Raises DataError."""
+    length = args.seq_length
+    if args.data_path:
+        indexed = check_indexed(args.data_path, tokenizer.vocab_size)
+        indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
+        ends, ids = np.cumsum(indexed.lengths, dtype=np.int64), indexed.token_ids()
+        for number in np.flatnonzero(indexed.lengths > length):
+            begin = ends[number] - indexed.lengths[number]
+            yield ids[begin : begin + length + 1].astype(np.int64)
+        return
+    for text in Corpus(input_files(args.text, ".txt")):
+        tokens = [*tokenizer.tokenize(text), tokenizer.eod]
+        if len(tokens) > length:
+            yield np.array(tokens[: length + 1])
+
+
+def buckets(length: int, equal: int | None) -> list[int]:
+    """Return the bounds of ``equal`` buckets of [0, length), by default of ones that double from 64 on.
+
+    Raises ConfigError.
+    """
+    if equal is None:
+        powers = [SMALLEST_BUCKET << n for n in range(length.bit_length()) if SMALLEST_BUCKET << n < length]
+        return [0, *powers, length]
+    if length % equal:
+        raise ConfigError(f"buckets is {equal}, which does not divide seq_length {length}; give one that does")
+    return list(range(0, length + 1, length // equal))
+
+
+def losses(run: Run, config: Config, mesh: Mesh, rows: Sequence[np.ndarray], bounds: Sequence[int]) -> list[float]:
+    """Return the sums of the losses of all rows, each [S + 1], in each bucket of positions; collective."""
+    with raise_together():
+        cp, attend = context_of(config, mesh.cp.get_group())
+    parts = model_parts(config, mesh, attend)
+    load_model(run.checkpoint, parts, architecture_of(config.model))
+    objective = LossByPosition(cp, mesh.device, config.recompute.loss_chunk_size or CHUNK, bounds)
+    runner = build_runner(config, mesh, parts, objective)
+    each, ranks, rank = config.train.micro_batches(mesh.dp.size()), mesh.dp.size(), mesh.dp.get_local_rank()
+    started = time.monotonic()
+    for begin in range(0, len(rows), each * ranks):
+        # All ranks take equally many, since they gather the model together.
+        mine = [begin + rank + number * ranks for number in range(each)]
+        runner.forward([objective.local(_batch(rows[number % len(rows)], number < len(rows))) for number in mine])
+        if is_first():
+            done, seconds = min(begin + each * ranks, len(rows)), time.monotonic() - started
+            print(f"{done} of {len(rows)} documents, {seconds:.1f} s", flush=True)
+    dist.all_reduce(objective.sums)
+    return (objective.sums / mesh.tp.size()).tolist()  # tensor-parallel ranks have the same tokens
+
+
+def _batch(row: np.ndarray, real: bool) -> Batch:
+    tokens = torch.from_numpy(row)[None]
+    labels = tokens[:, 1:] if real else torch.full_like(tokens[:, 1:], IGNORE_INDEX)
+    return {"tokens": tokens[:, :-1], "labels": labels}
+
+
+def _write(folder: Path, run: Run, args: argparse.Namespace, count: int, found: Sequence[Bucket]) -> None:
+    table = ["| positions | tokens | loss | perplexity |", "| ---: | ---: | ---: | ---: |"]
+    table += [f"| {b.begin} to {b.end - 1} | {b.tokens:,} | {b.loss:.4f} | {b.perplexity:.2f} |" for b in found]
+    tokens = sum(bucket.tokens for bucket in found)
+    whole = Bucket(0, args.seq_length, tokens, sum(bucket.loss * bucket.tokens for bucket in found) / tokens)
+    table.append(f"| all | {tokens:,} | {whole.loss:.4f} | {whole.perplexity:.2f} |")
+    title = f"{run.folder}, iteration {run.iteration}, {count} documents of more than {args.seq_length} tokens"
+    print("\n".join((title, *table)), flush=True)
+    result = {
+        "run": str(run.folder),
+        "iteration": run.iteration,
+        "data": args.data_path or args.text,
+        "seq_length": args.seq_length,
+        "trained_seq_length": run.config.train.seq_length,
+        "documents": count,
+        "loss": whole.loss,
+        "perplexity": whole.perplexity,
+        "buckets": [asdict(bucket) | {"perplexity": bucket.perplexity} for bucket in found],
+    }
+    figure = curve(found, run.config.train.seq_length)
+    write_results(folder, "perplexity", result, "\n".join((title, "", *table, "")), figure)
+
+
+def curve(found: Sequence[Bucket], trained: int) -> "Figure":
+    """Draw perplexity over position, and where training ended."""
+    from matplotlib.figure import Figure
+
+    from tools.pictures import FAINT, PALETTE
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.stairs([b.perplexity for b in found], [max(1, found[0].begin), *(b.end for b in found)], color=PALETTE[0])
+    axes.axvline(trained, color=FAINT, linestyle="--", label=f"trained on {trained} tokens")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="position", ylabel="perplexity")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = parser_for("python -m tools.evaluate", __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data-path", metavar="PREFIX", help="a .bin/.idx pair")
+    source.add_argument("--text", nargs="+", metavar="FILE", help="text files, rows or folders, as tools.prepare_data")
+    parser.add_argument("--seq-length", type=positive, required=True, metavar="N", help="tokens of each document")
+    parser.add_argument(
+        "--documents", type=positive, default=32, metavar="N", help="the first N long enough (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--buckets", type=positive, metavar="N", help="equal ones (default: from 64 on each twice the one before)"
+    )
+    parser.add_argument("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
+    add_mesh(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_entry(main)

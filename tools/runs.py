@@ -1,0 +1,138 @@
+"""Open a run's folder to use its model at any length, on the mesh that a command line asks for."""
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.arguments import positive
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+    from train.config.language import Config
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run whose model can be built and loaded."""
+
+    folder: Path
+    checkpoint: Path
+    iteration: int
+    config: "Config"
+    """Of a language model, with its vocabulary and the length of its rope."""
+    tokenizer: "SentencePieceTokenizer | HuggingFaceTokenizer"
+
+
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """Add the checkpoint, and how processes share it."""
+    group = parser.add_argument_group("checkpoint and mesh")
+    group.add_argument("--ckpt-step", type=int, metavar="N", help="iteration (default: the newest whole checkpoint)")
+    for name, what in (("tensor", "each layer's matrices"), ("pipeline", "the layers")):
+        help = f"processes that share {what} (default: %(default)s)"
+        group.add_argument(f"--{name}-model-parallel-size", type=positive, default=1, metavar="N", help=help)
+    group.add_argument(
+        "--context-parallel-size", type=positive, metavar="N", help="that share each sequence (default: all others)"
+    )
+    group.add_argument("--context-parallel-method", metavar="METHOD", help="how they do (default: the run's)")
+
+
+def open_run(folder: Path, step: int | None = None) -> Run:
+    """Open a run of a language model: its newest whole checkpoint, or that of iteration ``step``.
+
+    Raises:
+        UserError: no run or checkpoint is there, or its tokenizer is gone or another one.
+    """
+    from checkpoint.api import CheckpointError, find_checkpoint
+    from checkpoint.manifest import read_manifest
+    from data.errors import DataError
+    from data.fingerprint import digest
+    from data.tokenizer import load_tokenizer
+    from planner.complete import trained, with_vocabulary
+    from train.config.language import ConfigError, load_config
+
+    named = folder / "config.toml"
+    if not named.is_file():
+        raise ConfigError(f"{folder} holds no config.toml; name the folder that a run saved to")
+    config = load_config(named)
+    if (path := config.data.tokenizer_model) is None:
+        raise ConfigError(f"{named}: tokenizer_model is not set; name the tokenizer of the run")
+    tokenizer = load_tokenizer(path)
+    checkpoint = find_checkpoint(folder, step)
+    if checkpoint is None:
+        raise CheckpointError(f"{folder} holds no checkpoint; name the folder that a training run saved to")
+    manifest, now = read_manifest(checkpoint), digest(Path(path))
+    if (was := manifest.extra.get("contents", {}).get("tokenizer_model", now)) != now:
+        raise DataError(
+            f"{path} is not the tokenizer that {checkpoint} was trained with (digest {was!s:.8}, now {now:.8}); put "
+            f"the old file back, or name it as tokenizer_model in {named}"
+        )
+    config = trained(with_vocabulary(config, tokenizer.vocab_size), manifest.extra)
+    return Run(folder, checkpoint, manifest.iteration, config, tokenizer)
+
+
+def on_mesh(config: "Config", args: argparse.Namespace, length: int, processes: int) -> "Config":
+    """Return the configuration for sequences of ``length`` tokens on the mesh of ``add_mesh``'s arguments.
+
+    A step has one sequence for each data-parallel rank and pipeline stage.
+
+    Raises:
+        UserError: sizes that do not fit the processes, the model or the length.
+    """
+    import torch
+
+    from parallel.pipeline.stages import PipelineConfig
+    from train.config.flags import build, config_fields
+    from train.config.language import Config
+    from train.config.sizes import validate_sizes
+
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cp = args.context_parallel_size or max(1, processes // (tp * pp))
+    mesh = replace(
+        config.mesh,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        balance_over="cp",
+        device="auto" if not torch.cuda.is_available() else config.mesh.device,
+    )
+    named, context = args.context_parallel_method, config.context
+    if named is None and context.context_parallel_method == "none" and cp > 1:
+        named = "lasp" if config.model.linear_attention else "striped"
+    if cp == 1 and named is None:
+        named = "none"
+    if named is not None:
+        named = config_fields(Config)["context_parallel_method"].convert(named)
+        context = build(Config, {"context_parallel_method": named}).context
+    found = replace(
+        config,
+        mesh=mesh,
+        context=context,
+        pipeline=PipelineConfig(),
+        data_parallel=replace(config.data_parallel, num_distributed_optimizer_instances=1),
+        recompute=replace(config.recompute, recompute_granularity="none", recompute_offload=False),
+        data=replace(config.data, reset_attention_mask=False, reset_position_ids=False, sft=False),
+        train=replace(
+            config.train,
+            seq_length=length,
+            micro_batch_size=1,
+            global_batch_size=pp * max(1, processes // (tp * pp * cp)),
+        ),
+    )
+    validate_sizes(found, processes)
+    return found
+
+
+def write_results(folder: Path, name: str, found: dict[str, Any], table: str, figure: "Figure") -> None:
+    """Write what was found as NAME.json, its table as NAME.md and its picture as NAME.png."""
+    from runtime.files import replacing
+
+    paths = [folder / f"{name}.{ending}" for ending in ("json", "md", "png")]
+    with replacing(*paths) as (data, text, picture):
+        data.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        text.write_text(table, encoding="utf-8")
+        figure.savefig(picture, dpi=120, format="png")
+    print(f"written: {', '.join(map(str, paths))}", flush=True)

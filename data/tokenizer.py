@@ -51,6 +51,8 @@ class _Common:
     # GPTDataset masks every label equal to `pad`: a real id here (many tokenizers reuse eod or unk) would silently
     # drop real tokens from the loss. No token has id -1.
     pad = -1
+    bos: int | None = None
+    """Id that begins a text, where there is one."""
 
     def __init__(self, path: str, content: bytes, vocab_size: int, eod: int) -> None:
         self.path = path
@@ -91,6 +93,7 @@ class SentencePieceTokenizer(_Common):
         if self._model.eos_id() < 0:
             raise DataError(f"{path} has no end-of-text token (eos_id is -1); use a tokenizer that has one")
         super().__init__(os.fspath(path), content, self._model.vocab_size(), self._model.eos_id())
+        self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else None
         pieces = [f"<0x{byte:02X}>" for byte in _SPACE_MARK.encode()]
         mark = [self._model.piece_to_id(piece) for piece in pieces]
         self._mark = mark if all(self._model.is_byte(i) for i in mark) else None
@@ -136,6 +139,8 @@ class HuggingFaceTokenizer(_Common):
         if vocab_size > 10 * len(ids) + 1000:
             raise DataError(f"{path} names id {vocab_size - 1} among {len(ids)} entries; it is damaged: copy it again")
         super().__init__(os.fspath(path), content, vocab_size, self._end_of_text(Path(path)))
+        named = special_tokens(tokenizer_config(path)).get("bos_token")
+        self.bos = None if named is None else self._backend.token_to_id(named)
 
     def _end_of_text(self, path: Path) -> int:
         named = special_tokens(tokenizer_config(path)).get("eos_token")

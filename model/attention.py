@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.cache import States
 from kernels.linear_attention import linear_attention
 from model.config import ModelConfig, SoftmaxType
 from model.layers import RMSNorm, Rotary
@@ -145,34 +146,6 @@ class HybridAttention(NamedTuple):
     softmax: Attend = sdpa
 
 
-States = list[Tensor | None] | None
-"""Per layer the state after the tokens so far, None before the first; None as a whole outside generation.
-
-Linear attention keeps a state [B, H, D, E], softmax attention all keys and values, [2, B, T, G, D].
-"""
-
-
-def continued(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    past: Tensor | None,
-    *,
-    window: Window | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute causal attention of new tokens to a KV cache and themselves; return it and the extended cache.
-
-    q [B, T, H, D], k and v [B, T, G, D] of the new tokens, past [2, B, S, G, D] -> [B, T, H, D], [2, B, S + T, G, D].
-    Under a window the cache keeps what the next token sees: at most as many tokens as the window has on its left.
-    """
-    new = torch.stack((k, v))
-    past = new if past is None else torch.cat((past, new), 2)
-    out = _of_last(*(x.transpose(1, 2) for x in (q, *past)), window=window, sinks=sinks).transpose(1, 2)
-    left = _left(window)
-    return out, past if left is None else past[:, :, max(0, past.shape[2] - left) :]
-
-
 class LinearCore(nn.Module):
     """The core of linear attention: injected, or in generation the recurrence on states that the caller keeps."""
 
@@ -185,14 +158,14 @@ class LinearCore(nn.Module):
         v: Tensor,
         log_decay: Sequence[float],
         mask: Any = None,
-        states: States = None,
+        states: States | None = None,
         layer: int = 0,
     ) -> Tensor:
         """Return the attention's output [B, T, H, E]; with states, read and replace this layer's."""
         if states is None:
             return self.attend(q, k, v, log_decay, *(() if mask is None else (mask,)))
         refuse_mask(mask)
-        out, states[layer] = linear_attention(q, k, v, log_decay, states[layer])
+        out, states.layers[layer] = linear_attention(q, k, v, log_decay, states.layers[layer])
         return out
 
 
@@ -218,9 +191,12 @@ class Attention(nn.Module):
         softmax_type: SoftmaxType = "vanilla",
         qkv_bias: bool = False,
         qk_norm: float | None = None,
+        layer: int = 0,
     ) -> None:
         """Build it; ``bias`` is of all four projections, ``qk_norm`` the epsilon of the norms of queries and keys."""
         super().__init__()
+        self.layer = layer
+        """Its place in ``States``."""
         self.head_dim, self.window, self.softmax_type = head_dim, window, softmax_type
         self.num_heads = num_heads
         """Query heads of this device; tensor parallelism lowers it."""
@@ -233,14 +209,12 @@ class Attention(nn.Module):
         self.k_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
         self.wo = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
 
-    def forward(
-        self, x: Tensor, rotary: Rotary | None, mask: Any = None, states: States = None, layer: int = 0
-    ) -> Tensor:
-        """Apply the attention under the micro-batch's mask; with states, read and replace this layer's."""
+    def forward(self, x: Tensor, rotary: Rotary | None, mask: Any = None, states: States | None = None) -> Tensor:
+        """Apply the attention under the micro-batch's mask; with states, attend to this layer's cache too."""
         # -1, not the number of heads: under tensor parallelism a device holds some of them.
         # k and v first: with several devices they may be in transit while q is projected.
         k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))  # [B, T, G, D]
-        attention = self._prefetched(self._placed(k, self.k_norm, rotary), v, mask, states, layer)
+        attention = self._prefetched(self._placed(k, self.k_norm, rotary), v, mask, states)
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
         out = attention(self._placed(q, self.q_norm, rotary))  # [B, T, H, D]
         return self.wo(out.flatten(-2))
@@ -251,18 +225,14 @@ class Attention(nn.Module):
         x = x if norm is None else norm(x)
         return x if rotary is None else rotary.rotate(x)
 
-    def _prefetched(self, k: Tensor, v: Tensor, mask: Any, states: States, layer: int) -> Callable[[Tensor], Tensor]:
-        found: dict[str, Any] = {"mask": mask, "window": self.window, "sinks": self.own_sinks(k)}
-        settings = {name: value for name, value in found.items() if value is not None}
-        if states is None:
-            return prefetch_kv(self.attend, k, v, **settings)
-        refuse_mask(mask)
-
-        def attention(q: Tensor) -> Tensor:
-            out, states[layer] = continued(q, k, v, states[layer], **settings)
-            return out
-
-        return attention
+    def _prefetched(self, k: Tensor, v: Tensor, mask: Any, states: States | None) -> Callable[[Tensor], Tensor]:
+        sinks = self.own_sinks(k)
+        if states is not None:
+            refuse_mask(mask)
+            if (attention := states.attention(self.layer, k, v, _left(self.window), sinks)) is not None:
+                return attention
+        found: dict[str, Any] = {"mask": mask, "window": self.window, "sinks": sinks}
+        return prefetch_kv(self.attend, k, v, **{name: value for name, value in found.items() if value is not None})
 
     def own_sinks(self, like: Tensor) -> Tensor | None:
         """Return the scores [H] of the sinks of this device's heads on the device of ``like``; None if there are none.
@@ -288,4 +258,5 @@ def attention_of(config: ModelConfig, layer: int, attend: Attend, bias: bool = F
         softmax_type=config.softmax_type,
         qkv_bias=config.add_qkv_bias,
         qk_norm=config.norm_epsilon if config.qk_layernorm else None,
+        layer=layer,
     )

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import States
+from kernels.cache import States
 from model.config import ModelConfig
-from model.lora import initial_adapter, is_adapter
 
 Head = Callable[[Tensor, Tensor], Tensor]
 """Normalised hidden states [B, T, C], output weights [V, C] -> the forward's result."""
@@ -37,19 +36,25 @@ class LanguageModel(nn.Module):
     """Modules before the layers, besides the embedding."""
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, head: Head | None = None, mask: Any = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        head: Head | None = None,
+        mask: Any = None,
+        states: States | None = None,
     ) -> Tensor:
         """Return logits [B, T, V] of tokens [B, T]; positions [T] or [B, T] are global, by default 0 .. T-1.
 
         A head replaces the logits, for example by a loss that never materialises all of them. It runs here because a
         sharded model has whole weights only during its forward.
 
-        The mask of the micro-batch is handed to every attention unseen (``model.attention.Attend``).
+        The mask of the micro-batch is handed to every attention unseen (``model.attention.Attend``). With states, the
+        tokens follow those that the states hold, which are extended by them.
 
         A part that `keep` made takes hidden states [B, T, C] of earlier layers instead of tokens, and returns hidden
         states if layers follow.
         """
-        hidden = self.hidden(tokens, positions, mask)
+        hidden = self.hidden(tokens, positions, mask, states)
         if self.norm is None:
             return hidden
         return self.project(hidden) if head is None else head(hidden, self.output_weight)
@@ -61,7 +66,9 @@ class LanguageModel(nn.Module):
         assert weight is not None
         return weight.weight
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None, states: States | None = None
+    ) -> Tensor:
         """Return normalised hidden states [B, T, C], for `project`; arguments as in `forward`."""
         raise TypeError(f"{type(self).__name__} defines no hidden states")
 
@@ -95,14 +102,11 @@ class LanguageModel(nn.Module):
         if not last:
             self.output = None
 
-    def cast(self, dtype: torch.dtype, *, frozen: bool = False) -> None:
-        """Cast the model to ``dtype``; modules with full_precision stay in float32.
-
-        With ``frozen`` adapters stay too: a model on the meta device then trains them with masters in float32.
-        """
+    def cast(self, dtype: torch.dtype) -> None:
+        """Cast the model to ``dtype``; modules with full_precision stay in float32."""
         self.to(dtype)
-        for name, module in self.named_modules():
-            if getattr(module, "full_precision", False) or (frozen and is_adapter(f"{name}.weight")):
+        for module in self.modules():
+            if getattr(module, "full_precision", False):
                 module.float()
 
     @torch.no_grad()
@@ -120,7 +124,7 @@ class LanguageModel(nn.Module):
 class RecurrentModel(LanguageModel):
     """A language model with linear attention, whose layers keep the past in a state of constant size.
 
-    Softmax layers of a hybrid keep a growing KV cache.
+    A state cannot leave padding out: sequences that are read together must be of one length.
 
     A subclass sets the modules of a LanguageModel and defines `embed`; a layer takes (x, positions, mask, states).
     """
@@ -130,9 +134,8 @@ class RecurrentModel(LanguageModel):
         raise TypeError(f"{type(self).__name__} defines no embedding")
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None, states: States = None
+        self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None, states: States | None = None
     ) -> Tensor:
-        """Do as in LanguageModel; with states, one per layer, continue from these and replace them."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)
@@ -155,8 +158,6 @@ def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: i
     variance does not grow with depth (Radford et al. 2019, section 2.3; Megatron-LM's scaled_init_method_normal). One
     generator per parameter gives the same weights for any mesh, pipeline split or order of construction.
     """
-    if is_adapter(name):
-        return initial_adapter(name, shape, generator_of(seed, name))
     if name.endswith(".bias"):
         return torch.zeros(*shape)
     if name.endswith("norm.weight"):

@@ -1,12 +1,16 @@
-"""Generate text with a trained model, one token at a time."""
+"""Generate text with a trained model, one token at a time, from its KV caches and states.
 
-from typing import Protocol
+Shapes: B prompts, T new tokens, C width of the residual stream, V vocabulary entries.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from model.attention import States
-from model.base import RecurrentModel
+from kernels.cache import States
+from model.base import LanguageModel, RecurrentModel
 from runtime.errors import UserError
 
 
@@ -14,69 +18,143 @@ class DivergedError(UserError):
     """The model overflows, so that the next token has no distribution."""
 
 
-class NextTokenModel(Protocol):
-    """What `generate` needs of a model; every LanguageModel has it."""
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """How the next token is drawn: from softmax(logits / temperature) over the likeliest tokens, in float32."""
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor: ...
+    temperature: float = 0.0
+    """0 takes the likeliest."""
+    top_k: int | None = None
+    """Draw from so many of the likeliest tokens; by default from all."""
+    top_p: float | None = None
+    """Draw from the fewest likeliest of these that have this probability together (Holtzman et al. 2020)."""
+    generator: torch.Generator | None = None
+    """On the logits' device."""
 
-    def project(self, hidden: Tensor) -> Tensor: ...
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature is {self.temperature}; it must be 0 (the likeliest token) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k is {self.top_k}; it must be 1 or more, or left out to draw from all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1, or left out")
+
+    def __call__(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        """Draw a token [B] for each last hidden state [B, C] and its logits [B, V]. Raises DivergedError."""
+        logits = logits.float()
+        if not logits.isfinite().all():
+            raise DivergedError("the logits of the next token are not finite")
+        # A norm whose squares overflow divides by infinity: without this check, all tokens would be equally likely.
+        if not hidden.any(-1).all():
+            raise DivergedError("the last hidden states are all 0, since a norm overflowed")
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        kept, ids = logits.topk(min(self.top_k or logits.shape[-1], logits.shape[-1]))  # [B, K], also with ties
+        kept = kept - kept[:, :1]  # a tiny temperature overflows only to -inf, which softmax takes
+        share = (kept / self.temperature).softmax(-1)
+        if self.top_p is not None:
+            likelier = share.cumsum(-1) - share
+            share = share.where(likelier < self.top_p, 0)
+        return ids.gather(-1, torch.multinomial(share, 1, generator=self.generator))[:, 0]
+
+
+Read = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""New tokens [B, T], their positions [1 or B, T] and ``ends`` as for ``States.read`` -> the next tokens [B]."""
 
 
 @torch.no_grad()
 def generate(
-    model: NextTokenModel,
-    tokens: Tensor,
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    temperature: float = 1.0,
+    *,
+    temperature: float = 0.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Sequence[int] = (),
     generator: torch.Generator | None = None,
-) -> Tensor:
-    """Continue tokens [B, T] by max_new_tokens; return int64 [B, T + max_new_tokens], the prompt included.
+) -> list[list[int]]:
+    """Continue prompts of any lengths; return the new tokens of each, up to the first of ``stop``, at most so many.
 
-    Samples from softmax(logits / temperature) over the top_k likeliest tokens (all by default), in float32 and with
-    `generator` (on the tokens' device); temperature 0 takes the likeliest. A RecurrentModel reads each token once and
-    keeps its states, including the KV cache of a hybrid's softmax layers. Other models have no KV cache: each new token
-    costs a forward over all tokens so far, which suits a few lines.
+    Each token is read once: layers keep their states, those of softmax attention a KV cache.
 
     Raises:
-        ValueError: an empty prompt, a negative temperature or a top_k below 1.
+        UserError: an empty prompt, a number out of range, or more tokens than a table of learned positions has.
         DivergedError: the model overflows.
     """
-    if tokens.shape[1] == 0:
-        raise ValueError("the prompt has no tokens; give at least one")
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}; it must be 0 (the likeliest token) or more")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k is {top_k}; it must be 1 or more, or left out to draw from all tokens")
-    states: States = [None] * model.config.num_layers if isinstance(model, RecurrentModel) else None
-    seen = 0
+    draw = Draw(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    check_lengths(prompts, max_new_tokens, model.config.position_table)
+
+    def begin() -> Read:
+        states = States(model.config.num_layers)
+
+        def read(tokens: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+            states.read(positions, ends)
+            hidden, _ = at_ends(model.hidden(tokens, positions, states=states), positions, ends)
+            return draw(hidden, model.project(hidden))
+
+        return read
+
+    device = next(model.parameters()).device
+    return write(begin, prompts, max_new_tokens, stop, device, alike=isinstance(model, RecurrentModel))
+
+
+def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: int, table: int | None) -> None:
+    """Raise UserError for no new tokens, an empty prompt, or one that a table of learned positions is too small for."""
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            raise UserError(f"prompt {number} has no tokens; give at least one")
+        if table is not None and len(prompt) + max_new_tokens > table + 1:  # the last token drawn is not read again
+            raise UserError(
+                f"prompt {number} has {len(prompt)} tokens and {max_new_tokens} are to follow, and the model's "
+                f"max_position_embeddings {table} allows {table + 1} together; shorten it, or ask for fewer"
+            )
+
+
+def at_ends(hidden: Tensor, positions: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each sequence's hidden state [B, C] before its end, of [B, T, C], and bool [B], whether it is there."""
+    last = positions == (ends - 1)[:, None]  # [B, T]
+    return hidden[torch.arange(len(hidden), device=hidden.device), last.int().argmax(1)], last.any(1)
+
+
+def write(
+    begin: Callable[[], Read],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stop: Sequence[int],
+    device: torch.device,
+    *,
+    alike: bool,
+) -> list[list[int]]:
+    """Return the new tokens of each prompt.
+
+    Args:
+        begin: forgets all tokens and returns what reads some; the prompts come padded to the right.
+        alike: read only prompts of one length together.
+    """
+    written = [list[int]() for _ in prompts]
+    if alike and len(lengths := {len(prompt) for prompt in prompts}) > 1:
+        for length in sorted(lengths):
+            group = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
+            texts = write(begin, [prompts[number] for number in group], max_new_tokens, stop, device, alike=True)
+            for number, text in zip(group, texts, strict=True):
+                written[number] = text
+        return written
+    read = begin()
+    ends = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    width = max(map(len, prompts), default=0)
+    tokens = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
+    positions, open_ends = torch.arange(width, device=device)[None], set(range(len(prompts)))
     for _ in range(max_new_tokens):
-        if isinstance(model, RecurrentModel):
-            positions = torch.arange(seen, tokens.shape[1], device=tokens.device)
-            hidden = model.hidden(tokens[:, seen:], positions, states=states)
-            seen = tokens.shape[1]
-        else:
-            hidden = model.hidden(tokens)
-        logits = model.project(hidden[:, -1]).float()  # [B, V]
-        _check(hidden[:, -1], logits)
-        tokens = torch.cat([tokens, _draw(logits, temperature, top_k, generator)], dim=1)
-    return tokens
-
-
-def _check(hidden: Tensor, logits: Tensor) -> None:
-    """Raise DivergedError if hidden states [B, C] or logits [B, V] overflowed."""
-    if not logits.isfinite().all():
-        raise DivergedError("the logits of the next token are not finite")
-    # A norm whose squares overflow divides by infinity: without this check, all tokens would be equally likely.
-    if not hidden.any(-1).all():
-        raise DivergedError("the last hidden states are all 0, since a norm overflowed")
-
-
-def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Draw one token [B, 1] from logits [B, V]."""
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    kept, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # [B, K], also with ties
-    kept = kept - kept[:, :1]  # a tiny temperature overflows only to -inf, which softmax takes
-    choice = torch.multinomial((kept / temperature).softmax(-1), 1, generator=generator)
-    return ids.gather(-1, choice)
+        if not open_ends:
+            break
+        drawn = read(tokens, positions, ends)
+        for number, token in enumerate(drawn.tolist()):
+            if token in stop:
+                open_ends.discard(number)
+            elif number in open_ends:
+                written[number].append(token)
+        tokens, positions, ends = drawn[:, None], ends[:, None], ends + 1
+    return written

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.cache import States
 from model.attention import Attend, attention_of, sdpa
 from model.base import LanguageModel, output_module
 from model.config import ModelConfig
@@ -25,8 +26,8 @@ class Layer(nn.Module):
         self.mlp_norm = LayerNorm(width, eps=config.norm_epsilon)
         self.mlp = MLP(width, config.ffn_size)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, mask: Any = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary, mask)
+    def forward(self, x: Tensor, rotary: Rotary | None, mask: Any = None, states: States | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, mask, states)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -45,7 +46,9 @@ class GPT(LanguageModel):
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_epsilon)
         self.output = output_module(config)
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None, states: States | None = None
+    ) -> Tensor:
         """Do as in LanguageModel. Learned positions, also of padding, must be below max_position_embeddings.
 
         Raises ValueError for more tokens than that without explicit positions.
@@ -62,5 +65,5 @@ class GPT(LanguageModel):
         if table is None:
             rotary = Rotary(positions, self.config.head_dim, self.config, x.dtype)
         for layer in self.layers:
-            x = layer(x, rotary, mask)
+            x = layer(x, rotary, mask, states)
         return x if self.norm is None else self.norm(x)

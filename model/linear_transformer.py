@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import LinearAttend, LinearCore, States, linear
+from kernels.cache import States
+from model.attention import LinearAttend, LinearCore, linear
 from model.base import RecurrentModel, output_module
 from model.config import ModelConfig
 from model.layers import MLP, LayerNorm
@@ -50,7 +51,7 @@ class LinearAttention(LinearCore):
         self.wq, self.wk, self.wv = (nn.Linear(width, heads * self.head_dim) for _ in range(3))
         self.wo = nn.Linear(heads * self.head_dim, width)
 
-    def forward(self, x: Tensor, mask: Any = None, states: States = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]
         # An extra value channel of ones computes the normaliser z, so its state travels with the others.
         v = F.pad(v, (0, 1), value=1.0)  # [B, T, H, D + 1]
@@ -69,7 +70,7 @@ class Layer(nn.Module):
         self.mlp_norm = LayerNorm(width, eps=config.norm_epsilon)
         self.mlp = MLP(width, config.ffn_size)
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), mask, states)
         return x + self.mlp(self.mlp_norm(x))
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.cache import States
 from model.attention import Attend, attention_of, sdpa
 from model.base import LanguageModel, output_module
 from model.config import ModelConfig
@@ -25,8 +26,8 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(width, eps=config.norm_epsilon)
         self.mlp = SwiGLU(width, config.ffn_size)
 
-    def forward(self, x: Tensor, rotary: Rotary, mask: Any = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary, mask)
+    def forward(self, x: Tensor, rotary: Rotary, mask: Any = None, states: States | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, mask, states)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -41,11 +42,13 @@ class Llama(LanguageModel):
         self.norm: nn.Module | None = RMSNorm(config.hidden_size, eps=config.norm_epsilon)
         self.output = output_module(config)
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None, states: States | None = None
+    ) -> Tensor:
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedded(tokens)  # [B, T, C]
         rotary = Rotary(positions, self.config.head_dim, self.config, x.dtype)
         for layer in self.layers:
-            x = layer(x, rotary, mask)
+            x = layer(x, rotary, mask, states)
         return x if self.norm is None else self.norm(x)

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import HybridAttention, LinearAttend, LinearCore, States, attention_of, linear
+from kernels.cache import States
+from model.attention import HybridAttention, LinearAttend, LinearCore, attention_of, linear
 from model.base import RecurrentModel, output_module
 from model.config import ModelConfig
 from model.layers import SGLU, RMSNorm, Rotary
@@ -83,7 +84,7 @@ class TokenMixer(LinearCore):
         self.norm = RMSNorm(inside, eps=config.norm_epsilon, elementwise_affine=False)
         self.wo = nn.Linear(inside, width, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]
         q, k = F.silu(q), F.silu(k)
         if self.lrpe is not None:
@@ -107,11 +108,11 @@ class Layer(nn.Module):
         """Build the attention of this layer."""
         return TokenMixer(config, layer, attends.linear)
 
-    def mix(self, x: Tensor, positions: Tensor, mask: Any, states: States) -> Tensor:
+    def mix(self, x: Tensor, positions: Tensor, mask: Any, states: States | None) -> Tensor:
         """Apply the attention to normalised x."""
         return self.attention(x, positions, mask, states)
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
         x = x + self.mix(self.attention_norm(x), positions, mask, states)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -120,12 +121,12 @@ class SoftmaxLayer(Layer):
     """A layer with softmax attention and rotary positions."""
 
     def mixer(self, config: ModelConfig, layer: int, attends: HybridAttention) -> nn.Module:
-        self.layer, self.head_dim, self.rope = layer, config.head_dim, config
+        self.head_dim, self.rope = config.head_dim, config
         return attention_of(config, layer, attends.softmax)
 
-    def mix(self, x: Tensor, positions: Tensor, mask: Any, states: States) -> Tensor:
+    def mix(self, x: Tensor, positions: Tensor, mask: Any, states: States | None) -> Tensor:
         rotary = Rotary(positions, self.head_dim, self.rope, x.dtype)
-        return self.attention(x, rotary, mask, states, self.layer)
+        return self.attention(x, rotary, mask, states)
 
 
 class TransNormer(RecurrentModel):

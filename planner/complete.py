@@ -1,9 +1,7 @@
 """Complete a configuration as a run starts: the vocabulary, the method, a hybrid's layout."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -17,10 +15,9 @@ from train.config.entries import Config
 from train.config.flags import ConfigError
 from train.config.language import load_config
 from train.config.sizes import validate_entries
+from train.resume import with_rope_length
 
 CONFIG = "config.toml"
-IMPORTED = "imported_from"
-"""Of a checkpoint's ``extra``: the model came from Hugging Face, and no run has trained it."""
 
 
 def complete(config: Config, entries: int) -> Config:
@@ -54,19 +51,6 @@ def with_vocabulary(config: Config, entries: int) -> Config:
         )
     validate_entries(size or entries, config.mesh.tensor_model_parallel_size)
     return replace(config, model=replace(config.model, vocab_size=size or entries))
-
-
-def with_rope_length(config: Config) -> Config:
-    """Return the configuration with a length for dynamic scaling of rope, the run's by default: no rank sees all."""
-    model = config.model
-    if model.rope_scaling_type != "dynamic" or model.rope_scaling_seq_length is not None:
-        return config
-    return replace(config, model=replace(model, rope_scaling_seq_length=config.train.seq_length))
-
-
-def trained(config: Config, extra: Mapping[str, Any]) -> Config:
-    """Return a run's configuration with the length of rope that its checkpoint, with this ``extra``, was trained at."""
-    return config if IMPORTED in extra else with_rope_length(config)
 
 
 def beyond_rope(config: Config) -> str | None:

@@ -51,8 +51,9 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     from data.errors import DataError
     from data.fingerprint import digest
     from data.tokenizer import load_tokenizer
-    from planner.complete import trained, with_vocabulary
+    from planner.complete import with_vocabulary
     from train.config.language import ConfigError, load_config
+    from train.resume import trained
 
     named = folder / "config.toml"
     if not named.is_file():

@@ -1,6 +1,6 @@
 """A run's state in its checkpoints, and what a resumed run loads, keeps and changes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,19 +11,20 @@ from torch import nn
 
 from checkpoint.api import CheckpointError, find_checkpoint, load_checkpoint, load_model, read_manifest
 from checkpoint.manifest import MANIFEST
-from model.lora import is_adapter
 from runtime.together import is_first
 from train import schedule
 from train.config.common import CommonConfig
+from train.config.entries import Config
 from train.config.flags import spelled
 from train.ema import Ema
 from train.schedule import schedule_of, shortened
 
 Run = TypeVar("Run", bound=CommonConfig)
 OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-ADAPTED = "lora_"
-REFITTED = ("rotary_base", "rope_scaling_", "window_", ADAPTED)
+REFITTED = ("rotary_base", "rope_scaling_", "window_")
 """What names of an architecture's settings begin with that finetuning may change."""
+IMPORTED = "imported_from"
+"""Of a checkpoint's ``extra``: the model came from Hugging Face, and no run has trained it."""
 AVERAGED = "ema_decay"
 """Key of the averages' decay in a checkpoint with averages of the weights."""
 
@@ -51,8 +52,7 @@ def resume(
     """Load the checkpoint of ``--load``, and print its state and changed settings; collective.
 
     Without a checkpoint the run starts afresh. With ``--finetune`` only the weights are loaded, and rope and windows
-    may be others than they were trained with: no weight's shape depends on them. Adapters begin there, where the
-    checkpoint has none.
+    may be others than they were trained with: no weight's shape depends on them.
 
     Args:
         contents: the value of ``config.contents()``.
@@ -63,20 +63,19 @@ def resume(
     Raises:
         CheckpointError: broken, of another architecture, or missing where required.
     """
-    path = _to_load(config, architecture)
+    path = _to_load(config)
     if path is None:
         _tell(shortened(config.optimizer, config.train.train_iters))
         return config, Progress()
     if config.checkpoint.finetune:
         fitting, notes = _refitted(path, architecture)
-        load_model(path, model, fitting, fresh=is_adapter)
+        load_model(path, model, fitting)
         if ema is not None:
             ema.restart()
         notes += shortened(config.optimizer, config.train.train_iters)
         _tell([f"weights from {path}; all else begins afresh", *notes])
         return config, Progress()
     manifest = read_manifest(path)
-    _check_adapters(path, manifest.architecture, architecture, begin=False)
     progress = progress_of(path, manifest.extra)
     _check_aim(path, manifest.extra, config)
     config, scheduled = continued(config, path, manifest.extra, progress.iteration)
@@ -92,16 +91,14 @@ def resume(
     return config, progress
 
 
-def _to_load(config: CommonConfig, architecture: dict[str, Any]) -> Path | None:
+def _to_load(config: CommonConfig) -> Path | None:
     load = config.checkpoint.load
     if load is None:
         return None
     path = find_checkpoint(load, config.checkpoint.ckpt_step)
     if path is None:
-        found = config.checkpoint
-        needs = {"finetune": found.finetune, "lora_rank": "lora_rank" in architecture}
-        needs["exit_on_missing_checkpoint"] = found.exit_on_missing_checkpoint
-        if (asked := next((name for name, needed in needs.items() if needed), None)) is not None:
+        asked = "finetune" if config.checkpoint.finetune else "exit_on_missing_checkpoint"
+        if config.checkpoint.finetune or config.checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(
                 f"load is {load}, which holds no checkpoint, and {asked} is set; name a run's folder, or leave the "
                 "flag out to start afresh"
@@ -113,27 +110,11 @@ def _to_load(config: CommonConfig, architecture: dict[str, Any]) -> Path | None:
 def _refitted(path: Path, architecture: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the architecture with the checkpoint's rope and windows, and a note for each that changes."""
     there = read_manifest(path).architecture
-    _check_adapters(path, there, architecture, begin=True)
     names = [name for name in there | architecture if name.startswith(REFITTED)]
     changed = [name for name in names if there.get(name) != architecture.get(name)]
     notes = [f"note: {name} was {there.get(name)} and is {architecture.get(name)}" for name in changed]
     own = {name: value for name, value in architecture.items() if name not in names}
     return own | {name: there[name] for name in names if name in there}, notes
-
-
-def _check_adapters(path: Path, there: dict[str, Any], here: dict[str, Any], *, begin: bool) -> None:
-    """Raise CheckpointError if a checkpoint has other adapters than the run, or none although they do not begin."""
-    before, now = ({n: v for n, v in of.items() if n.startswith(ADAPTED)} for of in (there, here))
-    if now and not before and not begin:
-        raise CheckpointError(
-            f"{path} has no adapters, and lora_rank is {now['lora_rank']}; begin them there with --finetune"
-        )
-    if before and before != now:
-        said = [", ".join(f"{name} {value}" for name, value in of.items()) or "none" for of in (before, now)]
-        raise CheckpointError(
-            f"{path} has adapters of {said[0]}, and this run's are {said[1]}; give the same, or export it with them "
-            "merged and import that (tools.convert_hf)"
-        )
 
 
 def _tell(lines: Sequence[str]) -> None:
@@ -243,3 +224,16 @@ def changes(config: CommonConfig, extra: dict[str, Any], contents: dict[str, str
                 "put the old file in its place to keep it"
             )
     return lines
+
+
+def with_rope_length(config: Config) -> Config:
+    """Return the configuration with a length for dynamic scaling of rope, the run's by default: no rank sees all."""
+    model = config.model
+    if model.rope_scaling_type != "dynamic" or model.rope_scaling_seq_length is not None:
+        return config
+    return replace(config, model=replace(model, rope_scaling_seq_length=config.train.seq_length))
+
+
+def trained(config: Config, extra: Mapping[str, Any]) -> Config:
+    """Return a run's configuration with the length of rope that its checkpoint, with this ``extra``, was trained at."""
+    return config if IMPORTED in extra else with_rope_length(config)

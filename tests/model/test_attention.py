@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from model.attention import Attention, attention_of, continued, sdpa
+from model.attention import Attention, attention_of, sdpa
 from model.config import ModelConfig
 from model.layers import Rotary
 from model.rope import RopeConfig
@@ -128,21 +128,6 @@ def test_a_layer_is_that_of_gpt_oss_and_so_is_every_gradient(layer):
 def test_a_window_that_is_unlimited_is_none():
     *qkv, _ = leaves(20)
     assert difference(sdpa(*qkv, window=(-1, 0)), sdpa(*qkv), qkv) < 1e-14
-
-
-@pytest.mark.parametrize("window", [None, (4, 0), (50, 0)])
-@pytest.mark.parametrize("sunk", [False, True])
-def test_a_cache_goes_on_under_a_window_and_with_sinks(window, sunk):
-    """And keeps of the tokens so far what the next one sees."""
-    q, k, v, sinks = leaves(40)
-    settings = {"window": window} | ({"sinks": sinks} if sunk else {})
-    found, past, start = [], None, 0
-    for stop in (1, 9, 10, 30, 40):
-        out, past = continued(q[:, start:stop], k[:, start:stop], v[:, start:stop], past, **settings)
-        assert past.shape[2] == (stop if window is None else min(stop, window[0]))
-        found.append(out)
-        start = stop
-    torch.testing.assert_close(torch.cat(found, 1), sdpa(q, k, v, **settings), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("settings", [{"window": (5, 0)}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}])

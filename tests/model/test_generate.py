@@ -1,22 +1,25 @@
 import pytest
 import torch
 
+from kernels.cache import States
 from model.config import ModelConfig
-from model.generate import DivergedError, generate
+from model.generate import DivergedError, Draw, generate
 from model.llama import Llama
 from model.registry import build_model
 
-PROMPT = torch.tensor([[1, 2, 3], [7, 8, 9]])
+PROMPT = [[1, 2, 3], [7, 8, 9]]
 
 
 class Table(torch.nn.Module):
     """Logits that depend on the last token alone: the distribution that generate draws from is known."""
 
+    config = ModelConfig(num_layers=1)
+
     def __init__(self, logits):
         super().__init__()
-        self.logits = logits
+        self.logits = torch.nn.Parameter(logits)
 
-    def hidden(self, tokens, positions=None):
+    def hidden(self, tokens, positions=None, mask=None, states=None):
         return self.logits[tokens]
 
     def project(self, hidden):
@@ -30,21 +33,52 @@ def llama():
     return model
 
 
+def likeliest(model, prompt, count):
+    """From a forward over all tokens for each."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
 def test_greedy_takes_the_likeliest_of_a_full_forward(llama):
-    out = generate(llama, PROMPT, 5, temperature=0)
-    assert out.shape == (2, 8)
-    assert torch.equal(out[:, :3], PROMPT)
-    assert torch.equal(out[:, 3:], llama(out).argmax(-1)[:, 2:-1])
-    assert torch.equal(out, generate(llama, PROMPT, 5, temperature=1e-30))
-    assert torch.equal(out, generate(llama, PROMPT, 5, temperature=7.0, top_k=1))
+    out = generate(llama, PROMPT, 5)
+    assert out == [likeliest(llama, prompt, 5) for prompt in PROMPT]
+    assert out == generate(llama, PROMPT, 5, temperature=1e-30)
+    assert out == generate(llama, PROMPT, 5, temperature=7.0, top_k=1)
+    assert out == generate(llama, PROMPT, 5, temperature=7.0, top_p=1e-9)
+
+
+def test_prompts_of_any_length_are_written_on_as_each_alone(llama):
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [9], [3, 3, 8], [2, 19, 4]]
+    assert generate(llama, prompts, 6) == [generate(llama, [prompt], 6)[0] for prompt in prompts]
+    assert generate(llama, [], 6) == []
+
+
+def test_a_text_ends_before_its_first_stop_token(llama):
+    def texts(stop):
+        return generate(llama, PROMPT, 12, temperature=9.0, stop=stop, generator=torch.Generator().manual_seed(0))
+
+    whole = texts([])
+    stop = [whole[0][4], whole[1][7]]
+    ends = [min((text.index(token) for token in stop if token in text), default=12) for text in whole]
+    assert 0 < max(ends) < 12
+    assert texts(stop) == [text[:end] for text, end in zip(whole, ends, strict=True)]
 
 
 def test_generator_makes_samples_repeatable(llama):
     one, same, other = (
-        generate(llama, PROMPT, 20, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+        generate(llama, PROMPT, 20, temperature=1.0, generator=torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
     )
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
+    assert one == same
+    assert one != other
+
+
+def frequencies(logits, temperature, **limits):
+    """Of 20,000 draws."""
+    draw = Draw(temperature=temperature, generator=torch.Generator().manual_seed(0), **limits)
+    return draw(torch.ones(20_000, 1), logits.expand(20_000, -1)).bincount(minlength=len(logits)) / 20_000
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, 3), (1.0, 99)])
@@ -52,30 +86,51 @@ def test_frequencies_are_those_of_the_distribution(temperature, top_k):
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     kept = logits.where(logits >= logits.sort(descending=True).values[min(top_k or 5, 5) - 1], float("-inf"))
     expected = (kept / temperature).softmax(-1)
-    draws = generate(
-        Table(logits.expand(5, 5)),
-        torch.zeros(20_000, 1, dtype=torch.long),
-        1,
-        temperature,
-        top_k,
-        torch.Generator().manual_seed(0),
-    )[:, 1]
-    found = draws.bincount(minlength=5) / len(draws)
+    found = frequencies(logits, temperature, top_k=top_k)
     assert (found - expected).abs().max() < 0.015  # four standard deviations of a frequency of 1/2
     assert (found[expected == 0] == 0).all()
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "message"),
+    ("limits", "kept"),
     [
-        (PROMPT[:, :0], {}, "no tokens"),
-        (PROMPT, {"temperature": -1.0}, "temperature is -1.0"),
-        (PROMPT, {"top_k": 0}, "top_k is 0"),
+        ({"top_p": 1.0}, [0, 1, 2, 3, 4]),
+        ({"top_p": 0.79}, [0, 1, 2]),
+        ({"top_p": 0.71}, [0, 1, 2]),
+        ({"top_p": 0.69}, [0, 1]),
+        ({"top_p": 0.39}, [0]),
+        ({"top_p": 0.01}, [0]),
+        ({"top_p": 0.9, "top_k": 3}, [0, 1, 2]),
+        ({"top_p": 0.86, "top_k": 3}, [0, 1]),  # 70 of these 80.5 % are 86.96 %
     ],
 )
-def test_bad_arguments(llama, prompt, options, message):
+def test_top_p_keeps_the_fewest_tokens_of_that_probability(limits, kept):
+    """Of five tokens of 40, 30, 10.5, 10 and 9.5 %, in another order."""
+    shares, order = torch.tensor([0.4, 0.3, 0.105, 0.1, 0.095]), torch.tensor([3, 0, 4, 2, 1])
+    logits = torch.empty(5)
+    logits[order] = shares.log()
+    expected = torch.zeros(5)
+    expected[order[kept]] = shares[kept] / shares[kept].sum()
+    assert (frequencies(logits, 1.0, **limits) - expected).abs().max() < 0.015
+    assert (frequencies(logits, 1.0, **limits)[expected == 0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1], []], {}, "prompt 2 has no tokens"),
+        (PROMPT, {"temperature": -1.0}, "temperature is -1.0"),
+        (PROMPT, {"temperature": float("nan")}, "temperature is nan"),
+        (PROMPT, {"top_k": 0}, "top_k is 0"),
+        (PROMPT, {"top_p": 0.0}, "top_p is 0.0"),
+        (PROMPT, {"top_p": 1.5}, "top_p is 1.5"),
+    ],
+)
+def test_bad_arguments(llama, prompts, options, message):
     with pytest.raises(ValueError, match=message):
-        generate(llama, prompt, 1, **options)
+        generate(llama, prompts, 1, **options)
+    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+        generate(llama, PROMPT, 0)
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
@@ -84,8 +139,8 @@ def test_logits_that_are_not_finite_are_named(temperature, value):
     logits = torch.ones(5, 5)
     logits[2, 1] = value
     with pytest.raises(DivergedError, match="logits of the next token are not finite"):
-        generate(Table(logits), torch.tensor([[0], [2]]), 1, temperature)
-    assert generate(Table(logits), torch.tensor([[0], [1]]), 1, temperature).shape == (2, 2)
+        generate(Table(logits), [[0], [2]], 1, temperature=temperature)
+    assert [len(text) for text in generate(Table(logits), [[0], [1]], 1, temperature=temperature)] == [1, 1]
 
 
 KINDS = {
@@ -114,19 +169,22 @@ def test_a_state_goes_on_where_the_parallel_form_is(recurrent):
     """Prompts and continuations of any length, in double precision; a state holds no more for it, a cache does."""
     tokens = torch.randint(20, (2, 150), generator=torch.Generator().manual_seed(1))
     want = recurrent.hidden(tokens)
-    states, parts, start, sizes = [None] * 3, [], 0, []
+    states, parts, start, sizes = States(3), [], 0, []
     window = recurrent.config.window(1)  # the hybrids' softmax layer; its cache holds no more than the next token sees
     seen = 150 if window is None else window[0]
     for stop in (1, 70, 71, 72, 150):
+        states.read(torch.arange(start, stop)[None], torch.full((2,), stop))
         parts.append(recurrent.hidden(tokens[:, start:stop], torch.arange(start, stop), states=states))
-        found = [state.numel() for state in states if state.ndim == 4]  # of linear attention
+        found = [state.numel() for state in states.layers if isinstance(state, torch.Tensor)]  # of linear attention
         sizes = sizes or found
         assert sizes == found
-        assert all(state.shape == (2, 2, min(stop, seen), 4, 8) for state in states if state.ndim == 5)
+        assert all(len(state) == min(stop, seen) for state in states.layers if not isinstance(state, torch.Tensor))
         start = stop
     assert (torch.cat(parts, 1) - want).norm() < 1e-12 * want.norm()
     assert len(sizes) == (3 if recurrent.config.softmax_every is None else 2)
-    wrong = recurrent.hidden(tokens[:, 1:2], torch.arange(1, 2), states=[None] * 3)
+    states = States(3)
+    states.read(torch.arange(1, 2)[None], torch.full((2,), 2))
+    wrong = recurrent.hidden(tokens[:, 1:2], torch.arange(1, 2), states=states)
     assert (wrong - want[:, 1:2]).norm() > 1e-3 * want[:, 1:2].norm()  # negative control: without what came before
 
 
@@ -139,15 +197,22 @@ def test_weights_that_overflow_are_named(recurrent, scale):
         generate(recurrent, PROMPT, 1)
 
 
-def test_recurrent_generation_reads_each_token_once_and_takes_what_the_parallel_form_would(recurrent, monkeypatch):
-    read, hidden = [], recurrent.hidden
+def test_each_token_is_read_once(recurrent, llama, monkeypatch):
+    for model in (recurrent, llama):
+        read, hidden = [], model.hidden
 
-    def counted(tokens, positions=None, states=None):
-        read.append(tokens.shape[1])
-        return hidden(tokens, positions, states=states)
+        def counted(tokens, positions=None, mask=None, states=None, read=read, hidden=hidden):
+            read.append(tokens.shape[1])
+            return hidden(tokens, positions, mask, states)
 
-    monkeypatch.setattr(recurrent, "hidden", counted)
-    out = generate(recurrent, PROMPT, 40, temperature=0)
-    assert read == [3] + 39 * [1]
-    monkeypatch.undo()
-    assert torch.equal(out[:, 3:], recurrent(out).argmax(-1)[:, 2:-1])
+        monkeypatch.setattr(model, "hidden", counted)
+        out = generate(model, PROMPT, 40)
+        assert read == [3] + 39 * [1]
+        monkeypatch.undo()
+        whole = torch.tensor([[*prompt, *text] for prompt, text in zip(PROMPT, out, strict=True)])
+        assert torch.equal(whole[:, 3:], model(whole).argmax(-1)[:, 2:-1])
+
+
+def test_states_of_linear_attention_see_no_padding(recurrent):
+    prompts = [[1, 2, 3, 4, 5], [9], [3, 3, 8, 1, 1], [2, 19, 4]]
+    assert generate(recurrent, prompts, 6) == [generate(recurrent, [prompt], 6)[0] for prompt in prompts]

@@ -13,7 +13,8 @@ from model.config import ModelConfig, architecture_of
 from model.generate import generate
 from model.llama import Llama
 from model.registry import build_model
-from tools.sample import main
+from tools import sample
+from train.run import exit_status
 
 SHAPE = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=300)
 CONFIG = """\
@@ -41,6 +42,10 @@ def run(tmp_path_factory):
     return folder
 
 
+def main(argv):
+    return exit_status(sample.main, argv)
+
+
 def trained(iteration):
     """Weights large enough that texts tell them apart."""
     model = Llama(SHAPE)
@@ -58,8 +63,8 @@ def sampled(capsys, *args):
 def greedy(run, iteration):
     tokenizer = load_tokenizer(run / "tokenizer.model")
     prompt = [tokenizer.eod, *tokenizer.tokenize("value 1")]
-    ids = generate(trained(iteration), torch.tensor([prompt]), 12, temperature=0)[0].tolist()[1:]
-    return tokenizer.detokenize(ids[: ids.index(tokenizer.eod)] if tokenizer.eod in ids else ids)
+    (ids,) = generate(trained(iteration), [prompt], 12, stop=[tokenizer.eod])
+    return tokenizer.detokenize([*prompt[1:], *ids])
 
 
 @pytest.mark.parametrize(("step", "iteration"), [((), 2), (("--ckpt-step", 1), 1)])
@@ -102,7 +107,7 @@ def test_a_gpt_writes_as_far_as_its_table_of_positions(tmp_path, capsys):
     assert main(["--load", str(tmp_path), "--num-tokens", "13"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "max_position_embeddings 12 allows 13 together; lower --num-tokens" in captured.err
+    assert "max_position_embeddings 12 allows 13 together; shorten it, or ask for fewer" in captured.err
 
 
 def test_a_transnormer_writes_from_its_state(tmp_path, capsys):

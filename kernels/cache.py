@@ -1,0 +1,142 @@
+"""The KV cache of a layer in generation: keys and values of the tokens read so far, and attention to them.
+
+A cache may hold some of the rows only, if other ranks hold the rest: partial results are merged by their lse.
+
+Shapes: B sequences, T new tokens, S rows of a cache, H query heads, G key and value heads, D width of a head.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.merge import merged
+from kernels.sinks import with_sinks
+
+UNSEEN = 1 << 62
+"""Position of a row that no query sees."""
+PART = 1024
+"""Rows that are joined as they come; joining them with all rows would copy the cache for every token."""
+AT_ONCE = 1 << 14
+"""Rows whose scores, and keys in float32, exist at once."""
+
+
+class KVCache:
+    """Rows of keys and values [B, S, G, D] with their positions int64 [B, S], in parts along S."""
+
+    def __init__(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Begin with these rows, which may be none."""
+        self._parts = [(k, v, positions)]
+
+    def __len__(self) -> int:
+        """Return S."""
+        return sum(positions.shape[1] for *_, positions in self._parts)
+
+    def append(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Add rows."""
+        new = k, v, positions
+        if self._parts[-1][2].shape[1] + positions.shape[1] <= PART:
+            new = tuple(torch.cat(pair, 1) for pair in zip(self._parts.pop(), new, strict=True))  # type: ignore[assignment]
+        self._parts.append(new)
+
+    def drop(self, before: Tensor) -> None:
+        """Drop rows that are padding, or before position ``before`` [B], in all sequences."""
+        kept = []
+        for k, v, positions in self._parts:
+            rows = ((positions >= before[:, None]) & (positions != UNSEEN)).any(0).nonzero()[:, 0]
+            if len(rows) < positions.shape[1]:
+                k, v, positions = (x.index_select(1, rows) for x in (k, v, positions))
+            kept.append((k, v, positions))
+        self._parts = [part for part in kept if part[2].shape[1]] or kept[-1:]
+
+    def attend(self, q: Tensor, positions: Tensor, left: int | None, scale: float) -> tuple[Tensor, Tensor]:
+        """Attend with q [B, T, H, D] at ``positions`` [B, T] to the rows that are not after them.
+
+        Args:
+            left: how many positions before its own a query sees; None is all.
+
+        Returns:
+            out [B, T, H, D] and lse [B, T, H], float32 or wider; 0 and -inf for a query that sees none of these rows.
+        """
+        found = []
+        at = positions[..., None]  # [B, T, 1]
+        for part in self._parts:
+            for k, v, rows in zip(*(x.split(AT_ONCE, 1) for x in part), strict=True):
+                seen = rows[:, None] <= at  # [B, T, S]
+                if left is not None:
+                    seen &= rows[:, None] >= at - left
+                found.append(_attend(q, k, v, seen, scale))
+        return found[0] if len(found) == 1 else merged(*map(torch.stack, zip(*found, strict=True)))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend to the rows that each query sees, bool [B, T, S]; results as in ``KVCache.attend``."""
+    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    grouped = q.unflatten(2, (k.shape[2], -1)) * scale  # [B, T, G, H / G, D]
+    hidden = ~seen[:, :, None, None]
+    scores = torch.einsum("btgrd,bsgd->btgrs", grouped, k).masked_fill(hidden, float("-inf"))
+    weights = scores.softmax(-1).masked_fill(hidden, 0)  # not NaN where nothing is seen
+    out = torch.einsum("btgrs,bsgd->btgrd", weights, v)
+    return out.flatten(2, 3), scores.logsumexp(-1).flatten(2)
+
+
+Merge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""This process's (out, lse) of new queries -> those over the rows of all processes that share a cache."""
+
+
+class States:
+    """What the layers of a model keep of the tokens read so far.
+
+    Linear attention keeps a state [B, H, D, E], softmax attention a KVCache. ``read`` precedes every forward.
+    """
+
+    def __init__(self, layers: int, merge: Merge = lambda out, lse: (out, lse)) -> None:
+        """Begin before the first token."""
+        self.layers: list[Any] = [None] * layers
+        """The state of each layer; None before the first token."""
+        self._merge = merge
+
+    def read(self, positions: Tensor, ends: Tensor, keep: bool = True) -> None:
+        """Say what the next forward's tokens are.
+
+        Args:
+            positions: int64 [B, T], or [1, T] if they are the same in all sequences.
+            ends: int64 [B], how many tokens of each sequence will have been read; positions from there on are padding.
+            keep: whether this process keeps the rows of these tokens, not another one.
+        """
+        real = positions < ends[:, None]  # [B, T]
+        self._positions, self._ends = positions, ends
+        self._kept = real.any(0).nonzero()[:, 0] if keep else positions.new_empty(0)
+        self._rows = positions.where(real, UNSEEN).index_select(1, self._kept)
+
+    def attention(
+        self, layer: int, k: Tensor, v: Tensor, left: int | None, sinks: Tensor | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Keep a layer's new rows; return q -> its attention to all rows, or None for the first tokens.
+
+        The first tokens see each other alone, which is an ordinary attention.
+
+        Args:
+            k, v: [B, T, G, D].
+            left: how many positions before its own a query sees, None for all; the layer keeps what the next one sees.
+            sinks: [H], scores of attention sinks.
+        """
+        k, v = (x.index_select(1, self._kept) for x in (k, v))
+        cache: KVCache | None = self.layers[layer]
+        if cache is None:
+            self.layers[layer] = cache = KVCache(k, v, self._rows)
+            self._drop(cache, left)
+            return None
+        cache.append(k, v, self._rows)
+
+        def attention(q: Tensor) -> Tensor:
+            out, lse = self._merge(*cache.attend(q, self._positions, left, q.shape[-1] ** -0.5))
+            self._drop(cache, left)
+            return (out if sinks is None else with_sinks(out, lse, sinks)[0]).to(q.dtype)
+
+        return attention
+
+    def _drop(self, cache: KVCache, left: int | None) -> None:
+        if left is not None:
+            cache.drop(self._ends - left)

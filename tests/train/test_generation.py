@@ -1,0 +1,241 @@
+"""Every mesh writes what a forward over all tokens, without a cache, would."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint.api import save_checkpoint
+from model.config import ModelConfig, architecture_of
+from model.generate import Draw
+from model.registry import build_model
+from runtime.errors import UserError
+from testing.ranks import run_ranks
+from train.config.language import Config, to_toml
+from train.generation import Writer, opened
+
+LLAMA = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=61,
+    init_method_std=0.2,  # so that attention and logits are far from flat
+)
+GPT = dataclasses.replace(
+    LLAMA,
+    model_type="gpt",
+    num_query_groups=None,
+    position_embedding_type="learned_absolute",
+    max_position_embeddings=41,  # as many as the longest text reads
+    untie_embeddings_and_output_weights=False,
+)
+MODELS = {
+    "llama": LLAMA,
+    "gpt": GPT,
+    "windows and sinks": dataclasses.replace(
+        LLAMA, window_size="6,0", window_attn_skip_freq="[1,0,1]", softmax_type="learnable"
+    ),
+    "dynamic rope": dataclasses.replace(
+        LLAMA,
+        rope_scaling_type="dynamic",
+        rope_scaling_factor=8.0,
+        rope_scaling_original_max_position_embeddings=16,
+    ),
+}
+NEW = 9
+PROMPTS = [
+    torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (21, 5, 33)
+]
+MESHES: dict[str, dict[str, Any]] = {
+    f"cp 2, {method}": {"context_parallel_size": 2, "context_parallel_method": method}
+    for method in ("ring", "striped", "zigzag", "ulysses", "exchange", "allgather")
+} | {
+    "cp 4": {"context_parallel_size": 4, "context_parallel_method": "zigzag"},
+    "tp 2": {"tensor_model_parallel_size": 2},
+    "pp 2": {"pipeline_model_parallel_size": 2},
+    "cp 2, tp 2": {"context_parallel_size": 2, "tensor_model_parallel_size": 2},
+    "pp 2, tp 2": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+    "pp 3, cp 2": {"pipeline_model_parallel_size": 3, "context_parallel_size": 2},
+}
+
+
+def size_of(mesh: dict[str, Any]) -> int:
+    sizes = [size for size in mesh.values() if isinstance(size, int)]
+    return int(torch.tensor(sizes).prod())
+
+
+def saved(folder: Path, model: ModelConfig, scale: float = 1.0) -> torch.nn.Module:
+    """A run's folder, and its model in float64."""
+    made = build_model(model)
+    made.init_weights(3)
+    with torch.no_grad():
+        made.embedding.weight.mul_(scale)  # type: ignore[union-attr]
+    (folder / "config.toml").write_text(to_toml(Config(model=model)))
+    extra: dict[str, Any] = {"imported_from": "elsewhere"}
+    save_checkpoint(folder, 2, made, None, architecture=architecture_of(model), extra=extra)
+    return made.double()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of a run of each model."""
+    folders = {name: tmp_path_factory.mktemp("run") for name in MODELS}
+    for name, folder in folders.items():
+        saved(folder, MODELS[name])
+    return folders
+
+
+def naive(config: ModelConfig, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
+    """The likeliest tokens and their logits [NEW, B, V], from a forward over all tokens for each."""
+    if config.rope_scaling_type == "dynamic":
+        config = dataclasses.replace(config, rope_scaling_seq_length=max(map(len, prompts)) + NEW)
+    model = build_model(config)
+    model.init_weights(3)
+    model.double()
+    found = []
+    for prompt in prompts:
+        tokens, logits = list(prompt), []
+        for _ in range(NEW):
+            logits.append(model(torch.tensor([tokens]))[0, -1].detach())
+            tokens.append(int(logits[-1].argmax()))
+        found.append((tokens[len(prompt) :], torch.stack(logits)))
+    return [text for text, _ in found], torch.stack([logits for _, logits in found], 1)
+
+
+def written(
+    rank: int, world_size: int, folder: Path, mesh: dict[str, Any], lost: bool = False, **settings: Any
+) -> tuple[list[list[int]], torch.Tensor | None]:
+    """What a rank writes, with the logits that it draws from; with ``lost``, less one row of a cache."""
+    seen, draw = [], Draw.__call__
+
+    def recorded(self: Draw, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        seen.append(logits)
+        return draw(self, hidden, logits)
+
+    Draw.__call__ = recorded  # type: ignore[method-assign]
+    try:
+        with opened(folder, dtype=torch.float64, **mesh) as writer:
+            if lost:
+                lose_a_row(writer)
+            return writer.write(PROMPTS, NEW, **settings), torch.stack(seen) if seen else None
+    finally:
+        Draw.__call__ = draw  # type: ignore[method-assign]
+
+
+def lose_a_row(writer: Writer) -> None:
+    """Let the first rank of context parallelism hide one row of a layer after the prompts."""
+    through = writer._through_stages
+
+    def losing(tokens: Any, positions: Any, ends: Any, states: Any) -> Any:
+        cache = states.layers[1]
+        if cache is not None and writer._mesh.cp.get_local_rank() == 0:
+            cache._parts[0][2][:, 1] = 1 << 62
+        return through(tokens, positions, ends, states)
+
+    writer._through_stages = losing  # type: ignore[method-assign]
+
+
+def of_ranks(results: list[Any]) -> tuple[list[list[int]], torch.Tensor]:
+    """What all ranks wrote, and the logits of the one that drew."""
+    texts = [text for text, _ in results]
+    assert all(text == texts[0] for text in texts)
+    (logits,) = (logits for _, logits in results if logits is not None)
+    return texts[0], logits
+
+
+QUICK = {("windows and sinks", "cp 2, tp 2"), ("gpt", "pp 2")}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=() if (name, mesh) in QUICK else pytest.mark.slow)
+        for name in MODELS
+        for mesh in MESHES
+    ],
+)
+def test_a_mesh_writes_what_no_cache_does(name: str, mesh: str, runs: dict[str, Path]) -> None:
+    texts, logits = of_ranks(run_ranks(written, size_of(MESHES[mesh]), runs[name], MESHES[mesh]))
+    wanted, expected = naive(MODELS[name], PROMPTS)
+    assert expected.std() > 0.1
+    assert texts == wanted
+    assert (logits - expected).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_process_writes_what_no_cache_does(name: str, runs: dict[str, Path]) -> None:
+    texts, logits = of_ranks([written(0, 1, runs[name], {})])
+    wanted, expected = naive(MODELS[name], PROMPTS)
+    assert texts == wanted
+    assert (logits - expected).abs().max() < 1e-10
+    _, lost = of_ranks([written(0, 1, runs[name], {}, lost=True)])  # negative control
+    assert torch.equal(lost[0], logits[0])
+    assert (lost[1] - expected[1]).abs().max() > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["cp 2, zigzag", "pp 2, tp 2"])
+def test_a_lost_row_shows_on_a_mesh(mesh: str, runs: dict[str, Path]) -> None:
+    _, expected = naive(LLAMA, PROMPTS)
+    _, lost = of_ranks(run_ranks(written, size_of(MESHES[mesh]), runs["llama"], MESHES[mesh], True))
+    assert (lost[0] - expected[0]).abs().max() < 1e-10
+    assert (lost[1] - expected[1]).abs().max() > 1e-4
+
+
+def drawn(rank: int, world_size: int, folder: Path, mesh: dict[str, Any]) -> list[Any]:
+    """Texts of two prompts drawn by two seeds, one of them twice, and ended by a token of the first."""
+    settings = {"temperature": 3.0, "top_k": 40, "top_p": 0.95}
+    with opened(folder, dtype=torch.float64, **mesh) as writer:
+        first, other, again = (writer.write(PROMPTS[:2], NEW, seed=seed, **settings) for seed in (1, 2, 1))
+        ended = writer.write(PROMPTS[:2], NEW, seed=1, stop=[first[0][3]], **settings)
+        return [first, other, again, ended]
+
+
+@pytest.mark.slow
+def test_every_rank_draws_what_one_process_does(runs: dict[str, Path]) -> None:
+    one, other, again, ended = drawn(0, 1, runs["llama"], {})
+    assert one == again != other
+    assert ended[0] == one[0][: one[0].index(one[0][3])]
+    for mesh in ("cp 2, zigzag", "cp 2, tp 2", "pp 2, tp 2"):
+        found = run_ranks(drawn, size_of(MESHES[mesh]), runs["llama"], MESHES[mesh])
+        assert found == [[one, other, again, ended]] * size_of(MESHES[mesh]), mesh
+
+
+def refused(rank: int, world_size: int, folder: Path, mesh: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as error, opened(folder, **mesh) as writer:
+        writer.write([[1, 2]], 3)
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["cp 2, zigzag", "tp 2", "pp 2"])
+def test_a_model_that_overflows_is_named_on_all_ranks(mesh: str, tmp_path: Path) -> None:
+    saved(tmp_path, LLAMA, scale=float("nan"))
+    found = run_ranks(refused, 2, tmp_path, MESHES[mesh])
+    assert found == ["the logits of the next token are not finite"] * 2
+
+
+def test_what_cannot_be_written_is_refused(runs: dict[str, Path], tmp_path: Path) -> None:
+    def message(folder: Path = runs["gpt"], **mesh: Any) -> str:
+        return refused(0, 1, folder, mesh)
+
+    assert "holds no config.toml" in message(tmp_path)
+    assert "is not the 1 processes started; all of them write the same text: start 2" in message(
+        context_parallel_size=2
+    )
+    (tmp_path / "config.toml").write_text(to_toml(Config(model=LLAMA)))
+    assert "holds no checkpoint" in message(tmp_path)
+    linear = dataclasses.replace(LLAMA, model_type="transnormer", num_query_groups=None)
+    (tmp_path / "config.toml").write_text(to_toml(Config(model=linear)))
+    assert "model_type is transnormer, whose states" in message(tmp_path, tensor_model_parallel_size=2)
+    with opened(runs["gpt"]) as writer:
+        for prompts, said in (
+            ([[1, 61]], "token 61, and the model has 0 to 60"),
+            ([[1], []], "prompt 2 has no tokens"),
+            ([[1] * 34], "max_position_embeddings 41 allows 42"),
+        ):
+            with pytest.raises(UserError, match=said):
+                writer.write(prompts, NEW)

@@ -1,0 +1,286 @@
+"""Text from a trained run over a mesh: prompts are read under context parallelism, then one token at a time.
+
+Reading the prompts is an ordinary forward under any method, whose ranks keep the keys and values of their own tokens.
+Afterwards all context-parallel ranks read each new token, attend to the rows that they keep, and merge the results;
+they keep the new rows in turn. Pipeline stages hand hidden states on, and the last one draws.
+
+Shapes: B prompts, T new tokens of this rank, C width of the residual stream, V vocabulary entries.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from checkpoint.api import CheckpointError, find_checkpoint, load_model, read_manifest
+from kernels.cache import States
+from kernels.merge import merged
+from model.attention import Attend, Attention, sdpa
+from model.base import RecurrentModel
+from model.config import architecture_of
+from model.generate import DivergedError, Draw, Read, at_ends, check_lengths, write
+from model.registry import build_model
+from parallel.context import ContextConfig, ContextParallel
+from parallel.data import DataParallelConfig
+from parallel.mesh import Mesh, MeshConfig, distributed_mesh
+from parallel.pipeline.stages import PipelineConfig, stage_layers
+from parallel.recompute import RecomputeConfig
+from runtime.processes import launched_world_size
+from runtime.together import raise_together
+from train.attention import softmax_context
+from train.config.language import Config, ConfigError, load_config
+from train.config.sizes import validate_entries, validate_mesh
+from train.resume import IMPORTED, trained
+
+
+@contextmanager
+def opened(
+    run: Path,
+    ckpt_step: int | None = None,
+    *,
+    context_parallel_size: int = 1,
+    context_parallel_method: str | None = None,
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    dtype: torch.dtype | None = None,
+) -> Iterator["Writer"]:
+    """Join the launched processes and yield what writes with the weights of a run's folder; collective.
+
+    Args:
+        ckpt_step: iteration of the checkpoint; by default the newest whole one.
+        context_parallel_method: by default the run's own on as many ranks, else striped.
+        dtype: of the weights; by default float32, and bfloat16 on cuda for a run in it or an imported model.
+
+    Raises:
+        UserError: the folder holds no run or checkpoint, or the processes or the model do not fit the mesh.
+    """
+    if not (run / "config.toml").is_file():
+        raise ConfigError(f"{run} holds no config.toml; name the folder that a run saved to")
+    config = load_config(run / "config.toml")
+    mesh = replace(
+        config.mesh,
+        context_parallel_size=context_parallel_size,
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        balance_over="cp",
+    )
+    config = fitted(config, mesh, context_parallel_method, launched_world_size())
+    with distributed_mesh(config.mesh) as joined:
+        folder = find_checkpoint(run, ckpt_step)
+        if folder is None:
+            raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
+        yield Writer(config, joined, folder, dtype)
+
+
+def fitted(config: Config, mesh: MeshConfig, method: str | None, processes: int) -> Config:
+    """Return a run's configuration for generation on another mesh of ``processes``. Raises UserError if it fits not."""
+    sizes = mesh.context_parallel_size, mesh.tensor_model_parallel_size, mesh.pipeline_model_parallel_size
+    if config.model.linear_attention and max(sizes) > 1:
+        raise ConfigError(
+            f"model_type is {config.model.model_type}, whose states of linear attention one process keeps; "
+            "leave out the sizes of context, tensor and pipeline parallelism"
+        )
+    if mesh.data_parallel_size(processes) != 1 or processes != math.prod(sizes):
+        cp, tp, pp = sizes
+        raise ConfigError(
+            f"context_parallel_size {cp} x tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp} is not "
+            f"the {processes} processes started; all of them write the same text: start {math.prod(sizes)}"
+        )
+    own = config.context.context_parallel_method
+    context = config.context
+    if mesh.context_parallel_size == 1:
+        context = ContextConfig(context_parallel_method="none")
+    elif mesh.context_parallel_size != config.mesh.context_parallel_size or own == "auto" or method not in (None, own):
+        context = replace(ContextConfig(), context_parallel_method=method or "striped")  # type: ignore[arg-type]
+    found = replace(
+        config,
+        mesh=mesh,
+        context=context,
+        pipeline=PipelineConfig(),
+        data_parallel=DataParallelConfig(),
+        recompute=RecomputeConfig(),
+        data=replace(config.data, reset_attention_mask=False),
+        train=replace(config.train, micro_batch_size=1, global_batch_size=mesh.pipeline_model_parallel_size),
+    )
+    validate_mesh(found, processes)
+    return found
+
+
+class Writer:
+    """The weights of a checkpoint on the ranks of a mesh; they write together, and every rank gets the text."""
+
+    def __init__(self, config: Config, mesh: Mesh, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Load a checkpoint; collective. Raises UserError if it does not fit."""
+        with raise_together():
+            manifest = read_manifest(folder)
+            size = config.model.vocab_size or manifest.architecture["vocab_size"]
+            for entries in filter(None, (size, config.model.position_table)):
+                validate_entries(entries, mesh.tp.size())
+            config = trained(replace(config, model=replace(config.model, vocab_size=size)), manifest.extra)
+        self.config, self.folder, self.iteration = config, folder, manifest.iteration
+        self.imported = IMPORTED in manifest.extra
+        """Whether no run has trained the model, which came from Hugging Face."""
+        self._mesh = mesh
+        model, narrow = config.model, mesh.device.type == "cuda" and (config.train.bf16 or self.imported)
+        with torch.device("meta"):
+            part = build_model(model)
+        part.keep(stage_layers(config.pipeline, model.num_layers, mesh.pp.size())[mesh.pp.get_local_rank()])
+        part.cast(dtype or (torch.bfloat16 if narrow else torch.float32))
+        if mesh.tp.size() > 1:
+            from parallel.tensor.split import split_model  # DTensor, which one process need not wait for
+
+            split_model(part, mesh.tp, head_dim=model.head_dim, kv_heads=model.query_groups)
+        self._part = part.to_empty(device=mesh.device)
+        load_model(folder, part, architecture_of(model))
+        self._contexts: dict[int, tuple[ContextParallel, Attend]] = {}
+
+    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Raise the UserErrors of ``write`` that are about these."""
+        model = self.config.model
+        check_lengths(prompts, max_new_tokens, model.position_table)
+        if unknown := {token for prompt in prompts for token in prompt if not 0 <= token < model.vocabulary}:
+            raise ConfigError(f"a prompt has token {min(unknown)}, and the model has 0 to {model.vocabulary - 1}")
+
+    @torch.no_grad()
+    def write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[int] = (),
+        seed: int = 1234,
+    ) -> list[list[int]]:
+        """Continue prompts of any lengths, the same on all ranks; collective.
+
+        Returns:
+            The new tokens of each, up to the first of ``stop``, at most max_new_tokens; the same on every rank.
+
+        Raises:
+            UserError: an empty prompt, an unknown token, a number out of range, or more tokens than a table of learned
+                positions has.
+            DivergedError: the model overflows.
+        """
+        model, device = self.config.model, self._mesh.device
+        generator = torch.Generator(device).manual_seed(seed)
+        draw = Draw(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        self.check(prompts, max_new_tokens)
+        length = max(map(len, prompts), default=0)
+        if model.rope_scaling_type == "dynamic" and model.rope_scaling_seq_length is None:
+            # One length for all ranks and tokens: keys in the cache are turned once.
+            whole = replace(model, rope_scaling_seq_length=length + max_new_tokens)
+            self._part.config = whole
+        alike = isinstance(self._part, RecurrentModel)
+        return write(lambda: self._begin(length, draw), prompts, max_new_tokens, stop, device, alike=alike)
+
+    def _begin(self, length: int, draw: Draw) -> Read:
+        """Return what reads prompts padded to ``length``, then new tokens."""
+        cp, tp = self._mesh.cp, self._mesh.tp.size()
+        states = States(self.config.model.num_layers, *([self._merge] if cp.size() > 1 else []))
+        turns = count()
+
+        def read(tokens: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+            turn = next(turns)
+            prompts = turn == 0
+            if prompts and cp.size() > 1:
+                tokens, positions = self._share(tokens)
+            elif missing := -tokens.shape[1] % tp:
+                tokens = F.pad(tokens, (0, missing))
+                more = torch.arange(1, missing + 1, device=tokens.device)
+                positions = torch.cat((positions, positions[:, -1:] + more), 1)  # from the ends on: padding
+            states.read(positions, ends, prompts or turn % cp.size() == cp.get_local_rank())
+            hidden = self._through_stages(tokens, positions, ends, states)
+            return self._drawn(hidden, draw, len(ends), spread=prompts)
+
+        return read
+
+    def _share(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's tokens [B, T] of prompts, with positions [1, T], and let attention go over the ranks."""
+        length, table = tokens.shape[1], self.config.model.position_table
+        # A few lengths for all prompts, since each has groups and plans of its own: at most an eighth is padding.
+        step = max(1 << max(length.bit_length() - 4, 0), 2 * self._mesh.cp.size())
+        padded = -(-length // step) * step
+        padded = padded if table is None else min(padded, table)
+        if padded not in self._contexts:
+            config = replace(self.config, train=replace(self.config.train, seq_length=padded))
+            self._contexts[padded] = softmax_context(config, self._mesh.cp.get_group(), sdpa)
+        cp, attend = self._contexts[padded]
+        for module in self._part.modules():
+            if isinstance(module, Attention):
+                module.attend = attend
+        return cp.shard(F.pad(tokens, (0, padded - length)), 1), cp.positions[None].to(tokens.device)
+
+    def _merge(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Merge attention to the rows of this rank with the others'."""
+        mine = torch.cat((out, lse[..., None]), -1)
+        parts = [torch.empty_like(mine) for _ in range(self._mesh.cp.size())]
+        dist.all_gather(parts, mine, group=self._mesh.cp.get_group())
+        whole = torch.stack(parts)
+        return merged(whole[..., :-1], whole[..., -1])
+
+    def _through_stages(self, tokens: Tensor, positions: Tensor, ends: Tensor, states: States) -> Tensor | None:
+        """Return the hidden states [B, C] before the ends on the last stage, 0 where other ranks of cp have them."""
+        pp, x = self._mesh.pp, tokens
+        rank, group, table = pp.get_local_rank(), pp.get_group(), self.config.model.position_table
+        if rank > 0:
+            weight = next(self._part.parameters())
+            shape = (*tokens.shape[:1], tokens.shape[1] // self._mesh.tp.size(), self.config.model.hidden_size)
+            x = torch.empty(shape, dtype=weight.dtype, device=tokens.device)
+            dist.recv(x, group=group, group_src=rank - 1)
+
+        def head(hidden: Any, _: Tensor) -> Tensor:
+            whole: Tensor = hidden.to_local() if self._mesh.tp.size() > 1 else hidden
+            found, here = at_ends(whole, positions, ends)
+            return found.where(here[:, None], 0)
+
+        places = positions if table is None else positions.clamp(max=table - 1)
+        x = self._part(x, places, head, states=states)
+        if rank == pp.size() - 1:
+            return x
+        dist.send(x.contiguous(), group=group, group_dst=rank + 1)
+        return None
+
+    def _drawn(self, hidden: Tensor | None, draw: Draw, sequences: int, *, spread: bool) -> Tensor:
+        """Return the next tokens [B] on every rank, as the first rank of the last stage draws them.
+
+        Args:
+            spread: whether the hidden states are on one rank of cp each.
+        """
+        mesh, tp = self._mesh, self._mesh.tp.size()
+        source, error = (mesh.pp.size() - 1) * mesh.cp.size() * tp, None
+        ids = torch.full((sequences,), -1, device=mesh.device)
+        if hidden is not None:
+            if spread and mesh.cp.size() > 1:
+                dist.all_reduce(hidden, group=mesh.cp.get_group())  # 0 but on one rank each
+            logits = self._logits(hidden)
+            if dist.get_rank() == source:
+                try:
+                    ids = draw(hidden, logits)
+                except DivergedError as caught:
+                    error = caught
+        dist.broadcast(ids, src=source)
+        if (ids < 0).any():
+            with raise_together():
+                if error is not None:
+                    raise error
+        return ids
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [B, V] of hidden states [B, C]; collective over tp."""
+        weight = self._part.output_weight
+        if self._mesh.tp.size() == 1:
+            return F.linear(hidden, weight)
+        from torch.distributed.tensor import DTensor, Replicate
+
+        whole = DTensor.from_local(hidden, self._mesh.tp, [Replicate()], run_check=False)
+        return F.linear(whole, weight).full_tensor()  # type: ignore[attr-defined]

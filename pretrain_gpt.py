@@ -6,12 +6,14 @@ torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/llama_
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
 from model.attention import Attend, HybridAttention, LinearAttend
 from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
-from model.registry import TITLES, attention_title, build_model, flops_per_token, num_parameters
+from model.registry import TITLES, attention_title, build_model, flops_per_token, num_parameters, num_trained
 from parallel.mesh import Mesh, distributed_mesh
 from planner.complete import complete
 from runtime.processes import launched_world_size
@@ -93,10 +95,17 @@ def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend | Hybr
     from parallel.tensor.split import split_model  # DTensor, which a refused command line need not wait for
 
     model = config.model
+
+    def build() -> LanguageModel:
+        part = build_model(model, attend)
+        if model.lora_rank is not None and config.train.bf16:
+            part.cast(torch.bfloat16, frozen=True)  # no step adds to them what 16 bits would lose
+        return part
+
     return build_parts(
         config,
         mesh,
-        build=lambda: build_model(model, attend),
+        build=build,
         split=lambda part: split_model(part, mesh.tp, head_dim=model.head_dim, kv_heads=model.query_groups),
         weight_of=lambda name, shape: initial_weight(model, name, shape, config.train.seed),
     )
@@ -107,6 +116,8 @@ def described(config: Config, mesh: Mesh) -> str:
     model = config.model
     alone = model.linear_attention and mesh.cp.size() == 1
     title = f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters"
+    if model.lora_rank is not None:
+        title += f", of which {num_trained(model):,} in adapters of rank {model.lora_rank} are trained"
     if (attention := attention_title(model)) is not None:
         title += f", {attention}"
     method = "linear attention" if alone else config.context.title

@@ -3,7 +3,7 @@
 import json
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,6 +168,7 @@ def load_model(
     architecture: dict[str, Any],
     *,
     section: str = "model",
+    fresh: Callable[[str], bool] = lambda name: False,
     group: dist.ProcessGroup | None = None,
 ) -> Manifest:
     """Load only the weights, cast to the dtypes of ``model``, and return the manifest. Needs no process group.
@@ -176,6 +177,7 @@ def load_model(
 
     Args:
         section: section of the checkpoint to read; weight averages have their own.
+        fresh: whether a weight of this name stays as it is where the checkpoint lacks it.
 
     Raises:
         CheckpointError: as ``load_checkpoint`` does.
@@ -186,7 +188,8 @@ def load_model(
     with cpu_group(group) as group:
         with raise_together(group):
             manifest, metadata = _described(folder, architecture)
-            state = {section: tensors_of(model, None)["model"]}
+            held, wanted = metadata.state_dict_metadata, tensors_of(model, None)["model"]
+            state = {section: {n: w for n, w in wanted.items() if f"{section}.{n}" in held or not fresh(n)}}
         compare_tensors(folder, state, metadata, group, exact_dtype=False)
         read_shards(folder, state, metadata, group)
         spread_copies(model, None)

@@ -56,7 +56,8 @@ class _OverChunks(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         need_x, *need = ctx.needs_input_grad[3:]
         wanted = [p for p, needed in zip(ctx.parameters, need, strict=True) if needed]
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in wanted]
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in wanted]
+        sums: list[Tensor] = []  # begun by the first chunk: a gradient may be divided otherwise than its parameter
         dx = torch.empty_like(x) if need_x else None
         for rows in _chunks(x, ctx.size):
             part = x[rows].detach().requires_grad_(need_x)
@@ -66,6 +67,7 @@ class _OverChunks(torch.autograd.Function):
             found = torch.autograd.grad(out, inputs, grad if ctx.summed else grad[rows])
             if dx is not None:
                 dx[rows], found = found[0], found[1:]
+            sums = sums or [one.to(dtype, copy=True).zero_() for one, dtype in zip(found, wide, strict=True)]
             for total, one in zip(sums, found, strict=True):
                 total += one
             del part, out, inputs, found  # free this chunk before the next one is computed

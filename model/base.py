@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kernels.cache import States
 from model.config import ModelConfig
+from model.lora import initial_adapter, is_adapter
 
 Head = Callable[[Tensor, Tensor], Tensor]
 """Normalised hidden states [B, T, C], output weights [V, C] -> the forward's result."""
@@ -102,11 +103,14 @@ class LanguageModel(nn.Module):
         if not last:
             self.output = None
 
-    def cast(self, dtype: torch.dtype) -> None:
-        """Cast the model to ``dtype``; modules with full_precision stay in float32."""
+    def cast(self, dtype: torch.dtype, *, frozen: bool = False) -> None:
+        """Cast the model to ``dtype``; modules with full_precision stay in float32.
+
+        With ``frozen`` adapters stay too: a model on the meta device then trains them with masters in float32.
+        """
         self.to(dtype)
-        for module in self.modules():
-            if getattr(module, "full_precision", False):
+        for name, module in self.named_modules():
+            if getattr(module, "full_precision", False) or (frozen and is_adapter(f"{name}.weight")):
                 module.float()
 
     @torch.no_grad()
@@ -158,6 +162,8 @@ def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: i
     variance does not grow with depth (Radford et al. 2019, section 2.3; Megatron-LM's scaled_init_method_normal). One
     generator per parameter gives the same weights for any mesh, pipeline split or order of construction.
     """
+    if is_adapter(name):
+        return initial_adapter(name, shape, generator_of(seed, name))
     if name.endswith(".bias"):
         return torch.zeros(*shape)
     if name.endswith("norm.weight"):

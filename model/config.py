@@ -7,15 +7,17 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from model.lora import LoraConfig
 from model.rope import RopeConfig
 from model.windows import MOST_LAYERS, Window, Windows, windows_of
 from runtime.errors import UserError
 
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+LINEARS = ("wq", "wk", "wv", "wu", "wo", "gate", "up", "down")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(RopeConfig):
+class ModelConfig(RopeConfig, LoraConfig):
     """Kind and shape of the model."""
 
     model_type: Literal["llama", "gpt", "transnormer", "linear_transformer"] = "llama"
@@ -89,6 +91,7 @@ class ModelConfig(RopeConfig):
         self._check_positions()
         softmax = not self.linear_attention or self.softmax_every is not None
         self.check_rope(self.head_dim, rotates=softmax and not self.learned_positions)
+        self.adapted_linears()
 
     def _check_kind(self) -> None:
         """Check settings that need linear attention, and those that it excludes."""
@@ -214,6 +217,12 @@ class ModelConfig(RopeConfig):
     def _windows(self) -> Windows:
         return windows_of(self.window_size, self.window_attn_skip_freq, self.num_layers)
 
+    def adapted_linears(self) -> tuple[str, ...]:
+        """Return the linear layers that get an adapter, by their names in a layer; none without lora_rank."""
+        gates = {"llama": ("gate",), "transnormer": ("wu", "gate")}.get(self.model_type, ())
+        linears = (name for name in LINEARS if name in gates or name not in ("wu", "gate"))
+        return self.adapted(tuple(linears), self.hidden_size)
+
     @property
     def embedding_scale(self) -> float:
         """Factor of the embeddings in a model with linear attention (Vaswani et al. 2017, section 3.4)."""
@@ -278,6 +287,10 @@ def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str |
         if config.softmax_every is not None:
             linear["softmax_every"] = config.softmax_every
     own = {name: True for name in ("add_qkv_bias", "qk_layernorm") if getattr(config, name)}
+    adapters: dict[str, int | float | bool | str | None] = {}
+    if config.lora_rank is not None:
+        names = ",".join(config.adapted_linears())
+        adapters = {"lora_rank": config.lora_rank, "lora_scale": config.lora_scale, "lora_target": names}
     return {
         "model_type": config.model_type,
         "num_layers": config.num_layers,
@@ -295,5 +308,6 @@ def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str |
         **linear,
         **softmax,
         **own,
+        **adapters,
         **config.scaling(),
     }

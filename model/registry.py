@@ -12,6 +12,7 @@ from model.config import ModelConfig
 from model.gpt import GPT
 from model.linear_transformer import LinearTransformer
 from model.llama import Llama
+from model.lora import add_adapters
 from model.transnormer import TransNormer
 from model.windows import Window
 
@@ -30,12 +31,15 @@ TITLES = {
 
 
 def build_model(config: ModelConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> LanguageModel:
-    """Build the model of config.model_type on torch's default device, with uninitialised weights.
+    """Build the model of config.model_type on torch's default device, with uninitialised weights and its adapters.
 
     attend is its attention core: softmax or linear as the model, both for a hybrid; by default that of one device.
     """
     kind = MODELS[config.model_type]
-    return kind(config) if attend is None else kind(config, attend)
+    model = kind(config) if attend is None else kind(config, attend)
+    if config.lora_rank is not None:
+        add_adapters(model, config.adapted_linears(), config.lora_rank, config.lora_scale)
+    return model
 
 
 def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
@@ -44,19 +48,25 @@ def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Count the trainable parameters, embeddings included and tied output weights once."""
+    """Count the parameters, embeddings included and tied output weights once."""
     return sum(shape.numel() for shape in shapes_of(config).values())
+
+
+def num_trained(config: ModelConfig) -> int:
+    """Count the parameters that training changes: all, or the adapters'."""
+    return sum(weight.numel() for weight in _on_meta(config).parameters() if weight.requires_grad)
 
 
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     """Return the FLOPs of training on one token, forward and backward, without recomputation.
 
     Counts 6 per weight of every matrix product, including the output projection but not embedding lookups, as PaLM does
-    (Chowdhery et al. 2022, appendix B). Attention adds 12 * layers * heads * head width * seq_length for a full mask;
-    the causal mask needs half, and half is counted, as in Megatron-LM's num_floating_point_operations. PaLM and nanoGPT
-    count the full square and so report a higher utilisation. Under a window a token has the keys that it sees in the
-    place of that half. Linear attention adds 12 per element of a layer's state, which each token writes and reads. Each
-    layer of a hybrid counts as its kind. Sinks add nothing that counts.
+    (Chowdhery et al. 2022, appendix B), and 4 per frozen one, which has no gradient. Attention adds 12 * layers * heads
+    * head width * seq_length for a full mask; the causal mask needs half, and half is counted, as in Megatron-LM's
+    num_floating_point_operations. PaLM and nanoGPT count the full square and so report a higher utilisation. Under a
+    window a token has the keys that it sees in the place of that half. Linear attention adds 12 per element of a
+    layer's state, which each token writes and reads. Each layer of a hybrid counts as its kind. Sinks add
+    nothing that counts.
     """
     fixed, windows = _counted(config)
     keys = sum(layers * mean_keys(window, seq_length) for window, layers in windows)
@@ -67,11 +77,12 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
 def _counted(config: ModelConfig) -> tuple[float, tuple[tuple[Window | None, int], ...]]:
     """Return a token's FLOPs besides scores, and how many layers of softmax attention have each window."""
     model = _on_meta(config)
-    matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     if model.output is None:
-        matrices += model.output_weight.numel()
+        matrices.append(model.output_weight)
+    products = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in matrices)
     windows = Counter(map(config.window, softmax_layers(config)))
-    return 6 * matrices + 12 * state_elements(config), tuple(windows.items())
+    return products + 12 * state_elements(config), tuple(windows.items())
 
 
 def mean_keys(window: Window | None, seq_length: int) -> float:

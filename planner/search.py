@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from model.config import ModelConfig
-from model.registry import flops_per_token, num_parameters
+from model.registry import flops_per_token, num_parameters, num_trained
 from parallel.context import ContextConfig, Plan, make_plan
 from parallel.context.layout import PLACEMENTS
 from parallel.context.methods.registry import METHODS, STATE_METHODS
@@ -53,7 +53,7 @@ def workload_of(config: Config, dp: int) -> Workload:
         raise ConfigError(
             f"softmax_every is {model.softmax_every}, and the planner knows models of one kind of attention alone"
         )
-    parameters, matrix_weights = _weights(model)
+    parameters, trained, matrix_weights = _weights(model)
     windows = [window for window in map(model.window, range(model.num_layers)) if window]
     return Workload(
         layers=model.num_layers,
@@ -71,13 +71,15 @@ def workload_of(config: Config, dp: int) -> Workload:
         micro_batches=config.train.micro_batches(dp),
         window=windows[0] if windows else None,
         windowed_layers=len(windows),
+        trained=trained,
     )
 
 
 @lru_cache
-def _weights(model: ModelConfig) -> tuple[int, int]:
-    """Count all parameters, and the weights of all matrix products, on the meta device."""
-    return num_parameters(model), int(flops_per_token(model, 0) / 6)  # at length 0 there is no attention
+def _weights(model: ModelConfig) -> tuple[int, int, int]:
+    """Count all parameters, the trained ones, and the weights of all matrix products, on the meta device."""
+    products = int(flops_per_token(model.merged(), 0) / 6)  # at length 0 there is no attention
+    return num_parameters(model), num_trained(model), products
 
 
 def predicted(

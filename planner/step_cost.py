@@ -36,6 +36,13 @@ class Workload:
     window: Window | None = None
     """Keys that a query of a layer with a window sees before and after its own."""
     windowed_layers: int = 0
+    trained: int | None = None
+    """Parameters that are trained, besides which the others lie frozen in element_size bytes; None: all."""
+
+    @property
+    def trained_share(self) -> float:
+        """Return the share of the parameters that have gradients and an optimizer's state."""
+        return 1.0 if self.trained is None else self.trained / self.parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +90,8 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     layer = 2 * rows * (work.matrix_weights - output) / work.layers / tp / rate  # seconds forward
     head = 2 * rows * output / tp / rate
     forward, backward, links = _mean_attention(work, plan, of, cluster, tp)
-    linear = layers * layer * 3 + head * (4 if arranged.loss_chunk else 3)
+    passes = 2 + work.trained_share  # forward, and backward to the inputs and to the weights
+    linear = layers * layer * passes + head * (passes + bool(arranged.loss_chunk))
     again = layers * (layer if arranged.recompute in ("full", "attention_boundary") else 0.0)
     again += layers * (forward if arranged.recompute in ("full", "selective") else 0.0)
     again += layers * (layer * _ffn_share(work) if arranged.ffn_chunk else 0.0)
@@ -142,7 +150,7 @@ def _data(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster) -
         return 0.0
     share = work.parameters / (arranged.tp * arranged.pp) * (ranks - 1) / ranks
     weights = _ring_seconds(share * work.element_size, ranks, arranged.tp, cluster)
-    gradients = _ring_seconds(share * 4, ranks, arranged.tp, cluster)
+    gradients = _ring_seconds(share * 4 * work.trained_share, ranks, arranged.tp, cluster)
     if arranged.strategy in ("ddp", "legacy_ddp"):
         return 2 * gradients
     gathers = 2 * work.micro_batches if arranged.strategy == "zero3" else 1
@@ -178,12 +186,13 @@ def _own_sizes(work: Workload, plan: Plan, tp: int) -> Sizes:
 def memory(work: Workload, plan: Plan, arranged: Arrangement, of: Sizes, moves: Moves) -> dict[str, float]:
     """Return the bytes of a first-stage rank at the peak of a step, by cause."""
     own = work.parameters / (arranged.tp * arranged.pp)
+    trained = own * work.trained_share
     layers = -(-work.layers // arranged.pp)
     shards = 1 if arranged.strategy in ("ddp", "legacy_ddp") else arranged.dp * plan.size // arranged.copies
     whole = own if arranged.strategy in ("zero1", "zero2") else 2 * own / layers
     if shards == 1:
         whole = own if work.element_size < 4 else 0.0
-    copies = whole * work.element_size + (4 * own if arranged.strategy == "zero1" and shards > 1 else 0.0)
+    copies = whole * work.element_size + (4 * trained if arranged.strategy == "zero1" and shards > 1 else 0.0)
     tokens = work.micro_batch * plan.local_len
     kept, inside = _layer_activations(work, arranged)
     again = arranged.recompute in ("full", "attention_boundary")
@@ -194,7 +203,7 @@ def memory(work: Workload, plan: Plan, arranged: Arrangement, of: Sizes, moves: 
     logits = scores * work.vocab * (work.element_size + 4) / arranged.tp
     layer = (tokens * inside if again else 0.0) + _attention_buffers(plan, of, moves)
     return {
-        "weights, gradients, optimizer": 16 * own / shards + copies,
+        "weights, gradients, optimizer": (16 * trained + work.element_size * (own - trained)) / shards + copies,
         "activations": tokens * (kept * layers * flying + 3 * work.hidden * work.element_size / arranged.tp),
         "a layer's backward, or the logits": max(layer, logits),
     }

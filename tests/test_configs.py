@@ -94,7 +94,7 @@ def test_the_examples_of_the_help_are_valid(entry, monkeypatch):
     "path", sorted((ROOT / "configs" / "runs").glob("*_[0-9]*x*.toml")), ids=lambda path: path.stem
 )
 def test_a_recipe_says_what_the_planner_predicts_for_it_and_takes_nothing_slower(path: Path) -> None:
-    processes, device = re.search(r"(\d+)x(\w+)$", path.stem).groups()  # type: ignore[union-attr]
+    processes, device = re.search(r"_(\d+)x([a-z]+\d+)", path.stem).groups()  # type: ignore[union-attr]
     cluster, recipe = load_cluster(ROOT / "configs" / "clusters" / f"{device}_pod.toml"), load_config(path)
     validate_sizes(recipe, int(processes))
     own = predicted(recipe, int(processes), cluster)
@@ -104,3 +104,11 @@ def test_a_recipe_says_what_the_planner_predicts_for_it_and_takes_nothing_slower
     assert [figure for figure in figures if figure not in said] == []
     best = rank(list(arrangements(recipe, int(processes))), int(processes), cluster).candidates[0]
     assert own.time == pytest.approx(best.prediction.time, rel=1e-6)
+
+
+def test_adapters_fit_where_all_weights_do_not() -> None:
+    recipe = load_config(ROOT / "configs" / "runs" / "finetune_llama3_8b_512k_4xh100_lora.toml")
+    cluster = load_cluster(ROOT / "configs" / "clusters" / "h100_pod.toml")
+    found = rank(list(arrangements(replace(recipe, model=recipe.model.merged()), 4)), 4, cluster)
+    assert found.candidates == []
+    assert min(found.too_large) / 1e9 == pytest.approx(82.6, abs=0.05)

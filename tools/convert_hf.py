@@ -24,9 +24,11 @@ from data.text.megatron import DataConfig
 from data.tokenizer import load_tokenizer
 from model.config import architecture_of
 from model.hf import config_from_hf, config_to_hf
-from model.hf.api import our_weights, their_weights
+from model.hf.adapter import write_adapter
+from model.hf.api import Read, our_weights, their_weights
 from model.hf.folder import CONFIG, read_json
 from model.hf.shards import Weights, inside, new_folder, write_model
+from model.lora import merge
 from model.registry import num_parameters
 from planner.complete import with_vocabulary
 from runtime.errors import UserError
@@ -77,34 +79,38 @@ def import_model(source: Path, run: Path) -> str:
     )
 
 
-def export_model(run: Path, target: Path, step: int | None, dtype: str | None, most_bytes: int) -> str:
+def export_model(
+    run: Path, target: Path, step: int | None, dtype: str | None, most_bytes: int, *, adapter: bool = False
+) -> str:
     """Write a run's weights as a Hugging Face folder, with what an imported model came with, and say what it is.
 
+    Adapters (LoRA) are merged into the weights; with ``adapter`` they alone are written, as PEFT's files.
+
     The dtype is by default that of the imported config.json, and of a run without one that of its checkpoint; an
-    import that was not trained keeps each tensor's.
+    import that was not trained keeps each tensor's, and so do adapters alone.
 
     Raises:
         UserError: ``target`` exists, the run has no whole checkpoint, or transformers cannot express the model; nothing
             is written then.
     """
-    if not (run / "config.toml").is_file():
-        raise ConfigError(f"{run} holds no config.toml; name the folder that a run saved to")
-    config = load_config(run / "config.toml")
-    if config.model.vocab_size is None:
-        config = with_vocabulary(config, load_tokenizer(str(config.data.tokenizer_model)).vocab_size)
-    folder = find_checkpoint(run, step)
-    if folder is None:
-        raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
-    extra = read_manifest(folder).extra
-    config = trained(config, extra)
+    folder, config = _of_run(run, step)
+    model, extra = config.model, read_manifest(folder).extra
     came_with = _came_with(run, config)
     contents = {} if came_with is None else read_json(came_with / CONFIG)
-    ours, read_ours = stored_weights(folder, architecture_of(config.model))
-    wanted = _dtype(dtype, contents, imported=IMPORTED in extra)
+    ours, read_ours = stored_weights(folder, architecture_of(model))
+    wanted = _dtype(dtype, {} if adapter else contents, imported=IMPORTED in extra)
+    if model.lora_rank is not None and not adapter:
+        ours, read_ours = merge(ours, read_ours, model.lora_scale)
+        model = model.merged()
     ours = {name: weight.to(wanted or weight.dtype) for name, weight in ours.items()}
-    theirs, read = their_weights(ours, lambda name: read_ours(name).to(ours[name].dtype), config.model)
+    read_cast: Read = lambda name: read_ours(name).to(ours[name].dtype)  # noqa: E731
+    if adapter:
+        with new_folder(target) as draft:
+            count = write_adapter(draft, ours, read_cast, model, contents.get("_name_or_path"))
+        return f"exported {count} adapters of {folder} to {target}, as PEFT reads them"
+    theirs, read = their_weights(ours, read_cast, model)
     dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in theirs.values()})
-    said = config_to_hf(config.model, contents) | {"torch_dtype": dtypes[0]}
+    said = config_to_hf(model, contents) | {"torch_dtype": dtypes[0]}
     with new_folder(target) as draft:
         files = write_model(draft, theirs, said, read, most_bytes)
         if came_with is not None:
@@ -113,6 +119,19 @@ def export_model(run: Path, target: Path, step: int | None, dtype: str | None, m
     return f"exported {folder} to {target}: a {said['model_type']} of {', '.join(dtypes)} in {many}" + (
         "" if came_with is None else f", with the tokenizer and settings of {came_with}"
     )
+
+
+def _of_run(run: Path, step: int | None) -> tuple[Path, Config]:
+    """Return a run's checkpoint and the configuration of what it holds. Raises UserError if there is none."""
+    if not (run / "config.toml").is_file():
+        raise ConfigError(f"{run} holds no config.toml; name the folder that a run saved to")
+    config = load_config(run / "config.toml")
+    if config.model.vocab_size is None:
+        config = with_vocabulary(config, load_tokenizer(str(config.data.tokenizer_model)).vocab_size)
+    folder = find_checkpoint(run, step)
+    if folder is None:
+        raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
+    return folder, trained(config, read_manifest(folder).extra)
 
 
 def _came_with(run: Path, config: Config) -> Path | None:
@@ -158,12 +177,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     writing.add_argument("--ckpt-step", type=int, metavar="N", help="iteration; by default the newest whole one")
     writing.add_argument("--dtype", choices=DTYPES, help="of the weights; by default the imported model's")
     writing.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE", help="of a file (default: 5GB)")
+    writing.add_argument("--adapter", action="store_true", help="the adapters of a LoRA run alone, as PEFT's files")
     args = parser.parse_args(argv)
     try:
         if args.command == "import":
             print(import_model(args.source, args.run))
         else:
-            print(export_model(args.run, args.target, args.ckpt_step, args.dtype, args.max_shard_size))
+            step, dtype, most = args.ckpt_step, args.dtype, args.max_shard_size
+            print(export_model(args.run, args.target, step, dtype, most, adapter=args.adapter))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -11,6 +11,7 @@ from torch import nn
 
 from checkpoint.api import CheckpointError, find_checkpoint, load_checkpoint, load_model, read_manifest
 from checkpoint.manifest import MANIFEST
+from model.lora import is_adapter
 from runtime.together import is_first
 from train import schedule
 from train.config.common import CommonConfig
@@ -21,7 +22,8 @@ from train.schedule import schedule_of, shortened
 
 Run = TypeVar("Run", bound=CommonConfig)
 OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-REFITTED = ("rotary_base", "rope_scaling_", "window_")
+ADAPTED = "lora_"
+REFITTED = ("rotary_base", "rope_scaling_", "window_", ADAPTED)
 """What names of an architecture's settings begin with that finetuning may change."""
 IMPORTED = "imported_from"
 """Of a checkpoint's ``extra``: the model came from Hugging Face, and no run has trained it."""
@@ -52,7 +54,8 @@ def resume(
     """Load the checkpoint of ``--load``, and print its state and changed settings; collective.
 
     Without a checkpoint the run starts afresh. With ``--finetune`` only the weights are loaded, and rope and windows
-    may be others than they were trained with: no weight's shape depends on them.
+    may be others than they were trained with: no weight's shape depends on them. Adapters begin there, where the
+    checkpoint has none.
 
     Args:
         contents: the value of ``config.contents()``.
@@ -63,19 +66,20 @@ def resume(
     Raises:
         CheckpointError: broken, of another architecture, or missing where required.
     """
-    path = _to_load(config)
+    path = _to_load(config, architecture)
     if path is None:
         _tell(shortened(config.optimizer, config.train.train_iters))
         return config, Progress()
     if config.checkpoint.finetune:
         fitting, notes = _refitted(path, architecture)
-        load_model(path, model, fitting)
+        load_model(path, model, fitting, fresh=is_adapter)
         if ema is not None:
             ema.restart()
         notes += shortened(config.optimizer, config.train.train_iters)
         _tell([f"weights from {path}; all else begins afresh", *notes])
         return config, Progress()
     manifest = read_manifest(path)
+    _check_adapters(path, manifest.architecture, architecture, begin=False)
     progress = progress_of(path, manifest.extra)
     _check_aim(path, manifest.extra, config)
     config, scheduled = continued(config, path, manifest.extra, progress.iteration)
@@ -91,14 +95,16 @@ def resume(
     return config, progress
 
 
-def _to_load(config: CommonConfig) -> Path | None:
+def _to_load(config: CommonConfig, architecture: dict[str, Any]) -> Path | None:
     load = config.checkpoint.load
     if load is None:
         return None
     path = find_checkpoint(load, config.checkpoint.ckpt_step)
     if path is None:
-        asked = "finetune" if config.checkpoint.finetune else "exit_on_missing_checkpoint"
-        if config.checkpoint.finetune or config.checkpoint.exit_on_missing_checkpoint:
+        found = config.checkpoint
+        needs = {"finetune": found.finetune, "lora_rank": "lora_rank" in architecture}
+        needs["exit_on_missing_checkpoint"] = found.exit_on_missing_checkpoint
+        if (asked := next((name for name, needed in needs.items() if needed), None)) is not None:
             raise CheckpointError(
                 f"load is {load}, which holds no checkpoint, and {asked} is set; name a run's folder, or leave the "
                 "flag out to start afresh"
@@ -110,11 +116,27 @@ def _to_load(config: CommonConfig) -> Path | None:
 def _refitted(path: Path, architecture: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the architecture with the checkpoint's rope and windows, and a note for each that changes."""
     there = read_manifest(path).architecture
+    _check_adapters(path, there, architecture, begin=True)
     names = [name for name in there | architecture if name.startswith(REFITTED)]
     changed = [name for name in names if there.get(name) != architecture.get(name)]
     notes = [f"note: {name} was {there.get(name)} and is {architecture.get(name)}" for name in changed]
     own = {name: value for name, value in architecture.items() if name not in names}
     return own | {name: there[name] for name in names if name in there}, notes
+
+
+def _check_adapters(path: Path, there: dict[str, Any], here: dict[str, Any], *, begin: bool) -> None:
+    """Raise CheckpointError if a checkpoint has other adapters than the run, or none although they do not begin."""
+    before, now = ({n: v for n, v in of.items() if n.startswith(ADAPTED)} for of in (there, here))
+    if now and not before and not begin:
+        raise CheckpointError(
+            f"{path} has no adapters, and lora_rank is {now['lora_rank']}; begin them there with --finetune"
+        )
+    if before and before != now:
+        said = [", ".join(f"{name} {value}" for name, value in of.items()) or "none" for of in (before, now)]
+        raise CheckpointError(
+            f"{path} has adapters of {said[0]}, and this run's are {said[1]}; give the same, or export it with them "
+            "merged and import that (tools.convert_hf)"
+        )
 
 
 def _tell(lines: Sequence[str]) -> None:

@@ -140,11 +140,11 @@ class Llama:
 
     def to_ours(self, theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         """Return our state dict of `names`, with the same tensors."""
-        return {name: theirs[_hf_name(name)] for name in names}
+        return {name: theirs[hf_name(name)] for name in names}
 
     def to_theirs(self, ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         """Return their state dict, with the same tensors."""
-        return {_hf_name(name): weight for name, weight in ours.items()}
+        return {hf_name(name): weight for name, weight in ours.items()}
 
 
 class Mistral(Llama):
@@ -298,7 +298,7 @@ def _rope_to_hf(config: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": scaling | {"rope_theta": base}}
 
 
-def _hf_name(name: str) -> str:
+def hf_name(name: str) -> str:
     """Return Hugging Face's name of our parameter."""
     module, kind = name.rsplit(".", 1)
     if module.startswith("layers."):

@@ -153,7 +153,7 @@ def write_model(
     width = f"-of-{len(shards):05d}.safetensors"
     names = [f"model-{number:05d}{width}" for number in range(1, len(shards) + 1)] if len(shards) > 1 else [WEIGHTS]
     for file, shard in zip(names, shards, strict=True):
-        _write(folder / file, shard, read or weights.__getitem__)
+        write_weights(folder / file, shard, read or weights.__getitem__)
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(map(_bytes, weights.values()))},
@@ -168,8 +168,11 @@ def _bytes(weight: Tensor) -> int:
     return weight.numel() * weight.element_size()
 
 
-def _write(path: Path, weights: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
-    """Write one file in safetensors' format: the header's length, a JSON header, the tensors' bytes."""
+def write_weights(path: Path, weights: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+    """Write one file in safetensors' format: the header's length, a JSON header, the tensors' bytes.
+
+    Arguments as in ``write_model``.
+    """
     # Wide types first, as safetensors does, so that each tensor is aligned to its type.
     order = sorted(weights, key=lambda name: -weights[name].element_size())
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

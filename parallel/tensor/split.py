@@ -39,9 +39,9 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
     attention with wq, wk, wv and wo, mlp_norm, and mlp with up, down and optionally gate), norm and output, with or
     without biases. An attention may have log_decay, one number per head, num_heads, sinks, a parameter of a number per
     head that ``own_sinks`` returns, and the modules q_norm and k_norm (RMS norms of each head), wu (a gate), lrpe
-    (angles theta of every head) and norm (an RMS norm over all heads, without a weight). The model takes tokens [B, T],
-    the same on all ranks, and returns logits [B, T, V] as a DTensor sharded over the vocabulary, for vocabulary.py's
-    ``cross_entropy_sum``.
+    (angles theta of every head) and norm (an RMS norm over all heads, without a weight). Linear layers may
+    hold adapters. The model takes tokens [B, T], the same on all ranks, and returns logits [B, T, V] as a DTensor
+    sharded over the vocabulary, for vocabulary.py's ``cross_entropy_sum``.
 
     A pipeline stage lacks some of these. Stages send each other hidden states of this rank's tokens [B, T / size, C],
     as plain tensors.
@@ -81,7 +81,7 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
         "norm": GatheredNorm(),
         "output": ColwiseParallel(use_local_output=False),
     }
-    _apply(model, mesh, styles)
+    _apply(model, mesh, styles | _adapters(styles))
     model.register_forward_pre_hook(lambda _, inputs: (of_tokens(inputs[0], mesh), *inputs[1:]))
     if getattr(model, "norm", None) is None:
         # A copy: FSDP warns about views.
@@ -125,10 +125,27 @@ def split_dit(model: nn.Module, mesh: DeviceMesh) -> None:
         model.register_forward_hook(lambda _, inputs, x: of_tokens(x, mesh).full_tensor().clone())
 
 
+def _adapters(styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """Return the styles of the adapters inside of linear layers (``model.lora``), which send nothing of their own.
+
+    Beside output channels B is split as they are, and A is whole; beside input channels A is split, and B, whole, takes
+    partial sums to partial sums. Gradients of what is whole are partial.
+    """
+    found: dict[str, ParallelStyle] = {}
+    for name, style in styles.items():
+        if isinstance(style, Matrix | OneHead):
+            inputs = isinstance(style, Matrix) and style.dim == 1
+            found[f"{name}.lora_A"], found[f"{name}.lora_B"] = (style, Whole()) if inputs else (Whole(), style)
+    return found
+
+
 def _apply(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
     """Split the named modules, in each layer and outside. Raise ValueError for a parameter in none of them."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     names = {name: re.sub(r"^layers\.[^.]+\.", "", name) for name, _ in model.named_modules()}
     parallelize_module(model, mesh, {name: styles[kind] for name, kind in names.items() if kind in styles})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)  # styles make new ones
     if left := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
         raise ValueError(
             f"tensor parallelism knows no way to split {', '.join(left)}; parallel/tensor/split.py has the plan"

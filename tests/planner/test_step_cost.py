@@ -195,6 +195,21 @@ def test_what_is_divided_takes_less() -> None:
     assert states("zero3", dp=2, copies=2) == states("zero3")
 
 
+def test_frozen_weights_lie_in_their_type_without_gradients_or_moments() -> None:
+    plan, trained = make_plan("zigzag", seq_len=65536, size=8), 40_000_000
+    lora, frozen = replace(GPT_7B, trained=trained), GPT_7B.parameters - trained
+    for strategy, copies in (("ddp", 2.0), ("zero2", 2.0), ("zero3", 2 * 2 / 32)):
+        found = predict(lora, plan, Arrangement(strategy=strategy), NETWORK)  # type: ignore[arg-type]
+        held = (16 * trained + 2 * frozen) / (1 if strategy == "ddp" else 8)
+        wanted = held + copies * GPT_7B.parameters
+        assert found.memory["weights, gradients, optimizer"] == pytest.approx(wanted)
+    share, whole = trained / GPT_7B.parameters, predict(GPT_7B, plan, Arrangement(), COMPUTE).seconds["linear"]
+    assert predict(lora, plan, Arrangement(), COMPUTE).seconds["linear"] == pytest.approx(whole * (2 + share) / 3)
+    assert predict(replace(GPT_7B, trained=GPT_7B.parameters), plan, Arrangement(), NETWORK) == predict(
+        GPT_7B, plan, Arrangement(), NETWORK
+    )
+
+
 def test_pipelines_and_tensor_parallelism_divide_compute_and_cost_what_they_send() -> None:
     plan = make_plan("zigzag", seq_len=65536, size=8)
     whole = predict(GPT_7B, plan, Arrangement(), COMPUTE)

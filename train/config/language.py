@@ -83,6 +83,11 @@ def validate(config: Config, world_size: int) -> None:
         raise ConfigError(
             "tokenizer_model is not set; give --tokenizer-model FILE, the one that the data was written with"
         )
+    if config.model.lora_rank is not None and config.checkpoint.load is None:
+        raise ConfigError(
+            f"lora_rank is {config.model.lora_rank} and load is not set, so that the weights beside the adapters would "
+            "be random; give --finetune --load RUN"
+        )
 
 
 def _validate_documents(config: Config) -> None:

@@ -119,7 +119,8 @@ class NextToken(Objective):
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
         """Tie the embedding of the first stage and the last if it is also the output projection."""
         assert isinstance(part, LanguageModel)
-        return {} if part.config.untie_embeddings_and_output_weights else {"embedding.weight": (0, stages - 1)}
+        apart = part.config.untie_embeddings_and_output_weights or part.config.lora_rank is not None  # frozen copies
+        return {} if apart else {"embedding.weight": (0, stages - 1)}
 
     def validation_line(self, record: dict[str, Any]) -> str:
         """Describe a validation in one line, with the corpus's unigram entropy if known."""

@@ -40,6 +40,7 @@ def test_toml_round_trip_of_every_field(tmp_path: Path) -> None:
         "data_parallel_sharding_strategy": "fsdp",
         "pipeline_schedule": "Interleaved1F1B",
         "pipeline_layers": (3, 5),
+        "lora_target": ("wq", "down_proj"),
     }
     # Which go with no learned positions, no warm-up in iterations and no use_checkpoint_opt_param_scheduler.
     alone: dict[str, object] = {

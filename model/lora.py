@@ -1,0 +1,127 @@
+"""LoRA: adapters of low rank beside frozen linear layers (Hu et al. 2021, arXiv:2106.09685, equation 3).
+
+A linear layer W [out, in] adds (alpha / r) B A x to its output. A [r, in] and B [out, r] are linear layers inside of
+it, lora_A and lora_B as PEFT names them.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from runtime.errors import UserError
+
+THEIRS = {
+    "q_proj": "wq",
+    "k_proj": "wk",
+    "v_proj": "wv",
+    "o_proj": "wo",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+}
+"""PEFT's names of a LLaMA's linear layers, and ours."""
+ADAPTERS = (".lora_A.weight", ".lora_B.weight")
+
+C = TypeVar("C", bound="LoraConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters of low rank, trained in the place of the weights."""
+
+    lora_rank: int | None = None
+    """Train adapters of this rank alone (LoRA), beside the weights of --load, which stay as they are; by default the
+    weights are trained."""
+    lora_alpha: float | None = None
+    """Adapters count lora_alpha / lora_rank times; by default once."""
+    lora_target: tuple[str, ...] = ()
+    """Linear layers that get an adapter: wq wk wv wo of attention (and wu, a transnormer's gate) and gate up down of
+    the feed-forward, or PEFT's names of these, such as q_proj; by default all of them."""
+
+    def adapted(self, linears: Sequence[str], width: int) -> tuple[str, ...]:
+        """Return which of a layer's ``linears`` get an adapter, by our names; ``width`` is the residual stream's.
+
+        Raises:
+            UserError: a target that is none of them, or settings without sense.
+        """
+        rank, alpha = self.lora_rank, self.lora_alpha
+        if rank is None:
+            if alpha is not None or self.lora_target:
+                name, value = (
+                    ("lora_alpha", alpha) if alpha is not None else ("lora_target", " ".join(self.lora_target))
+                )
+                raise UserError(f"{name} is {value} and lora_rank is not set; give --lora-rank, or leave {name} out")
+            return ()
+        if not 1 <= rank <= width:
+            raise UserError(f"lora_rank is {rank}; it must be from 1 to hidden_size {width}, such as 16")
+        if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
+            raise UserError(f"lora_alpha is {alpha}; it must be a number above 0, or left out")
+        chosen = {THEIRS.get(name, name): name for name in self.lora_target}
+        if strange := [name for ours, name in chosen.items() if ours not in linears]:
+            raise UserError(f"lora_target has {strange[0]}, and a layer of this model has {' '.join(linears)}")
+        return tuple(name for name in linears if name in chosen or not chosen)
+
+    @property
+    def lora_scale(self) -> float:
+        """Return what B A x is multiplied with."""
+        return 1.0 if self.lora_alpha is None else self.lora_alpha / (self.lora_rank or 1)
+
+    def merged(self: C) -> C:
+        """Return the configuration of the model whose weights have the adapters in them."""
+        return replace(self, lora_rank=None, lora_alpha=None, lora_target=())
+
+
+def add_adapters(model: nn.Module, targets: Sequence[str], rank: int, scale: float) -> None:
+    """Add an adapter to every linear layer with one of these names, and freeze all else, in place."""
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if name.rpartition(".")[2] in targets and isinstance(module, nn.Linear):
+            module.lora_A = nn.Linear(module.in_features, rank, bias=False)
+            module.lora_B = nn.Linear(rank, module.out_features, bias=False)
+            # A hook, not a forward of its own: tensor parallelism replaces the forwards of all three layers.
+            module.register_forward_hook(partial(_adapt, scale))
+
+
+def _adapt(scale: float, module: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    """Add the adapter's output [..., out]; in place, since no backward needs the linear layer's."""
+    narrow: Tensor = module.lora_A(inputs[0])  # [..., r]
+    return out.add_(module.lora_B(scale * narrow))
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of this name is an adapter's."""
+    return name.endswith(ADAPTERS)
+
+
+def initial_adapter(name: str, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return the initial value (float32) of an adapter's parameter, as PEFT draws it.
+
+    B is 0, so that the model begins as it is; A is uniform within 1 / sqrt(in), Kaiming's with slope sqrt(5).
+    """
+    if name.endswith(ADAPTERS[1]):
+        return torch.zeros(*shape)
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(*shape).uniform_(-bound, bound, generator=generator)
+
+
+def merge(
+    weights: Mapping[str, Tensor], read: Callable[[str], Tensor], scale: float
+) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+    """Return the (meta) weights without adapters, and what reads one of them with its adapter: W + (alpha / r) B A.
+
+    A weight with an adapter is read in float32, whatever it is stored in.
+    """
+
+    def read_merged(name: str) -> Tensor:
+        inside = [name.removesuffix(".weight") + adapter for adapter in ADAPTERS]
+        if inside[0] not in weights:
+            return read(name)
+        a, b = (read(one).float() for one in inside)  # [r, in], [out, r]
+        return read(name).float().addmm_(b, a, alpha=scale)
+
+    return {name: weight for name, weight in weights.items() if not is_adapter(name)}, read_merged

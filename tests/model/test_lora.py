@@ -1,0 +1,126 @@
+"""Adapters of low rank: which layers get them, what they compute, what is trained, and settings without sense."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from model.base import initial_weight
+from model.config import ModelConfig, architecture_of
+from model.lora import is_adapter, merge
+from model.registry import build_model, flops_per_token, num_parameters, num_trained
+from runtime.errors import UserError
+
+LLAMA = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
+KINDS = {
+    "llama": LLAMA,
+    "gpt, tied": dataclasses.replace(
+        LLAMA, model_type="gpt", max_position_embeddings=16, untie_embeddings_and_output_weights=False
+    ),
+    "sinks": dataclasses.replace(LLAMA, softmax_type="learnable", window_size="5,0"),
+    "transnormer": dataclasses.replace(LLAMA, model_type="transnormer", num_query_groups=None),
+    "hybrid": dataclasses.replace(
+        LLAMA, model_type="transnormer", num_query_groups=None, num_layers=3, softmax_every=3
+    ),
+    "linear_transformer": dataclasses.replace(LLAMA, model_type="linear_transformer", num_query_groups=None),
+}
+TOKENS = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def adapted(config: ModelConfig, **settings: Any) -> ModelConfig:
+    return dataclasses.replace(config, **{"lora_rank": 3, "lora_alpha": 4.5} | settings)
+
+
+def model_of(config: ModelConfig) -> Any:
+    """A model in float64 whose adapters do something."""
+    model = build_model(config).double()
+    model.init_weights(5)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("lora_B.weight"):
+                weight.normal_(generator=torch.Generator().manual_seed(weight.numel()))
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_compute_what_adapters_do(kind: str) -> None:
+    config = adapted(KINDS[kind])
+    model = model_of(config)
+    state = model.state_dict()
+    for scale, same in ((config.lora_scale, True), (1.0, False)):  # the second is a control
+        weights, read = merge(state, state.__getitem__, scale)
+        whole = build_model(config.merged()).double()
+        whole.load_state_dict({name: read(name) for name in weights})
+        assert (whole(TOKENS) - model(TOKENS)).abs().max().item() < 1e-5 or not same
+        assert torch.allclose(whole(TOKENS), model(TOKENS), atol=1e-5) == same
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_alone_have_gradients(kind: str) -> None:
+    """Every linear layer in a layer has one, and the output projection none."""
+    config = adapted(KINDS[kind])
+    model = model_of(config)
+    model(TOKENS).square().sum().backward()
+    assert {n for n, p in model.named_parameters() if p.grad is not None and p.grad.any()} == {
+        name for name in model.state_dict() if is_adapter(name)
+    }
+    linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith("layers")]
+    linears = [name for name in linears if ".lora_" not in name]
+    assert {f"{name}.lora_{matrix}.weight" for name in linears for matrix in "AB"} == {
+        name for name in model.state_dict() if is_adapter(name)
+    }
+    assert num_trained(config) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert num_trained(config) == num_parameters(config) - num_parameters(KINDS[kind])
+    assert num_trained(KINDS[kind]) == num_parameters(KINDS[kind])
+
+
+def test_a_model_begins_as_it_is_and_by_name_and_seed() -> None:
+    model = build_model(adapted(LLAMA))
+    model.init_weights(5)
+    base = build_model(LLAMA)
+    base.init_weights(5)
+    assert torch.equal(model(TOKENS), base(TOKENS))
+    first = initial_weight(LLAMA, "layers.0.mlp.down.lora_A.weight", (3, 64), 5)
+    assert 0.9 / 8 < first.abs().max() < 1 / 8
+    assert not torch.equal(first, initial_weight(LLAMA, "layers.1.mlp.down.lora_A.weight", (3, 64), 5))
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    """Two products of a frozen weight, three of an adapter's; the first layer's need no gradient of their input."""
+    config = adapted(LLAMA, num_layers=1)
+    model = model_of(config)
+    with FlopCounterMode(display=False) as counter:
+        hidden = torch.randn(1, 12, 32, dtype=torch.float64, requires_grad=True)
+        model(hidden).sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(count for op, count in counts.items() if str(op) in ("aten.mm", "aten.addmm"))
+    assert products == 12 * flops_per_token(config, 0)
+
+
+def test_peft_names_are_ours() -> None:
+    theirs = adapted(LLAMA, lora_target=("v_proj", "q_proj", "down_proj"))
+    ours = adapted(LLAMA, lora_target=("wq", "down", "wv", "wq"))
+    assert theirs.adapted_linears() == ours.adapted_linears() == ("wq", "wv", "down")
+    assert architecture_of(theirs) == architecture_of(ours) != architecture_of(adapted(LLAMA))
+    assert architecture_of(theirs.merged()) == architecture_of(LLAMA)
+    assert "lora_rank" not in architecture_of(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "said"),
+    [
+        (LLAMA, {"lora_rank": 0}, "lora_rank is 0; it must be from 1 to hidden_size 32"),
+        (LLAMA, {"lora_rank": 33}, "lora_rank is 33; it must be from 1 to hidden_size 32"),
+        (LLAMA, {"lora_alpha": 0.0}, "lora_alpha is 0.0; it must be a number above 0"),
+        (LLAMA, {"lora_rank": None}, "lora_alpha is 4.5 and lora_rank is not set; give --lora-rank"),
+        (LLAMA, {"lora_rank": None, "lora_alpha": None, "lora_target": ("wq",)}, "lora_target is wq and lora_rank is"),
+        (LLAMA, {"lora_target": ("wu",)}, "lora_target has wu, and a layer of this model has wq wk wv wo gate up down"),
+        (LLAMA, {"lora_target": ("q_proj", "lm_head")}, "lora_target has lm_head, and a layer"),
+        (KINDS["gpt, tied"], {"lora_target": ("gate_proj",)}, "lora_target has gate_proj, and a layer"),
+    ],
+)
+def test_settings_without_sense_are_refused(config: ModelConfig, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        adapted(config, **settings)

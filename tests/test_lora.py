@@ -1,0 +1,252 @@
+"""LoRA over any mesh: loss and gradients of one process and of PEFT's, frozen weights, resuming, exports."""
+
+import importlib
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint.api import CheckpointError, find_checkpoint, load_model
+from model.config import ModelConfig, architecture_of
+from model.hf import save_hf
+from model.hf.adapter import peft_name
+from model.lora import is_adapter, merge
+from model.registry import build_model
+from parity.cases import REFERENCE, Case
+from parity.run import Run, compare, equal, trained
+from tests.pretraining import differences
+from tools.convert_hf import export_model, import_model, main
+from train.config.language import ConfigError, load_config, parse_args, validate
+
+SHAPE: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 4099}
+KINDS = {
+    "llama": ModelConfig(**SHAPE, num_query_groups=2),
+    "gpt": ModelConfig(
+        **SHAPE, model_type="gpt", max_position_embeddings=128, untie_embeddings_and_output_weights=False
+    ),
+}
+LORA = ("--lora-rank", "4", "--lora-alpha", "6")
+BOUND = 1e-5
+
+
+class Runs:
+    """A base of each kind, a run of one process with adapters that do something, and another that goes on from it."""
+
+    def __init__(self, data: Path, folder: Path) -> None:
+        self.data, self.folder = data, folder
+
+    def finetuned(self, kind: str, case: Case, load: Path, *more: str, iterations: int = 3) -> Run:
+        flags = (*LORA, "--finetune", "--load", str(load), *more)
+        return trained(kind, case, self.data, None, *flags, iterations=iterations)
+
+    @cache  # noqa: B019 - as long as the module's tests
+    def base(self, kind: str) -> Path:
+        model, folder = build_model(KINDS[kind]), self.folder / f"{kind}_hf"
+        model.init_weights(7)
+        save_hf(folder, KINDS[kind], model.state_dict())
+        import_model(folder, self.folder / kind)
+        return self.folder / kind
+
+    @cache  # noqa: B019
+    def begun(self, kind: str) -> Path:
+        run = self.folder / f"{kind}_lora"
+        self.finetuned(kind, REFERENCE, self.base(kind), "--save", str(run), "--lr", "1e-2", iterations=2)
+        return run
+
+    @cache  # noqa: B019
+    def alone(self, kind: str) -> Run:
+        return self.finetuned(kind, REFERENCE, self.begun(kind))
+
+
+@pytest.fixture(scope="module")
+def runs(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(default_data, tmp_path_factory.mktemp("lora"))
+
+
+MESHES = [
+    ("llama", Case(cp=2, tp=2)),
+    ("gpt", Case(pp=2, mode="zero1")),
+]
+SLOW = [
+    ("llama", Case(dp=2)),
+    ("llama", Case(cp=2, method="zigzag")),
+    ("llama", Case(tp=2)),
+    ("llama", Case(tp=4)),  # fewer key heads than ranks
+    ("llama", Case(pp=2)),
+    ("llama", Case(dp=2, mode="ddp")),
+    ("llama", Case(dp=2, cp=2, mode="legacy_ddp")),
+    ("llama", Case(dp=2, tp=2, mode="zero2")),
+    ("llama", Case(pp=2, cp=2, tp=2, loss_chunk=50)),
+    ("llama", Case(pp=2, dp=2, mode="zero1", schedule="InterleavedZeroBubble", virtual=2)),
+    ("gpt", Case(tp=2, cp=2, method="ulysses")),
+    ("gpt", Case(pp=2, dp=2, schedule="Interleaved1F1B", virtual=2)),
+]
+RECOMPUTED = ("--recompute-granularity", "full", "--ffn-chunk-size", "32", "--loss-chunk-size", "48")
+
+
+def title(value: object) -> str | None:
+    return value.title.replace(" ", "") if isinstance(value, Case) else None
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"), MESHES + [pytest.param(*row, marks=pytest.mark.slow) for row in SLOW], ids=title
+)
+def test_a_mesh_has_the_losses_and_gradients_of_one_process(kind: str, case: Case, runs: Runs) -> None:
+    """All that is frozen keeps every bit, and adapters alone have gradients and an optimizer's state."""
+    got, want = runs.finetuned(kind, case, runs.begun(kind)), runs.alone(kind)
+    row = compare(got, want)
+    assert row.within, row
+    adapters = {name for name in got.tensors["initial"] if is_adapter(name)}
+    assert set(got.tensors["gradients"]) == adapters
+    assert all(gradient.any() for gradient in got.tensors["gradients"].values())
+    frozen = [{n: t for n, t in got.tensors[when].items() if n not in adapters} for when in ("initial", "final")]
+    assert equal(*frozen)
+    assert not equal(*({n: got.tensors[when][n] for n in adapters} for when in ("initial", "final")))
+
+
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [
+        (REFERENCE, RECOMPUTED),
+        pytest.param(Case(cp=2, tp=2), RECOMPUTED, marks=pytest.mark.slow),
+        pytest.param(Case(cp=2), ("--recompute-granularity", "attention_boundary"), marks=pytest.mark.slow),
+        pytest.param(Case(cp=2), ("--recompute-granularity", "selective"), marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_computed_again_has_gradients_though_its_input_has_none(
+    case: Case, more: tuple[str, ...], runs: Runs
+) -> None:
+    """The embeddings are frozen, so that nothing that enters the first layer has a gradient."""
+    row = compare(runs.finetuned("llama", case, runs.begun("llama"), *more), runs.alone("llama"))
+    assert row.within, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["q_proj", "wk", "wv", "o_proj", "down_proj"])
+def test_one_kind_of_linear_layer_is_enough(target: str, runs: Runs) -> None:
+    base, cases = runs.base("llama"), (REFERENCE, Case(cp=2), Case(tp=2, pp=2))
+    alone, *others = (runs.finetuned("llama", case, base, "--lora-target", target) for case in cases)
+    assert len(alone.tensors["gradients"]) == 2 * 4
+    for other in others:
+        assert compare(other, alone).within
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("llama", Case(tp=2, cp=2), Case(dp=2, mode="zero2")),
+        ("llama", Case(dp=4), Case(method="none")),
+        ("gpt", Case(method="none"), Case(pp=2, tp=2)),
+    ],
+    ids=title,
+)
+def test_a_run_goes_on_on_another_mesh_from_the_same_bits(
+    kind: str, first: Case, second: Case, runs: Runs, tmp_path: Path
+) -> None:
+    more = ("--save", str(tmp_path), "--save-interval", "2")
+    went_on = runs.finetuned(kind, first, runs.base(kind), *more, iterations=4)
+    load = (*LORA, "--load", str(tmp_path), "--ckpt-step", "2")
+    resumed = trained(kind, second, runs.data, None, *load, iterations=4)
+    saved = went_on.tensors["saved"]
+    assert {name.split("/")[0] for name in saved if "/" in name} == {name for name in saved if is_adapter(name)}
+    assert equal(resumed.tensors["loaded"], saved)
+    assert differences(resumed.records, went_on.records[2:]) <= BOUND
+
+
+@pytest.mark.slow
+def test_in_bf16_frozen_weights_take_two_bytes_and_adapters_four(runs: Runs, tmp_path: Path) -> None:
+    save = ("--bf16", "--save", str(tmp_path / "run"))
+    run = runs.finetuned("llama", Case(dp=2), runs.base("llama"), *save)
+    weights = {n: t for n, t in run.tensors["final"].items() if "/" not in n}
+    assert {t.dtype for n, t in weights.items() if not is_adapter(n)} == {torch.bfloat16}
+    assert {t.dtype for n, t in weights.items() if is_adapter(n)} == {torch.float32}
+    alike = runs.finetuned("llama", Case(tp=2, cp=2), runs.base("llama"), "--bf16")
+    assert differences(alike.records, run.records) <= 2e-2
+    resumed = ("--bf16", *LORA, "--load", str(tmp_path / "run"))
+    again = trained("llama", Case(tp=2), runs.data, None, *resumed, iterations=4)
+    assert equal({n: t for n, t in again.tensors["loaded"].items() if "/" not in n}, weights)
+
+
+TOKENS = torch.randint(4099, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+def peft_of(base: Path, adapter: Path) -> Any:
+    peft = pytest.importorskip("peft", reason="compares with PEFT's adapters")
+    model = importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+
+
+def ours_of(run: Path) -> Any:
+    model = build_model(load_config(run / "config.toml").model)
+    load_model(find_checkpoint(run), model, architecture_of(model.config))  # type: ignore[arg-type]
+    return model
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+
+
+def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's models")
+    run = runs.begun("llama")
+    assert main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert main(["export", str(run), str(tmp_path / "merged")]) == 0
+    peft, ours = peft_of(runs.folder / "llama_hf", tmp_path / "adapter"), ours_of(run)
+    logits, wanted = ours(TOKENS), peft(TOKENS).logits
+    for of in (logits, wanted):
+        loss_of(of).backward()
+    assert (logits - wanted).abs().max().item() <= BOUND
+    assert abs(loss_of(logits) - loss_of(wanted)).item() <= 1e-6
+    want = {name: p.grad for name, p in peft.named_parameters() if p.grad is not None}
+    got = {
+        peft_name(name).replace(".weight", ".default.weight"): p.grad
+        for name, p in ours.named_parameters()
+        if p.grad is not None
+    }
+    assert got.keys() == want.keys()
+    assert len(got) == 4 * 7 * 2
+    largest = max(gradient.abs().max().item() for gradient in want.values())
+    assert max((got[name] - want[name]).abs().max().item() for name in want) <= BOUND * largest
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert (merged(TOKENS).logits - wanted).abs().max().item() <= BOUND
+    # Controls: alpha / rank is left out.
+    unscaled = build_model(replace(ours.config, lora_alpha=None))
+    unscaled.load_state_dict(ours.state_dict())
+    assert (unscaled(TOKENS) - wanted).abs().max().item() > 100 * BOUND
+    monkeypatch.setattr("tools.convert_hf.merge", lambda weights, read, scale: merge(weights, read, 1.0))
+    export_model(run, tmp_path / "unscaled", None, None, 10**9)
+    wrong = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "unscaled")
+    assert (wrong(TOKENS).logits - wanted).abs().max().item() > 100 * BOUND
+
+
+def test_what_adapters_cannot_begin_with_is_refused_in_a_line(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--data-path", "x", "--tokenizer-model", "x.model"]
+    with pytest.raises(ConfigError, match="lora_rank is 4 and load is not set, so that the weights beside"):
+        validate(parse_args([*flags, *LORA]), 1)
+    base, run = runs.base("llama"), runs.begun("llama")
+    (tmp_path / "empty").mkdir()
+    for load, more, said in (
+        (base, LORA, "has no adapters, and lora_rank is 4; begin them there with --finetune"),
+        (tmp_path / "empty", LORA, "which holds no checkpoint, and lora_rank is set"),
+        (
+            run,
+            ("--finetune",),
+            "has adapters of lora_rank 4, lora_scale 1.5, lora_target wq,wk,wv,wo,gate,up,down, and",
+        ),
+        (run, ("--finetune", "--lora-rank", "8"), "and this run's are lora_rank 8, lora_scale 1.0, lora_target wq"),
+    ):
+        with pytest.raises(RuntimeError, match=f"{CheckpointError.__name__}: .*{said}"):
+            trained("llama", REFERENCE, runs.data, None, "--load", str(load), *more)
+    for source, said in ((base, "lora_rank is not set"), (runs.begun("gpt"), "model_type is gpt")):
+        assert main(["export", str(source), str(tmp_path / "out"), "--adapter"]) == 1
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()

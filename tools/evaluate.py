@@ -213,7 +213,8 @@ def curve(found: Sequence[Bucket], trained: int) -> "Figure":
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    axes.stairs([b.perplexity for b in found], [max(1, found[0].begin), *(b.end for b in found)], color=PALETTE[0])
+    edges = [max(1, found[0].begin), *(bucket.end for bucket in found)]
+    axes.stairs([bucket.perplexity for bucket in found], edges, baseline=None, color=PALETTE[0])
     axes.axvline(trained, color=FAINT, linestyle="--", label=f"trained on {trained} tokens")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="position", ylabel="perplexity")

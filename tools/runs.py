@@ -75,6 +75,16 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     return Run(folder, checkpoint, manifest.iteration, config, tokenizer)
 
 
+def sizes(args: argparse.Namespace, processes: int) -> dict[str, Any]:
+    """Return the mesh's sizes that ``add_mesh``'s arguments ask for, by field; context parallelism has what is left."""
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    return {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": args.context_parallel_size or max(1, processes // (tp * pp)),
+    }
+
+
 def on_mesh(config: "Config", args: argparse.Namespace, length: int, processes: int) -> "Config":
     """Return the configuration for sequences of ``length`` tokens on the mesh of ``add_mesh``'s arguments.
 
@@ -90,16 +100,9 @@ def on_mesh(config: "Config", args: argparse.Namespace, length: int, processes: 
     from train.config.language import Config
     from train.config.sizes import validate_sizes
 
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    cp = args.context_parallel_size or max(1, processes // (tp * pp))
-    mesh = replace(
-        config.mesh,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        balance_over="cp",
-        device="auto" if not torch.cuda.is_available() else config.mesh.device,
-    )
+    tp, pp, cp = (asked := sizes(args, processes)).values()
+    device = config.mesh.device if torch.cuda.is_available() else "auto"
+    mesh = replace(config.mesh, **asked, balance_over="cp", device=device)
     named, context = args.context_parallel_method, config.context
     if named is None and context.context_parallel_method == "none" and cp > 1:
         named = "lasp" if config.model.linear_attention else "striped"

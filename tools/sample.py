@@ -19,7 +19,7 @@ from model.generate import DivergedError, Draw
 from runtime.processes import launched_world_size
 from runtime.together import is_first
 from tools.arguments import parser_for
-from tools.runs import add_mesh, open_run
+from tools.runs import add_mesh, open_run, sizes
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
 from train.run import run_entry
@@ -31,15 +31,8 @@ def main(argv: list[str]) -> None:
     Draw(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     tokenizer = open_run(args.load, args.ckpt_step).tokenizer
     texts, stop = _prompts(args), [tokenizer.eod, *(_token(tokenizer, text) for text in args.stop)]
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    with opened(
-        args.load,
-        args.ckpt_step,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=args.context_parallel_size or max(1, launched_world_size() // (tp * pp)),
-        context_parallel_method=args.context_parallel_method,
-    ) as writer:
+    mesh = sizes(args, launched_world_size()) | {"context_parallel_method": args.context_parallel_method}
+    with opened(args.load, args.ckpt_step, **mesh) as writer:
         _sample(writer, tokenizer, args, texts, stop)
 
 

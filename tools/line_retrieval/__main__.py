@@ -1,9 +1,12 @@
-"""Line retrieval: make conversations that teach it.
+"""Line retrieval: make conversations that teach it, and score a run by length and depth.
 
     python -m tools.line_retrieval make lines.jsonl --tokens 1024 --samples 2000 --seed 1 --questions 8 \\
         --vocabulary small --tokenizer-model tokenizer.json
+    python -m tools.line_retrieval score runs/long --lengths 1024 2048 4096 --depths 5 --samples 20
+    torchrun --standalone --nproc-per-node 4 -m tools.line_retrieval score runs/long --lengths 65536 1048576
 
-A conversation is a record of named lines and questions for some of them, as many lines as fit the tokens.
+A conversation is a record of named lines and questions for some of them, as many lines as fit the tokens. What make
+draws, score never asks: the two draw from other hashes, whatever their seeds.
 """
 
 import argparse
@@ -17,6 +20,11 @@ from tools.arguments import parser_for, positive, run_command
 def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
     args = _parse(argv)
+    if args.command == "score":
+        from tools.line_retrieval.score import score_run
+        from train.run import run_entry
+
+        run_entry(lambda _: score_run(args))
     from runtime.errors import UserError
 
     try:
@@ -66,6 +74,8 @@ def make(args: argparse.Namespace) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
+    from tools.runs import add_mesh
+
     parser = parser_for("python -m tools.line_retrieval", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("make", help="write conversations to train on", allow_abbrev=False)
@@ -74,10 +84,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     make.add_argument("--samples", type=positive, default=2000, help="conversations (default: %(default)s)")
     make.add_argument("--questions", type=positive, default=1, help="asked of each (default: %(default)s)")
     make.add_argument("--tokenizer-model", required=True, metavar="FILE", help="a tokenizer.json")
-    make.add_argument("--form", choices=["lines", "needle"], default="lines", help="default: %(default)s")
-    make.add_argument("--vocabulary", choices=["small", "full"], default="full", help="default: %(default)s")
-    make.add_argument("--seed", type=int, default=1, help="default: %(default)s")
-    make.add_argument("--chat-template", metavar="FILE", help="default: the tokenizer's")
+    score = commands.add_parser("score", help="count right answers by length and depth", allow_abbrev=False)
+    score.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    score.add_argument("--lengths", type=positive, nargs="+", required=True, metavar="N", help="tokens of questions")
+    score.add_argument("--depths", type=positive, default=5, help="places of the asked line (default: %(default)s)")
+    score.add_argument("--samples", type=positive, default=20, help="questions of each place (default: %(default)s)")
+    score.add_argument("--batch-size", type=positive, default=1, help="questions at once (default: %(default)s)")
+    score.add_argument("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
+    add_mesh(score)
+    for command in (make, score):
+        command.add_argument("--form", choices=["lines", "needle"], default="lines", help="default: %(default)s")
+        command.add_argument("--vocabulary", choices=["small", "full"], default="full", help="default: %(default)s")
+        command.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+        command.add_argument("--chat-template", metavar="FILE", help="default: the tokenizer's")
     return parser.parse_args(argv)
 
 

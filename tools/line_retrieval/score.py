@@ -1,0 +1,178 @@
+"""Score a run on lines or needles: how many greedy answers are exact, by length and depth."""
+
+import argparse
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from data.chat.template import load_template
+from data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from planner.complete import beyond_rope
+from runtime.processes import launched_world_size
+from runtime.together import is_first, raise_together
+from tools.line_retrieval.lines import Maker, Task
+from tools.runs import Run, open_run, sizes, write_results
+from train.config.language import ConfigError
+from train.generation import opened
+from train.run import check_writable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SPARE = 8
+"""Tokens that an answer may take beyond the right one's before it is cut, as by other spelling."""
+MOST_WRONG = 3
+
+
+class Writer(Protocol):
+    """What writes answers: ``train.generation``'s."""
+
+    def write(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, stop: Sequence[int] = ()
+    ) -> list[list[int]]:
+        """Return the likeliest tokens after each prompt, before the first of ``stop``; on every rank, collective."""
+
+
+@dataclass
+class Cell:
+    """The questions of one length whose asked line stands at one depth."""
+
+    length: int
+    depth: float
+    """0 for the first line, 1 for the last."""
+    samples: int = 0
+    right: int = 0
+    wrong: list[dict[str, str]] = field(default_factory=list)
+    """The first ones: what was asked, the right answer, and what was written."""
+
+    @property
+    def accuracy(self) -> float:
+        """The share of right answers."""
+        return self.right / self.samples
+
+
+def depths_of(number: int) -> list[float]:
+    """Return equally spaced depths from 0 to 1; one alone is the middle."""
+    return [place / (number - 1) for place in range(number)] if number > 1 else [0.5]
+
+
+def score(
+    writer: Writer, makers: Iterable[Maker], depths: Sequence[float], samples: int, batch_size: int
+) -> Iterator[Cell]:
+    """Ask so many questions of each maker's length at each depth, so many at once; yield each depth's cell.
+
+    Collective if the writer is.
+    """
+    for maker in makers:
+        for place, depth in enumerate(depths):
+            cell = Cell(maker.task.tokens, depth)
+            for begin in range(0, samples, batch_size):
+                numbers = range(begin, min(begin + batch_size, samples))
+                _ask(writer, maker, [number * len(depths) + place for number in numbers], cell)
+            yield cell
+
+
+def _ask(writer: Writer, maker: Maker, numbers: Sequence[int], cell: Cell) -> None:
+    """Ask questions of these numbers, and count the right answers."""
+    with raise_together():
+        asked = [maker.make(number, cell.depth).turns for number in numbers]
+        answers = [turns[-1]["content"] for turns in asked]
+        most = max(len(maker.tokenizer.tokenize(answer)) for answer in answers) + SPARE
+        prompts, stop = [maker.prompt(turns) for turns in asked], sorted(maker.ends(asked[0]))
+    for turns, answer, ids in zip(asked, answers, writer.write(prompts, most, stop=stop), strict=True):
+        written = _text(maker.tokenizer, ids)
+        cell.samples += 1
+        cell.right += written == answer
+        if written != answer and len(cell.wrong) < MOST_WRONG:
+            question = turns[0]["content"].splitlines()[-1]
+            cell.wrong.append({"question": question, "answer": answer, "written": written})
+
+
+def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return the text of tokens; those that pad the vocabulary have none."""
+    return tokenizer.detokenize([i for i in ids if i < tokenizer.vocab_size]).strip()
+
+
+def score_run(args: argparse.Namespace) -> None:
+    """Score a run and write what was found; collective. Raises UserError."""
+    run = open_run(args.run, args.ckpt_step)
+    lengths, table = sorted(set(args.lengths)), run.config.model.position_table
+    if table is not None and lengths[-1] > table:
+        raise ConfigError(
+            f"lengths names {lengths[-1]}, and the model has max_position_embeddings {table}; give at most that"
+        )
+    template = load_template(str(run.config.data.tokenizer_model), args.chat_template)
+    assert isinstance(run.tokenizer, HuggingFaceTokenizer)  # or load_template would have refused it
+    folder, processes = args.save or args.run / "evaluation", launched_world_size()
+    tasks = [
+        Task(tokens=length, purpose="score", seed=args.seed, form=args.form, vocabulary=args.vocabulary)
+        for length in lengths
+    ]
+    makers = [Maker(task, template, run.tokenizer) for task in tasks]
+    mesh = sizes(args, processes) | {"context_parallel_method": args.context_parallel_method}
+    with opened(args.run, args.ckpt_step, **mesh) as writer:
+        with raise_together():
+            if is_first():
+                check_writable(folder, "save")
+        longest = replace(run.config, train=replace(run.config.train, seq_length=lengths[-1]))
+        if is_first() and (note := beyond_rope(longest)):
+            print(note, flush=True)
+        cells, started = list[Cell](), time.monotonic()
+        for cell in score(writer, makers, depths_of(args.depths), args.samples, args.batch_size):
+            cells.append(cell)
+            if is_first():
+                seconds = time.monotonic() - started
+                where = f"{cell.length} tokens, depth {cell.depth:.0%}"
+                print(f"{where}: {cell.right} of {cell.samples} right, {seconds:.1f} s", flush=True)
+        if is_first():
+            _write(folder, run, args, cells)
+
+
+def _write(folder: Path, run: Run, args: argparse.Namespace, cells: Sequence[Cell]) -> None:
+    title = f"{run.folder}, iteration {run.iteration}: exact answers of {args.samples} at each place, {args.form}"
+    lines = table(cells)
+    print("\n".join((title, *lines)), flush=True)
+    result = {
+        "run": str(run.folder),
+        "iteration": run.iteration,
+        "form": args.form,
+        "vocabulary": args.vocabulary,
+        "seed": args.seed,
+        "trained_seq_length": run.config.train.seq_length,
+        "cells": [asdict(cell) | {"accuracy": cell.accuracy} for cell in cells],
+    }
+    figure = heat_map(cells, args.form)
+    write_results(folder, "line_retrieval", result, "\n".join((title, "", *lines, "")), figure)
+
+
+def table(cells: Sequence[Cell]) -> list[str]:
+    """Return the lines of a Markdown table: a row for each length, a column for each depth, and all of a length."""
+    depths = sorted({cell.depth for cell in cells})
+    rows = [f"| tokens | {' | '.join(f'{depth:.0%}' for depth in depths)} | all |", "| ---: " * (len(depths) + 2) + "|"]
+    for length in sorted({cell.length for cell in cells}):
+        row = sorted((cell for cell in cells if cell.length == length), key=lambda cell: cell.depth)
+        whole = sum(cell.right for cell in row) / sum(cell.samples for cell in row)
+        rows.append(f"| {length} | {' | '.join(f'{cell.accuracy:.0%}' for cell in row)} | {whole:.1%} |")
+    return rows
+
+
+def heat_map(cells: Sequence[Cell], form: str) -> "Figure":
+    """Draw the accuracy over length (across) and depth (down)."""
+    from matplotlib.figure import Figure
+
+    lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
+    shares = {(cell.length, cell.depth): cell.accuracy for cell in cells}
+    figure = Figure(figsize=(2.5 + 0.9 * len(lengths), 1.6 + 0.5 * len(depths)), layout="constrained")
+    axes = figure.subplots()
+    values = [[shares[length, depth] for length in lengths] for depth in depths]
+    image = axes.imshow(values, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+    for y, row in enumerate(values):
+        for x, share in enumerate(row):
+            axes.text(x, y, f"{share:.0%}", ha="center", va="center", color="white" if share < 0.5 else "black")
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axes.set(xlabel="tokens", ylabel="depth of the asked line" if form == "lines" else "depth of the needle")
+    figure.colorbar(image, label="exact answers")
+    return figure

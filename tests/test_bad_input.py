@@ -245,6 +245,7 @@ def torchrun(script: Path, arguments: list[str]) -> tuple[list[str], str]:
     return [line for line in ended.stderr.splitlines() if line.startswith("error:")], ended.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_before_the_processes_join(place: Path) -> None:
     lines, everything = torchrun(ROOT / "pretrain_gpt.py", flags_of(place, "--context-parallel-size", "3"))
     assert len(lines) == 1
@@ -259,6 +260,7 @@ def test_torchrun_after_the_processes_joined(place: Path, endings: object) -> No
     assert 'pretrain_gpt.py", line' not in everything, "no traceback of ours"
 
 
+@pytest.mark.slow
 def test_torchrun_where_one_rank_alone_cannot_read_its_file(place: Path, tmp_path: Path) -> None:
     """The other rank waits for it to join."""
     script = tmp_path / "start.py"

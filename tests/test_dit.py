@@ -32,7 +32,6 @@ from train.run import exit_status
 
 NOWHERE = Path("digits")
 CHOSEN = (
-    Case(cp=4, method="wallfacer", team=2),
     Case(cp=3, method="exchange", joined=4),
     Case(pp=2, cp=2, method="ring", schedule="Interleaved1F1B", virtual=2),
 )

@@ -96,7 +96,7 @@ def steps(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Step, int
     return found
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_over_ranks_is_that_of_one_process(ranks: int) -> None:
     for result in run_ranks(steps, ranks, CASES[ranks]):
         for case, (got, _) in zip(CASES[ranks], result, strict=True):

@@ -105,7 +105,9 @@ def test_a_prefix_of_text_is_checked_whole(tmp_path: Path, capsys: pytest.Captur
     assert "1 documents that do not end with" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_interrupted_run_leaves_nothing(
     tmp_path: Path, default_data: Path, number: signal.Signals, status: int
 ) -> None:

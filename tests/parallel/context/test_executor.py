@@ -63,7 +63,7 @@ def error(got: list[Tensor], want: list[Tensor]) -> list[float]:
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_error_does_not_grow_with_the_number_of_ranks(world_size: int) -> None:
     cases = [
         (method, shape, dtype, causal)

@@ -126,7 +126,7 @@ def steps(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -
             assert all((a - b).norm() <= 1e-12 * b.norm() for a, b in zip(got, want, strict=True)), case
 
 
-@pytest.mark.parametrize("world_size", GATHERING)
+@pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_no_policy_of_recomputation_changes_or_gathers_more(world_size: int) -> None:
     run_ranks(steps, world_size, GATHERING[world_size])
 

@@ -248,6 +248,8 @@ TOOLS = {
         --load none | --load none --num-tokens 0 | --load none --num-tokens 1e30 | --load none --num-tokens nan
         --load none --temperature nan | --load none --temperature inf | --load none --temperature -1
         --load none --top-k 0 | --load none --top-k x | --load none --seed -1 | --load none --ckpt-step x
+        --load none --top-p 0 | --load none --top-p 1.5 | --load none --top-p nan | --load none --by-line
+        --load none --prompt x --prompt-file y | --load none --context-parallel-size 0 | --load none --stop
         --load none --ckpt-step -1 | --load none --num-samples 0 | --num-tokens 5 | --load | --nope | --load a b""",
     convert_hf.main: """
         import | import none | import none x | export | export none x | export none x --dtype int8 | import none x y

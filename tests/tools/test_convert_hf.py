@@ -138,7 +138,7 @@ def test_a_run_of_an_import_computes_what_theirs_does(tmp_path: Path, capsys: py
     load_model(folder, model, architecture_of(config.model))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
     assert (model(TOKENS) - theirs(TOKENS).logits).abs().max() < 1e-5
-    assert sample.main(["--load", str(run), "--num-samples", "1", "--num-tokens", "4"]) == 0
+    sample.main(["--load", str(run), "--num-samples", "1", "--num-tokens", "4"])
     assert "iteration 0" in capsys.readouterr().out
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from model.generate import generate
 from model.llama import Llama
 from model.registry import build_model
 from tools import sample
+from train.generation import Writer
 from train.run import exit_status
 
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 SHAPE = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=300)
 CONFIG = """\
 [model]
@@ -214,6 +217,89 @@ def test_numbers_out_of_range_are_refused(run, capsys, flag):
         main(["--load", str(run), flag])
     assert exit_status.value.code == 2
     assert flag.split("=")[0] in capsys.readouterr().err
+
+
+def texts(out):
+    return [text.removesuffix("\n") for text in out.split("-" * 80 + "\n")[1:]]
+
+
+def test_a_file_of_prompts_is_continued_whole_or_line_by_line(run, tmp_path, capsys):
+    file, lines = tmp_path / "prompts.txt", ["value 1", "value 12 of the", "table"]
+    file.write_text("\n".join([lines[0], "", *lines[1:]]) + "\n")
+    asked = ["--load", run, "--num-tokens", 9, "--temperature", 0, "--num-samples", 1]
+    alone = [texts(sampled(capsys, *asked, "--prompt", line).out)[0] for line in lines]
+    out = sampled(capsys, *asked, "--prompt-file", file, "--by-line").out
+    assert "3 prompts, 1 x 9 tokens" in out
+    assert [line + text for line, text in zip(lines, texts(out), strict=True)] == alone
+    whole = texts(sampled(capsys, *asked, "--prompt", file.read_text()).out)
+    assert [file.read_text() + text for text in texts(sampled(capsys, *asked, "--prompt-file", file).out)] == whole
+    for content, said in ((b"\xff", "is not UTF-8"), (b"\n \n", "no line that is not empty")):
+        file.write_bytes(content)
+        assert main([*map(str, asked), "--prompt-file", str(file), "--by-line"]) == 1
+        assert said in capsys.readouterr().err
+
+
+def test_a_text_ends_before_a_token_that_stop_names(run, capsys):
+    tokenizer = load_tokenizer(run / "tokenizer.model")
+    prompt = [tokenizer.eod, *tokenizer.tokenize("value 1")]
+    (ids,) = generate(trained(2), [prompt], 12, stop=[tokenizer.eod])
+    asked = ["--load", run, "--prompt", "value 1", "--num-tokens", 12, "--temperature", 0, "--num-samples", 1]
+    expected = tokenizer.detokenize([*prompt[1:], *ids[: ids.index(ids[3])]])
+    assert texts(sampled(capsys, *asked, "--stop", ids[3]).out) == [expected]
+    (spelled,) = [i for i in tokenizer.tokenize("of") if i] or [None]
+    assert texts(sampled(capsys, *asked, "--stop", "of").out) == texts(sampled(capsys, *asked, "--stop", spelled).out)
+    for stop in ("no one token", "300"):
+        assert main([*map(str, asked), "--stop", stop]) == 1
+        assert f"stop names '{stop}', which is not one token" in capsys.readouterr().err
+
+
+def test_top_p_draws_from_fewer_tokens(run, capsys):
+    asked = ["--load", run, "--num-tokens", 9, "--num-samples", 1]
+    likeliest = sampled(capsys, *asked, "--temperature", 0).out
+    assert sampled(capsys, *asked, "--temperature", 9, "--top-p", 1e-6).out == likeliest
+    assert sampled(capsys, *asked, "--temperature", 9, "--top-p", 1).out != likeliest
+
+
+@pytest.mark.parametrize(("imported", "named", "begins"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_an_imported_models_texts_begin_with_its_bos(tmp_path, monkeypatch, capsys, imported, named, begins):
+    """A run's own documents follow an end of text."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {"</s>": 0, "<s>": 1} | {f"w{number}": number for number in range(2, 300)}
+    Tokenizer(WordLevel(words, unk_token="</s>")).save(str(tmp_path / "tokenizer.json"))
+    tokens = {"eos_token": "</s>"} | ({"bos_token": {"content": "<s>"}} if named else {})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
+    (tmp_path / "config.toml").write_text(CONFIG.format(tokenizer=tmp_path / "tokenizer.json"))
+    extra = {"imported_from": "elsewhere"} if imported else {}
+    save_checkpoint(tmp_path, 1, trained(1), None, architecture=architecture_of(SHAPE), extra=extra)
+    read, write = [], Writer.write
+    monkeypatch.setattr(
+        Writer, "write", lambda self, prompts, *n, **k: (read.extend(prompts), write(self, prompts, *n, **k))[1]
+    )
+    sampled(capsys, "--load", tmp_path, "--prompt", "w7", "--num-tokens", 2, "--num-samples", 1)
+    assert read == [[begins, 7]]
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_does(run):
+    """And one of them tells of an error."""
+    flags = ["--load", str(run), "--prompt", "value 1", "--num-tokens", "12", "--seed", "3"]
+    found = [
+        subprocess.run(
+            [sys.executable, *launch, "-m", "tools.sample", *flags, *more], capture_output=True, text=True, check=False
+        )
+        for launch, more in (
+            ([], []),
+            (LAUNCH, []),
+            (LAUNCH, ["--tensor-model-parallel-size", "2"]),
+            (LAUNCH, ["--context-parallel-method", "nope"]),
+        )
+    ]
+    assert found[0].stdout == found[1].stdout == found[2].stdout != ""
+    assert found[3].returncode != 0
+    assert found[3].stderr.count("error: ") == 1
+    assert "context_parallel_method" in found[3].stderr
 
 
 def test_runs_as_a_program(run):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from checkpoint.api import save_checkpoint
+from model.base import LanguageModel, generator_of
 from model.config import ModelConfig, architecture_of
 from model.generate import Draw
 from model.registry import build_model
@@ -38,6 +39,7 @@ MODELS = {
     "windows and sinks": dataclasses.replace(
         LLAMA, window_size="6,0", window_attn_skip_freq="[1,0,1]", softmax_type="learnable"
     ),
+    "adapters": dataclasses.replace(LLAMA, lora_rank=4, lora_alpha=2.0),
     "dynamic rope": dataclasses.replace(
         LLAMA,
         rope_scaling_type="dynamic",
@@ -67,16 +69,25 @@ def size_of(mesh: dict[str, Any]) -> int:
     return int(torch.tensor(sizes).prod())
 
 
-def saved(folder: Path, model: ModelConfig, scale: float = 1.0) -> torch.nn.Module:
+def saved(folder: Path, model: ModelConfig, scale: float = 1.0) -> LanguageModel:
     """A run's folder, and its model in float64."""
-    made = build_model(model)
-    made.init_weights(3)
+    made = weighted(model)
     with torch.no_grad():
         made.embedding.weight.mul_(scale)  # type: ignore[union-attr]
     (folder / "config.toml").write_text(to_toml(Config(model=model)))
     extra: dict[str, Any] = {"imported_from": "elsewhere"}
     save_checkpoint(folder, 2, made, None, architecture=architecture_of(model), extra=extra)
     return made.double()
+
+
+def weighted(config: ModelConfig) -> LanguageModel:
+    """A model whose adapters, if it has any, are not 0."""
+    model = build_model(config)
+    model.init_weights(3)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(generator=generator_of(5, name))
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +103,7 @@ def naive(config: ModelConfig, prompts: list[list[int]]) -> tuple[list[list[int]
     """The likeliest tokens and their logits [NEW, B, V], from a forward over all tokens for each."""
     if config.rope_scaling_type == "dynamic":
         config = dataclasses.replace(config, rope_scaling_seq_length=max(map(len, prompts)) + NEW)
-    model = build_model(config)
-    model.init_weights(3)
-    model.double()
+    model = weighted(config).double()
     found = []
     for prompt in prompts:
         tokens, logits = list(prompt), []

@@ -155,9 +155,10 @@ def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: 
     named = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     start = [*named, f"train {shlex.quote(save)} {shlex.join(command)}"]
     if args.array:
-        sweep = "\n".join(f"    {shlex.quote(flags)}" for flags in args.array)
+        cases = [f"{n}) sweep=({shlex.join(shlex.split(flags))}) ;;\n" for n, flags in enumerate(args.array)]
         start[-1] = start[-1].replace(f"train {shlex.quote(save)}", f'train {shlex.quote(save)}/"$SLURM_ARRAY_TASK_ID"')
-        start = [f"sweep=(\n{sweep}\n)", *start[:-1], start[-1] + " ${sweep[$SLURM_ARRAY_TASK_ID]}"]
+        sweep = f"case $SLURM_ARRAY_TASK_ID in\n{''.join(cases)}esac"
+        start = [sweep, *start[:-1], start[-1] + ' "${sweep[@]}"']
     body = re.sub(r"^export GPUS_PER_NODE=.*$", f"export GPUS_PER_NODE={gpus}", "export " + body, flags=re.M)
     return "\n".join([head, *lines, "", body.removesuffix('train "$@"\n') + "\n".join(start)]) + "\n"
 

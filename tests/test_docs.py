@@ -22,7 +22,7 @@ OTHERS_FLAGS = {
     "--rdzv-endpoint",
 }
 OTHERS_FLAGS |= {"--signals-to-handle", "--shutdown-timeout", "--gpus-per-task", "--requeue", "--signal", "--batch"}
-OTHERS_FLAGS |= {"--reservation", "--test-only", "--gres"}
+OTHERS_FLAGS |= {"--reservation", "--test-only", "--gres", "--cpus-per-task"}
 OTHERS_FLAGS |= {"--ntasks-per-node", "--user", "--map-root-user", "--net", "--target"}
 
 

@@ -1,5 +1,6 @@
 """`--finetune --load` of an imported model: fresh counters, the same losses on every mesh, changed rope noted."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,19 @@ def test_what_was_finetuned_is_exported_as_what_was_imported(
     assert before[2] == after[2]
     assert {weight.dtype for weight in after[1].values()} == {torch.bfloat16}
     assert not torch.equal(before[1]["embedding.weight"], after[1]["embedding.weight"])
+
+
+def test_what_came_with_an_import_stays_with_the_run_that_goes_on(
+    imported: list[Path], alone: list[dict], trained: Path, tmp_path: Path
+) -> None:
+    """A run that goes on has its own folder as load, and no longer says where its weights came from."""
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    said = (run / "config.toml").read_text()
+    assert str(imported[0]) in said
+    (run / "config.toml").write_text(said.replace(str(imported[0]), str(run)))
+    export_model(run, tmp_path / "out", None, None, 10**9)
+    before, after = (load_hf(folder) for folder in (imported[0].parent / "theirs", tmp_path / "out"))
+    assert before[2] == after[2]
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,8 @@ from runtime.errors import UserError
 from tools.arguments import parser_for, run_command
 from train.config.language import Config, ConfigError, load_config, to_toml
 from train.resume import IMPORTED, Progress, trained
+from train.run import KEPT
 
-KEPT = "hf"
-"""Folder of a run with what came with an imported model: config.json, tokenizer, generation settings."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 CARRIED = (
     *TOKENIZERS,
@@ -68,7 +67,7 @@ def import_model(source: Path, run: Path) -> str:
         config, files = Config(model=model), {}
         if (name := next((name for name in TOKENIZERS if (kept / name).exists()), None)) is not None:
             config = with_vocabulary(config, load_tokenizer(kept / name).vocab_size)
-            config = replace(config, data=DataConfig(tokenizer_model=str(run / KEPT / name)))
+            config = replace(config, data=DataConfig(tokenizer_model=str((run / KEPT / name).absolute())))
             files = {"tokenizer_model": digest(kept / name)}
         (draft / "config.toml").write_text(to_toml(config), encoding="utf-8")
         extra = {"progress": asdict(Progress()), "contents": files, IMPORTED: str(source)}
@@ -135,9 +134,9 @@ def _of_run(run: Path, step: int | None) -> tuple[Path, Config]:
 
 
 def _came_with(run: Path, config: Config) -> Path | None:
-    """Return the folder that an imported model came with, of this run or of the one that it was trained from."""
-    tokenizer, load = config.data.tokenizer_model, config.checkpoint.load
-    folders = [run / KEPT, *([Path(load) / KEPT] if load else []), *([Path(tokenizer).parent] if tokenizer else [])]
+    """Return what an imported model came with, kept in this run or in the one that it was trained from."""
+    load = config.checkpoint.load
+    folders = [run / KEPT, *([Path(load) / KEPT] if load else [])]
     return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
 
 

@@ -232,7 +232,9 @@ def changes(config: CommonConfig, extra: dict[str, Any], contents: dict[str, str
     before = {**extra.get("drawn_by", {}), **extra.get("settings", {})}
     for name, now in settings(config).items():
         if (was := before.get(name, now)) != now:
-            lines.append(f"note: {name} was {was} and is {now}; {spelled(name, was)} keeps it")
+            joined = name == "micro_batch_size" and config.mesh.balance_over == "dp_cp"
+            keeps = ", of all data-parallel processes together" if joined else f"; {spelled(name, was)} keeps it"
+            lines.append(f"note: {name} was {was} and is {now}{keeps}")
     for name, now in config.sample_order().items():
         if (was := extra.get("sample_order", {}).get(name, now)) != now:
             lines.append(

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from checkpoint.api import remove_drafts
+from model.hf.shards import new_folder
 from runtime.errors import LaunchError, UserError
 from runtime.files import FULL, InUseError, owned, unwritable, write_text
 from runtime.lost import tell_lost
@@ -24,6 +26,8 @@ from train.resume import Progress
 # How long failing ranks wait for the others, so that a launcher does not kill the one that reports the error.
 SECONDS_TO_SPEAK = 5.0
 UNFLUSHED = 120  # Python's own status if output is lost at exit
+KEPT = "hf"
+"""Folder of a run with what came with an imported model: config.json, tokenizer, generation settings."""
 
 
 def exit_status(
@@ -166,4 +170,12 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
             if folder is not None and progress.iteration < config.train.train_iters:
                 with disk_errors(folder):
                     write_text(folder / "config.toml", write_toml(config))
+                    _keep(config.checkpoint.load, folder)
     return log
+
+
+def _keep(load: str | None, folder: Path) -> None:
+    """Take over what an imported model came with from the run that this one begins with; it is exported with it."""
+    if load is not None and (Path(load) / KEPT).is_dir() and not (folder / KEPT).exists():
+        with new_folder(folder / KEPT) as draft:
+            shutil.copytree(Path(load) / KEPT, draft, dirs_exist_ok=True)

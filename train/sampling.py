@@ -114,7 +114,8 @@ class Sampler:
         """Return latents ``[N, C, (F,) H, W]``, float32 on the CPU, one per label; on every rank, collective.
 
         Args:
-            batch_size: samples in the model at once, per data-parallel rank; twice that with guidance.
+            batch_size: samples that each data-parallel rank draws at once, with guidance by twice as many in the model;
+                joined ones go through it so many at a time as are joined.
         """
         ranks, rank = self._mesh.dp.size(), self._mesh.dp.get_local_rank()
         each = math.ceil(len(labels) / ranks)

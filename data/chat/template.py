@@ -142,7 +142,8 @@ def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
         )
     name = str(path if path.is_file() else own.with_name("tokenizer_config.json"))
     _compiled(name, source)
-    return ChatTemplate(name=name, source=source, tokens=tuple(special_tokens(config).items()))
+    none = {name: "" for name, value in config.items() if name.endswith("_token") and value is None}
+    return ChatTemplate(name=name, source=source, tokens=tuple((none | special_tokens(config)).items()))
 
 
 def _named(config: dict[str, Any]) -> str | None:
@@ -157,7 +158,7 @@ def _named(config: dict[str, Any]) -> str | None:
 @cache
 def _compiled(name: str, source: str) -> "Template":
     """Compile a template as transformers does (its chat_template_utils.py): a sandbox, loop controls, marks."""
-    from jinja2 import TemplateError, nodes
+    from jinja2 import TemplateError, Undefined, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -173,6 +174,13 @@ def _compiled(name: str, source: str) -> "Template":
         def _marked(self, caller: Any) -> str:
             return f"{_BEGIN}{caller()}{_END}"
 
+    class Unnamed(Undefined):
+        def __str__(self) -> str:
+            name = self._undefined_name or ""
+            if name.endswith("_token"):
+                raise TemplateError(f"it has {name}, which tokenizer_config.json does not name; write it there")
+            return ""
+
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
 
@@ -180,7 +188,7 @@ def _compiled(name: str, source: str) -> "Template":
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)  # jinja2's own escapes HTML
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], undefined=Unnamed
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception

@@ -41,9 +41,9 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def beating(path: Path) -> Iterator[None]:
-    """Another host's process that holds the file."""
-    path.write_text(ELSEWHERE)
+def beating(path: Path, record: str = ELSEWHERE) -> Iterator[None]:
+    """A process that holds the file, by default one of another host."""
+    path.write_text(record)
     over = threading.Event()
 
     def beat() -> None:
@@ -217,3 +217,29 @@ def test_what_a_killed_watcher_left_is_removed(quick: None, tmp_path: Path) -> N
     os.link(tmp_path / ".lock", tmp_path / f".lock.over-{TOKEN}")
     Lock(tmp_path / ".lock", wait=False).release()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_fails_is_not_one_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "lockf", broken)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="Input/output error"):
+        Lock(tmp_path / ".lock", wait=False)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_another_users_process_on_this_host_is_no_dead_one(
+    quick: None, no_locks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may not be signalled, and holds the file as long as it touches it."""
+
+    def refused(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refused)
+    with beating(tmp_path / ".lock", HERE), pytest.raises(InUseError, match=rf"process {2**22 + 1} on"):
+        Lock(tmp_path / ".lock", wait=False)
+    monkeypatch.undo()
+    assert not locks._runs(2**22 + 1), "negative control: of no process"

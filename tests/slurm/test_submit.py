@@ -39,9 +39,18 @@ def test_the_script_has_what_was_asked_for_once(capsys: pytest.CaptureFixture[st
 def test_a_sweep_is_an_array_with_a_folder_for_each(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--nodes", "1", "--array", "--lr 1e-3", "--lr 3e-4 --seed 2", "--", *RUN, cluster="a100_pod")
     assert "#SBATCH --array=0-1\n" in text
-    assert "sweep=(\n    '--lr 1e-3'\n    '--lr 3e-4 --seed 2'\n)\n" in text
+    assert "0) sweep=(--lr 1e-3) ;;\n1) sweep=(--lr 3e-4 --seed 2) ;;\n" in text
     assert 'train runs/here/"$SLURM_ARRAY_TASK_ID" pretrain_gpt.py ' in text
-    assert text.endswith(" ${sweep[$SLURM_ARRAY_TASK_ID]}\n")
+    assert text.endswith(' "${sweep[@]}"\n')
+
+
+def test_a_flag_of_a_sweep_may_hold_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--lr 1e-3", "--tokenizer-model 'my tokens.model' --seed 2"]
+    text = printed(capsys, "--nodes", "1", "--array", *flags, "--", *RUN)
+    chosen = text[text.index("case $SLURM") : text.index("esac")]
+    command = ["bash", "-c", f'{chosen}esac\nprintf "%s\\n" "${{sweep[@]}}"']
+    done = subprocess.run(command, env={"SLURM_ARRAY_TASK_ID": "1"}, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["--tokenizer-model", "my tokens.model", "--seed", "2"]
 
 
 def test_a_folder_with_a_blank_is_one_word_to_sbatch_and_to_the_shell(capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,6 +142,27 @@ def test_a_run_of_an_import_computes_what_theirs_does(tmp_path: Path, capsys: py
     assert "iteration 0" in capsys.readouterr().out
 
 
+def test_a_run_finds_its_tokenizer_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published(tmp_path / "theirs", "llama")
+    monkeypatch.chdir(tmp_path)
+    import_model(Path("theirs"), Path("runs/own"))
+    found = load_config(tmp_path / "runs" / "own" / "config.toml").data.tokenizer_model
+    assert found == str(tmp_path / "runs" / "own" / "hf" / "tokenizer.json")
+
+
+def test_a_strangers_files_beside_the_tokenizer_are_not_taken(tmp_path: Path) -> None:
+    """A run that was never imported has the tokenizer of a published model, or of an import, and no more of it."""
+    run, stranger = tmp_path / "run", published(tmp_path / "theirs", "llama")
+    import_model(stranger, run)
+    (run / "hf").rename(tmp_path / "hf")
+    for folder in (stranger, tmp_path / "hf"):
+        said = (run / "config.toml").read_text()
+        tokenizer = str(load_config(run / "config.toml").data.tokenizer_model)
+        (run / "config.toml").write_text(said.replace(tokenizer, str(folder / "tokenizer.json")))
+        assert "settings of" not in export_model(run, tmp_path / f"{folder.name} out", None, None, 10**9)
+        assert json.loads((tmp_path / f"{folder.name} out" / "config.json").read_text())["eos_token_id"] != [9, 11]
+
+
 WIDE = dataclasses.replace(
     LLAMA, num_layers=16, hidden_size=512, ffn_hidden_size=2048, num_attention_heads=8, num_query_groups=2
 )

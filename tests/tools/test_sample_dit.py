@@ -82,6 +82,17 @@ def test_two_processes_draw_the_same(run, tmp_path):
     assert abs(page(tmp_path / "two" / "all.png") - drawn(run, tmp_path / "one")).max() <= 1
 
 
+def test_a_run_that_packed_its_samples_is_drawn_one_by_one(tmp_path):
+    """The same pictures as of a run that did not: its weights are those of the same training."""
+    flags = [*RUN, "--samples-per-class", "0", "--eval-iters", "0"]
+    for name, more in (("packed", ["--pack-samples"]), ("apart", [])):
+        pretrain([*flags, *more, "--save", str(tmp_path / name)], PEAK)
+    assert config_of(tmp_path / "packed").data.pack_samples
+    packed, apart = (drawn(tmp_path / name, tmp_path / f"{name} drawn") for name in ("packed", "apart"))
+    assert abs(packed - apart).max() <= 1
+    assert packed.std() > 1
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

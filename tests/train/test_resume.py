@@ -170,6 +170,17 @@ def test_a_batch_that_follows_the_number_of_processes_is_compared_as_it_is(monke
     assert changes(Config(), extra, {}) == ["note: global_batch_size was 4 and is 1; --global-batch-size 4 keeps it"]
 
 
+def test_joined_micro_batches_are_not_taken_for_those_of_a_process() -> None:
+    """What balance_over joins is as many micro-batches as there are data-parallel processes: no flag gives it."""
+    before, now = (
+        Config(mesh=MeshConfig(balance_over="dp_cp"), train=TrainConfig(micro_batch_size=size, global_batch_size=8))
+        for size in (8, 4)
+    )
+    assert changes(now, saved(before), {}) == [
+        "note: micro_batch_size was 8 and is 4, of all data-parallel processes together"
+    ]
+
+
 def test_files_that_hold_something_else_are_told_by_name(tmp_path: Path) -> None:
     for name, content in {"d.idx": "index", "d.bin": "tokens", "t.model": "words"}.items():
         (tmp_path / name).write_text(content)

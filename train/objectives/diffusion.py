@@ -45,6 +45,7 @@ class Denoising(Objective):
         self._positions = cp.positions.to(device)  # [T]
         self._real = (self._positions < cp.plan.seq_len).float()  # [T]; 0 for padding
         self._sample = (cp.positions.clamp(max=cp.plan.seq_len - 1) // model.num_patches) if joined else None  # [T]
+        self._sample_there = None if self._sample is None else self._sample.to(device)
 
     @property
     def local_length(self) -> int:
@@ -81,7 +82,8 @@ class Denoising(Objective):
 
     def _of_rows(self, values: Tensor) -> Tensor:
         """Return a value for each row of ``_by_time``, given one for each sample, [B]."""
-        return values if self._sample is None else values[self._sample.to(values.device)]
+        index = self._sample if values.device.type == "cpu" else self._sample_there
+        return values if index is None else values[index]
 
     def _noised(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         return self._by_time(self._diffusion.noised(self._by_time(latents), self._by_time(noise), self._of_rows(times)))

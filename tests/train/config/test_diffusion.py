@@ -49,3 +49,12 @@ def test_guidance_from_an_embedding_that_nothing_trains_is_refused_where_picture
 def test_a_flag_of_the_other_entry_is_sent_there() -> None:
     with pytest.raises(ConfigError, match=r"unknown argument --num-query-groups; that is for pretrain_gpt\.py"):
         parse_args(["--num-query-groups", "2"])
+
+
+def test_packed_samples_need_a_method_that_knows_them() -> None:
+    flags = ["--data-path", "digits", "--latent-shape", "1", "8", "8", "--num-classes", "10", "--pack-samples"]
+    validate(parse_args(flags), 1)
+    with pytest.raises(
+        ConfigError, match=r"pack_samples is set and context_parallel_method is none, .* choose a method"
+    ):
+        validate(parse_args([*flags, "--context-parallel-method", "none"]), 1)

@@ -38,21 +38,6 @@ def write_records(path: Path, result: dict[str, Any]) -> None:
     write_text(path, "\n".join(lines_of(result)) + "\n")
 
 
-def has_records(path: Path) -> bool:
-    """Return whether there are results to go on from.
-
-    Raises:
-        UserError: there are only results of the earlier format, a .json of the same name, which would be made again.
-    """
-    earlier = path.with_suffix(".json")
-    if not path.exists() and earlier.exists():
-        raise UserError(
-            f"{earlier} holds results in the earlier format, and results are JSON lines now ({path.name}); move it "
-            "away to make them again, or give another --results"
-        )
-    return path.exists()
-
-
 def read_records(path: Path) -> dict[str, Any]:
     """Read the result that ``write_records`` wrote; digits of floats and the order of fields may differ.
 

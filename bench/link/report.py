@@ -8,7 +8,7 @@ from bench.link.planned import verdict
 from runtime.errors import UserError
 from runtime.files import write_text
 from testing.machine import device_name, slug, usable_cores
-from testing.records import has_records, read_records, write_records
+from testing.records import read_records, write_records
 
 KEY = ("model", "link", "seq_length", "batch")
 """Fields that identify a setting."""
@@ -75,10 +75,9 @@ def earlier(path: Path, **asked: Any) -> dict[str, Any] | None:
     """Read an earlier run's results, each setting with its date and note; None if there are none.
 
     Raises:
-        UserError: the file cannot be read or has the earlier format, or its figures were taken with other values than
-            ``asked`` (rate, repeats).
+        UserError: the file cannot be read, or its figures were taken with other values than ``asked`` (rate, repeats).
     """
-    if not has_records(path):
+    if not path.exists():
         return None
     try:
         before = _joined(read_records(path))

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.link import report
-from papers import lasp
-from testing import ranks
-from testing.records import has_records, lines_of, read_records, write_records
+from testing.records import lines_of, read_records, write_records
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 RESULT = {
@@ -37,26 +35,6 @@ def test_what_could_not_be_read_back_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=found):
             read_records(path)
-
-
-def test_results_of_the_earlier_format_are_named_and_not_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By whatever resumes; beside JSON lines of the same name they do not matter."""
-    path = tmp_path / "lasp_convergence.jsonl"
-    assert not has_records(path)
-    path.with_suffix(".json").write_text("{}")
-    monkeypatch.setattr(ranks, "run_ranks", lambda *_, **__: pytest.fail("trained again"))
-    assert lasp.main(["--results", str(tmp_path), "--data", str(tmp_path / "data")]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {path.with_suffix('.json')} holds results in the earlier format")
-    assert said.count("\n") == 1
-    assert "move it away" in said
-    report.path_of(tmp_path).with_suffix(".json").write_text("{}")
-    with pytest.raises(ValueError, match="are JSON lines now"):
-        report.earlier(report.path_of(tmp_path), rate="50mbit", repeats=3)
-    write_records(path, RESULT)
-    assert has_records(path)
 
 
 def test_the_link_benchs_table_comes_from_its_lines() -> None:

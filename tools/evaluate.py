@@ -36,10 +36,12 @@ from pretrain_gpt import model_parts
 from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
 from tools.arguments import parser_for, positive
-from tools.runs import Run, add_mesh, on_mesh, open_run, write_results
+from tools.runs import Run, add_mesh, open_run, sizes, write_results
 from train.assemble import build_runner
 from train.attention import context_of
 from train.config.language import Config, ConfigError
+from train.config.sizes import validate_sizes
+from train.generation import fitted
 from train.objectives.language import NextToken
 from train.run import check_writable, run_entry
 
@@ -101,7 +103,10 @@ def main(argv: list[str]) -> None:
     """Run the command."""
     args = _parse(argv)
     run = open_run(args.run, args.ckpt_step)
-    config = on_mesh(run.config, args, args.seq_length, launched_world_size())
+    processes = launched_world_size()
+    mesh_sizes = sizes(args, processes)
+    config = fitted(run.config, processes, args.context_parallel_method, args.seq_length, **mesh_sizes)
+    validate_sizes(config, processes)
     folder = args.save or args.run / "evaluation"
     with distributed_mesh(config.mesh) as mesh:
         with raise_together():

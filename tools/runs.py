@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,55 +79,10 @@ def sizes(args: argparse.Namespace, processes: int) -> dict[str, Any]:
     """Return the mesh's sizes that ``add_mesh``'s arguments ask for, by field; context parallelism has what is left."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     return {
+        "context_parallel_size": args.context_parallel_size or max(1, processes // (tp * pp)),
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
-        "context_parallel_size": args.context_parallel_size or max(1, processes // (tp * pp)),
     }
-
-
-def on_mesh(config: "Config", args: argparse.Namespace, length: int, processes: int) -> "Config":
-    """Return the configuration for sequences of ``length`` tokens on the mesh of ``add_mesh``'s arguments.
-
-    A step has one sequence for each data-parallel rank and pipeline stage.
-
-    Raises:
-        UserError: sizes that do not fit the processes, the model or the length.
-    """
-    import torch
-
-    from parallel.pipeline.stages import PipelineConfig
-    from train.config.flags import build, config_fields
-    from train.config.language import Config
-    from train.config.sizes import validate_sizes
-
-    tp, pp, cp = (asked := sizes(args, processes)).values()
-    device = config.mesh.device if torch.cuda.is_available() else "auto"
-    mesh = replace(config.mesh, **asked, balance_over="cp", device=device)
-    named, context = args.context_parallel_method, config.context
-    if named is None and context.context_parallel_method == "none" and cp > 1:
-        named = "lasp" if config.model.linear_attention else "striped"
-    if cp == 1 and named is None:
-        named = "none"
-    if named is not None:
-        named = config_fields(Config)["context_parallel_method"].convert(named)
-        context = build(Config, {"context_parallel_method": named}).context
-    found = replace(
-        config,
-        mesh=mesh,
-        context=context,
-        pipeline=PipelineConfig(),
-        data_parallel=replace(config.data_parallel, num_distributed_optimizer_instances=1),
-        recompute=replace(config.recompute, recompute_granularity="none", recompute_offload=False),
-        data=replace(config.data, reset_attention_mask=False, reset_position_ids=False, sft=False),
-        train=replace(
-            config.train,
-            seq_length=length,
-            micro_batch_size=1,
-            global_batch_size=pp * max(1, processes // (tp * pp * cp)),
-        ),
-    )
-    validate_sizes(found, processes)
-    return found
 
 
 def write_results(folder: Path, name: str, found: dict[str, Any], table: str, figure: "Figure") -> None:

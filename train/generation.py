@@ -7,7 +7,6 @@ they keep the new rows in turn. Pipeline stages hand hidden states on, and the l
 Shapes: B prompts, T new tokens of this rank, C width of the residual stream, V vocabulary entries.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,12 +29,12 @@ from model.generate import DivergedError, Draw, Read, at_ends, check_lengths, wr
 from model.registry import build_model
 from parallel.context import ContextConfig, ContextParallel
 from parallel.data import DataParallelConfig
-from parallel.mesh import Mesh, MeshConfig, distributed_mesh
+from parallel.mesh import Mesh, distributed_mesh
 from parallel.pipeline.stages import PipelineConfig, stage_layers
-from parallel.recompute import RecomputeConfig
 from runtime.processes import launched_world_size
 from runtime.together import raise_together
 from train.attention import softmax_context
+from train.config.flags import config_fields
 from train.config.language import Config, ConfigError, load_config
 from train.config.sizes import validate_entries, validate_mesh
 from train.resume import IMPORTED, trained
@@ -64,15 +63,26 @@ def opened(
     """
     if not (run / "config.toml").is_file():
         raise ConfigError(f"{run} holds no config.toml; name the folder that a run saved to")
-    config = load_config(run / "config.toml")
-    mesh = replace(
-        config.mesh,
-        context_parallel_size=context_parallel_size,
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        balance_over="cp",
+    config, processes = load_config(run / "config.toml"), launched_world_size()
+    cp, tp, pp = context_parallel_size, tensor_model_parallel_size, pipeline_model_parallel_size
+    if config.model.linear_attention and max(cp, tp, pp) > 1:
+        raise ConfigError(
+            f"model_type is {config.model.model_type}, whose states of linear attention one process keeps; "
+            "leave out the sizes of context, tensor and pipeline parallelism"
+        )
+    if processes != cp * tp * pp:
+        raise ConfigError(
+            f"context_parallel_size {cp} x tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp} is not "
+            f"the {processes} processes started; all of them write the same text: start {cp * tp * pp}"
+        )
+    config = fitted(
+        config,
+        processes,
+        context_parallel_method,
+        context_parallel_size=cp,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
     )
-    config = fitted(config, mesh, context_parallel_method, launched_world_size())
     with distributed_mesh(config.mesh) as joined:
         folder = find_checkpoint(run, ckpt_step)
         if folder is None:
@@ -80,35 +90,57 @@ def opened(
         yield Writer(config, joined, folder, dtype)
 
 
-def fitted(config: Config, mesh: MeshConfig, method: str | None, processes: int) -> Config:
-    """Return a run's configuration for generation on another mesh of ``processes``. Raises UserError if it fits not."""
-    sizes = mesh.context_parallel_size, mesh.tensor_model_parallel_size, mesh.pipeline_model_parallel_size
-    if config.model.linear_attention and max(sizes) > 1:
-        raise ConfigError(
-            f"model_type is {config.model.model_type}, whose states of linear attention one process keeps; "
-            "leave out the sizes of context, tensor and pipeline parallelism"
-        )
-    if mesh.data_parallel_size(processes) != 1 or processes != math.prod(sizes):
-        cp, tp, pp = sizes
-        raise ConfigError(
-            f"context_parallel_size {cp} x tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp} is not "
-            f"the {processes} processes started; all of them write the same text: start {math.prod(sizes)}"
-        )
-    own = config.context.context_parallel_method
-    context = config.context
-    if mesh.context_parallel_size == 1:
+def fitted(
+    config: Config,
+    processes: int,
+    method: str | None,
+    length: int | None = None,
+    *,
+    context_parallel_size: int,
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+) -> Config:
+    """Return a run's configuration without training, on another mesh of ``processes``.
+
+    A step has one sequence, by default as long as the run's, for each data-parallel rank and pipeline stage.
+
+    Args:
+        method: of context parallelism; by default the run's own on as many ranks, else striped, or lasp of a model with
+            linear attention.
+
+    Raises:
+        UserError: sizes that do not fit the processes or the model.
+    """
+    cp, tp, pp = context_parallel_size, tensor_model_parallel_size, pipeline_model_parallel_size
+    mesh = replace(
+        config.mesh,
+        context_parallel_size=cp,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        balance_over="cp",
+        device=config.mesh.device if torch.cuda.is_available() else "auto",
+    )
+    context, own = config.context, config.context.context_parallel_method
+    if cp == 1 and method is None:
         context = ContextConfig(context_parallel_method="none")
-    elif mesh.context_parallel_size != config.mesh.context_parallel_size or own == "auto" or method not in (None, own):
-        context = replace(ContextConfig(), context_parallel_method=method or "striped")  # type: ignore[arg-type]
+    elif cp != config.mesh.context_parallel_size or own == "auto" or method not in (None, own):
+        method = method or ("lasp" if config.model.linear_attention else "striped")
+        named = config_fields(Config)["context_parallel_method"].convert(method)
+        context = ContextConfig(context_parallel_method=named)
     found = replace(
         config,
         mesh=mesh,
         context=context,
         pipeline=PipelineConfig(),
         data_parallel=DataParallelConfig(),
-        recompute=RecomputeConfig(),
+        recompute=replace(config.recompute, recompute_granularity="none", recompute_offload=False),
         data=replace(config.data, reset_attention_mask=False),
-        train=replace(config.train, micro_batch_size=1, global_batch_size=mesh.pipeline_model_parallel_size),
+        train=replace(
+            config.train,
+            seq_length=length or config.train.seq_length,
+            micro_batch_size=1,
+            global_batch_size=pp * max(1, processes // (cp * tp * pp)),
+        ),
     )
     validate_mesh(found, processes)
     return found

@@ -23,7 +23,10 @@ AT_ONCE = 1 << 14
 
 
 class KVCache:
-    """Rows of keys and values [B, S, G, D] with their positions int64 [B, S], in parts along S."""
+    """Rows of keys and values [B, G, S, D] with their positions int64 [B, S], in parts along S.
+
+    Heads come before rows, so that a product with all rows of a head reads them where they lie.
+    """
 
     def __init__(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Begin with these rows, which may be none."""
@@ -35,10 +38,11 @@ class KVCache:
 
     def append(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Add rows."""
-        new = k, v, positions
-        if self._parts[-1][2].shape[1] + positions.shape[1] <= PART:
-            new = tuple(torch.cat(pair, 1) for pair in zip(self._parts.pop(), new, strict=True))  # type: ignore[assignment]
-        self._parts.append(new)
+        last_k, last_v, last = self._parts[-1]
+        if last.shape[1] + positions.shape[1] <= PART:
+            del self._parts[-1]
+            k, v, positions = torch.cat((last_k, k), 2), torch.cat((last_v, v), 2), torch.cat((last, positions), 1)
+        self._parts.append((k, v, positions))
 
     def drop(self, before: Tensor) -> None:
         """Drop rows that are padding, or before position ``before`` [B], in all sequences."""
@@ -46,7 +50,7 @@ class KVCache:
         for k, v, positions in self._parts:
             rows = ((positions >= before[:, None]) & (positions != UNSEEN)).any(0).nonzero()[:, 0]
             if len(rows) < positions.shape[1]:
-                k, v, positions = (x.index_select(1, rows) for x in (k, v, positions))
+                k, v, positions = k.index_select(2, rows), v.index_select(2, rows), positions.index_select(1, rows)
             kept.append((k, v, positions))
         self._parts = [part for part in kept if part[2].shape[1]] or kept[-1:]
 
@@ -61,8 +65,9 @@ class KVCache:
         """
         found = []
         at = positions[..., None]  # [B, T, 1]
-        for part in self._parts:
-            for k, v, rows in zip(*(x.split(AT_ONCE, 1) for x in part), strict=True):
+        for keys, values, places in self._parts:
+            cut = keys.split(AT_ONCE, 2), values.split(AT_ONCE, 2), places.split(AT_ONCE, 1)
+            for k, v, rows in zip(*cut, strict=True):
                 seen = rows[:, None] <= at  # [B, T, S]
                 if left is not None:
                     seen &= rows[:, None] >= at - left
@@ -73,12 +78,13 @@ class KVCache:
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attend to the rows that each query sees, bool [B, T, S]; results as in ``KVCache.attend``."""
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
-    grouped = q.unflatten(2, (k.shape[2], -1)) * scale  # [B, T, G, H / G, D]
-    hidden = ~seen[:, :, None, None]
-    scores = torch.einsum("btgrd,bsgd->btgrs", grouped, k).masked_fill(hidden, float("-inf"))
+    tokens, heads = q.shape[1], k.shape[1]
+    grouped = (q * scale).unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)  # [B, G, T H / G, D]
+    hidden = ~seen[:, None, :, None]  # [B, 1, T, 1, S]
+    scores = (grouped @ k.mT).unflatten(2, (tokens, -1)).masked_fill(hidden, float("-inf"))  # [B, G, T, H / G, S]
     weights = scores.softmax(-1).masked_fill(hidden, 0)  # not NaN where nothing is seen
-    out = torch.einsum("btgrs,bsgd->btgrd", weights, v)
-    return out.flatten(2, 3), scores.logsumexp(-1).flatten(2)
+    out = (weights.flatten(2, 3) @ v).unflatten(2, (tokens, -1))  # [B, G, T, H / G, D]
+    return out.transpose(1, 2).flatten(2, 3), scores.logsumexp(-1).transpose(1, 2).flatten(2)
 
 
 Merge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -122,7 +128,7 @@ class States:
             left: how many positions before its own a query sees, None for all; the layer keeps what the next one sees.
             sinks: [H], scores of attention sinks.
         """
-        k, v = (x.index_select(1, self._kept) for x in (k, v))
+        k, v = (x.transpose(1, 2).index_select(2, self._kept) for x in (k, v))  # [B, G, S, D]
         cache: KVCache | None = self.layers[layer]
         if cache is None:
             self.layers[layer] = cache = KVCache(k, v, self._rows)

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,81 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from data.chat.convert import Chat, convert
+from data.chat.convert import convert
 from data.chat.packing import write_packed
 from data.chat.template import load_template
 from data.errors import DataError
 from data.text.corpus import Corpus, input_files, stdlib_files, stdlib_folder
 from data.text.indexed import LOSS_MASK, id_type, open_indexed, unwritable, write_index, writing
-from data.text.rows import HUB, Rows, size_of
+from data.text.record import CHAT_ENDS, Prepared, Request, ends_of, existing, made_with_of, with_end
+from data.text.rows import Rows, size_of
 from data.text.spool import Spool
 from data.text.tokens import Tokens, tokenized
 from data.text.workers import in_order, usable_cores
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from runtime.files import InUseError, owned
 
-CHAT_ENDS = (f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", ".refused.txt")
 SPOOLED = ("bin", "lengths", "learned", "refused")
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 22
 # Input that takes a process longer than its start.
 _BYTES_PER_WORKER = 1 << 23
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The settings that determine prepared data."""
-
-    inputs: tuple[str, ...] = ()
-    """Files, folders and datasets; empty means the standard library's sources."""
-    suffix: str = ".txt"
-    """Suffix of the files to read from a folder."""
-    tokenizer_model: str | None = None
-    """An existing tokenizer; None trains one."""
-    vocab_size: int | None = 4096
-    """Entries of the tokenizer to train; None with an existing one."""
-    max_bytes: int | None = None
-    """Bytes of text after which to stop; None reads all."""
-    json_key: str = "text"
-    """Field of the rows that holds the text."""
-    chat: Chat | None = None
-    """How conversations are prepared; None takes text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """Facts about the data at a prefix."""
-
-    tokenizer_sha256: str
-    """SHA-256 of the tokenizer, which is the request's file or `prefix`.model, even if moved."""
-    documents: int
-    """Documents, or conversations and pieces of them."""
-    tokens: int
-    """Tokens, including one end-of-document token per document of text."""
-    dtype: str
-    """Dtype of a token id."""
-    text_bytes: int
-    """UTF-8 bytes of the documents of text."""
-    skipped_files: int
-    """Files skipped because they are not UTF-8."""
-    unigram_entropy: float
-    """Nats per token: the loss of a model that knows only the token frequencies."""
-    conversations: dict[str, int] | None = None
-    """Of conversations, how many were read, kept whole, split, truncated and refused; pieces without loss, which were
-    left_out; tokens that carry loss, learned; samples, and the places in them."""
-
-    @property
-    def summary(self) -> str:
-        """Say in one line what there is."""
-        tokens, of = f"{self.tokens:,} tokens ({self.dtype})", self.conversations
-        if of is None:
-            sizes = f"{self.text_bytes / self.tokens:.2f} bytes per token, unigram entropy {self.unigram_entropy:.3f}"
-            return f"{self.documents:,} documents, {tokens}, {sizes} nats per token"
-        return (
-            f"{of['read']:,} conversations read: {of['kept']:,} kept whole, {of['split']:,} split, {of['truncated']:,} "
-            f"truncated, {of['refused']:,} refused; {of['left_out']:,} pieces of split ones without loss left out; "
-            f"{tokens}, of which {of['learned']:,} carry loss, in {of['samples']:,} samples, "
-            f"{1 - self.tokens / of['places']:.2%} padding"
-        )
 
 
 def prepare(
@@ -110,17 +53,17 @@ def prepare(
     if not prefix.name:
         raise DataError(f"the output prefix {prefix} ends in no file name; give one such as runs/data/mine")
     try:
-        if not overwrite and (kept := _existing(request, prefix)):
+        if not overwrite and (kept := existing(request, prefix)):
             return kept, True
         with ExitStack() as held:
             try:
-                for stem in dict.fromkeys(_with_end(prefix, end).stem for end in _ends(request)):
+                for stem in dict.fromkeys(with_end(prefix, end).stem for end in ends_of(request)):
                     held.enter_context(owned(prefix.parent, stem))
             except InUseError as error:
                 raise DataError(f"cannot write {prefix}: {error}") from error
             except OSError as error:
                 raise unwritable(prefix, error) from error
-            if not overwrite and (kept := _existing(request, prefix)):  # another process finished it meanwhile
+            if not overwrite and (kept := existing(request, prefix)):  # another process finished it meanwhile
                 return kept, True
             return _prepare(request, prefix, overwrite, progress, workers), False
     except OSError as error:  # write errors are DataErrors by now
@@ -130,9 +73,9 @@ def prepare(
 def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, workers: int | None) -> Prepared:
     source = _source(request)
     size = _checked(request, source, progress)
-    ends = _ends(request)
+    ends = ends_of(request)
     # The spool ends last, when the output is in its place.
-    with ExitStack() as kept, writing(*(_with_end(prefix, end) for end in ends)) as drafts:
+    with ExitStack() as kept, writing(*(with_end(prefix, end) for end in ends)) as drafts:
         draft = dict(zip(ends, drafts, strict=True))
         if request.tokenizer_model is None:
             if progress:
@@ -141,17 +84,17 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
             train_tokenizer(source, draft[".model"].with_suffix(""), request.vocab_size or 4096)
         tokenizer = load_tokenizer(request.tokenizer_model or draft[".model"])
         inputs = [(str(path), path.stat().st_mtime_ns) for path in source.files if path.exists()]
-        key = json.dumps([_made_with(request), tokenizer.sha256, inputs], sort_keys=True)
+        key = json.dumps([made_with_of(request), tokenizer.sha256, inputs], sort_keys=True)
         spool = kept.enter_context(Spool(prefix, hashlib.sha256(key.encode()).hexdigest(), SPOOLED))
         busy = min(usable_cores(), 1 + sum(map(size_of, source.files)) // _BYTES_PER_WORKER)
         _tokenize(request, source, tokenizer, spool, size, progress, workers or busy)
         prepared = _finish(request, tokenizer, spool, draft, skipped=len(source.skipped))
-        record = {"made_with": _made_with(request), "prepared": asdict(prepared), "python": sys.version}
+        record = {"made_with": made_with_of(request), "prepared": asdict(prepared), "python": sys.version}
         draft[".json"].write_text(json.dumps(record, indent=1) + "\n")
         if overwrite:
             # The new .bin must never stand beside the old record, nor text beside a loss mask.
             for end in (".json", *CHAT_ENDS):
-                _with_end(prefix, end).unlink(missing_ok=True)
+                with_end(prefix, end).unlink(missing_ok=True)
     return prepared
 
 
@@ -285,54 +228,3 @@ def unigram_entropy(prefix: str | os.PathLike[str], limit: int = 1 << 26) -> flo
             counts = block
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
-
-
-def _existing(request: Request, prefix: Path) -> Prepared | None:
-    """Return the data at the prefix if this request made it, None if there is none. Else raise DataError."""
-    ends = _ends(request)
-    there = [str(path) for end in ends if (path := _with_end(prefix, end)).exists()]
-    if not there:
-        return None
-    remedy = "give --overwrite to write it anew, or another --output-prefix"
-    if len(there) < len(ends):
-        raise DataError(f"{', '.join(there)} exists, but is not the whole of what this tool writes; {remedy}")
-    record = _with_end(prefix, ".json")
-    try:
-        content: dict[str, Any] = json.loads(record.read_text())
-        made_with, prepared = content["made_with"], Prepared(**content["prepared"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{record} is not a record of this tool ({error}); {remedy}") from error
-    defaults = {field.name: field.default for field in fields(Request)}  # older records lack some
-    for name, value in _made_with(request).items():
-        if made_with.get(name, defaults.get(name)) != value:
-            raise DataError(f"{prefix}.bin was made with {name} {made_with.get(name)}, not {value}; {remedy}")
-    found = open_indexed(prefix)
-    if (len(found.lengths), found.tokens) != (prepared.documents, prepared.tokens):
-        raise DataError(f"{prefix}.idx and {record} disagree on the number of tokens; {remedy}")
-    tokenizer = request.tokenizer_model or _with_end(prefix, ".model")
-    if load_tokenizer(tokenizer).sha256 != prepared.tokenizer_sha256:
-        raise DataError(f"{tokenizer} is not the tokenizer that wrote {prefix}.bin; {remedy}")
-    return prepared
-
-
-def _made_with(request: Request) -> dict[str, Any]:
-    made_with = asdict(request)
-    made_with["inputs"] = [path if path.startswith(HUB) else os.path.abspath(path) for path in request.inputs]
-    if request.tokenizer_model is not None:
-        made_with["tokenizer_model"] = os.path.abspath(request.tokenizer_model)
-        if request.chat is not None:
-            template = load_template(request.tokenizer_model, request.chat.chat_template)
-            made_with["chat"]["chat_template"] = hashlib.sha256(template.source.encode()).hexdigest()
-    return made_with
-
-
-def _ends(request: Request) -> list[str]:
-    """Return the ends of the files' names."""
-    ends = [".bin", ".idx", ".json", *([".model"] if request.tokenizer_model is None else [])]
-    if request.chat is not None:
-        ends += CHAT_ENDS if request.chat.skip_refused else CHAT_ENDS[:2]
-    return ends
-
-
-def _with_end(prefix: Path, end: str) -> Path:
-    return prefix.with_name(prefix.name + end)

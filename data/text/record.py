@@ -1,0 +1,127 @@
+"""What data is prepared of and with, and the record of it beside the data."""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from data.chat.convert import Chat
+from data.chat.template import load_template
+from data.errors import DataError
+from data.text.indexed import LOSS_MASK, open_indexed
+from data.text.rows import HUB
+from data.tokenizer import load_tokenizer
+
+CHAT_ENDS = (f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", ".refused.txt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The settings that determine prepared data."""
+
+    inputs: tuple[str, ...] = ()
+    """Files, folders and datasets; empty means the standard library's sources."""
+    suffix: str = ".txt"
+    """Suffix of the files to read from a folder."""
+    tokenizer_model: str | None = None
+    """An existing tokenizer; None trains one."""
+    vocab_size: int | None = 4096
+    """Entries of the tokenizer to train; None with an existing one."""
+    max_bytes: int | None = None
+    """Bytes of text after which to stop; None reads all."""
+    json_key: str = "text"
+    """Field of the rows that holds the text."""
+    chat: Chat | None = None
+    """How conversations are prepared; None takes text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Facts about the data at a prefix."""
+
+    tokenizer_sha256: str
+    """SHA-256 of the tokenizer, which is the request's file or `prefix`.model, even if moved."""
+    documents: int
+    """Documents, or conversations and pieces of them."""
+    tokens: int
+    """Tokens, including one end-of-document token per document of text."""
+    dtype: str
+    """Dtype of a token id."""
+    text_bytes: int
+    """UTF-8 bytes of the documents of text."""
+    skipped_files: int
+    """Files skipped because they are not UTF-8."""
+    unigram_entropy: float
+    """Nats per token: the loss of a model that knows only the token frequencies."""
+    conversations: dict[str, int] | None = None
+    """Of conversations, how many were read, kept whole, split, truncated and refused; pieces without loss, which were
+    left_out; tokens that carry loss, learned; samples, and the places in them."""
+
+    @property
+    def summary(self) -> str:
+        """Say in one line what there is."""
+        tokens, of = f"{self.tokens:,} tokens ({self.dtype})", self.conversations
+        if of is None:
+            sizes = f"{self.text_bytes / self.tokens:.2f} bytes per token, unigram entropy {self.unigram_entropy:.3f}"
+            return f"{self.documents:,} documents, {tokens}, {sizes} nats per token"
+        return (
+            f"{of['read']:,} conversations read: {of['kept']:,} kept whole, {of['split']:,} split, {of['truncated']:,} "
+            f"truncated, {of['refused']:,} refused; {of['left_out']:,} pieces of split ones without loss left out; "
+            f"{tokens}, of which {of['learned']:,} carry loss, in {of['samples']:,} samples, "
+            f"{1 - self.tokens / of['places']:.2%} padding"
+        )
+
+
+def existing(request: Request, prefix: Path) -> Prepared | None:
+    """Return the data at the prefix if this request made it, None if there is none. Else raise DataError."""
+    ends = ends_of(request)
+    there = [str(path) for end in ends if (path := with_end(prefix, end)).exists()]
+    if not there:
+        return None
+    remedy = "give --overwrite to write it anew, or another --output-prefix"
+    if len(there) < len(ends):
+        raise DataError(f"{', '.join(there)} exists, but is not the whole of what this tool writes; {remedy}")
+    record = with_end(prefix, ".json")
+    try:
+        content: dict[str, Any] = json.loads(record.read_text())
+        made_with, prepared = content["made_with"], Prepared(**content["prepared"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{record} is not a record of this tool ({error}); {remedy}") from error
+    defaults = {field.name: field.default for field in fields(Request)}  # older records lack some
+    for name, value in made_with_of(request).items():
+        if made_with.get(name, defaults.get(name)) != value:
+            raise DataError(f"{prefix}.bin was made with {name} {made_with.get(name)}, not {value}; {remedy}")
+    found = open_indexed(prefix)
+    if (len(found.lengths), found.tokens) != (prepared.documents, prepared.tokens):
+        raise DataError(f"{prefix}.idx and {record} disagree on the number of tokens; {remedy}")
+    tokenizer = request.tokenizer_model or with_end(prefix, ".model")
+    if load_tokenizer(tokenizer).sha256 != prepared.tokenizer_sha256:
+        raise DataError(f"{tokenizer} is not the tokenizer that wrote {prefix}.bin; {remedy}")
+    return prepared
+
+
+def made_with_of(request: Request) -> dict[str, Any]:
+    """Return the request as its record has it: paths absolute, the chat template by its digest."""
+    made_with = asdict(request)
+    made_with["inputs"] = [path if path.startswith(HUB) else os.path.abspath(path) for path in request.inputs]
+    if request.tokenizer_model is not None:
+        made_with["tokenizer_model"] = os.path.abspath(request.tokenizer_model)
+        if request.chat is not None:
+            template = load_template(request.tokenizer_model, request.chat.chat_template)
+            made_with["chat"]["chat_template"] = hashlib.sha256(template.source.encode()).hexdigest()
+    return made_with
+
+
+def ends_of(request: Request) -> list[str]:
+    """Return the ends of the files' names."""
+    ends = [".bin", ".idx", ".json", *([".model"] if request.tokenizer_model is None else [])]
+    if request.chat is not None:
+        ends += CHAT_ENDS if request.chat.skip_refused else CHAT_ENDS[:2]
+    return ends
+
+
+def with_end(prefix: Path, end: str) -> Path:
+    """Return the path of a prefix with this end."""
+    return prefix.with_name(prefix.name + end)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -147,7 +148,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _digest(value: Tensor) -> str:
-    return hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _peak_mb() -> float:

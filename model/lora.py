@@ -122,6 +122,6 @@ def merge(
         if inside[0] not in weights:
             return read(name)
         a, b = (read(one).float() for one in inside)  # [r, in], [out, r]
-        return read(name).float().addmm_(b, a, alpha=scale)
+        return torch.addmm(read(name).float(), b, a, alpha=scale)
 
     return {name: weight for name, weight in weights.items() if not is_adapter(name)}, read_merged

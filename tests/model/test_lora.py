@@ -57,6 +57,15 @@ def test_merged_weights_compute_what_adapters_do(kind: str) -> None:
         assert torch.allclose(whole(TOKENS), model(TOKENS), atol=1e-5) == same
 
 
+def test_merging_changes_nothing_of_what_it_reads() -> None:
+    state = model_of(adapted(LLAMA)).float().state_dict()
+    before = {name: weight.clone() for name, weight in state.items()}
+    weights, read = merge(state, state.__getitem__, 1.5)
+    assert not torch.equal(read("layers.0.mlp.up.weight"), before["layers.0.mlp.up.weight"])
+    assert [read(name).dtype for name in weights] == [torch.float32] * len(weights)
+    assert all(torch.equal(state[name], weight) for name, weight in before.items())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_alone_have_gradients(kind: str) -> None:
     """Every linear layer in a layer has one, and the output projection none."""

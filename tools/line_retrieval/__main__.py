@@ -28,7 +28,12 @@ def main(argv: list[str]) -> int:
     from runtime.errors import UserError
 
     try:
-        make(args)
+        if args.command == "model":
+            from tools.line_retrieval.tiny import write_model
+
+            print(write_model(args.folder, args.hidden_size, args.seed))
+        else:
+            make(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -84,6 +89,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     make.add_argument("--samples", type=positive, default=2000, help="conversations (default: %(default)s)")
     make.add_argument("--questions", type=positive, default=1, help="asked of each (default: %(default)s)")
     make.add_argument("--tokenizer-model", required=True, metavar="FILE", help="a tokenizer.json")
+    model = commands.add_parser("model", help="write a tiny LLaMA of the small vocabulary", allow_abbrev=False)
+    model.add_argument("folder", type=Path, metavar="DIR", help="where to write it; must not exist")
+    model.add_argument("--hidden-size", type=positive, default=64, help="default: %(default)s")
     score = commands.add_parser("score", help="count right answers by length and depth", allow_abbrev=False)
     score.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     score.add_argument("--lengths", type=positive, nargs="+", required=True, metavar="N", help="tokens of questions")
@@ -92,11 +100,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     score.add_argument("--batch-size", type=positive, default=1, help="questions at once (default: %(default)s)")
     score.add_argument("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
     add_mesh(score)
-    for command in (make, score):
-        command.add_argument("--form", choices=["lines", "needle"], default="lines", help="default: %(default)s")
+    forms = {make: ["lines", "needle", "repeat"], score: ["lines", "needle"]}
+    for command, choices in forms.items():
+        command.add_argument("--form", choices=choices, default="lines", help="default: %(default)s")
         command.add_argument("--vocabulary", choices=["small", "full"], default="full", help="default: %(default)s")
-        command.add_argument("--seed", type=int, default=1, help="default: %(default)s")
         command.add_argument("--chat-template", metavar="FILE", help="default: the tokenizer's")
+    for command in (make, model, score):
+        command.add_argument("--seed", type=int, default=1, help="default: %(default)s")
     return parser.parse_args(argv)
 
 

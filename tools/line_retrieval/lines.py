@@ -78,11 +78,12 @@ class Task:
     """Most tokens of a conversation, those of the chat template included; as many lines as fit are made."""
     purpose: Literal["train", "score"]
     seed: int
-    form: Literal["lines", "needle"] = "lines"
-    """lines: every line is like the asked one; needle: the others say nothing."""
+    form: Literal["lines", "needle", "repeat"] = "lines"
+    """lines: every line is like the asked one; needle: the others say nothing; repeat: the answer is the record again,
+    of 2 lines to as many as fit."""
     vocabulary: Literal["small", "full"] = "full"
     questions: int = 1
-    """Lines that are asked for, one after the other."""
+    """Lines that are asked for, one after the other; of repeat, how often the answer has the record."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Maker:
     def __init__(self, task: Task, template: ChatTemplate, tokenizer: HuggingFaceTokenizer) -> None:
         """Estimate a line's tokens. Raises DataError if not even the asked lines fit."""
         self.task, self.template, self.tokenizer = task, template, tokenizer
-        least = task.questions
+        self._least = least = 2 if task.form == "repeat" else task.questions
         self._words = _words_for(least + _PROBE)
         few, more = (self._tokens(self._turns(0, lines, None)) for lines in (least, least + _PROBE))
         if few > task.tokens:
@@ -121,6 +122,8 @@ class Maker:
         """
         tokens = cache(lambda lines: self._tokens(self._turns(sample, lines, depth)))
         lines = self._fitting(tokens)
+        if self.task.form == "repeat":
+            lines = self._least + self._draw(sample).below(lines - self._least + 1, "lines", 0)
         return Made(self._turns(sample, lines, depth), lines, tokens(lines))
 
     def prompt(self, turns: list[Turn]) -> list[int]:
@@ -135,7 +138,7 @@ class Maker:
 
     def _fitting(self, tokens: Callable[[int], int]) -> int:
         """Return a number of lines that fit, of which one more does not."""
-        most, least, lines = self.task.tokens, self.task.questions, self._guess
+        most, least, lines = self.task.tokens, self._least, self._guess
         for _ in range(8):
             lines = max(least, lines + int((most - tokens(lines)) / self._per_line))
         while tokens(lines) > most and lines > least:
@@ -150,7 +153,13 @@ class Maker:
     def _turns(self, sample: int, lines: int, depth: float | None) -> list[Turn]:
         """Make the turns of a conversation of so many lines, of which the first ones stay as there are more."""
         task, wording = self.task, WORDINGS[self.task.vocabulary]
-        draw = _Draw(f"{task.purpose}:{task.seed}:{sample}")
+        draw = self._draw(sample)
+        if task.form == "repeat":
+            record = "".join(
+                wording.line.format(key=self._key(name), value=self._value(draw, line))
+                for line, name in enumerate(draw.distinct(lines, _names(self._words), "key"))
+            )
+            return [{"role": "user", "content": record}, {"role": "assistant", "content": record * task.questions}]
         asked = draw.distinct(task.questions, lines, "asked") if depth is None else [round(depth * (lines - 1))]
         named = range(lines) if task.form == "lines" else sorted(asked)
         names = _names(self._words)
@@ -167,6 +176,9 @@ class Maker:
             turns.append({"role": "user", "content": before + question})
             turns.append({"role": "assistant", "content": wording.answer.format(value=values[line])})
         return turns
+
+    def _draw(self, sample: int) -> "_Draw":
+        return _Draw(f"{self.task.purpose}:{self.task.seed}:{sample}")
 
     def _key(self, number: int) -> str:
         number, noun = divmod(number, len(NOUNS))

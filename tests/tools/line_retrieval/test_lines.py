@@ -120,3 +120,14 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, tokenizer, flags, 
     assert message in said
     assert said.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_record_is_repeated_as_often_as_asked_and_its_lengths_differ(tokenizer):
+    makes = maker(tokenizer, tokens=400, vocabulary="small", form="repeat", questions=3)
+    mades = [makes.make(sample) for sample in range(20)]
+    for made in mades:
+        user, assistant = (turn["content"] for turn in made.turns)
+        assert assistant == 3 * user
+        assert user.count("\n") == made.lines >= 2
+        assert made.tokens == length(tokenizer, made.turns) <= 400
+    assert len({made.lines for made in mades}) > 3

@@ -1,0 +1,65 @@
+"""A tiny LLaMA of random weights, in a folder that transformers wrote, whose tokens are the words of short lines.
+
+A name, a value and the end of a line are a token each. By its chat template a question ends with the name that it asks
+for, so that the answer is what followed that name before: what two layers can learn.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import UserError
+from tools.line_retrieval.lines import ADJECTIVES, NOUNS, VALUES
+
+UNKNOWN, USER, END = "<|unknown|>", "<|user|>", "<|end|>"
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}" + USER + "{{ message['content'] }}"
+    "{% else %}{% generation %}{{ message['content'] }}" + END + "{% endgeneration %}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def write_model(folder: Path, hidden_size: int, seed: int) -> str:
+    """Write model, tokenizer and chat template; return what was written. Raises UserError if the folder exists."""
+    if folder.exists():
+        raise UserError(f"{folder} exists; remove it, or name another folder")
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer_of_words(), unk_token=UNKNOWN, eos_token=END, additional_special_tokens=[USER]
+    )
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
+        initializer_range=0.08,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return f"wrote {folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer):,} tokens"
+
+
+def tokenizer_of_words() -> Any:
+    """Return a `tokenizers.Tokenizer` of the short lines' words."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    names = (f"{adjective} {noun}" for adjective in ADJECTIVES for noun in NOUNS)
+    words = [UNKNOWN, USER, END, "\n", *VALUES, *names]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split("?", "removed"),
+            pre_tokenizers.Split(Regex(r" (?=\S+\n)"), "removed"),  # before a line's last word, its value
+            pre_tokenizers.Split("\n", "isolated"),
+        ]
+    )
+    return tokenizer

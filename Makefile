@@ -46,7 +46,7 @@ start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(A
 	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$more --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain dit test test-slow check format bench packed-bench link-bench link-attention parity lasp-table gpu-check hooks lock clean FORCE
+.PHONY: help venv pretrain dit test test-slow check format bench packed-bench link-bench link-attention linear-bench parity lasp-table gpu-check hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -114,6 +114,9 @@ link-bench: $(READY) ## Train over a slow link between two emulated nodes, every
 
 link-attention: $(READY) ## The attention alone over a slow link: exchange against every method, into bench/results/; needs root
 	$(PY) -m bench.link.attention --results bench/results $(ARGS)
+
+linear-bench: $(READY) ## Linear attention against quadratic over length on one CPU thread: a table, a JSON and a plot (a minute)
+	$(PY) -m bench.linear $(ARGS)
 
 lasp-table: $(READY) ## LASP's table of convergence at small scale: 24 runs of 300 updates, into papers/results/ (20 minutes)
 	@OMP_NUM_THREADS=1 exec $(PY) -m papers.lasp $(ARGS)

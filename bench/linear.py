@@ -1,0 +1,273 @@
+"""Measure linear attention against quadratic over the length of a sequence: forward + backward on one CPU thread.
+
+Three ways to attend, each to one causal sequence of the same q, k and v:
+
+    chunked   linear attention with decay, 64 tokens at a time (kernels/linear_scan.py): what trains
+    naive     the same numbers from all T x T scores at once (kernels/reference.py)
+    softmax   torch's scaled_dot_product_attention, which never holds all scores but computes every one
+
+Tokens per second of chunked stay level while those of the other two halve with each doubling, so that beyond some
+length it wins however good the others' constant is; the last lines say from which. naive stops where the T x T scores
+and decays that it keeps for its backward would exceed 1 GiB. The three take turns at each length, so that whatever else
+the machine does hits all alike, and chunked must equal naive before it is timed. Medians count.
+
+    python -m bench.linear                                      # 256 to 16384 tokens, 4 heads of 32 (about a minute)
+    python -m bench.linear --num-heads 8 --head-dim 64 --max-length 8192
+    python -m bench.linear --results elsewhere --picture elsewhere/linear.png
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.workload import Workload, check_same, fingerprint
+from kernels import reference
+from kernels.linear_attention import linear_attention
+from kernels.linear_scan import SCAN_CHUNK
+from model.transnormer import alibi_slopes
+from runtime.errors import UserError
+from testing.machine import OtherLoad, describe, slug, usable_cores
+from testing.records import write_records
+from tools.arguments import parser_for, positive
+
+CONTESTANTS = ("chunked", "naive", "softmax")
+KEPT_BYTES = 1 << 30
+"""Limit on the size of the T x T matrices that naive keeps for the backward."""
+SCANS = 4
+"""Scans of the chunked form: one in the forward, and one each for dq, dk and dv."""
+MINIMUM_SECONDS = 0.5  # for all contestants at a length; the shortest step takes a millisecond
+MINIMUM_ROUNDS = 3
+
+
+def lengths_between(shortest: int, longest: int) -> list[int]:
+    """Return ``shortest`` times powers of two, up to ``longest``."""
+    return [shortest << n for n in range(int(math.log2(longest / shortest)) + 1)]
+
+
+def fits(work: Workload) -> bool:
+    """Return whether the scores and decays that naive keeps for the backward take at most ``KEPT_BYTES``."""
+    return 4 * (work.batch + 1) * work.num_heads * work.seq_length**2 <= KEPT_BYTES
+
+
+def flops(name: str, work: Workload) -> int:
+    """Count floating-point operations of matrix products, forward and backward; a multiply-add is two.
+
+    softmax computes the unmasked half of the scores, and again in the backward. naive computes all of them once, and
+    the final state. Each scan of chunked computes 64 scores per token, and writes and reads the state.
+    """
+    width, rows = work.head_dim, work.batch * work.num_heads
+    if name == "softmax":
+        return work.flops(work.pairs)
+    if name == "naive":
+        return work.flops(work.seq_length**2, products=6) + 2 * rows * work.seq_length * width**2
+    whole = math.ceil(work.seq_length / SCAN_CHUNK) * SCAN_CHUNK
+    return SCANS * 2 * rows * whole * width * (2 * SCAN_CHUNK + 2 * width)
+
+
+def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return one contestant's output ``[B, T, H, D]``, with the decays of a TransNormer's first layer."""
+    if name == "softmax":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    log_decay = [-slope for slope in alibi_slopes(q.shape[2])]
+    if name == "naive":
+        return reference.linear_attention(q, k, v, log_decay)[0]
+    return linear_attention(q, k, v, log_decay, backend="chunked")[0]
+
+
+def step_of(name: str, work: Workload) -> Callable[[], list[Tensor]]:
+    """Return a function that attends forward and backward, and returns out, dq, dk and dv."""
+    *leaves, dout = work.tensors()
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def step() -> list[Tensor]:
+        out = attend(name, *leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    return step
+
+
+def measure(lengths: Sequence[int], shape: Workload, repeats: int = 5, max_seconds: float = 15.0) -> dict[str, Any]:
+    """Time all contestants at every length, with the heads of ``shape``.
+
+    Args:
+        repeats: rounds at each length, and more until half a second is over.
+        max_seconds: no further round at a length after this long, once there are three.
+
+    Raises:
+        RuntimeError: chunked and naive differ in out, dq, dk or dv.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    others, began = OtherLoad(usable_cores()), time.process_time()
+    try:
+        rows = [row for length in lengths for row in _at(replace(shape, seq_length=length), repeats, max_seconds)]
+    finally:
+        torch.set_num_threads(threads)
+    taken = others.cores_taken(time.process_time() - began)
+    return {
+        "benchmark": "linear against quadratic attention over length, forward + backward, causal, one thread",
+        "machine": describe("cpu"),
+        "load": {"cores_taken_by_others": taken},
+        "shape": {name: value for name, value in asdict(shape).items() if name != "seq_length"},
+        "rows": rows,
+    }
+
+
+def _at(work: Workload, repeats: int, max_seconds: float) -> list[dict[str, Any]]:
+    """Return a row for each contestant that can take this length."""
+    steps = {name: step_of(name, work) for name in CONTESTANTS if name != "naive" or fits(work)}
+    prints = {name: fingerprint(step()).tolist() for name, step in steps.items()}  # also warms up
+    if "naive" in prints:
+        check_same("chunked", prints["chunked"], prints["naive"], work.dtype, "the naive form")
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    rounds, spent = 0, 0.0
+    while (rounds < MINIMUM_ROUNDS or spent < max_seconds) and (rounds < repeats or spent < MINIMUM_SECONDS):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - start)
+            spent += seconds[name][-1]
+        rounds += 1
+    return [row(name, work, taken) for name, taken in seconds.items()]
+
+
+def row(name: str, work: Workload, seconds: list[float]) -> dict[str, Any]:
+    """Summarize one contestant at one length."""
+    middle = median(seconds)
+    return {
+        "name": name,
+        "length": work.seq_length,
+        "rounds": len(seconds),
+        "median": middle,
+        "min": min(seconds),
+        "max": max(seconds),
+        "tokens_per_second": work.batch * work.seq_length / middle,
+        "flops": flops(name, work),
+        "gflops_per_second": flops(name, work) / middle / 1e9,
+    }
+
+
+def by_length(result: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
+    """Return the rows of a contestant by length."""
+    return {row["length"]: row for row in result["rows"] if row["name"] == name}
+
+
+def overtakes(result: dict[str, Any], name: str) -> int | None:
+    """Return the length from which chunked is faster than ``name`` at all lengths measured of both; None if never."""
+    ours, theirs = by_length(result, "chunked"), by_length(result, name)
+    slower = [n for n in theirs if ours[n]["median"] >= theirs[n]["median"]]
+    return min((n for n in theirs if n > max(slower, default=0)), default=None)
+
+
+def exponent(result: dict[str, Any], name: str) -> float | None:
+    """Return p in time ~ length^p between the last two lengths of a contestant."""
+    *_, before, last = [None, *by_length(result, name).values()]
+    if before is None:
+        return None
+    return math.log(last["median"] / before["median"]) / math.log(last["length"] / before["length"])
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Format tokens per second of each contestant at each length, growth exponents and crossovers."""
+    found = {name: by_length(result, name) for name in CONTESTANTS}
+    lines = ["| tokens | chunked | naive | softmax | chunked / softmax |", "| ---: | ---: | ---: | ---: | ---: |"]
+    for length, ours in found["chunked"].items():
+        rates = [found[name].get(length, {}).get("tokens_per_second") for name in CONTESTANTS]
+        shown = ["" if rate is None else f"{rate:,.0f}" for rate in rates]
+        ratio = found["softmax"][length]["median"] / ours["median"]
+        lines.append(f"| {length:,} | {' | '.join(shown)} | {ratio:.2f} |")
+    powers = {name: exponent(result, name) for name in CONTESTANTS}
+    lines += [
+        "",
+        *(f"{n}: time grows as length^{p:.2f} over its last step" for n, p in powers.items() if p is not None),
+    ]
+    for name in CONTESTANTS[1:]:
+        start = overtakes(result, name)
+        where = "nowhere faster" if start is None else f"faster from {start:,} tokens on"
+        lines.append(f"chunked is {where} than {name}")
+    return "\n".join(lines)
+
+
+def picture(result: dict[str, Any], path: Path) -> None:
+    """Plot tokens per second over length, both axes logarithmic."""
+    from matplotlib.figure import Figure
+
+    from tools.pictures import PALETTE
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    labels = {"chunked": "linear, in chunks", "naive": "linear, all scores at once", "softmax": "softmax (SDPA)"}
+    for name, colour, marker in zip(CONTESTANTS, PALETTE, "osD", strict=False):
+        rows = by_length(result, name)
+        rates = [row["tokens_per_second"] for row in rows.values()]
+        axes.plot(list(rows), rates, marker=marker, color=colour, label=labels[name])
+    lengths = list(by_length(result, "chunked"))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    shape = result["shape"]
+    title = f"forward + backward, {shape['num_heads']} heads of {shape['head_dim']}, {shape['dtype']}, one thread"
+    axes.set(xlabel="tokens in the sequence", ylabel="tokens per second", title=title)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the command line's parser."""
+    parser = parser_for("python -m bench.linear", __doc__)
+    for name, default, what in (
+        ("--min-length", 256, "shortest sequence"),
+        ("--max-length", 16384, "longest; lengths double up to it"),
+        ("--num-heads", 4, "as in transnormer_tiny"),
+        ("--head-dim", 32, "of keys and values"),
+        ("--batch", 1, "sequences"),
+        ("--repeats", 5, "rounds at each length, or more until half a second is over"),
+    ):
+        parser.add_argument(name, type=positive, default=default, help=f"{what} (default: %(default)s)")
+    limit = "at a length no further round after this long, but for three (default: %(default)s)"
+    parser.add_argument("--max-seconds", type=float, default=15.0, help=limit)
+    for name, kind, place, what in (
+        ("--results", "FOLDER", "bench/results", "where linear-MACHINE.jsonl goes"),
+        ("--picture", "FILE", "docs/images/linear_throughput.png", "where the plot goes"),
+    ):
+        parser.add_argument(name, type=Path, default=Path(place), metavar=kind, help=f"{what} (default: %(default)s)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        if args.max_length < args.min_length:
+            raise UserError(f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or more")
+        heads = {"num_heads": args.num_heads, "kv_heads": args.num_heads, "head_dim": args.head_dim}
+        shape = Workload(seq_length=args.min_length, batch=args.batch, **heads)
+        result = measure(lengths_between(args.min_length, args.max_length), shape, args.repeats, args.max_seconds)
+        machine = result["machine"]
+        path = args.results / f"linear-{slug(machine['device'])}-{machine['cores']}-cores.jsonl"
+        write_records(path, result)
+        picture(result, args.picture)
+        print(f"{machine['device']}, torch {machine['torch']}, one thread; tokens per second\n\n{markdown(result)}")
+        print(f"written: {path}, {args.picture}")
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The bench of linear against quadratic attention: what it counts, what it computes, and what it reports."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench import linear
+from bench.linear import CONTESTANTS, exponent, fits, flops, lengths_between, main, markdown, overtakes, row
+from bench.workload import Workload
+from kernels import linear_attention, linear_scan
+from testing.records import read_records
+
+SHAPE = Workload(seq_length=128, batch=2, num_heads=4, kv_heads=4, head_dim=16)
+
+
+def sized(length: int) -> Workload:
+    return Workload(seq_length=length, num_heads=4, kv_heads=4, head_dim=32)
+
+
+def counted(step: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def chunked_outside_of_its_operator(work: Workload) -> None:
+    """The counter does not look into an operator, so what runs in it is called by itself."""
+    q, k, v, dout = work.tensors()
+    rates = (-0.1, -0.2, -0.3, -0.4)
+    linear_scan.scan(q, k, v, rates)
+    linear_attention.backward(linear_scan.scan, dout, None, q, k, v, rates)
+
+
+@pytest.mark.parametrize("length", [128, 200])
+def test_operations_are_those_that_torch_counts(length: int) -> None:
+    work = Workload(seq_length=length, batch=2, num_heads=4, kv_heads=4, head_dim=16)
+    assert counted(lambda: chunked_outside_of_its_operator(work)) == flops("chunked", work)
+    assert counted(linear.step_of("naive", work)) == flops("naive", work)
+
+
+def test_chunked_is_linear_and_the_others_are_quadratic() -> None:
+    for length in lengths_between(1024, 16384)[:-1]:
+        growth = {name: flops(name, sized(2 * length)) / flops(name, sized(length)) for name in CONTESTANTS}
+        assert growth["chunked"] == 2
+        assert growth["naive"] == pytest.approx(4, rel=0.01)
+        assert growth["softmax"] == pytest.approx(4, rel=0.01)
+
+
+def test_naive_goes_as_far_as_its_scores_fit() -> None:
+    assert lengths_between(256, 1024) == lengths_between(256, 2047) == [256, 512, 1024]
+    assert [length for length in lengths_between(256, 16384) if fits(sized(length))][-1] == 4096
+    assert not fits(sized(8192))
+
+
+def report(times: dict[str, dict[int, float]]) -> dict[str, Any]:
+    rows = [row(name, sized(n), [taken]) for name, found in times.items() for n, taken in found.items()]
+    return {"rows": rows}
+
+
+def test_the_report_says_what_the_times_say() -> None:
+    found = report(
+        {
+            "chunked": {256: 1.0, 512: 2.0, 1024: 4.0},
+            "naive": {256: 2.0, 512: 8.0},
+            "softmax": {256: 0.5, 512: 2.0, 1024: 8.0},
+        }
+    )
+    assert [exponent(found, name) for name in CONTESTANTS] == [1, 2, 2]
+    assert (overtakes(found, "naive"), overtakes(found, "softmax")) == (256, 1024)
+    text = markdown(found)
+    assert "| 512 | 256 | 64 | 256 | 1.00 |" in text
+    assert "| 1,024 | 256 |  | 128 | 2.00 |" in text
+    assert "softmax: time grows as length^2.00" in text
+    assert "chunked is faster from 1,024 tokens on than softmax" in text
+    slow = report({"chunked": {256: 2.0}, "naive": {256: 3.0}, "softmax": {256: 1.0}})
+    assert overtakes(slow, "softmax") is None
+    assert exponent(slow, "chunked") is None
+    assert "nowhere faster than softmax" in markdown(slow)
+
+
+def test_the_command_writes_figures_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot, threads = tmp_path / "new" / "plot.png", torch.get_num_threads()
+    shape = ["--num-heads", "2", "--head-dim", "8", "--min-length", "32", "--max-length", "70", "--repeats", "2"]
+    assert main([*shape, "--max-seconds", "0.01", "--results", str(tmp_path), "--picture", str(plot)]) == 0
+    assert torch.get_num_threads() == threads
+    (path,) = tmp_path.glob("linear-*-cores.jsonl")
+    result = read_records(path)
+    assert [(row["length"], row["name"]) for row in result["rows"]] == [
+        (length, name) for length in (32, 64) for name in CONTESTANTS
+    ]
+    for found in result["rows"]:
+        assert found["min"] <= found["median"] <= found["max"]
+        assert found["rounds"] >= 2  # and more where the machine is quick
+        assert found["tokens_per_second"] == pytest.approx(found["length"] / found["median"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert markdown(result) in capsys.readouterr().out
+
+
+def test_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = linear.attend
+    monkeypatch.setattr(linear, "attend", lambda name, q, k, v: attend(name, q, k, v) * (1 + (name == "chunked")))
+    with pytest.raises(RuntimeError, match="chunked computes something else than the naive form"):
+        linear.measure([32], SHAPE, 1)
+
+
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--min-length", "512", "--max-length", "256"]) == 1
+    with pytest.raises(SystemExit):
+        main(["--repeats", "0"])
+    longest, repeats = capsys.readouterr().err.splitlines()
+    assert longest == "error: --max-length is 256; it must be --min-length, 512, or more"
+    assert repeats.startswith("error: argument --repeats: '0'")

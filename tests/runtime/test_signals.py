@@ -19,6 +19,8 @@ def forked(body: Callable[[int], None]) -> tuple[int, int]:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        for number in ASKING:
+            signal.signal(number, signal.SIG_DFL)  # under nohup, SIGHUP would be ignored
         try:
             body(writing)
         finally:

@@ -46,7 +46,7 @@ start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(A
 	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$more --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain dit test test-slow check format bench packed-bench link-bench link-attention linear-bench parity lasp-table gpu-check hooks lock clean FORCE
+.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention linear-bench parity lasp-table gpu-check hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,10 @@ pretrain: $(READY) ## The main job: text, tokenizer, training, sampling. Goes on
 	$(PY) -m tools.prepare_data
 	@$(call start,pretrain_gpt.py)
 	$(PY) -m tools.sample --load "$(RUN)"
+
+finetune: RUN = runs/finetune
+finetune: $(DEV) ## A tiny LLaMA of transformers taught to find lines at 1K tokens, extended to 4K, scored, exported (25 minutes)
+	PY="$(PY)" NPROC="$(or $(NPROC),2)" bash configs/runs/finetune_tiny.sh "$(RUN)"
 
 dit: RUN = runs/dit_tiny
 dit: CONFIG = configs/dit_tiny.toml

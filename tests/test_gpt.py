@@ -66,7 +66,7 @@ def positions_from_zero(rank: int, world_size: int, arguments: list[str]) -> Non
     from model.gpt import GPT
 
     hidden = GPT.hidden
-    GPT.hidden = lambda self, tokens, positions=None, mask=None: hidden(self, tokens)  # type: ignore[method-assign]
+    GPT.hidden = lambda self, tokens, *_: hidden(self, tokens)  # type: ignore[method-assign]
     on_rank(rank, world_size, arguments)
 
 

@@ -76,7 +76,11 @@ def test_what_came_with_an_import_stays_with_the_run_that_goes_on(
 
 
 @pytest.mark.parametrize(
-    "mesh", ["--tensor-model-parallel-size 4", "--tensor-model-parallel-size 2 --context-parallel-size 2"]
+    "mesh",
+    [
+        pytest.param("--tensor-model-parallel-size 4", marks=pytest.mark.slow),
+        "--tensor-model-parallel-size 2 --context-parallel-size 2",
+    ],
 )
 def test_another_mesh_has_the_same_losses(
     mesh: str, default_data: Path, imported: list[Path], alone: list[dict], tmp_path: Path

@@ -69,7 +69,7 @@ def test_data_parallel_and_context_parallel_together_equal_one_process(
     assert differences(pretrain(4, default_data, tmp_path / "run", *flags), one_process) <= BOUND
 
 
-@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_tensor_parallel_equals_one_process(
     tp: int, cp: int, iterations: tuple[str, str], default_data: Path, one_process: list[dict], tmp_path: Path
 ) -> None:

@@ -49,7 +49,7 @@ def attend(rank: int, world_size: int) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", METHODS)
+@pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_method_is_exact(world_size: int) -> None:
     results = run_ranks(attend, world_size)[0]
     for case, got in zip([*METHODS[world_size], *FORCED], results, strict=True):

@@ -103,11 +103,14 @@ def _steps(dataset: Samples, batching: Batching, indices: Iterator[int | None]) 
         worker_init_fn=leave_to_parent,
     )
     reader = iter(loader)
-    while step := list(islice(reader, batching.global_batch_size // batching.together)):
-        for batch in step:
-            if isinstance(batch, DataError):
-                raise batch
-        yield step
+    try:
+        while step := list(islice(reader, batching.global_batch_size // batching.together)):
+            for batch in step:
+                if isinstance(batch, DataError):
+                    raise batch
+            yield step
+    finally:
+        del reader  # or an error's frames keep its processes
 
 
 def _micro_batches(batching: Batching, indices: Iterator[int | None]) -> Iterator[list[int | None]]:

@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +148,21 @@ def test_a_process_that_is_killed_is_told() -> None:
         list(in_order(square_or_end, range(20), 2))
     assert list(in_order(square_or_end, range(5), 2)) == [0, 1, 4, 9, 16]
     assert workers.usable_cores() >= 1
+
+
+def test_ctrl_c_in_the_middle_of_a_start_waits_until_the_process_has_its_orders(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    popen = get_context("spawn").Process._Popen  # type: ignore[attr-defined]
+    started: list[Any] = []
+
+    def interrupted(process: BaseProcess) -> object:
+        signal.raise_signal(signal.SIGINT)
+        started.append(popen(process))
+        return started[-1]
+
+    monkeypatch.setattr(get_context("spawn").Process, "_Popen", staticmethod(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        list(in_order(square_or_end, range(5), 2))
+    assert [process.poll() for process in started] == [0]
+    assert "Traceback" not in capfd.readouterr().err

@@ -15,6 +15,8 @@ from runtime.locks import InUseError, Lock
 
 _DRAFT = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{32}(\.[^.]*)?")
 # (pid, lock): fcntl grants a process its own lock twice, and closing one of the two would release both.
+LOCK = ".lock"
+"""Of a folder, while a process owns it."""
 _HELD: set[tuple[int, str]] = set()
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -79,7 +81,7 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
         OSError: the lock file cannot be created.
     """
     made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
-    lock = folder / (".lock" if stem is None else f".{stem}.lock")
+    lock = folder / (LOCK if stem is None else f".{stem}.lock")
     held = os.getpid(), os.path.join(os.path.realpath(folder), lock.name)
     if held in _HELD:
         raise InUseError(f"{folder} is in use by this process already (lock {lock.name})")

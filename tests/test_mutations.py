@@ -14,7 +14,7 @@ import pytest
 from checkpoint.api import find_checkpoint, load_model
 from checkpoint.manifest import read_manifest
 from tests.parallel.tiny import ARCHITECTURE, Tiny, build, rewrite_manifest, save, train
-from tools.plot import read_losses
+from tools.plot import LOSSES, read_curves
 from train.config.language import Config, parse_args
 from train.metrics import METRICS, cut_back
 from train.resume import progress_of
@@ -239,7 +239,9 @@ def test_a_manifest_with_a_wrong_extra(extra: str, run: Path) -> None:
 def test_the_records_of_a_run(mutation: str, reader: str, run: Path) -> None:
     path = run / METRICS
     (ANY_FILE | RECORDS)[mutation](path)
-    found, lines = ended(lambda: cut_back(path, 2) if reader == "resume" else read_losses(path))
+    found, lines = ended(
+        lambda: cut_back(path, 2) if reader == "resume" else read_curves(path, list(LOSSES), "iteration")
+    )
     assert found is not None or METRICS in lines[0]
     assert len(lines) <= 1
     if found is None and mutation in RECORDS:

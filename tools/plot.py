@@ -4,12 +4,13 @@ python -m tools.plot layout --size 4 --seq-length 32 --output layouts.png
 python -m tools.plot layout --methods ring striped --full --output full.png
 python -m tools.plot layout --documents 20 5 11 3 14 7 4 --window 8 --output packed.png
 python -m tools.plot arcs --documents 1300 180 620 90 900 --size 3 --output arcs.png
-python -m tools.plot loss runs/llama_tiny runs/second --output loss.png
-python -m tools.plot loss runs/llama_tiny --learning-rate --output longer.png
+python -m tools.plot losses runs/llama_tiny runs/second --output loss.png
+python -m tools.plot losses runs/* --by tokens --smooth 0.95 --metric grad_norm --output norms.png
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOSSES = {"lm_loss": "training", "diffusion_loss": "training", "validation_loss": "validation"}
-RATE = "learning_rate"
+BY = {"iteration": "iteration", "tokens": "tokens", "hours": "hours of training"}
 LARGEST_PICTURE = 512
 LARGEST_ARCS = 16
 ARCS = [1300, 180, 620, 90, 900, 260, 410, 336]
@@ -45,9 +46,14 @@ def build_parser() -> argparse.ArgumentParser:
     _add_mask(arcs)
     arcs.set_defaults(documents=ARCS)
     arcs.add_argument("--output", type=Path, default=Path("arcs.png"), help="default: %(default)s")
-    loss = commands.add_parser("loss", help="training and validation loss of runs", allow_abbrev=False)
+    loss = commands.add_parser(
+        "losses", help="training and validation loss of runs, or other fields of metrics.jsonl", allow_abbrev=False
+    )
     loss.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    loss.add_argument("--learning-rate", action="store_true", help="draw the learning rate too, below")
+    loss.add_argument("--metric", nargs="+", metavar="FIELD", help="of metrics.jsonl (default: the losses)")
+    loss.add_argument("--by", choices=BY, default="iteration", help="what lies below (default: %(default)s)")
+    smooth = "share that a point keeps of the mean before it, 0 to below 1 (default: 0); validation is not smoothed"
+    loss.add_argument("--smooth", type=float, default=0.0, metavar="SHARE", help=smooth)
     loss.add_argument("--output", type=Path, default=Path("loss.png"), help="default: %(default)s")
     return parser
 
@@ -103,57 +109,72 @@ def arcs_figure(args: argparse.Namespace) -> "Figure":
     return draw(drawing(args.documents, args.size, args.causal, args.window))
 
 
-def read_losses(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """Read a run's (iteration, value) pairs by field; a repeated iteration, as after a resume, counts as last written.
+def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tuple[float, float]]]:
+    """Read a run's (place, value) pairs by field; a repeated iteration, as after a resume, counts as last written.
 
     Raises:
-        UserError: the file is missing, or a line is not the record of an iteration.
+        UserError: the file is missing, a line is not the record of an iteration, or none has the fields.
     """
     from train.metrics import read_metrics
 
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.exists():
         raise UserError(f"{path} does not exist; name the folder of a run, or its metrics.jsonl")
-    found: dict[str, dict[int, float]] = {field: {} for field in (*LOSSES, RATE)}
-    for record in read_metrics(path):
+    records = sorted({record["iteration"]: record for record in read_metrics(path)}.items())
+    hours = accumulate((record.get("iteration_time_ms") or 0) / 3.6e6 for _, record in records)
+    found: dict[str, list[tuple[float, float]]] = {field: [] for field in fields}
+    for (iteration, record), hour in zip(records, hours, strict=True):
+        place = {"iteration": iteration, "hours": hour}.get(by, record.get("consumed_tokens", 0))
         for field, values in found.items():
             if record.get(field) is not None:
-                values[record["iteration"]] = record[field]
-    if not any(found[field] for field in LOSSES):
-        raise UserError(f"{path} holds no lm_loss and no diffusion_loss")
-    return {field: sorted(values.items()) for field, values in found.items()}
+                values.append((place, record[field]))
+    if not any(found.values()):
+        held = ", ".join(records[-1][1]) if records else "no iteration"
+        raise UserError(f"{path} holds no {' and no '.join(fields)}; it has {held}")
+    return found
 
 
-def loss_figure(runs: list[Path], learning_rate: bool = False) -> "Figure":
-    """Draw training loss as a line, validation loss as marks, a colour per run; optionally the learning rates below."""
+def smoothed(values: Sequence[tuple[float, float]], share: float) -> list[tuple[float, float]]:
+    """Average the values exponentially, each point with ``share`` of the mean before it, without pull to the start."""
+    mean, weight, found = 0.0, 0.0, []
+    for place, value in values:
+        mean, weight = share * mean + (1 - share) * value, share * weight + 1 - share
+        found.append((place, mean / weight))
+    return found
+
+
+def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: float) -> "Figure":
+    """Draw training loss as a line and validation loss as marks, a colour per run; or other fields, a panel each.
+
+    Raises:
+        UserError: ``smooth`` is out of range, or as ``read_curves``.
+    """
     from matplotlib.figure import Figure
 
     from tools.pictures import PALETTE
     from train.metrics import LOSSES as UNITS
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    ratios = (3, 1) if learning_rate else (1,)
-    axes, *below = figure.subplots(len(ratios), sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    units = set[str]()
-    for index, run in enumerate(runs):
-        losses, colour = read_losses(run), PALETTE[index % len(PALETTE)]
-        name = (run if run.is_dir() else run.parent).resolve().name
-        for rates in below:
-            rates.plot(*zip(*losses[RATE], strict=True), color=colour, linewidth=1.2)
-        for field, values in losses.items():
-            if values and field in LOSSES:
-                units |= {UNITS[field]} if field in UNITS else set()
-                label = LOSSES[field] if len(runs) == 1 else f"{name}, {LOSSES[field]}"
-                style = "o--" if field == "validation_loss" else "-"
-                axes.plot(*zip(*values, strict=True), style, color=colour, label=label, linewidth=1.2, markersize=4)
-    axes.set(ylabel=f"loss ({' or '.join(sorted(units))})")
-    for rates in below:
-        rates.set(ylabel="learning rate", ylim=(0, None))
-    for panel in (axes, *below):
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-    [axes, *below][-1].set(xlabel="iteration")
-    axes.legend(frameon=False)
+    if not 0 <= smooth < 1:
+        raise UserError(f"--smooth is {smooth}; it must be 0 to below 1")
+    panels = [[metric] for metric in metrics] if metrics else [list(LOSSES)]
+    figure = Figure(figsize=(8, 4.5 + 2 * (len(panels) - 1)), layout="constrained")
+    for axes, fields in zip(figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels, strict=True):
+        units = set[str]()
+        for index, run in enumerate(runs):
+            colour, name = PALETTE[index % len(PALETTE)], (run if run.is_dir() else run.parent).resolve().name
+            for field, values in read_curves(run, fields, by).items():
+                checks = field == "validation_loss"
+                kind = LOSSES.get(field, field)
+                label = f"{name}, {kind}" if len(runs) > 1 else kind
+                if values:
+                    units |= {UNITS[field]} if field in UNITS else set()
+                    style, drawn = ("o--", values) if checks else ("-", smoothed(values, smooth))
+                    axes.plot(*zip(*drawn, strict=True), style, color=colour, label=label, linewidth=1.2, markersize=4)
+        axes.set(ylabel=f"loss ({' or '.join(sorted(units))})" if units else fields[0].replace("_", " "))
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    axes.set(xlabel=BY[by])
     return figure
 
 
@@ -166,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "arcs":
             figure = arcs_figure(args)
         else:
-            figure = loss_figure(args.runs, args.learning_rate)
+            figure = losses_figure(args.runs, args.metric, args.by, args.smooth)
         args.output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(args.output, dpi=120)
     except (ValueError, OSError) as error:

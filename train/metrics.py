@@ -4,6 +4,7 @@ import json
 import math
 import os
 import resource
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from runtime.errors import UserError
 from runtime.files import reason, replacing, write_text
 from train.config.flags import ConfigError
 
-METRICS = "metrics.jsonl"
+METRICS, STARTS = "metrics.jsonl", "starts.jsonl"
 LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}
 """Name of the training loss in records, an objective's ``loss_name``, and its unit."""
 
@@ -66,6 +67,8 @@ class RunLog:
             with disk_errors(folder):
                 self._records = cut_back(folder / METRICS, iteration)
                 self._file = (folder / METRICS).open("ab", buffering=0)
+                with (folder / STARTS).open("a") as starts:
+                    starts.write(json.dumps({"time": time.time(), "iteration": iteration}) + "\n")
 
     @property
     def records(self) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def progress_line(
         "time": f"{_mean(records, 'iteration_time_ms'):.0f} ms",
         "rate": f"{_short(_mean(records, f'{unit}_per_second', 'iteration_time_ms'))} {unit}/s",
         "skipped": f"{skipped} skipped" if skipped else "",
-        "left": f"{_duration(seconds_left)} left" if last["iteration"] < train_iters else "",
+        "left": f"{duration(seconds_left)} left" if last["iteration"] < train_iters else "",
     }
     for name in ("", "lr", "rate"):
         fields.pop(name, None)
@@ -99,7 +99,7 @@ def _short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Format as 1:05, 2:01:05 or 3d 2:01."""
     if not seconds < 1e9:
         return "over 30 years"

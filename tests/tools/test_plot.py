@@ -121,18 +121,32 @@ def write_run(folder: Path, lines: list[dict]) -> Path:
 def test_loss_of_several_runs_is_written(tmp_path: Path) -> None:
     lines = [{"iteration": i, "lm_loss": 5 / i, "validation_loss": 6.0 if i == 3 else None} for i in range(1, 4)]
     runs = [write_run(tmp_path / name, lines) for name in ("a", "b")]
-    axes = plot.loss_figure(runs).axes[0]
+    axes = plot.losses_figure(runs, None, "iteration", 0.0).axes[0]
     assert [line.get_label() for line in axes.lines] == ["a, training", "a, validation", "b, training", "b, validation"]
     assert axes.lines[0].get_xydata().tolist() == [[1, 5], [2, 2.5], [3, 5 / 3]]
     assert axes.lines[1].get_xydata().tolist() == [[3, 6]]
     output = tmp_path / "loss.png"
-    assert plot.main(["loss", *map(str, runs), "--output", str(output)]) == 0
+    assert plot.main(["losses", *map(str, runs), "--output", str(output)]) == 0
     assert output.read_bytes().startswith(PNG)
 
 
 def test_an_iteration_done_again_counts_as_last_written(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{"iteration": i, "lm_loss": loss} for i, loss in ((1, 9.0), (2, 8.0), (2, 7.0))])
-    assert plot.read_losses(run)["lm_loss"] == [(1, 9.0), (2, 7.0)]
+    assert plot.read_curves(run, ["lm_loss"], "iteration")["lm_loss"] == [(1, 9.0), (2, 7.0)]
+
+
+def test_other_fields_are_drawn_by_tokens_or_hours_and_smoothed(tmp_path: Path) -> None:
+    lines = [
+        {"iteration": n, "lm_loss": 1.0, "grad_norm": norm, "consumed_tokens": 8 * n, "iteration_time_ms": 1.8e6}
+        for n, norm in enumerate((4.0, 2.0, 0.0), 1)
+    ]
+    run = write_run(tmp_path / "run", lines)
+    first, second = plot.losses_figure([run], ["grad_norm", "lm_loss"], "hours", 0.5).axes
+    assert (first.get_ylabel(), second.get_ylabel()) == ("grad norm", "loss (nats per token)")
+    # By hand: 4, (4/4 + 2/2) / (3/4), (4/8 + 2/4) / (7/8).
+    assert first.lines[0].get_xydata() == pytest.approx(np.array([[0.5, 4], [1, 8 / 3], [1.5, 8 / 7]]))
+    tokens = plot.read_curves(run, ["lm_loss"], "tokens")["lm_loss"]
+    assert tokens == [(8, 1.0), (16, 1.0), (24, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -146,9 +160,14 @@ def test_an_iteration_done_again_counts_as_last_written(tmp_path: Path) -> None:
         (["arcs", "--size", "0"], "--size is 0"),
         (["arcs", "--documents", "40", "--size", "1"], "--size is 1"),
         (["arcs", "--documents", "400", "--size", "17"], "--size is 17"),
-        (["loss", "missing"], "missing does not exist"),
-        (["loss", "broken.jsonl"], "broken.jsonl, line 1 is no record of an iteration"),
-        (["loss", "empty.jsonl"], "holds no lm_loss and no diffusion_loss"),
+        (["losses", "missing"], "missing does not exist"),
+        (["losses", "broken.jsonl"], "broken.jsonl, line 1 is no record of an iteration"),
+        (
+            ["losses", "empty.jsonl"],
+            "holds no lm_loss and no diffusion_loss and no validation_loss; it has no iteration",
+        ),
+        (["losses", "one.jsonl", "--metric", "speed"], "holds no speed; it has iteration, lm_loss"),
+        (["losses", "one.jsonl", "--smooth", "1"], "--smooth is 1.0"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_once_and_nothing_written(
@@ -161,6 +180,7 @@ def test_what_cannot_be_drawn_is_said_once_and_nothing_written(
     monkeypatch.chdir(tmp_path)
     Path("broken.jsonl").write_text("[1, 2]\n")
     Path("empty.jsonl").touch()
+    Path("one.jsonl").write_text('{"iteration": 1, "lm_loss": 2.0}\n')
     assert plot.main([*arguments, "--output", "out.png"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")

@@ -1,0 +1,74 @@
+"""What a look at runs shows, of folders that a real run wrote."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.files import owned
+from tests.starts import PATIENCE
+from tools import watch
+
+
+def write_run(folder: Path, iterations: int, **more: float) -> Path:
+    (folder / "iter_0000002").mkdir(parents=True)
+    (folder / "config.toml").write_text("[train]\ntrain_iters = 8\n")
+    record = {"tokens_per_second": 2000.0, "iteration_time_ms": 30_000.0, "tflops_per_gpu": 0.01, "mfu": 0.1} | more
+    lines = [{"iteration": n, "lm_loss": 9.0 - n} | record for n in range(1, iterations + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "starts.jsonl").write_text('{"time": 1.0, "iteration": 0}\n' * 3)
+    return folder
+
+
+def test_a_run_is_shown_with_its_holder_time_left_and_last_checkpoint(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 6, validation_loss=3.5, memory_gb=1.5, skipped_iterations=2)
+    os.utime(run / "iter_0000002", (1000, 1000))
+    with owned(run):
+        first, progress, loss, rates, skipped, kept = watch.describe(run, 1065.0, 60)
+    assert first.startswith(f"{run}   training: process {os.getpid()} on ")
+    assert first.endswith("; started 3 times")
+    assert progress.endswith("░  75%  iteration 6/8, 1:00 left")
+    assert loss == "  loss 3.0000 (validation 3.5000 at 6) █▇▅▄▂▁"
+    assert rates == "  2,000 tokens/s, 0.01 TFLOP/s and 10.0% MFU each, 1.5 GB"
+    assert skipped == "  2 iterations skipped, their gradients not finite"
+    assert kept == "  last checkpoint: iteration 2, 1:05 ago (1 kept)"
+    assert "nobody trains" in watch.describe(run, 1065.0, 60)[0]
+
+
+def test_a_killed_holder_is_nobody(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 8)
+    with owned(run):
+        text = (run / ".lock").read_text()
+    (run / ".lock").write_text(text)
+    os.utime(run / ".lock", (time.time() - PATIENCE, time.time() - PATIENCE))
+    shown = watch.screen([run], False, 80)
+    assert "nobody trains" in shown
+    assert "iteration 8/8, done" in shown
+
+
+def test_a_curve_has_the_means_of_its_shares() -> None:
+    assert watch.sparkline([0, 0, 7, 7, 3, 4], 3) == "▁█▅"
+    assert watch.sparkline([2.0], 9) == "▁"
+    assert watch.sparkline([], 9) == ""
+
+
+def test_folders_without_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert watch.main([str(tmp_path), "--once"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}   nobody trains\n  no iteration yet\n"
+    assert watch.main([str(tmp_path / "no"), "--once"]) == 0
+    assert "is not there yet" in capsys.readouterr().out
+    assert watch.main(["--once"]) == 1
+    assert "no RUN is named" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert watch.main(["--slurm", "--once"]) == 1
+    assert "squeue was not found" in capsys.readouterr().err
+
+
+def test_a_job_belongs_to_the_run_that_keeps_its_logs(tmp_path: Path) -> None:
+    (tmp_path / "runs/x/logs/17").mkdir(parents=True)
+    assert watch._run_of("17", tmp_path) == tmp_path / "runs/x"
+    assert watch._run_of("1", tmp_path) is None

@@ -1,0 +1,178 @@
+"""Watch runs in a terminal: progress and time left, loss, rate, memory, starts, the last checkpoint and who trains.
+
+python -m tools.watch runs/llama_tiny runs/second
+python -m tools.watch runs/* --once              print once, as into a file
+python -m tools.watch --slurm                    the runs of your jobs in Slurm's queue
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # started as a file: the packages lie one folder up
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from runtime.errors import UserError
+from tools.arguments import parser_for, positive, run_command
+
+BARS = "▁▂▃▄▅▆▇█"
+CLEAR = "\033[H\033[2J"
+TAIL = 20
+"""Iterations that rates and the time left are taken from."""
+QUEUE = ("squeue", "--me", "--noheader", "--format=%A\t%j\t%T\t%R\t%Z")
+"""Id, name, state, reason or nodes, and working folder of each job."""
+DEEPEST = 3
+"""Folders between a job's working folder and a run's logs at most."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the command line's parser."""
+    parser = parser_for("python -m tools.watch", __doc__)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folder of a run (--save)")
+    parser.add_argument("--slurm", action="store_true", help="also show the jobs in Slurm's queue")
+    parser.add_argument("--interval", type=positive, default=2, metavar="SECONDS", help="default: %(default)s")
+    parser.add_argument("--once", action="store_true", help="print once and end")
+    return parser
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return a curve of ``width`` characters, each the mean of its share of the values, from lowest to highest."""
+    width = min(width, len(values))
+    cuts = [len(values) * n // width for n in range(width + 1)] if width else []
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    return "".join(BARS[round((value - low) / (high - low or 1) * (len(BARS) - 1))] for value in means)
+
+
+def describe(run: Path, now: float, width: int) -> list[str]:
+    """Return the lines that show a run at a time, in seconds since the epoch.
+
+    Raises:
+        UserError: its metrics cannot be read.
+    """
+    from train.metrics import METRICS, loss_name, read_metrics
+
+    if not run.is_dir():
+        return [f"{run}   is not there yet, or is not a folder"]
+    records = read_metrics(run / METRICS) if (run / METRICS).exists() else []
+    lines = [f"{run}   {_who(run)}"]
+    if not records:
+        return [*lines, "  no iteration yet"]
+    last, name = records[-1], loss_name(records[-1])
+    losses = [record[name] for record in records if record.get(name) is not None]
+    checks = [record for record in records if record.get("validation_loss") is not None]
+    shown = f"  loss {losses[-1]:.4f} " if losses else "  loss not finite "
+    if checks:
+        shown += f"(validation {checks[-1]['validation_loss']:.4f} at {checks[-1]['iteration']}) "
+    lines += [_progress(run, records), shown + sparkline(losses, max(0, width - len(shown))), _rates(records)]
+    if last.get("skipped_iterations"):
+        lines.append(f"  {last['skipped_iterations']} iterations skipped, their gradients not finite")
+    return [*lines, _kept(run, now)]
+
+
+def _who(run: Path) -> str:
+    """Say who trains, and how often the run was started."""
+    from runtime.files import LOCK
+    from runtime.locks import alive
+    from train.metrics import STARTS
+
+    holder = alive(run / LOCK)
+    starts = (run / STARTS).read_text().count("\n") if (run / STARTS).exists() else 0
+    return (f"training: {holder}" if holder else "nobody trains") + (f"; started {starts} times" if starts > 1 else "")
+
+
+def _progress(run: Path, records: Sequence[dict[str, Any]]) -> str:
+    """Draw how much is done, and say how long the rest takes at the pace of the last iterations."""
+    from train.progress import duration
+
+    done, config = records[-1]["iteration"], run / "config.toml"
+    goal = tomllib.loads(config.read_text())["train"]["train_iters"] if config.exists() else done
+    share = min(1.0, done / goal)
+    pace = [record["iteration_time_ms"] / 1e3 for record in records[-TAIL:]]
+    left = f"{duration((goal - done) * sum(pace) / len(pace))} left" if done < goal else "done"
+    return f"  {'█' * int(30 * share):░<30} {share:4.0%}  iteration {done}/{goal}, {left}"
+
+
+def _rates(records: Sequence[dict[str, Any]]) -> str:
+    def mean(field: str) -> float:
+        values = [record[field] for record in records[-TAIL:] if record.get(field) is not None]
+        return sum(values) / len(values) if values else 0.0
+
+    return (
+        f"  {mean('tokens_per_second'):,.0f} tokens/s, {mean('tflops_per_gpu'):.3g} TFLOP/s and {mean('mfu'):.1%} MFU "
+        f"each, {records[-1].get('memory_gb', 0.0):.3g} GB"
+    )
+
+
+def _kept(run: Path, now: float) -> str:
+    """Say which checkpoint is the newest, and its age."""
+    from checkpoint.manifest import checkpoint_folder
+    from checkpoint.search import saved_iterations
+    from train.progress import duration
+
+    if not (found := saved_iterations(run)):
+        return "  no checkpoint yet"
+    age = now - checkpoint_folder(run, found[0]).stat().st_mtime
+    return f"  last checkpoint: iteration {found[0]}, {duration(age)} ago ({len(found)} kept)"
+
+
+def queue() -> list[tuple[str, Path | None]]:
+    """Return a line for each of the user's jobs in Slurm's queue, and the folder of its run, if it has begun.
+
+    Raises:
+        UserError: Slurm is not there, or does not answer.
+    """
+    try:
+        listed = subprocess.run(QUEUE, capture_output=True, text=True, timeout=30, check=True).stdout
+    except FileNotFoundError as error:
+        raise UserError("squeue was not found; run --slurm on a login node, or name the runs") from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError("squeue gave no answer in 30 s; name the runs, or try again later") from error
+    except subprocess.CalledProcessError as error:
+        raise UserError(f"squeue failed: {error.stderr.strip()}; name the runs, or try again later") from error
+    jobs = []
+    for job, name, state, where, folder in (line.split("\t") for line in listed.splitlines()):
+        jobs.append((f"job {job} ({name}): {state.lower()} {where}", _run_of(job, Path(folder))))
+    return jobs
+
+
+def _run_of(job: str, folder: Path) -> Path | None:
+    """Find the run below a job's working folder that keeps the job's logs."""
+    found = (path for depth in range(1, DEEPEST + 1) for path in folder.glob(f"{'*/' * depth}logs/{job}"))
+    return next((path.parent.parent for path in found), None)
+
+
+def screen(runs: Sequence[Path], slurm: bool, width: int) -> str:
+    """Return what one look at the runs shows."""
+    blocks = [describe(run, time.time(), width) for run in runs]
+    for line, run in queue() if slurm else []:
+        blocks.append([line, *(describe(run, time.time(), width) if run else [])])
+    return "\n\n".join("\n".join(block) for block in blocks) or "no job in the queue"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        if not args.runs and not args.slurm:
+            raise UserError("no RUN is named; name the folders of runs, or give --slurm")
+        while True:
+            shown = screen(args.runs, args.slurm, shutil.get_terminal_size().columns)
+            print(shown if args.once else f"{CLEAR}{shown}\n\n(Ctrl-C ends this, not the runs)", flush=True)
+            if args.once:
+                return 0
+            time.sleep(args.interval)
+    except (UserError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    run_command(main)

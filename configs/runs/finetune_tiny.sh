@@ -14,7 +14,7 @@ say() { printf '\n=== %s (%d s)\n' "$*" "$SECONDS"; }
 
 chats() { # chats NAME SAMPLES TOKENS QUESTIONS [FLAGS]: conversations, and how many
     [ -e "$RUN/$1.jsonl" ] || "$PY" -m tools.line_retrieval make "$RUN/$1.jsonl" --vocabulary small --samples "$2" \
-        --tokens "$3" --questions "$4" --tokenizer-model "$tokenizer" "${@:5}" | head -n 1
+        --tokens "$3" --questions "$4" --tokenizer-model "$tokenizer" "${@:5}" | sed -n 1p
 }
 
 pack() { # pack PREFIX LENGTH NAME...: conversations packed into samples of LENGTH tokens
@@ -44,15 +44,11 @@ say "a tiny LLaMA, imported"
 [ -e "$RUN/tiny" ] || "$PY" -m tools.line_retrieval model "$RUN/tiny"
 [ -e "$RUN/imported" ] || "$PY" -m tools.convert_hf import "$RUN/tiny" "$RUN/imported"
 
-say "short records to repeat: to look for what followed a name before"
-chats repeat 20000 64 3 --form repeat
-pack repeat-data 256 repeat
-train repeat imported 256 --train-iters 2500 --min-lr 5e-4
-
-say "short records to ask about"
-chats lines-96 20000 96 12
-pack short-data 256 lines-96
-train short repeat 256 --train-iters 300
+say "short records: to repeat, and to ask about"
+chats repeat 80000 64 3 --form repeat
+chats lines-96 40000 96 12
+pack short-data 256 repeat lines-96
+train short imported 256 --train-iters 1500 --min-lr 1e-3
 
 say "records of up to 1,024 tokens"
 chats lines-24 8000 24 1

@@ -23,7 +23,7 @@ from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, free_port
 from train.config.entries import DiTRunConfig
 from train.config.language import Config, ConfigError, load_config
-from train.metrics import METRICS, LoggingConfig
+from train.metrics import METRICS, STARTS, LoggingConfig
 from train.optim import OptimizerConfig
 from train.resume import Progress, resume
 from train.run import claim_folder, exit_status, open_log, owning
@@ -180,7 +180,7 @@ def test_the_folder_tells_what_ran_and_no_secret(tmp_path: Path, monkeypatch: py
     assert log is not None
     assert load_config(tmp_path / "run" / "config.toml") == config
     assert all(b"s3cret" not in path.read_bytes() for path in (tmp_path / "run").iterdir())
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.toml", METRICS]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.toml", METRICS, STARTS]
 
 
 @pytest.mark.parametrize("flag", ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"])

@@ -30,6 +30,7 @@ from train.metrics import RunLog, memory_gb
 from train.objectives.base import Objective
 from train.optim import clip_gradients, gradient_norm
 from train.peak import peak_flops
+from train.profile import DATA, SAVING, Profiler
 from train.progress import ProgressLines
 from train.resume import AVERAGED, Progress, kept
 from train.schedule import schedule_of
@@ -97,6 +98,7 @@ class Trainer:
         left = max(0, config.train.train_iters - progress.iteration)
         with self._local(islice(batches(self.train_data, self._batching, progress.consumed_samples), left)) as steps:
             while progress.iteration < config.train.train_iters and not self._ending.agreed:
+                self._profiler.before(progress.iteration + 1)
                 record = self._iteration(steps, self.peak_flops)
                 if record is None:
                     break
@@ -111,6 +113,7 @@ class Trainer:
                     saved = progress.iteration
                 if stop:
                     break
+        self._profiler.end(progress.iteration + 1)
         if self._ending.agreed:
             if config.checkpoint.save and progress.iteration > saved:
                 self._save()
@@ -175,7 +178,8 @@ class Trainer:
         error: Exception | None = None
         micro_batches: list[Batch] = []
         try:
-            micro_batches = next(steps, [])
+            with self._profiler.part(DATA):
+                micro_batches = next(steps, [])
         except (UserError, RuntimeError) as caught:  # a sample, its plan, or memory for its copy on the device
             error = caught
         flags = [error is not None, *self._ending.flags(self.progress.iteration > self._begun)]
@@ -273,6 +277,10 @@ class Trainer:
         return self.config.train.eval_iters * self.global_batch_size
 
     @cached_property
+    def _profiler(self) -> Profiler:
+        return Profiler(self.config.profiling, self.config.checkpoint.save, self.mesh.device, self._say)
+
+    @cached_property
     def _batching(self) -> Batching:
         return Batching(
             global_batch_size=self.global_batch_size,
@@ -303,16 +311,17 @@ class Trainer:
         assert folder is not None
         if self.log is not None:
             self.log.sync()
-        path = save_checkpoint(
-            folder,
-            self.progress.iteration,
-            self.runner.parts,
-            self.optimizer,
-            architecture=self.architecture,
-            extra={"progress": asdict(self.progress), **kept(self.config, self.contents)}
-            | ({} if self.ema is None else {AVERAGED: self.ema.decay}),
-            more={} if self.ema is None else {"ema": self.ema.weights},
-        )
+        with self._profiler.part(SAVING):
+            path = save_checkpoint(
+                folder,
+                self.progress.iteration,
+                self.runner.parts,
+                self.optimizer,
+                architecture=self.architecture,
+                extra={"progress": asdict(self.progress), **kept(self.config, self.contents)}
+                | ({} if self.ema is None else {AVERAGED: self.ema.decay}),
+                more={} if self.ema is None else {"ema": self.ema.weights},
+            )
         self._say(f"saved {path}")
 
 

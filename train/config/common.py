@@ -14,6 +14,7 @@ from parallel.recompute import RecomputeConfig
 from train.config.flags import ConfigError
 from train.metrics import LoggingConfig
 from train.optim import OptimizerConfig
+from train.profile import ProfileConfig
 from train.schedule import schedule_of
 
 
@@ -118,6 +119,7 @@ class CommonConfig(ABC):
     train: LoopConfig = field(default_factory=LoopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiling: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def causal(self) -> bool:

@@ -1,0 +1,101 @@
+"""Where time went, by hand and of two real ranks, and what cannot be profiled."""
+
+import gzip
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import UserError
+from testing.ranks import run_ranks
+from tests.pretraining import TINY, on_rank
+from tests.starts import PATIENCE
+from train.profile import DATA, SAVING, ProfileConfig, spent, table, total, union, without
+
+
+@dataclass
+class Event:
+    """What torch's profiler gives, as far as it is read."""
+
+    of: str
+    start: int
+    length: int
+    where: str = "DeviceType.CPU"
+
+    def name(self) -> str:
+        return self.of
+
+    def start_ns(self) -> int:
+        return self.start
+
+    def duration_ns(self) -> int:
+        return self.length
+
+    def device_type(self) -> str:
+        return self.where
+
+
+def test_intervals_as_sets_of_points() -> None:
+    draw = random.Random(5)
+    for _ in range(200):
+        first, second = ([(a, a + draw.randint(1, 9)) for a in draw.sample(range(60), 5)] for _ in range(2))
+        points = [{p for a, b in spans for p in range(a, b)} for spans in (first, second)]
+        left = without(union(first), union(second))
+        assert {p for a, b in left for p in range(a, b)} == points[0] - points[1]
+        assert total(left) == len(points[0] - points[1])
+
+
+def test_time_by_hand() -> None:
+    second = 10**9
+    events = [
+        Event(DATA, 0, 1 * second),
+        Event("aten::index", 0, 1 * second),  # of the data
+        Event("aten::mm", 1 * second, 4 * second),
+        Event("gloo:all_reduce", 4 * second, 3 * second),  # a second of it behind mm
+        Event(SAVING, 8 * second, 2 * second),
+    ]
+    found = spent(events, 0, 2)
+    assert (found.data, found.compute, found.communication, found.exposed, found.saving) == (0.5, 2.0, 1.5, 1.0, 1.0)
+    assert (found.iteration, found.other) == (5.0, 0.5)
+
+
+def test_on_a_gpu_kernels_count_and_not_what_launched_them() -> None:
+    events = [
+        Event("aten::mm", 0, 9),
+        Event("sm90_gemm", 2, 4, "DeviceType.CUDA"),
+        Event("ncclDevKernel_SendRecv", 4, 5, "DeviceType.CUDA"),
+    ]
+    found = spent(events, 0, 1)
+    assert [round(1e9 * x) for x in (found.compute, found.communication, found.exposed)] == [4, 5, 3]
+
+
+def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
+    def rank(number: int, exposed: int) -> list[Event]:
+        return [Event("aten::mm", 0, 100 - exposed), Event("gloo:send", 100 - exposed, exposed)]
+
+    shown = table([spent(rank(number, exposed), number, 1) for number, exposed in enumerate((40, 10, 40))])
+    assert "Slowest: rank 1 on " in shown
+    assert "busy 50% longer" in shown
+
+
+@pytest.mark.slow
+def test_two_ranks_write_their_traces_and_a_table(tmp_path: Path, default_data: Path) -> None:
+    flags = ["--context-parallel-size", "2", "--profile", "--profile-step-start", "2", "--profile-step-end", "4"]
+    data = ["--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model", "--save", str(tmp_path)]
+    said, _ = run_ranks(on_rank, 2, [*TINY, *data, *flags, "--train-iters", "5", "--profile-ranks", "1"])
+    assert "profiled iterations 2 to 3" in said
+    folder = tmp_path / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-1.json.gz", "ranks.json", "ranks.md"]
+    with gzip.open(folder / "rank-1.json.gz") as file:
+        assert json.load(file)["traceEvents"]
+    for each in json.loads((folder / "ranks.json").read_text()):
+        assert min(each["compute"], each["exposed"], each["data"]) > 0
+        assert each["exposed"] <= each["communication"] <= each["iteration"] < PATIENCE
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 2), (5, 5)])
+def test_steps_that_are_none(start: int, end: int) -> None:
+    with pytest.raises(UserError, match=f"profile_step_start is {start} and profile_step_end {end}"):
+        ProfileConfig(profile_step_start=start, profile_step_end=end)

@@ -1,0 +1,217 @@
+"""Iterations followed by torch.profiler: a trace of each chosen rank, and a table of where every rank's time went."""
+
+import json
+import socket
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from runtime.errors import UserError
+from runtime.files import write_text
+from runtime.together import raise_together
+
+Interval = tuple[int, int]
+"""Start and end in nanoseconds."""
+FOLDER = "profile"
+DATA, SAVING = "longmesh: data", "longmesh: saving"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which iterations are profiled, into the folder ``profile`` of --save."""
+
+    profile: bool = False
+    """Follow some iterations with torch.profiler: a trace for chrome://tracing of each profiled rank, the memory's
+    history on a GPU, and a table of compute, exposed communication, data and saving of all ranks."""
+    profile_step_start: int = 10
+    """First profiled iteration; those before warm up."""
+    profile_step_end: int = 12
+    """Iteration before which profiling ends."""
+    profile_ranks: tuple[int, ...] = (0,)
+    """Ranks whose traces are written; the table has all ranks."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.profile_step_start < self.profile_step_end:
+            raise UserError(
+                f"profile_step_start is {self.profile_step_start} and profile_step_end {self.profile_step_end}; "
+                f"profiled are the iterations from the first, 1 or more, to before the second"
+            )
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Where a rank's time went, in seconds per iteration."""
+
+    rank: int
+    host: str
+    iteration: float
+    compute: float
+    communication: float
+    """All of it; most may lie behind compute."""
+    exposed: float
+    """Communication while nothing was computed."""
+    data: float
+    saving: float
+
+    @property
+    def other(self) -> float:
+        """Time in which nothing of this was under way: the interpreter, launches, synchronisation."""
+        return max(0.0, self.iteration - self.compute - self.exposed - self.data - self.saving)
+
+
+class Profiler:
+    """Follow the profiled iterations of a run; without --profile, nothing."""
+
+    def __init__(
+        self, config: ProfileConfig, save: str | None, device: torch.device, say: Callable[[str], None]
+    ) -> None:
+        """Raises UserError if a profile is asked for and there is no folder for it, or a profiled rank is none."""
+        self._config, self._device, self._say = config, device, say
+        self._profile: profile | None = None
+        self._begun = 0
+        if config.profile and save is None:
+            raise UserError("profile writes into the folder of --save, and none is given; give one")
+        world = dist.get_world_size()
+        if config.profile and (missing := [rank for rank in config.profile_ranks if not 0 <= rank < world]):
+            raise UserError(f"profile_ranks has {missing[0]}; there are ranks 0 to {world - 1}")
+        self._folder = Path(save or ".") / FOLDER
+
+    def before(self, iteration: int) -> None:
+        """Begin or end before this iteration, where it is the one to do so. Collective at the end."""
+        if not self._config.profile:
+            return
+        if iteration == self._config.profile_step_start:
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
+            if self._device.type == "cuda":
+                torch.cuda.memory._record_memory_history(max_entries=100_000)
+            self._profile, self._begun = profile(activities=activities), iteration
+            self._profile.start()
+        elif iteration == self._config.profile_step_end:
+            self.end(iteration)
+
+    def part(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context that counts as ``DATA`` or ``SAVING``."""
+        return nullcontext() if self._profile is None else record_function(name)
+
+    def end(self, iteration: int) -> None:
+        """Write what was followed until before this iteration, if anything is; collective."""
+        if self._profile is None:
+            return
+        followed, self._profile = self._profile, None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        followed.stop()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        assert followed.profiler is not None
+        assert followed.profiler.kineto_results is not None
+        mine = spent(followed.profiler.kineto_results.events(), rank, iteration - self._begun)
+        all_ranks: list[Any] = [None] * world
+        dist.all_gather_object(all_ranks, mine)
+        with raise_together():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if rank in self._config.profile_ranks:
+                followed.export_chrome_trace(str(self._folder / f"rank-{rank}.json.gz"))
+                if self._device.type == "cuda":
+                    torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{rank}.pickle"))
+            if rank == 0:
+                write_text(
+                    self._folder / "ranks.json", json.dumps([asdict(each) for each in all_ranks], indent=1) + "\n"
+                )
+                write_text(self._folder / "ranks.md", table(all_ranks))
+        if self._device.type == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._say(f"profiled iterations {self._begun} to {iteration - 1}, into {self._folder}\n{table(all_ranks)}")
+
+
+def spent(events: Iterable[Any], rank: int, iterations: int) -> Spent:
+    """Return where the time of the events of torch's profiler went.
+
+    On a GPU, compute is its kernels and communication NCCL's; on a CPU, aten's operators and gloo's.
+    """
+    marks: dict[str, list[Interval]] = {DATA: [], SAVING: []}
+    operators, kernels, messages = [], [], []
+    for event in events:
+        name, span = event.name(), (event.start_ns(), event.start_ns() + event.duration_ns())
+        on_gpu = "CUDA" in str(event.device_type())
+        if name in marks:
+            marks[name] += [span] * (not on_gpu)
+        elif name.startswith("gloo:") or (on_gpu and "nccl" in name.lower()):
+            messages.append(span)
+        elif on_gpu:
+            kernels.append(span)
+        elif name.startswith("aten::"):
+            operators.append(span)
+    aside = union([*marks[DATA], *marks[SAVING]])
+    compute, sent = (without(union(spans), aside) for spans in (kernels or operators, messages))
+    ends = [*operators, *kernels, *messages, *aside]
+    whole = max((end for _, end in ends), default=0) - min((start for start, _ in ends), default=0)
+    seconds = [total(part) / 1e9 / iterations for part in (compute, sent, without(sent, compute))]
+    rest = [total(union(marks[name])) / 1e9 / iterations for name in (DATA, SAVING)]
+    return Spent(rank, socket.gethostname(), whole / 1e9 / iterations, *seconds, *rest)
+
+
+def union(spans: Iterable[Interval]) -> list[Interval]:
+    """Return the intervals' union, sorted and apart."""
+    found: list[Interval] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def without(spans: list[Interval], others: list[Interval]) -> list[Interval]:
+    """Return what of one union lies outside of another."""
+    edges = sorted({edge for span in (*spans, *others) for edge in span})
+    ins, outs = _inside(spans), _inside(others)
+    return union(pair for pair in pairwise(edges) if ins(pair) and not outs(pair))
+
+
+def _inside(spans: list[Interval]) -> Callable[[Interval], bool]:
+    """Return whether an interval without edges inside lies in the union; asked in order."""
+    left = iter(spans)
+    at: Interval | None = next(left, None)
+
+    def inside(pair: Interval) -> bool:
+        nonlocal at
+        while at is not None and at[1] <= pair[0]:
+            at = next(left, None)
+        return at is not None and at[0] <= pair[0]
+
+    return inside
+
+
+def total(spans: Iterable[Interval]) -> int:
+    """Return the length of all intervals."""
+    return sum(end - start for start, end in spans)
+
+
+def table(ranks: list[Spent]) -> str:
+    """Return the ranks' times in milliseconds as Markdown, and name the one that the others wait for.
+
+    In collectives the others wait for the slowest rank: it has the least exposed communication.
+    """
+    columns = ("compute", "exposed", "communication", "data", "saving", "other", "iteration")
+    lines = ["| rank | host | " + " | ".join(columns) + " |", "| ---: | --- |" + " ---: |" * len(columns)]
+    for each in ranks:
+        lines.append(
+            f"| {each.rank} | {each.host} | " + " | ".join(f"{1e3 * getattr(each, c):.1f}" for c in columns) + " |"
+        )
+    slowest = max(ranks, key=lambda each: each.iteration - each.exposed)
+    busy = median(each.iteration - each.exposed for each in ranks)
+    more = (slowest.iteration - slowest.exposed) / busy - 1 if busy else 0.0
+    lines += [
+        "",
+        f"Milliseconds per iteration. Slowest: rank {slowest.rank} on {slowest.host}, busy {more:.0%} longer than ",
+    ]
+    lines[-1] += "the median."
+    return "\n".join(lines) + "\n"

@@ -51,7 +51,7 @@ class Draw:
             return logits.argmax(-1)
         kept, ids = logits.topk(min(self.top_k or logits.shape[-1], logits.shape[-1]))  # [B, K], also with ties
         kept = kept - kept[:, :1]  # a tiny temperature overflows only to -inf, which softmax takes
-        share = (kept / self.temperature).softmax(-1)
+        share = (kept / max(self.temperature, torch.finfo(kept.dtype).tiny)).softmax(-1)
         if self.top_p is not None:
             likelier = share.cumsum(-1) - share
             share = share.where(likelier < self.top_p, 0)

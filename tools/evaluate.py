@@ -39,9 +39,8 @@ from tools.arguments import parser_for, positive
 from tools.runs import Run, add_mesh, open_run, sizes, write_results
 from train.assemble import build_runner
 from train.attention import context_of
-from train.config.language import Config, ConfigError
+from train.config.language import Config, ConfigError, fitted
 from train.config.sizes import validate_sizes
-from train.generation import fitted
 from train.objectives.language import NextToken
 from train.run import check_writable, run_entry
 
@@ -115,8 +114,8 @@ def main(argv: list[str]) -> None:
             rows = list(islice(documents(args, run.tokenizer), args.documents))
             if not rows:
                 raise DataError(
-                    f"{args.data_path or args.text} has no document of more than {args.seq_length} tokens; give longer "
-                    "ones, or a smaller --seq-length"
+                    f"{args.data_path or ' '.join(args.text)} has no document of more than {args.seq_length} tokens; "
+                    "give longer ones, or a smaller --seq-length"
                 )
         config = complete(config, run.tokenizer.vocab_size)
         bounds = buckets(args.seq_length, args.buckets)
@@ -200,18 +199,18 @@ def _write(folder: Path, run: Run, args: argparse.Namespace, count: int, found: 
         "iteration": run.iteration,
         "data": args.data_path or args.text,
         "seq_length": args.seq_length,
-        "trained_seq_length": run.config.train.seq_length,
+        "trained_seq_length": run.trained_length,
         "documents": count,
         "loss": whole.loss,
         "perplexity": whole.perplexity,
         "buckets": [asdict(bucket) | {"perplexity": bucket.perplexity} for bucket in found],
     }
-    figure = curve(found, run.config.train.seq_length)
+    figure = curve(found, run.trained_length)
     write_results(folder, "perplexity", result, "\n".join((title, "", *table, "")), figure)
 
 
-def curve(found: Sequence[Bucket], trained: int) -> "Figure":
-    """Draw perplexity over position, and where training ended."""
+def curve(found: Sequence[Bucket], trained: int | None) -> "Figure":
+    """Draw perplexity over position, and where training ended, if that is known."""
     from matplotlib.figure import Figure
 
     from tools.pictures import FAINT, PALETTE
@@ -220,12 +219,13 @@ def curve(found: Sequence[Bucket], trained: int) -> "Figure":
     axes = figure.subplots()
     edges = [max(1, found[0].begin), *(bucket.end for bucket in found)]
     axes.stairs([bucket.perplexity for bucket in found], edges, baseline=None, color=PALETTE[0])
-    axes.axvline(trained, color=FAINT, linestyle="--", label=f"trained on {trained} tokens")
+    if trained is not None:
+        axes.axvline(trained, color=FAINT, linestyle="--", label=f"trained on {trained} tokens")
+        axes.legend(frameon=False)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="position", ylabel="perplexity")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
     return figure
 
 

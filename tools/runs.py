@@ -25,6 +25,8 @@ class Run:
     config: "Config"
     """Of a language model, with its vocabulary and the length of its rope."""
     tokenizer: "SentencePieceTokenizer | HuggingFaceTokenizer"
+    trained_length: int | None
+    """Tokens of a sequence that it was trained on; of an import those that it is meant for, if it says so."""
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +55,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     from data.tokenizer import load_tokenizer
     from planner.complete import with_vocabulary
     from train.config.language import ConfigError, load_config
-    from train.resume import trained
+    from train.resume import IMPORTED, trained
 
     named = folder / "config.toml"
     if not named.is_file():
@@ -72,7 +74,10 @@ def open_run(folder: Path, step: int | None = None) -> Run:
             f"the old file back, or name it as tokenizer_model in {named}"
         )
     config = trained(with_vocabulary(config, tokenizer.vocab_size), manifest.extra)
-    return Run(folder, checkpoint, manifest.iteration, config, tokenizer)
+    model, imported = config.model, IMPORTED in manifest.extra
+    meant = max(model.max_position_embeddings or 0, model.scaled_length) or None
+    length = meant if imported else config.train.seq_length  # an import's config.toml has a default there
+    return Run(folder, checkpoint, manifest.iteration, config, tokenizer, length)
 
 
 def sizes(args: argparse.Namespace, processes: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from model.generate import DivergedError, Draw
 from runtime.processes import launched_world_size
 from runtime.together import is_first
 from tools.arguments import parser_for
-from tools.runs import add_mesh, open_run, sizes
+from tools.runs import Run, add_mesh, open_run, sizes
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
 from train.run import run_entry
@@ -29,21 +29,17 @@ def main(argv: list[str]) -> None:
     """Run the command."""
     args = _parse(argv)
     Draw(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    tokenizer = open_run(args.load, args.ckpt_step).tokenizer
+    run = open_run(args.load, args.ckpt_step)
+    tokenizer = run.tokenizer
     texts, stop = _prompts(args), [tokenizer.eod, *(_token(tokenizer, text) for text in args.stop)]
     mesh = sizes(args, launched_world_size()) | {"context_parallel_method": args.context_parallel_method}
     with opened(args.load, args.ckpt_step, **mesh) as writer:
-        _sample(writer, tokenizer, args, texts, stop)
+        _sample(writer, run, args, texts, stop)
 
 
-def _sample(
-    writer: Writer,
-    tokenizer: SentencePieceTokenizer | HuggingFaceTokenizer,
-    args: argparse.Namespace,
-    texts: Sequence[str],
-    stop: Sequence[int],
-) -> None:
+def _sample(writer: Writer, run: Run, args: argparse.Namespace, texts: Sequence[str], stop: Sequence[int]) -> None:
     """Write, and print on the first rank; collective."""
+    tokenizer = run.tokenizer
     # Documents follow an end-of-text token, after which the model takes the prompt as the beginning of a text; other
     # trainers' texts, and conversations, follow the token of a beginning where there is one.
     begin = tokenizer.eod
@@ -55,8 +51,8 @@ def _sample(
     if is_first():
         named = f"prompt {texts[0]!r:.200}" if len(texts) == 1 else f"{len(texts)} prompts"
         print(f"{args.load}, iteration {writer.iteration}, {named}, {args.num_samples} x {args.num_tokens} tokens")
-        if longest + args.num_tokens > (trained := writer.config.train.seq_length):
-            said = f"note: prompt and tokens are more than the {trained} the model was trained on at a time"
+        if run.trained_length is not None and longest + args.num_tokens > run.trained_length:
+            said = f"note: prompt and tokens are more than the {run.trained_length} the model was trained on at a time"
             print(said, file=sys.stderr)
     draw = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     try:
@@ -83,7 +79,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         text = args.prompt_file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{args.prompt_file} is not UTF-8 ({error}); convert it") from error
-    found = [line for line in text.splitlines() if line.strip()] if args.by_line else [text]
+    found = [line for line in text.split("\n") if line.strip()] if args.by_line else [text]
     if not found:
         raise DataError(f"{args.prompt_file} has no line that is not empty; write a prompt per line")
     return found
@@ -135,8 +131,8 @@ def _at_least(least: int | float) -> Callable[[str], int | float]:
 
     def number(text: str) -> int | float:
         value = type(least)(text)
-        if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} must be a number of {least} or more")
+        if not least <= value < 1 << 63:  # seeds have 64 bits
+            raise argparse.ArgumentTypeError(f"{text} must be a number of {least} or more, below 2**63")
         return value
 
     number.__name__ = type(least).__name__  # argparse's "invalid int value"

@@ -27,16 +27,14 @@ from model.base import RecurrentModel
 from model.config import architecture_of
 from model.generate import DivergedError, Draw, Read, at_ends, check_lengths, write
 from model.registry import build_model
-from parallel.context import ContextConfig, ContextParallel
-from parallel.data import DataParallelConfig
+from parallel.context import ContextParallel
 from parallel.mesh import Mesh, distributed_mesh
-from parallel.pipeline.stages import PipelineConfig, stage_layers
+from parallel.pipeline.stages import stage_layers
 from runtime.processes import launched_world_size
 from runtime.together import raise_together
 from train.attention import softmax_context
-from train.config.flags import config_fields
-from train.config.language import Config, ConfigError, load_config
-from train.config.sizes import validate_entries, validate_mesh
+from train.config.language import Config, ConfigError, fitted, load_config
+from train.config.sizes import validate_entries
 from train.resume import IMPORTED, trained
 
 
@@ -90,62 +88,6 @@ def opened(
         yield Writer(config, joined, folder, dtype)
 
 
-def fitted(
-    config: Config,
-    processes: int,
-    method: str | None,
-    length: int | None = None,
-    *,
-    context_parallel_size: int,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
-) -> Config:
-    """Return a run's configuration without training, on another mesh of ``processes``.
-
-    A step has one sequence, by default as long as the run's, for each data-parallel rank and pipeline stage.
-
-    Args:
-        method: of context parallelism; by default the run's own on as many ranks, else striped, or lasp of a model with
-            linear attention.
-
-    Raises:
-        UserError: sizes that do not fit the processes or the model.
-    """
-    cp, tp, pp = context_parallel_size, tensor_model_parallel_size, pipeline_model_parallel_size
-    mesh = replace(
-        config.mesh,
-        context_parallel_size=cp,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        balance_over="cp",
-        device=config.mesh.device if torch.cuda.is_available() else "auto",
-    )
-    context, own = config.context, config.context.context_parallel_method
-    if cp == 1 and method is None:
-        context = ContextConfig(context_parallel_method="none")
-    elif cp != config.mesh.context_parallel_size or own == "auto" or method not in (None, own):
-        method = method or ("lasp" if config.model.linear_attention else "striped")
-        named = config_fields(Config)["context_parallel_method"].convert(method)
-        context = ContextConfig(context_parallel_method=named)
-    found = replace(
-        config,
-        mesh=mesh,
-        context=context,
-        pipeline=PipelineConfig(),
-        data_parallel=DataParallelConfig(),
-        recompute=replace(config.recompute, recompute_granularity="none", recompute_offload=False),
-        data=replace(config.data, reset_attention_mask=False),
-        train=replace(
-            config.train,
-            seq_length=length or config.train.seq_length,
-            micro_batch_size=1,
-            global_batch_size=pp * max(1, processes // (cp * tp * pp)),
-        ),
-    )
-    validate_mesh(found, processes)
-    return found
-
-
 class Writer:
     """The weights of a checkpoint on the ranks of a mesh; they write together, and every rank gets the text."""
 
@@ -157,15 +99,18 @@ class Writer:
             for entries in filter(None, (size, config.model.position_table)):
                 validate_entries(entries, mesh.tp.size())
             config = trained(replace(config, model=replace(config.model, vocab_size=size)), manifest.extra)
+        dtype = dtype or (torch.bfloat16 if mesh.device.type == "cuda" and config.train.bf16 else torch.float32)
+        # Attention's backend is chosen for what is computed here, not for what the run computed in.
+        config = replace(config, train=replace(config.train, bf16=dtype == torch.bfloat16))
         self.config, self.folder, self.iteration = config, folder, manifest.iteration
         self.imported = IMPORTED in manifest.extra
         """Whether no run has trained the model, which came from Hugging Face."""
         self._mesh = mesh
-        model, narrow = config.model, mesh.device.type == "cuda" and (config.train.bf16 or self.imported)
+        model = config.model
         with torch.device("meta"):
             part = build_model(model)
         part.keep(stage_layers(config.pipeline, model.num_layers, mesh.pp.size())[mesh.pp.get_local_rank()])
-        part.cast(dtype or (torch.bfloat16 if narrow else torch.float32))
+        part.cast(dtype)
         if mesh.tp.size() > 1:
             from parallel.tensor.split import split_model  # DTensor, which one process need not wait for
 

@@ -259,5 +259,10 @@ def with_rope_length(config: Config) -> Config:
 
 
 def trained(config: Config, extra: Mapping[str, Any]) -> Config:
-    """Return a run's configuration with the length of rope that its checkpoint, with this ``extra``, was trained at."""
-    return config if IMPORTED in extra else with_rope_length(config)
+    """Return a run's configuration with the length of rope that its checkpoint, with this ``extra``, was trained at.
+
+    A model that no run has trained computes in bfloat16 on cuda, since flash kernels take nothing wider.
+    """
+    if IMPORTED not in extra:
+        return with_rope_length(config)
+    return replace(config, train=replace(config.train, bf16=config.train.bf16 or config.mesh.device_type == "cuda"))

@@ -45,6 +45,7 @@ def test_greedy_takes_the_likeliest_of_a_full_forward(llama):
     out = generate(llama, PROMPT, 5)
     assert out == [likeliest(llama, prompt, 5) for prompt in PROMPT]
     assert out == generate(llama, PROMPT, 5, temperature=1e-30)
+    assert out == generate(llama, PROMPT, 5, temperature=5e-324)
     assert out == generate(llama, PROMPT, 5, temperature=7.0, top_k=1)
     assert out == generate(llama, PROMPT, 5, temperature=7.0, top_p=1e-9)
 

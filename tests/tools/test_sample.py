@@ -190,6 +190,18 @@ def test_says_so_beyond_the_trained_length(run, capsys):
     assert not sampled(capsys, "--load", run, "--num-tokens", 40).err
 
 
+def test_an_import_is_measured_by_the_positions_that_it_is_meant_for(tmp_path, capsys):
+    """Its config.toml says no length that it was trained on."""
+    tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], tmp_path / "tokenizer", 300)
+    save_checkpoint(
+        tmp_path, 0, trained(1), None, architecture=architecture_of(SHAPE), extra={"imported_from": "elsewhere"}
+    )
+    for meant, said in (("", ""), ("max_position_embeddings = 48\n", "more than the 48 the model")):
+        (tmp_path / "config.toml").write_text(CONFIG.format(tokenizer=tokenizer).replace("[train]", meant + "[train]"))
+        assert said in (err := sampled(capsys, "--load", tmp_path, "--num-tokens", 70, "--top-k", 1).err)
+        assert bool(said) == bool(err)
+
+
 def test_bad_input_gives_one_message(run, tmp_path, capsys):
     def error(*args):
         assert main([str(arg) for arg in args]) == 1
@@ -211,7 +223,9 @@ def test_bad_input_gives_one_message(run, tmp_path, capsys):
     assert "32" in error("--load", tmp_path)
 
 
-@pytest.mark.parametrize("flag", ["--num-tokens=0", "--temperature=-1", "--temperature=nan", "--top-k=0", "--top-k=x"])
+@pytest.mark.parametrize(
+    "flag", ["--num-tokens=0", "--temperature=-1", "--temperature=nan", "--top-k=0", "--top-k=x", f"--seed={10**30}"]
+)
 def test_numbers_out_of_range_are_refused(run, capsys, flag):
     with pytest.raises(SystemExit) as exit_status:
         main(["--load", str(run), flag])
@@ -224,7 +238,7 @@ def texts(out):
 
 
 def test_a_file_of_prompts_is_continued_whole_or_line_by_line(run, tmp_path, capsys):
-    file, lines = tmp_path / "prompts.txt", ["value 1", "value 12 of the", "table"]
+    file, lines = tmp_path / "prompts.txt", ["value 1", "value 12\u2028of the", "table"]
     file.write_text("\n".join([lines[0], "", *lines[1:]]) + "\n")
     asked = ["--load", run, "--num-tokens", 9, "--temperature", 0, "--num-samples", 1]
     alone = [texts(sampled(capsys, *asked, "--prompt", line).out)[0] for line in lines]

@@ -238,6 +238,7 @@ def test_what_cannot_be_written_is_refused(runs: dict[str, Path], tmp_path: Path
     )
     (tmp_path / "config.toml").write_text(to_toml(Config(model=LLAMA)))
     assert "holds no checkpoint" in message(tmp_path)
+    assert "lasp, which passes states of linear attention on" in message(tmp_path, context_parallel_method="lasp")
     linear = dataclasses.replace(LLAMA, model_type="transnormer", num_query_groups=None)
     (tmp_path / "config.toml").write_text(to_toml(Config(model=linear)))
     assert "model_type is transnormer, whose states" in message(tmp_path, tensor_model_parallel_size=2)

@@ -13,7 +13,7 @@ from parallel.mesh import MeshConfig
 from train.config.entries import DiTRunConfig
 from train.config.language import Config, TrainConfig, parse_args
 from train.optim import OptimizerConfig
-from train.resume import changes, continued, kept
+from train.resume import IMPORTED, changes, continued, kept, trained
 from train.schedule import schedule_of
 
 PATH = Path("runs/x/iter_0000120")
@@ -205,3 +205,11 @@ def test_a_diffusion_run_has_the_same_and_what_it_draws() -> None:
         "note: class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it",
     ]
     assert before.contents() == {}, "the digits come with scikit-learn"
+
+
+def test_an_import_computes_in_bfloat16_on_cuda() -> None:
+    """Flash kernels take nothing wider, and no flag of a tool that opens it says so."""
+    on_gpu, on_cpu = (Config(mesh=MeshConfig(device=device)) for device in ("cuda", "cpu"))  # type: ignore[arg-type]
+    assert trained(on_gpu, {IMPORTED: "elsewhere"}).train.bf16
+    assert not trained(on_cpu, {IMPORTED: "elsewhere"}).train.bf16
+    assert not trained(on_gpu, {}).train.bf16

@@ -91,7 +91,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     make.add_argument("--tokenizer-model", required=True, metavar="FILE", help="a tokenizer.json")
     model = commands.add_parser("model", help="write a tiny LLaMA of the small vocabulary", allow_abbrev=False)
     model.add_argument("folder", type=Path, metavar="DIR", help="where to write it; must not exist")
-    model.add_argument("--hidden-size", type=positive, default=64, help="default: %(default)s")
+    model.add_argument("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
     score = commands.add_parser("score", help="count right answers by length and depth", allow_abbrev=False)
     score.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     score.add_argument("--lengths", type=positive, nargs="+", required=True, metavar="N", help="tokens of questions")

@@ -59,28 +59,34 @@ def depths_of(number: int) -> list[float]:
 
 
 def score(
-    writer: Writer, makers: Iterable[Maker], depths: Sequence[float], samples: int, batch_size: int
+    writer: Writer,
+    makers: Iterable[Maker],
+    depths: Sequence[float],
+    samples: int,
+    batch_size: int,
+    table: int | None = None,
 ) -> Iterator[Cell]:
     """Ask so many questions of each maker's length at each depth, so many at once; yield each depth's cell.
 
-    Collective if the writer is.
+    Collective if the writer is. ``table`` has the model's learned positions, beyond which no answer goes.
     """
     for maker in makers:
         for place, depth in enumerate(depths):
             cell = Cell(maker.task.tokens, depth)
             for begin in range(0, samples, batch_size):
                 numbers = range(begin, min(begin + batch_size, samples))
-                _ask(writer, maker, [number * len(depths) + place for number in numbers], cell)
+                _ask(writer, maker, [number * len(depths) + place for number in numbers], cell, table)
             yield cell
 
 
-def _ask(writer: Writer, maker: Maker, numbers: Sequence[int], cell: Cell) -> None:
+def _ask(writer: Writer, maker: Maker, numbers: Sequence[int], cell: Cell, table: int | None) -> None:
     """Ask questions of these numbers, and count the right answers."""
     with raise_together():
         asked = [maker.make(number, cell.depth).turns for number in numbers]
         answers = [turns[-1]["content"] for turns in asked]
         most = max(len(maker.tokenizer.tokenize(answer)) for answer in answers) + SPARE
         prompts, stop = [maker.prompt(turns) for turns in asked], sorted(maker.ends(asked[0]))
+        most = most if table is None else min(most, table + 1 - max(map(len, prompts)))
     for turns, answer, ids in zip(asked, answers, writer.write(prompts, most, stop=stop), strict=True):
         written = _text(maker.tokenizer, ids)
         cell.samples += 1
@@ -120,7 +126,7 @@ def score_run(args: argparse.Namespace) -> None:
         if is_first() and (note := beyond_rope(longest)):
             print(note, flush=True)
         cells, started = list[Cell](), time.monotonic()
-        for cell in score(writer, makers, depths_of(args.depths), args.samples, args.batch_size):
+        for cell in score(writer, makers, depths_of(args.depths), args.samples, args.batch_size, table):
             cells.append(cell)
             if is_first():
                 seconds = time.monotonic() - started
@@ -140,7 +146,7 @@ def _write(folder: Path, run: Run, args: argparse.Namespace, cells: Sequence[Cel
         "form": args.form,
         "vocabulary": args.vocabulary,
         "seed": args.seed,
-        "trained_seq_length": run.config.train.seq_length,
+        "trained_seq_length": run.trained_length,
         "cells": [asdict(cell) | {"accuracy": cell.accuracy} for cell in cells],
     }
     figure = heat_map(cells, args.form)

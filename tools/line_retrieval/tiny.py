@@ -7,9 +7,11 @@ for, so that the answer is what followed that name before: what two layers can l
 from pathlib import Path
 from typing import Any
 
+from model.hf.shards import new_folder
 from runtime.errors import UserError
 from tools.line_retrieval.lines import ADJECTIVES, NOUNS, VALUES
 
+HEADS = 4
 UNKNOWN, USER, END = "<|unknown|>", "<|user|>", "<|end|>"
 TEMPLATE = (
     "{% for message in messages %}"
@@ -21,8 +23,10 @@ TEMPLATE = (
 
 def write_model(folder: Path, hidden_size: int, seed: int) -> str:
     """Write model, tokenizer and chat template; return what was written. Raises UserError if the folder exists."""
-    if folder.exists():
-        raise UserError(f"{folder} exists; remove it, or name another folder")
+    if hidden_size % (2 * HEADS):
+        raise UserError(
+            f"hidden_size is {hidden_size}; it must be a multiple of {2 * HEADS}: {HEADS} heads, even for rope"
+        )
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -36,15 +40,16 @@ def write_model(folder: Path, hidden_size: int, seed: int) -> str:
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=HEADS,
         max_position_embeddings=1024,
         initializer_range=0.08,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     )
     model = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with new_folder(folder) as draft:
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
     return f"wrote {folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer):,} tokens"
 
 

@@ -64,7 +64,7 @@ def validate_sizes(config: Config, world_size: int) -> None:
             f"seq_length is {length} with max_position_embeddings {table}, the table of learned positions; lower the "
             "one, raise the other, or give --position-embedding-type rope --max-position-embeddings none"
         )
-    _validate_method(config)
+    validate_method(config)
     validate_mesh(config, world_size)
     schedule, pp = config.pipeline.pipeline_schedule, config.mesh.pipeline_model_parallel_size
     if config.model.softmax_type == "learnable" and schedule == "InterleavedZeroBubble" and pp > 1:
@@ -127,8 +127,8 @@ def _validate_copies(copies: int, ranks: int) -> None:
         )
 
 
-def _validate_method(config: Config) -> None:
-    """Check that the method supports the model's kind of attention."""
+def validate_method(config: Config) -> None:
+    """Raise ConfigError for a method that does not support the model's kind of attention."""
     kind, linear = config.model.model_type, config.model.linear_attention
     method, cp = config.context.context_parallel_method, config.mesh.context_parallel_size
     if linear and cp > 1 and method not in (*LINEAR_METHODS, "auto"):

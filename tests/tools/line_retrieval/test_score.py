@@ -134,6 +134,13 @@ def test_a_run_is_asked_and_its_answers_are_its_own(run, tokenizer, capsys):
     assert (folder / "evaluation" / "line_retrieval.md").is_file()
 
 
+def test_a_table_of_positions_is_scored_to_its_end(tmp_path):
+    """The longest answer that is waited for would go beyond it."""
+    run_of(tmp_path, TEMPLATES["chatml"], model_type="gpt")
+    cells = scored(tmp_path, "--lengths", "256", "--samples", "1")
+    assert [cell["samples"] for cell in cells] == [1, 1]
+
+
 def scored_on_rank(rank, world_size, folder, flags):
     scored(folder, *flags)
 

@@ -26,4 +26,7 @@ def test_a_line_is_three_tokens_and_a_question_ends_with_its_name(tmp_path, caps
     assert "<|unknown|>" not in words
     assert convert(["import", str(folder), str(tmp_path / "run")]) == 0
     assert command.main(["model", str(folder)]) == 1
-    assert "exists; remove it, or name another folder" in capsys.readouterr().err
+    assert "exists; choose a new folder" in capsys.readouterr().err
+    assert command.main(["model", str(tmp_path / "odd"), "--hidden-size", "12"]) == 1
+    assert "hidden_size is 12; it must be a multiple of 8" in capsys.readouterr().err
+    assert not (tmp_path / "odd").exists()

@@ -196,15 +196,17 @@ def load_model(
     return manifest
 
 
-def stored_weights(path: str | Path, architecture: dict[str, Any]) -> tuple[dict[str, torch.Tensor], "Read"]:
+def stored_weights(
+    path: str | Path, architecture: dict[str, Any], section: str = "model"
+) -> tuple[dict[str, torch.Tensor], "Read"]:
     """Return meta tensors of a checkpoint's weights by name, and what reads one of them; needs no process group.
 
-    Raises CheckpointError as ``load_checkpoint`` does.
+    ``section`` is as of ``load_model``. Raises CheckpointError as ``load_checkpoint`` does.
     """
     from checkpoint.tensors import reader_of
 
     _, metadata = _described(Path(path), architecture)
-    return reader_of(Path(path), metadata)
+    return reader_of(Path(path), metadata, section)
 
 
 def _described(folder: Path, architecture: dict[str, Any]) -> tuple[Manifest, Any]:

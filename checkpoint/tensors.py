@@ -144,17 +144,17 @@ def read_shards(folder: Path, state: State, metadata: Metadata, group: dist.Proc
         dcp.load(state, storage_reader=_Reader(folder, metadata), planner=_TensorPlanner(), process_group=group)
 
 
-def reader_of(folder: Path, metadata: Metadata) -> tuple[dict[str, torch.Tensor], Read]:
-    """Return meta tensors of a checkpoint's weights by name, and what reads one of them; needs no process group."""
+def reader_of(folder: Path, metadata: Metadata, section: str) -> tuple[dict[str, torch.Tensor], Read]:
+    """Return meta tensors of a section's weights by name, and what reads one of them; needs no process group."""
     weights = {
-        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        name.removeprefix(f"{section}."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+        if name.startswith(f"{section}.") and isinstance(entry, TensorStorageMetadata)
     }
 
     def read(name: str) -> torch.Tensor:
         weight = torch.empty_like(weights[name], device="cpu")
-        read_shards(folder, {"model": {name: weight}}, metadata, None)
+        read_shards(folder, {section: {name: weight}}, metadata, None)
         return weight
 
     return weights, read

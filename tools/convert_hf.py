@@ -33,6 +33,7 @@ from model.registry import num_parameters
 from planner.complete import with_vocabulary
 from runtime.errors import UserError
 from tools.arguments import parser_for, run_command
+from tools.convert_dit import export_dit, import_dit, is_dit
 from train.config.language import Config, ConfigError, load_config, to_toml
 from train.resume import IMPORTED, Progress, trained
 from train.run import KEPT
@@ -92,8 +93,12 @@ def export_model(
         UserError: ``target`` exists, the run has no whole checkpoint, or transformers cannot express the model; nothing
             is written then.
     """
-    folder, config = _of_run(run, step)
-    model, extra = config.model, read_manifest(folder).extra
+    folder = _checkpoint_of(run, step)
+    manifest = read_manifest(folder)
+    if manifest.architecture.get("model_type") == "dit":
+        return export_dit(run, folder, manifest, target)
+    config, extra = _config_of(run, manifest.extra), manifest.extra
+    model = config.model
     came_with = _came_with(run, config)
     contents = {} if came_with is None else read_json(came_with / CONFIG)
     ours, read_ours = stored_weights(folder, architecture_of(model))
@@ -120,17 +125,22 @@ def export_model(
     )
 
 
-def _of_run(run: Path, step: int | None) -> tuple[Path, Config]:
-    """Return a run's checkpoint and the configuration of what it holds. Raises UserError if there is none."""
+def _checkpoint_of(run: Path, step: int | None) -> Path:
+    """Return a run's checkpoint. Raises UserError if there is none."""
     if not (run / "config.toml").is_file():
         raise ConfigError(f"{run} holds no config.toml; name the folder that a run saved to")
-    config = load_config(run / "config.toml")
-    if config.model.vocab_size is None:
-        config = with_vocabulary(config, load_tokenizer(str(config.data.tokenizer_model)).vocab_size)
     folder = find_checkpoint(run, step)
     if folder is None:
         raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
-    return folder, trained(config, read_manifest(folder).extra)
+    return folder
+
+
+def _config_of(run: Path, extra: dict[str, Any]) -> Config:
+    """Return the configuration of what a run's checkpoint holds."""
+    config = load_config(run / "config.toml")
+    if config.model.vocab_size is None:
+        config = with_vocabulary(config, load_tokenizer(str(config.data.tokenizer_model)).vocab_size)
+    return trained(config, extra)
 
 
 def _came_with(run: Path, config: Config) -> Path | None:
@@ -180,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.command == "import":
-            print(import_model(args.source, args.run))
+            print((import_dit if is_dit(args.source) else import_model)(args.source, args.run))
         else:
             step, dtype, most = args.ckpt_step, args.dtype, args.max_shard_size
             print(export_model(args.run, args.target, step, dtype, most, adapter=args.adapter))

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from checkpoint.manifest import CheckpointError, Manifest, checkpoint_folder, describe, read_manifest, write_manifest
-from checkpoint.search import POINTER, find_checkpoint, saved_iterations, to_stderr, what_is_broken
+from checkpoint.drafts import check_room, make_room, own_files, publish, remove_drafts
+from checkpoint.manifest import CheckpointError, Manifest, checkpoint_folder, read_manifest
+from checkpoint.search import find_checkpoint, saved_iterations
 from runtime.errors import UserError
-from runtime.files import fsync_folder, reason, room, write_text
 from runtime.together import cpu_group, from_first, gather_results, is_first, raise_together
 
 if TYPE_CHECKING:
@@ -44,6 +42,10 @@ class CheckpointConfig:
     """Folder of the run: config.toml, metrics.jsonl, loss.png and checkpoints."""
     save_interval: int | None = None
     """Iterations between checkpoints; one is written at the end in any case."""
+    keep_last: int | None = None
+    """Remove older checkpoints than this many newest whole ones; by default none, with --keep-every all but one."""
+    keep_every: int | None = None
+    """Never remove the checkpoints of iterations that this divides."""
     load: str | None = None
     """Folder to resume from: its newest whole checkpoint."""
     ckpt_step: int | None = None
@@ -54,8 +56,9 @@ class CheckpointConfig:
     """Fail where --load holds no checkpoint, rather than start afresh."""
 
     def __post_init__(self) -> None:
-        if self.save_interval is not None and self.save_interval < 1:
-            raise UserError(f"save_interval is {self.save_interval}; it must be 1 or more, or left out")
+        for name in ("save_interval", "keep_last", "keep_every"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"{name} is {value}; it must be 1 or more, or left out")
         if self.ckpt_step is not None and self.load is None:
             raise UserError(f"ckpt_step is {self.ckpt_step} and load is not set; name a run's folder with --load")
         if self.finetune and self.load is None:
@@ -100,20 +103,20 @@ def save_checkpoint(
 
     folder = checkpoint_folder(directory, iteration)
     with cpu_group(group) as group:
-        draft = _make_room(folder, group)
+        draft = make_room(folder, group)
         try:
             with raise_together(group):
                 json.dumps([architecture, extra])
                 of_run = {"model": dict(model)} if isinstance(model, Mapping) else tensors_of(model, optimizer)
                 state = of_run | dict(more or {})
             needed = bytes_of(state, group)
-            from_first(lambda: _check_room(draft, needed), group)
+            from_first(lambda: check_room(draft, needed), group)
             write_shards(draft, state, group, needed, read)
             files = dict(
-                entry for of_rank in gather_results(lambda: _own_files(draft, group), group) for entry in of_rank
+                entry for of_rank in gather_results(lambda: own_files(draft, group), group) for entry in of_rank
             )
             manifest = Manifest(iteration=iteration, architecture=architecture, extra=extra, files=files)
-            from_first(lambda: _publish(draft, folder, manifest), group)
+            from_first(lambda: publish(draft, folder, manifest), group)
         except BaseException:
             if is_first(group):
                 shutil.rmtree(draft, ignore_errors=True)
@@ -218,80 +221,6 @@ def _described(folder: Path, architecture: dict[str, Any]) -> tuple[Manifest, An
     return manifest, read_metadata(folder, manifest)
 
 
-def _make_room(folder: Path, group: dist.ProcessGroup | None) -> Path:
-    """Free the name ``folder``, without removing any finished checkpoint, and create an empty draft for it."""
-    if from_first(folder.exists, group):
-        problem = what_is_broken(folder, group)
-        if problem is None:
-            raise CheckpointError(
-                f"{folder} exists and is whole; move it away or choose another --save, it is not overwritten"
-            )
-        from_first(lambda: _move_aside(folder, problem), group)
-    draft = from_first(lambda: _start_draft(folder), group)
-    with raise_together(group):
-        if not draft.is_dir():
-            raise CheckpointError(f"{draft}, made by the first rank, is not seen by all; --save needs a shared disk")
-    return draft
-
-
-def _move_aside(folder: Path, problem: str) -> None:
-    """Rename a broken checkpoint: a run resumed from an earlier one reaches its iteration again."""
-    with _disk_errors(folder):
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}.broken-{number}")).exists():
-            number += 1
-        folder.rename(aside)
-    to_stderr(f"moved a broken one to {aside}: {problem}")
-
-
-def _start_draft(folder: Path) -> Path:
-    # A name of its own: ranks of a run that is over, or cut off from its peers, may still be writing into theirs.
-    draft = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
-    with _disk_errors(draft):
-        draft.parent.mkdir(parents=True, exist_ok=True)
-        remove_drafts(draft.parent)
-        draft.mkdir()
-    return draft
-
-
-def remove_drafts(directory: Path) -> None:
-    """Remove unfinished saves of a killed run. Only the folder's owner may call this: it is the only writer."""
-    for left_over in directory.glob("iter_*.tmp"):
-        shutil.rmtree(left_over, ignore_errors=True)  # a rank that is ending may still write there; the next save tries
-
-
-def _check_room(draft: Path, needed: int) -> None:
-    """Raise before writing if the disk is too small; skip file systems that do not report their size."""
-    with _disk_errors(draft):
-        size = shutil.disk_usage(draft)
-    if size.total and size.free < needed:
-        raise CheckpointError(
-            f"cannot write {draft}: {room(draft.parent, needed)}; remove older checkpoints or choose another --save"
-        )
-
-
-def _own_files(draft: Path, group: dist.ProcessGroup | None) -> list[tuple[str, tuple[int, str]]]:
-    """Return name, size and SHA-256 of this rank's files, which DCP names ``__RANK_*``."""
-    from checkpoint.tensors import METADATA
-
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
-    with _disk_errors(draft):
-        paths = sorted(draft.glob(f"__{rank}_*")) + ([draft / METADATA] if rank == 0 else [])
-        return [(path.name, describe(path)) for path in paths]
-
-
-def _publish(draft: Path, folder: Path, manifest: Manifest) -> None:
-    """Turn a draft into a checkpoint with one rename: before it there is none, after it a whole one."""
-    with _disk_errors(draft):
-        odd = {path.name for path in draft.iterdir()} ^ manifest.files.keys()
-        if odd:
-            raise CheckpointError(f"{draft} holds other files than the ranks wrote: {', '.join(sorted(odd))}")
-        write_manifest(draft, manifest)
-        draft.rename(folder)
-        fsync_folder(folder.parent)
-        write_text(folder.parent / POINTER, f"{manifest.iteration}\n")
-
-
 def _compare_architecture(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
     wanted = json.loads(json.dumps(wanted))
     differing = []
@@ -309,13 +238,3 @@ def _compare_architecture(folder: Path, saved: dict[str, Any], wanted: dict[str,
         raise CheckpointError(
             f"{folder} holds another architecture: {'; '.join(differing)}. Change the configuration or load another one"
         )
-
-
-@contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that names the checkpoint."""
-    try:
-        yield
-    except OSError as error:
-        said = reason(error, path.parent)
-        raise CheckpointError(f"cannot write {path}: {said}; make room for it or choose another --save") from error

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from checkpoint import saving
 from checkpoint.search import POINTER, find_checkpoint
 from testing.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.runtime.test_signals import runs
 from tests.starts import PATIENCE, wait_until
-from train import loop
 from train.loop import Trainer
 from train.metrics import METRICS, read_metrics
 
@@ -75,7 +75,7 @@ def told_on_rank(rank: int, world_size: int, arguments: list[str], where: str, n
 
     Trainer.run = run  # type: ignore[method-assign]
     if where == "save_checkpoint":
-        loop.save_checkpoint = then(loop.save_checkpoint)
+        saving.save_checkpoint = then(saving.save_checkpoint)
     else:
         setattr(Trainer, where, then(getattr(Trainer, where)))
     return on_rank(rank, world_size, arguments)

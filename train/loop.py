@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint.api import save_checkpoint, saved_iterations
+from checkpoint.api import saved_iterations
+from checkpoint.saving import Saves
 from data.loader import Batch, Batching, Samples, batches, evaluation_batches
 from parallel.data import finish_gradients, untracked_replicas
 from parallel.mesh import Mesh
@@ -307,13 +308,10 @@ class Trainer:
             print(line, flush=True)
 
     def _save(self) -> None:
-        folder = self.config.checkpoint.save
-        assert folder is not None
         if self.log is not None:
             self.log.sync()
         with self._profiler.part(SAVING):
-            path = save_checkpoint(
-                folder,
+            self._saves.save(
                 self.progress.iteration,
                 self.runner.parts,
                 self.optimizer,
@@ -322,7 +320,10 @@ class Trainer:
                 | ({} if self.ema is None else {AVERAGED: self.ema.decay}),
                 more={} if self.ema is None else {"ema": self.ema.weights},
             )
-        self._say(f"saved {path}")
+
+    @cached_property
+    def _saves(self) -> Saves:
+        return Saves(config=self.config.checkpoint, say=self._say)
 
 
 def _divides(interval: int | None, iteration: int) -> bool:

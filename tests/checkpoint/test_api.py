@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from checkpoint import api as checkpoint
+from checkpoint import drafts
 from checkpoint.api import CheckpointConfig, load_checkpoint, load_model
 from checkpoint.manifest import CheckpointError, describe
 from checkpoint.search import find_checkpoint
@@ -163,9 +163,9 @@ def _killed_while_saving(rank: int, size: int, folder: Path, stage: str) -> None
     if rank == victim:
         module, name = {
             "shards": (torch, "save"),
-            "hashes": (checkpoint, "describe"),
-            "manifest": (checkpoint, "write_manifest"),
-            "pointer": (checkpoint, "write_text"),
+            "hashes": (drafts, "describe"),
+            "manifest": (drafts, "write_manifest"),
+            "pointer": (drafts, "write_text"),
         }[stage]
         setattr(module, name, die)
     model, optimizer = build(0, sharded=True)
@@ -273,6 +273,8 @@ def test_another_architecture_is_refused_with_its_fields(tmp_path: Path) -> None
     ("fields", "message"),
     [
         ({"save_interval": 0}, "save_interval is 0"),
+        ({"keep_last": 0}, "keep_last is 0"),
+        ({"keep_every": -1}, "keep_every is -1"),
         ({"ckpt_step": 5}, "--load"),
         ({"exit_on_missing_checkpoint": True}, "--load"),
     ],

@@ -64,13 +64,13 @@ def test_a_disk_that_fills_during_a_save_leaves_nothing_half_written(
     train(model, optimizer, range(1))
     first = save(disk, 1, model, optimizer)
     before = names(disk)
-    checked = checkpoint._check_room
+    checked = checkpoint.check_room
 
     def check_then_fill(draft: Path, needed: int) -> None:
         checked(draft, needed)
         fill(disk)
 
-    monkeypatch.setattr(checkpoint, "_check_room", check_then_fill)
+    monkeypatch.setattr(checkpoint, "check_room", check_then_fill)
     with pytest.raises(CheckpointError, match=rf"0 bytes are free in {disk}"):
         save(disk, 2, model, optimizer)
     assert names(disk) == before

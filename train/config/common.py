@@ -220,6 +220,8 @@ def validate_run(config: CommonConfig) -> None:
         )
     needs = (
         ("save_interval", config.checkpoint.save_interval, "save", config.checkpoint.save),
+        ("keep_last", config.checkpoint.keep_last, "save", config.checkpoint.save),
+        ("keep_every", config.checkpoint.keep_every, "save", config.checkpoint.save),
         ("wandb_exp_name", config.logging.wandb_exp_name, "wandb_project", config.logging.wandb_project),
     )
     for name, value, other, wanted in needs:

@@ -244,6 +244,7 @@ def test_wrong_flags_are_refused_by_name(argv, words):
             ["tensor_model_parallel_size 4 does not divide num_attention_heads 2", "sizes that fit this model: 1, 2"],
         ),
         (1, "--save-interval 5", ["save_interval is 5", "--save"]),
+        (1, "--keep-last 2", ["keep_last is 2", "--save"]),
         (1, "--wandb-exp-name x", ["wandb_exp_name is x", "--wandb-project"]),
         (1, "--split 100,0,0", ["split is 100,0,0", "--eval-iters 0"]),
         (1, "--tokenizer-model none", ["tokenizer_model is not set"]),

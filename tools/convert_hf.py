@@ -35,7 +35,8 @@ from runtime.errors import UserError
 from tools.arguments import parser_for, run_command
 from tools.convert_dit import export_dit, import_dit, is_dit
 from train.config.language import Config, ConfigError, load_config, to_toml
-from train.resume import IMPORTED, Progress, trained
+from train.health import Progress
+from train.resume import IMPORTED, trained
 from train.run import KEPT
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")

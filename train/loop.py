@@ -1,23 +1,20 @@
 """The training loop that every entry shares."""
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint.api import saved_iterations
 from checkpoint.saving import Saves
 from data.loader import Batch, Batching, Samples, batches, evaluation_batches
-from parallel.data import finish_gradients, untracked_replicas
+from parallel.data import finish_gradients, reshard, untracked_replicas
 from parallel.mesh import Mesh
 from parallel.pipeline.runner import Runner
 from runtime.errors import UserError
@@ -27,20 +24,15 @@ from train.ahead import Ahead
 from train.config.common import CommonConfig
 from train.ema import Ema
 from train.ending import Ending
+from train.health import Health, Progress
 from train.metrics import RunLog, memory_gb
 from train.objectives.base import Objective
 from train.optim import clip_gradients, gradient_norm
 from train.peak import peak_flops
 from train.profile import DATA, SAVING, Profiler
 from train.progress import ProgressLines
-from train.resume import AVERAGED, Progress, kept
+from train.resume import AVERAGED, kept, resume, rolled_back
 from train.schedule import schedule_of
-
-MOST_SKIPPED_IN_A_ROW = 10
-
-
-class TrainingError(UserError):
-    """A run that cannot go on; the message says what to do about it."""
 
 
 @dataclass(kw_only=True)
@@ -73,6 +65,10 @@ class Trainer:
     _ending: Ending = field(default_factory=lambda: Ending(Notice(), None), init=False)
     _begun: int = field(default=0, init=False)
     """The iteration that this start of the run goes on from."""
+    _saved: int = field(default=0, init=False)
+    """The iteration of the newest checkpoint."""
+    _last: tuple[list[Batch], int, float] = field(default=([], 0, 0.0), init=False)
+    """The last step's micro-batches, all ranks' valid tokens in them, and their loss before the update."""
 
     @property
     def global_batch_size(self) -> int:
@@ -88,7 +84,9 @@ class Trainer:
         notice = notice or Notice()
         notice.works = True
         self._ending = Ending(notice, config.train.exit_duration_in_mins)
-        self._begun = saved = progress.iteration
+        self._begun = self._saved = progress.iteration
+        good = self.log.good_steps(self.objective.loss_name) if self.log else []
+        self._health = Health(config.health, config.checkpoint.save, self._begun, self.mesh.device, good)
         if self.peak_flops is None:
             self.peak_flops = peak_flops(self.mesh.device, torch.bfloat16 if config.train.bf16 else torch.float32)
         processor = "GPU" if self.mesh.device.type == "cuda" else "process"
@@ -96,29 +94,64 @@ class Trainer:
         self._note_few_samples()
         if self.valid_data is not None and self._owes_validation() and (found := self._validate(self.valid_data)):
             self._say(self.objective.validation_line(self.log.amend(found)) if self.log else "")
+        while self._train(lines, self.peak_flops):
+            self._roll_back()
+        self._profiler.end(self.progress.iteration + 1)
+        if self._ending.agreed:
+            if config.checkpoint.save and self.progress.iteration > self._saved and not self._is_bad():
+                self._save()
+            self._say(f"ended early after iteration {self.progress.iteration}: {self._ending.why()}; --load goes on")
+
+    def _train(self, lines: ProgressLines, peak: float) -> bool:
+        """Train until the run ends, or is to roll back: then return True."""
+        config, progress = self.config, self.progress
         left = max(0, config.train.train_iters - progress.iteration)
+        owed = False
         with self._local(islice(batches(self.train_data, self._batching, progress.consumed_samples), left)) as steps:
             while progress.iteration < config.train.train_iters and not self._ending.agreed:
                 self._profiler.before(progress.iteration + 1)
-                record = self._iteration(steps, self.peak_flops)
+                record = self._iteration(steps, peak)
                 if record is None:
-                    break
+                    return not self._ending.agreed
                 stop = _divides(config.train.exit_interval, progress.iteration)
                 last = stop or progress.iteration == config.train.train_iters
                 if self.valid_data is not None and (last or progress.iteration % config.train.eval_interval == 0):
                     steps.wait()
                     record |= self._validate(self.valid_data)
                 self._report(record, lines.add(record, time.monotonic(), last))
-                if config.checkpoint.save and (last or _divides(config.checkpoint.save_interval, progress.iteration)):
+                owed = owed or _divides(config.checkpoint.save_interval, progress.iteration)
+                if config.checkpoint.save and (last or (owed and not progress.skipped_in_a_row)):
+                    if self._is_bad():
+                        return True
                     self._save()
-                    saved = progress.iteration
+                    owed = False
                 if stop:
                     break
-        self._profiler.end(progress.iteration + 1)
-        if self._ending.agreed:
-            if config.checkpoint.save and progress.iteration > saved:
-                self._save()
-            self._say(f"ended early after iteration {progress.iteration}: {self._ending.why()}; --load goes on")
+        return False
+
+    @torch.no_grad()
+    def _is_bad(self) -> bool:
+        """Whether the last update made weights that are not to be saved, and the run is to roll back; collective.
+
+        Costs a forward of the last step's samples. Raises TrainingError where the policy ends the run.
+        """
+        micro_batches, valid, before = self._last
+        if self.progress.skipped_in_a_row:
+            return False  # the weights are those before it
+        after = self._over_all(self.runner.forward(micro_batches)).item() / max(valid, 1)
+        at = self.progress.iteration
+        why = self._health.judge_update(before, after)
+        return bool(why) and self._health.fail(at, at - 1, f"iteration {at} is not saved: {why}")
+
+    def _roll_back(self) -> None:
+        """Go on from the newest checkpoint with samples that no step has had; collective."""
+        for part in self.runner.parts:
+            reshard(part)
+        run = (self.runner.parts, self.optimizer, self.architecture, self.contents, self.ema)
+        self.progress = rolled_back(self.config, self.progress, lambda config: resume(config, *run))
+        self._saved = self.progress.iteration
+        if self.log is not None:
+            self.log.rewind(self._saved)
 
     def _note_few_samples(self) -> None:
         """Say where there is less to do than asked for."""
@@ -136,7 +169,7 @@ class Trainer:
         return Ahead(([self.objective.local(batch) for batch in step] for step in steps), self.mesh.device)
 
     def _iteration(self, steps: Iterator[list[Batch]], peak: float) -> dict[str, Any] | None:
-        """Take one optimizer step and return its record; None, and no step, where the run is told to end."""
+        """Take one optimizer step and return its record; None where the run is told to end, or to roll back."""
         start = time.perf_counter()
         micro_batches, valid, flops = self._next_step(steps)
         if self._ending.agreed:
@@ -146,15 +179,18 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss, norm = self._forward_backward(micro_batches, valid)
-        if math.isfinite(norm):
+        self._last = micro_batches, valid, loss
+        why = self._health.judge(loss, norm)
+        if not why:
             self.optimizer.step()
             if self.ema is not None:
                 self.ema.update()
-        self._count_skipped(norm)
         self.optimizer.zero_grad(set_to_none=True)
         tokens = self.global_batch_size * self.config.sequence_length
         self.progress.consumed_samples += self.global_batch_size
         self.progress.consumed_tokens += tokens
+        if self._health.count(self.progress, why):
+            return None
         seconds = time.perf_counter() - start
         flops /= seconds * dist.get_world_size()
         return {
@@ -219,25 +255,6 @@ class Trainer:
         for mesh in (self.mesh.dp_cp, self.mesh.pp):
             dist.all_reduce(share, group=mesh.get_group())
         return share
-
-    def _count_skipped(self, norm: float) -> None:
-        """Count a skipped step, with gradients that are not finite; raise after too many in a row."""
-        progress = self.progress
-        progress.skipped_in_a_row = 0 if math.isfinite(norm) else progress.skipped_in_a_row + 1
-        progress.skipped_iterations += progress.skipped_in_a_row > 0
-        if progress.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
-            good = progress.iteration - progress.skipped_in_a_row
-            raise TrainingError(
-                f"the gradient norm was not finite in {progress.skipped_in_a_row} iterations in a row, the last one "
-                f"{progress.iteration}, the last good one {good}; lower lr, lengthen lr_warmup_iters, or look at the "
-                f"data{self._way_back(good)}"
-            )
-
-    def _way_back(self, good: int) -> str:
-        """Say how to go on from a checkpoint that is old enough, if there is one."""
-        folder = self.config.checkpoint.save
-        saved = [iteration for iteration in saved_iterations(Path(folder)) if iteration <= good] if folder else []
-        return f"; go on from before with --load {folder} --ckpt-step {saved[0]} and another --save" if saved else ""
 
     def _owes_validation(self) -> bool:
         """Whether the run that this one goes on from was ended during the validation of its last iteration."""
@@ -320,6 +337,7 @@ class Trainer:
                 | ({} if self.ema is None else {AVERAGED: self.ema.decay}),
                 more={} if self.ema is None else {"ema": self.ema.weights},
             )
+        self._saved = self.progress.iteration
 
     @cached_property
     def _saves(self) -> Saves:

@@ -75,6 +75,15 @@ class RunLog:
         """Return every iteration's record, including those before a resume."""
         return self._records
 
+    def good_steps(self, loss_name: str) -> list[tuple[float, float]]:
+        """Return loss and gradient norm of the steps that were not skipped."""
+        return [(r[loss_name], r["grad_norm"]) for r in self._records if not r.get("skipped_in_a_row")]
+
+    def rewind(self, iteration: int) -> None:
+        """Drop the records after an iteration, to which the run is rolled back."""
+        self._records = [record for record in self._records if record["iteration"] <= iteration]
+        self._write_again()
+
     def write(self, record: dict[str, Any]) -> None:
         """Add an iteration's record; numbers that are not finite become null, as JSON has none."""
         record = _finite(record)
@@ -93,13 +102,16 @@ class RunLog:
     def amend(self, more: dict[str, Any]) -> dict[str, Any]:
         """Add figures to the last record, and return it."""
         self._records[-1] |= _finite(more)
+        self._write_again()
+        for writer in self._writers:
+            writer(self._records[-1])
+        return self._records[-1]
+
+    def _write_again(self) -> None:
         if self._folder is not None:
             with disk_errors(self._folder):
                 _rewrite(self._folder / METRICS, self._records)
                 self._file = (self._folder / METRICS).open("ab", buffering=0)
-        for writer in self._writers:
-            writer(self._records[-1])
-        return self._records[-1]
 
     def sync(self) -> None:
         """Flush everything to disk and redraw the curve."""

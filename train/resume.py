@@ -1,7 +1,7 @@
 """A run's state in its checkpoints, and what a resumed run loads, keeps and changes."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from train.config.common import CommonConfig
 from train.config.entries import Config
 from train.config.flags import spelled
 from train.ema import Ema
+from train.health import Progress
 from train.schedule import schedule_of, shortened
 
 Run = TypeVar("Run", bound=CommonConfig)
@@ -29,18 +30,6 @@ IMPORTED = "imported_from"
 """Of a checkpoint's ``extra``: the model came from Hugging Face, and no run has trained it."""
 AVERAGED = "ema_decay"
 """Key of the averages' decay in a checkpoint with averages of the weights."""
-
-
-@dataclass
-class Progress:
-    """How far a run has come; kept in its checkpoints."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
-    skipped_iterations: int = 0
-    skipped_in_a_row: int = 0
-    """Consecutive ones at the end; kept so that a run that is restarted again and again, and only skips, ends too."""
 
 
 def resume(
@@ -93,6 +82,23 @@ def resume(
     notes += [] if scheduled is None else [scheduled]
     _tell(notes + changes(config, manifest.extra, contents))
     return config, progress
+
+
+def rolled_back(config: CommonConfig, came: Progress, load: Callable[[CommonConfig], tuple[Any, Progress]]) -> Progress:
+    """Put the newest checkpoint of ``--save`` in the place of a run's state, and say so; collective.
+
+    Args:
+        came: how far the run came; it goes on behind the samples that it has had.
+        load: ``resume`` of the run's model and optimizer with a configuration.
+
+    Returns:
+        Its progress from there.
+    """
+    at = replace(config.checkpoint, load=config.checkpoint.save, ckpt_step=None, finetune=False)
+    found = load(replace(config, checkpoint=at))[1]
+    left = came.consumed_samples - found.consumed_samples
+    _tell([f"rolled back from iteration {came.iteration}; the {left} samples since are left out"])
+    return replace(came, iteration=found.iteration, skipped_in_a_row=0)
 
 
 def _to_load(config: CommonConfig, architecture: dict[str, Any]) -> Path | None:

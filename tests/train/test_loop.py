@@ -30,11 +30,11 @@ from testing.ranks import run_ranks
 from train import loop
 from train.assemble import build_runner
 from train.config.language import Config, TrainConfig
-from train.loop import Trainer, TrainingError
+from train.health import Progress, TrainingError
+from train.loop import Trainer
 from train.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 from train.objectives.language import NextToken
 from train.optim import OptimizerConfig, build_optimizer
-from train.resume import Progress
 
 LENGTH, VOCABULARY = 8, 31
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY)
@@ -196,8 +196,10 @@ def infinite_9_then_10_times(trainer: Trainer) -> None:
 def test_ten_skipped_in_a_row_end_the_run_and_nine_do_not() -> None:
     for progress, error in run_ranks(run_with, 2, settings(train_iters=50), None, infinite_9_then_10_times):
         assert (progress.iteration, progress.skipped_iterations) == (21, 19)
-        assert error.startswith("TrainingError: the gradient norm was not finite in 10 iterations in a row")
-        assert "the last one 21, the last good one 11; lower lr, lengthen lr_warmup_iters, or look at the data" in error
+        assert error.startswith(
+            "TrainingError: 10 steps in a row were bad, the last one iteration 21: the loss was not"
+        )
+        assert "not finite; the last good one was 11; lower lr, lengthen lr_warmup_iters, or look at the data" in error
 
 
 def infinite_from_3_on(trainer: Trainer) -> None:
@@ -223,7 +225,8 @@ def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path: Path) -> Non
         infinite_after_a_resume,
     )
     assert progress.iteration == 12
-    assert "in 10 iterations in a row, the last one 12, the last good one 2; lower lr" in error
+    assert "10 steps in a row were bad, the last one iteration 12: " in error
+    assert "the last good one was 2; lower lr" in error
     assert error.endswith(f"--load {tmp_path}/run --ckpt-step 2 and another --save")
 
 

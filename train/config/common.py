@@ -12,6 +12,7 @@ from parallel.mesh import MeshConfig
 from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from train.config.flags import ConfigError
+from train.health import HealthConfig
 from train.metrics import LoggingConfig
 from train.optim import OptimizerConfig
 from train.profile import ProfileConfig
@@ -117,6 +118,7 @@ class CommonConfig(ABC):
     data: Any
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfileConfig = field(default_factory=ProfileConfig)
@@ -218,10 +220,12 @@ def validate_run(config: CommonConfig) -> None:
             f"split is {config.reading.split}, which leaves nothing to validate on, but eval_iters is "
             f"{train.eval_iters}; give a split such as 95,5,0, or --eval-iters 0"
         )
+    rolls = config.health.bad_step_policy == "rollback"
     needs = (
         ("save_interval", config.checkpoint.save_interval, "save", config.checkpoint.save),
         ("keep_last", config.checkpoint.keep_last, "save", config.checkpoint.save),
         ("keep_every", config.checkpoint.keep_every, "save", config.checkpoint.save),
+        ("bad_step_policy", rolls and "rollback", "save_interval", config.checkpoint.save_interval),
         ("wandb_exp_name", config.logging.wandb_exp_name, "wandb_project", config.logging.wandb_project),
     )
     for name, value, other, wanted in needs:

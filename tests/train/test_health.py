@@ -1,0 +1,168 @@
+"""Bad steps: spikes and losses that are not finite, what each policy does, and that restarts are counted."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint.api import CheckpointConfig, find_checkpoint
+from runtime.errors import UserError
+from testing.ranks import run_ranks
+from tests.pretraining import TINY, on_rank
+from tests.train.test_loop import checkpoints, infinite_in, run_with, settings
+from train.config.language import Config
+from train.health import FAILURES, LEAST, Health, HealthConfig, Progress
+from train.loop import Trainer
+from train.metrics import METRICS, read_metrics
+
+CPU = torch.device("cpu")
+
+
+def health(policy: str = "skip", save_interval: int | None = None, **more: Any) -> Config:
+    config = settings(train_iters=6)
+    checkpoint = CheckpointConfig(save="set below", save_interval=save_interval)
+    return replace(config, checkpoint=checkpoint, health=HealthConfig(bad_step_policy=policy, **more))  # type: ignore[arg-type]
+
+
+def judged(rank: int, world_size: int) -> list[str]:
+    """What is said of a step after LEAST good ones, of which one rank alone sees a high loss."""
+    config = HealthConfig(check_for_spiky_loss=True, spike_factor=3.0)
+    said = []
+    for loss, norm in ((6.1, 0.5), (5.9, 50.0), (math.nan, 0.5), (2.0, math.inf)):
+        of_run = Health(config, None, 0, CPU, [(2.0, 0.5)] * LEAST)
+        said.append(of_run.judge(loss if rank == 0 else 2.0, norm))
+    young = Health(config, None, 0, CPU, [(2.0, 0.5)] * (LEAST - 1))
+    large = Health(replace(config, check_for_large_grads=True), None, 0, CPU, [(2.0, 0.5)] * LEAST)
+    return [*said, young.judge(6.1, 0.5), large.judge(2.0, 1.6)]
+
+
+def test_what_one_rank_sees_all_ranks_say() -> None:
+    said, other = run_ranks(judged, 2)
+    spike, plain, nan, infinite, young, large = said
+    assert [bool(text) for text in said] == [bool(text) for text in other] == [True, False, True, True, False, True]
+    assert spike == "the loss was 6.1, above 6, a spike on 1 of 2 ranks"
+    assert plain == young == ""
+    assert nan == other[2] == "the loss was not finite on 1 of 2 ranks"
+    assert infinite == "the gradient norm was not finite"
+    assert large == "the gradient norm was 1.6, above 1.5, a spike"
+
+
+def infinite_once_at_4(trainer: Trainer) -> None:
+    """The run comes to iteration 4 a second time when it has been rolled back."""
+    plain = trainer._forward_backward
+    infinite_in(trainer, range(4, 5))
+    broken = trainer._forward_backward
+
+    def once(micro_batches: list, valid: int) -> tuple[float, float]:
+        if trainer.progress.iteration == 4:
+            trainer._forward_backward = plain  # type: ignore[method-assign]
+        return broken(micro_batches, valid)
+
+    trainer._forward_backward = once  # type: ignore[method-assign]
+
+
+def test_rolled_back_it_goes_on_with_other_samples(tmp_path: Path) -> None:
+    for progress, error in run_ranks(
+        run_with, 2, health("rollback", save_interval=2), tmp_path / "run", infinite_once_at_4
+    ):
+        assert (error, progress.iteration, progress.consumed_samples) == ("", 6, (6 + 2) * 4)
+        assert (progress.skipped_iterations, progress.skipped_in_a_row) == (1, 0)
+    records = read_metrics(tmp_path / "run" / METRICS)
+    assert [r["iteration"] for r in records] == [1, 2, 3, 4, 5, 6]
+    assert [r["consumed_samples"] for r in records] == [4, 8, 20, 24, 28, 32]
+    assert checkpoints(tmp_path / "run") == [2, 4, 6]
+    (failure,) = map(json.loads, (tmp_path / "run" / FAILURES).read_text().splitlines())
+    assert failure == {
+        "iteration": 4,
+        "checkpoint": 2,
+        "why": "a step was bad, iteration 4: the loss was not finite",
+    }
+
+
+def always_infinite(trainer: Trainer) -> None:
+    infinite_in(trainer, range(4, 100))
+
+
+def test_rolled_back_three_times_it_ends(tmp_path: Path) -> None:
+    ((progress, error),) = run_ranks(run_with, 1, health("rollback", 2), tmp_path / "run", always_infinite)
+    assert error.startswith("TrainingError: the run failed 3 times after iteration 2, the last time as a step was bad")
+    assert progress.iteration == 4
+    assert checkpoints(tmp_path / "run") == [2]
+
+
+def four_starts(rank: int, world_size: int, config: Config, folder: Path) -> list[tuple[Progress, str]]:
+    return [run_with(rank, world_size, config, folder, always_infinite) for _ in range(4)]
+
+
+def test_after_three_starts_that_failed_the_next_one_does_not_train(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for starts in run_ranks(four_starts, 2, health("stop"), folder):
+        assert [progress.iteration for progress, _ in starts] == [4, 4, 4, 0]
+        assert all("a step was bad, iteration 4: the loss was not" in error for _, error in starts)
+        assert f"remove {folder}/{FAILURES} to go on from iteration 0" in starts[3][1]
+
+
+def poisoned_at_4(trainer: Trainer) -> None:
+    """The update of iteration 4 makes weights of which the loss is high, though it is finite."""
+    plain = trainer.optimizer.step
+
+    def step(*args: Any) -> Any:
+        answer = plain(*args)
+        if trainer.progress.iteration == 4:
+            with torch.no_grad():
+                for parameter in trainer.runner.parts[0].output.parameters():  # type: ignore[union-attr]
+                    parameter.mul_(-1e4)
+        return answer
+
+    trainer.optimizer.step = step  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_weights_that_an_update_broke_are_never_saved(policy: str, tmp_path: Path) -> None:
+    for _, error in run_ranks(run_with, 2, health(policy, save_interval=2), tmp_path / "run", poisoned_at_4):
+        assert "iteration 4 is not saved: its update took their loss from 3." in error
+    assert checkpoints(tmp_path / "run") == [2]
+    assert find_checkpoint(tmp_path / "run") is not None
+
+
+def infinite_at_2(trainer: Trainer) -> None:
+    infinite_in(trainer, range(2, 4))
+
+
+def test_a_save_waits_for_a_good_step(tmp_path: Path) -> None:
+    ((_, error),) = run_ranks(run_with, 1, health("skip", save_interval=2), tmp_path / "run", infinite_at_2)
+    assert error == ""
+    assert checkpoints(tmp_path / "run") == [4, 6]
+
+
+def diverging(rank: int, world_size: int, arguments: list[str], starts: int) -> list[str]:
+    """Start a run again and again, as torchrun --max-restarts does; the error that ends each start."""
+    errors = []
+    for _ in range(starts):
+        try:
+            on_rank(rank, world_size, arguments)
+        except UserError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
+def test_a_diverging_run_ends_under_ten_restarts_with_a_good_checkpoint(
+    policy: str, default_data: Path, tmp_path: Path
+) -> None:
+    save = tmp_path / "run"
+    data = ["--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model"]
+    flags = [*TINY, *data, "--save", str(save), "--load", str(save), "--save-interval", "2", "--eval-iters", "0"]
+    run_ranks(on_rank, 2, [*flags, "--train-iters", "4"])
+    more = ["--train-iters", "60", "--lr", "1e30", "--lr-decay-style", "constant", "--bad-step-policy", policy]
+    errors, _ = run_ranks(diverging, 2, [*flags, *more], 11)
+    assert len(errors) == 11
+    assert errors[-1].startswith("the run failed 3 times after iteration 4, the last time as ")
+    assert checkpoints(save) == [2, 4]
+    assert find_checkpoint(save) == save / "iter_0000004"
+    assert [record["iteration"] for record in read_metrics(save / METRICS)] == [1, 2, 3, 4]

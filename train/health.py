@@ -1,0 +1,186 @@
+"""Steps that went wrong: found alike on all ranks before the update, answered by a policy, counted over restarts."""
+
+import json
+import math
+import os
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from checkpoint.api import saved_iterations
+from runtime.errors import UserError
+from runtime.together import from_first
+
+MOST_SKIPPED_IN_A_ROW = 10
+MOST_FAILURES = 3
+"""Failures after one checkpoint, over restarts: a fault of a device is gone by then, a divergence is not."""
+WINDOW, LEAST = 100, 20
+"""Good steps whose median a spike is measured against, and how many there must be."""
+FAILURES = "failures.jsonl"
+"""In a run's folder: an object per failure, ``iteration``, ``checkpoint`` (the newest one then) and ``why``."""
+
+
+class TrainingError(UserError):
+    """A run that cannot go on; the message says what to do about it."""
+
+
+@dataclass
+class Progress:
+    """How far a run has come; kept in its checkpoints."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    skipped_iterations: int = 0
+    skipped_in_a_row: int = 0
+    """Consecutive ones at the end; kept so that a run that is restarted again and again, and only skips, ends too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    """What a run does when a step goes wrong."""
+
+    bad_step_policy: Literal["skip", "rollback", "stop"] = "skip"
+    """After a step whose loss or gradient norm is not finite, or a spike, and which changes no weight: skip goes on,
+    and ends the run at ten in a row; rollback goes on from the last checkpoint, with the samples behind the bad ones;
+    stop ends the run. A run that fails three times after one checkpoint, restarts counted in, ends."""
+    check_for_spiky_loss: bool = False
+    """Take a loss above spike_factor times the median of the last 100 good steps for a spike."""
+    check_for_large_grads: bool = False
+    """Take a gradient norm above spike_factor times the median of the last 100 good steps for a spike."""
+    spike_factor: float = 10.0
+    """How many times the median a spike is; and the loss after an update, the loss before it: then nothing is saved."""
+
+    def __post_init__(self) -> None:
+        if self.bad_step_policy not in ("skip", "rollback", "stop"):
+            raise UserError(f"bad_step_policy is {self.bad_step_policy}; it must be skip, rollback or stop")
+        if not self.spike_factor > 1:
+            raise UserError(f"spike_factor is {self.spike_factor}; it must be above 1")
+
+
+class Health:
+    """Judges the steps of a run. All methods are collective, and alike on all ranks."""
+
+    def __init__(
+        self, config: HealthConfig, save: str | None, begun: int, device: torch.device, records: list[tuple[Any, Any]]
+    ) -> None:
+        """Begin after iteration ``begun``.
+
+        Args:
+            records: loss and gradient norm of the good steps so far; the first rank's count.
+
+        Raises:
+            TrainingError: the run has failed too often after that iteration.
+        """
+        self._config, self._device = config, device
+        self._folder = Path(save) if save else None
+        past, failures = from_first(lambda: (records[-WINDOW:], self._failures()))
+        self._good = deque[tuple[float, float]](past, WINDOW)
+        before = [failure for failure in failures if failure["checkpoint"] == begun]
+        if len(before) >= MOST_FAILURES:
+            raise TrainingError(self._too_often(len(before), begun, before[-1]["why"]))
+
+    def judge(self, loss: float, norm: float) -> str:
+        """Say why a step is bad; empty if it is good."""
+        config, words = self._config, []
+        limits = [math.inf, math.inf]
+        if len(self._good) >= LEAST:
+            limits = [config.spike_factor * statistics.median(values) for values in zip(*self._good, strict=True)]
+        checked = (config.check_for_spiky_loss, config.check_for_large_grads)
+        for name, value, limit, spikes in zip(("loss", "gradient norm"), (loss, norm), limits, checked, strict=True):
+            words += [(not math.isfinite(value), f"the {name} was not finite")]
+            words += [(spikes and value > limit, f"the {name} was {value:.4g}, above {limit:.4g}, a spike")]
+        why = self._agreed(words)
+        if not why:
+            self._good.append((loss, norm))
+        return why
+
+    def judge_update(self, before: float, after: float) -> str:
+        """Say why the weights are bad, by the loss of one batch before and after an update; empty if they are good."""
+        factor = self._config.spike_factor
+        grown = after > factor * before and after > before + 1
+        words = [(not math.isfinite(after), "after its update the loss of its own samples was not finite")]
+        return self._agreed([*words, (grown, f"its update took their loss from {before:.4g} to {after:.4g}")])
+
+    def _agreed(self, words: list[tuple[bool, str]]) -> str:
+        """Return the first text that is true on any rank, and on how many; one small sum over all ranks."""
+        found = torch.tensor([float(true) for true, _ in words], device=self._device)
+        dist.all_reduce(found)
+        size = dist.get_world_size()
+        for count, (_, text) in zip(found.tolist(), words, strict=True):
+            if count:
+                return text if count == size else f"{text} on {count:.0f} of {size} ranks"
+        return ""
+
+    def count(self, progress: Progress, why: str) -> bool:
+        """Count a judged step in ``progress``; return whether the run is to roll back.
+
+        Raises:
+            TrainingError: the policy ends the run.
+        """
+        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if why else 0
+        progress.skipped_iterations += progress.skipped_in_a_row > 0
+        skips = self._config.bad_step_policy == "skip"
+        if not why or (skips and progress.skipped_in_a_row < MOST_SKIPPED_IN_A_ROW):
+            return False
+        times = f"{progress.skipped_in_a_row} steps in a row were bad, the last one" if skips else "a step was bad,"
+        good = progress.iteration - progress.skipped_in_a_row
+        return self.fail(progress.iteration, good, f"{times} iteration {progress.iteration}: {why}")
+
+    def fail(self, iteration: int, good: int, why: str) -> bool:
+        """Note a failure in the run's folder, and return True: the run is to roll back.
+
+        Args:
+            good: the last iteration whose weights are good.
+
+        Raises:
+            TrainingError: it is not to, cannot, or has done so too often.
+        """
+        newest, times = from_first(lambda: self._note(iteration, why))
+        if self._config.bad_step_policy == "rollback" and newest and times < MOST_FAILURES:
+            return True
+        if self._config.bad_step_policy == "rollback" and newest:
+            raise TrainingError(self._too_often(times, newest, why))
+        raise TrainingError(
+            f"{why}; the last good one was {good}; lower lr, lengthen lr_warmup_iters, or look at the "
+            f"data{self._way_back(good)}"
+        )
+
+    def _note(self, iteration: int, why: str) -> tuple[int, int]:
+        """Return the newest checkpoint's iteration, 0 if there is none, and the failures after it with this one."""
+        if self._folder is None:
+            return 0, 1
+        newest = next(iter(saved_iterations(self._folder)), 0)
+        with (self._folder / FAILURES).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"iteration": iteration, "checkpoint": newest, "why": why}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        return newest, sum(failure["checkpoint"] == newest for failure in self._failures())
+
+    def _failures(self) -> list[dict[str, Any]]:
+        path = self._folder and self._folder / FAILURES
+        lines = path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []
+        try:
+            found = [json.loads(line) for line in lines]
+            return [{name: failure[name] for name in ("iteration", "checkpoint", "why")} for failure in found]
+        except (ValueError, TypeError, KeyError) as error:
+            raise TrainingError(f"{path} is no list of failures ({error}); remove it") from error
+
+    def _too_often(self, times: int, checkpoint: int, why: str) -> str:
+        return (
+            f"the run failed {times} times after iteration {checkpoint}, the last time as {why}; lower lr, lengthen "
+            f"lr_warmup_iters, or look at the data, and remove {self._folder}/{FAILURES} to go on from iteration "
+            f"{checkpoint}"
+        )
+
+    def _way_back(self, good: int) -> str:
+        """Say how to go on from a checkpoint that is old enough, if there is one."""
+        saved = saved_iterations(self._folder) if self._folder else []
+        old = next((iteration for iteration in saved if iteration <= good), None)
+        again = f"; go on from before with --load {self._folder} --ckpt-step {old} and another --save"
+        return "" if old is None else again

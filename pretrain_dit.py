@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/dit_ti
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch.distributed as dist
 
@@ -14,6 +15,7 @@ from model.dit import DiT, dit_flops_per_patch, initial_dit_weight, num_dit_para
 from model.dit_config import architecture_of
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh, distributed_mesh
+from planner.dry_run import dry_run
 from runtime.processes import launched_world_size
 from runtime.signals import listening
 from runtime.together import from_first, is_first, raise_together
@@ -36,7 +38,11 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     Args:
         peak_flops: FLOP/s that MFU is measured against; by default what a process can reach.
     """
-    asked, processes = parse_args(arguments), launched_world_size()
+    asked = parse_args(arguments)
+    if asked.dry.dry_run:
+        dry_run(arguments, asked, "pretrain_dit.py", validate, computing)
+        return
+    processes = launched_world_size()
     validate(asked, processes)
     config = with_joined_ranks(asked, processes)
     with listening() as notice, distributed_mesh(config.mesh) as mesh, owning(config):
@@ -79,6 +85,14 @@ def build_trainer(asked: DiTRunConfig, mesh: Mesh, peak_flops: float | None = No
         contents=contents,
         peak_flops=peak_flops,
     )
+
+
+def computing(config: DiTRunConfig, mesh: Mesh) -> tuple[Denoising, Callable[[], list[DiT]]]:
+    """Return the objective, and what builds this rank's parts of the model; collective."""
+    cp, attend = diffusion_context(config, mesh.cp.get_group())
+    seed, joined = config.train.seed, config.packed
+    objective = Denoising(cp, mesh.device, config.model, diffusion_of(config), seed, joined=joined)
+    return objective, partial(model_parts, config, mesh, attend)
 
 
 def model_parts(config: DiTRunConfig, mesh: Mesh, attend: Attend) -> list[DiT]:

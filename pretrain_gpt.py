@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/llama_tiny.toml
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +17,7 @@ from model.config import architecture_of
 from model.registry import TITLES, attention_title, build_model, flops_per_token, num_parameters, num_trained
 from parallel.mesh import Mesh, distributed_mesh
 from planner.complete import complete
+from planner.dry_run import dry_run
 from runtime.processes import launched_world_size
 from runtime.signals import listening
 from runtime.together import from_first, is_first, raise_together
@@ -36,6 +38,9 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
         peak_flops: FLOP/s that MFU is measured against; by default what a process can reach.
     """
     config = parse_args(arguments)
+    if config.dry.dry_run:
+        dry_run(arguments, config, "pretrain_gpt.py", validate, computing)
+        return
     validate(config, launched_world_size())
     with listening() as notice, distributed_mesh(config.mesh) as mesh, owning(config):
         build_trainer(config, mesh, peak_flops).run(notice)
@@ -46,24 +51,15 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None) -
     with raise_together():
         tokenizer = load_tokenizer(str(config.data.tokenizer_model))
     asked, config = config, complete(config, tokenizer.vocab_size)
-    with raise_together():
-        cp, attend = context_of(config, mesh.cp.get_group())
+    objective, parts_of = computing(config, mesh)
     train_data, valid_data, _ = build_datasets(config.data, config.train.seq_length, config.train.seed, tokenizer)
     frequencies = corpus_entropy(config.data) if is_first() else {}
 
-    parts = model_parts(config, mesh, attend)
+    parts = parts_of()
     optimizer = build_optimizer(config.optimizer, *parts)
     architecture = architecture_of(config.model)
     contents = from_first(config.contents)
     scheduled, progress = resume(config, parts, optimizer, architecture, contents)
-    objective = NextToken(
-        cp,
-        mesh.device,
-        config.recompute.loss_chunk_size,
-        reset_position_ids=config.data.reset_position_ids,
-        reset_attention_mask=config.data.reset_attention_mask,
-        prepare=planning(config, attend),
-    )
     if is_first():
         print(described(config, mesh), flush=True)
     return Trainer(
@@ -82,6 +78,21 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None) -
         contents=contents,
         peak_flops=peak_flops,
     )
+
+
+def computing(config: Config, mesh: Mesh) -> tuple[NextToken, Callable[[], list[LanguageModel]]]:
+    """Return the objective, and what builds this rank's parts of the model; collective."""
+    with raise_together():
+        cp, attend = context_of(config, mesh.cp.get_group())
+    objective = NextToken(
+        cp,
+        mesh.device,
+        config.recompute.loss_chunk_size,
+        reset_position_ids=config.data.reset_position_ids,
+        reset_attention_mask=config.data.reset_attention_mask,
+        prepare=planning(config, attend),
+    )
+    return objective, partial(model_parts, config, mesh, attend)
 
 
 def as_asked(config: Config, asked: Config) -> Config:

@@ -229,7 +229,9 @@ def process_group(backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of the group's later collectives and point-to-point messages."""
+    """Set the timeout of the group's later collectives and point-to-point messages; a fake group waits for nobody."""
+    if dist.get_backend(group) == dist.Backend.FAKE:
+        return
     dist.distributed_c10d._set_pg_timeout(timeout, group)
     for_messages: Any = group._get_backend(torch.device("cpu"))
     if hasattr(for_messages, "set_timeout"):  # the call above covers collectives only

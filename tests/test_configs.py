@@ -24,6 +24,7 @@ LLAMAS = {
     "striped_1b": 1_244_227_584,
     "striped_3b": 3_426_473_600,  # OpenLLaMA 3B, of the same shape
     "striped_7b": 6_738_415_616,
+    "llama2_70b": 68_976_648_192,
 }
 GPTS = {"wallfacer_gpt_3b": 3_159_646_208, "wallfacer_gpt_7b": 6_650_208_256}
 

@@ -65,9 +65,6 @@ def build_runner(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module], o
         )
     from parallel.pipeline.schedule import PipelineRunner  # takes a second, for torch.compile
 
-    first = objective.first_input(train.micro_batch_size)
-    sequences, tokens = first[1].shape[:2]
-    hidden = (sequences, tokens // mesh.tp.size(), config.shape.hidden_size)  # [B, T, C]
     return PipelineRunner(
         parts,
         objective.loss_sum,
@@ -76,10 +73,17 @@ def build_runner(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module], o
         mesh=mesh.pp,
         device=mesh.device,
         micro_batches=train.micro_batches(mesh.dp.size()),
-        first_input=first,
-        hidden=torch.empty(hidden, dtype=torch.bfloat16 if train.bf16 else torch.float32, device="meta"),
+        first_input=objective.first_input(train.micro_batch_size),
+        hidden=hidden_states(config, mesh, objective),
         tied=objective.tied(parts[0], config.pipeline.stages(ranks)),
     )
+
+
+def hidden_states(config: CommonConfig, mesh: Mesh, objective: Objective) -> Tensor:
+    """Return a meta tensor like what a micro-batch's pipeline stages send each other, [B, T, C]."""
+    sequences, tokens = objective.first_input(config.train.micro_batch_size)[1].shape[:2]
+    shape = (sequences, tokens // mesh.tp.size(), config.shape.hidden_size)
+    return torch.empty(shape, dtype=torch.bfloat16 if config.train.bf16 else torch.float32, device="meta")
 
 
 def summary(config: CommonConfig, mesh: Mesh, model: str, method: str, samples: str) -> str:

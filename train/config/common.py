@@ -65,6 +65,26 @@ class LoopConfig:
                 raise ConfigError(f"{name} is {value}; it must be {least} or more")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DryRunConfig:
+    """Whether the run is only checked and predicted, in one process that needs neither its data nor its memory."""
+
+    dry_run: bool = False
+    """Take no step: run each pipeline stage forward and backward once in full size without memory, and print memory,
+    bytes sent, the predicted time and the command that starts the run; --cluster names what it is predicted for."""
+    world_size: int | None = None
+    """Processes of the run to check with dry_run; by default the product of the mesh's sizes."""
+
+    def __post_init__(self) -> None:
+        if self.world_size is not None and self.world_size < 1:
+            raise ConfigError(f"world_size is {self.world_size}; it must be 1 or more")
+        if self.world_size is not None and not self.dry_run:
+            raise ConfigError(
+                f"world_size is {self.world_size} without dry_run; a run has as many processes as its launcher starts: "
+                "add --dry-run, or leave it out"
+            )
+
+
 class ModelShape(Protocol):
     """Sizes of any model that the parallel dimensions divide."""
 
@@ -122,6 +142,7 @@ class CommonConfig(ABC):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfileConfig = field(default_factory=ProfileConfig)
+    dry: DryRunConfig = field(default_factory=DryRunConfig)
 
     @property
     def causal(self) -> bool:

@@ -23,6 +23,10 @@ class Objective(ABC):
         """Return this rank's tokens per sample, padding included."""
 
     @abstractmethod
+    def blank(self, micro_batch_size: int) -> Batch:
+        """Return a micro-batch as the data's, of zeros; each sample is one document."""
+
+    @abstractmethod
     def local(self, batch: Batch) -> Batch:
         """Return this rank's part of a batch, on its device."""
 

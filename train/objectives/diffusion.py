@@ -52,6 +52,12 @@ class Denoising(Objective):
         """Return this rank's patches per sample, or of all joined samples, padding included."""
         return len(self._positions)
 
+    def blank(self, micro_batch_size: int) -> Batch:
+        """Return a micro-batch as the data's, of zeros."""
+        numbers = torch.zeros(micro_batch_size, dtype=torch.int64)
+        latents = torch.zeros(micro_batch_size, *self._model.latent_shape)
+        return {"latents": latents, "labels": numbers, "sample": numbers}
+
     def local(self, batch: Batch) -> Batch:
         """Return this rank's patches [B, T, W] of latents [B, C, (F,) H, W], with noise, times and labels.
 

@@ -60,6 +60,14 @@ class NextToken(Objective):
         """Return this rank's tokens per sequence, padding included."""
         return len(self._positions)
 
+    def blank(self, micro_batch_size: int) -> Batch:
+        """Return a micro-batch as the data's, of zeros; each sample is one document."""
+        length = self._cp.plan.seq_len // (micro_batch_size if self._reset_attention else 1)
+        tokens = torch.zeros(micro_batch_size, length, dtype=torch.int64)
+        starts = torch.zeros(micro_batch_size, length, dtype=torch.bool)
+        starts[:, 0] = True
+        return {"tokens": tokens, "labels": tokens, "starts": starts}
+
     def local(self, batch: Batch) -> Batch:
         """Return this rank's tokens and labels ``[B, T]`` of sequences ``[B, S]``; padding carries no loss.
 

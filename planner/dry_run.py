@@ -1,0 +1,131 @@
+"""`--dry-run` of either entry: what a run would take and send, found in one process, and the command that starts it."""
+
+import math
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from data.latents.dataset import DIGITS
+from data.text.megatron import blend
+from data.tokenizer import load_tokenizer
+from parallel.mesh import SIZES
+from planner.cluster import Cluster, default_cluster, load_cluster
+from planner.complete import complete
+from planner.documents import typical_documents
+from planner.rehearsal import BETWEEN, INSIDE, Build, Rehearsal, rehearse, standing_for
+from planner.search import predicted
+from train.config.common import with_joined_ranks
+from train.config.entries import Config
+from train.config.flags import ConfigError
+
+CAUSES = ("weights", "gathered weights", "gradients", "optimizer", "activations", "passing")
+ALIKE = ("zigzag", "striped", "ulysses")
+"""Methods that give all context-parallel ranks the same tiles, of whole sequences."""
+
+
+def dry_run(
+    arguments: Sequence[str], config: Any, entry: str, validate: Callable[[Any, int], None], build: Build[Any]
+) -> list[Rehearsal]:
+    """Check a run of ``config`` and print what it would take; return that by rank.
+
+    The first rank of each pipeline stage is run and, where context-parallel ranks have unequal work, the last one of
+    the first stage. Ranks of dp and tp have the same.
+
+    Raises:
+        UserError: what the run itself would be refused for, but for missing files, which are noted.
+    """
+    if "RANK" in os.environ:
+        raise ConfigError("dry_run is one process for all, and RANK is set; start it without torchrun")
+    named, method, mesh = config.context.cluster, config.context.context_parallel_method, config.mesh
+    cluster = default_cluster(mesh.device_type) if named is None else load_cluster(named)
+    if named is not None:
+        mesh = replace(mesh, device="cpu" if Path(named).stem == "cpu" else "cuda")
+        context = replace(config.context, cluster=named if method == "auto" else None)
+        config = replace(config, mesh=mesh, context=context)
+    world_size = config.dry.world_size or math.prod(getattr(mesh, name) for name in SIZES)
+    config, notes = _with_files(config)
+    with standing_for(0, world_size, cluster.gpus_per_node):
+        validate(config, world_size)
+        config = with_joined_ranks(config, world_size)
+        if isinstance(config, Config):
+            config = complete(config, _entries(config))
+    pp, cp, tp = (getattr(config.mesh, name) for name in SIZES)
+    ranks = [stage * (world_size // pp) for stage in range(pp)]
+    if cp > 1 and (config.packed or config.context.context_parallel_method not in ALIKE):
+        ranks.insert(1, (cp - 1) * tp)
+    found = [rehearse(config, build, rank, world_size, cluster.gpus_per_node) for rank in ranks]
+    print(f"dry run on {world_size} x {cluster.name}: forward, backward and the optimizer's step fit together")
+    print("\n".join([*_table(found, cluster), _time(config, world_size, cluster), *notes]))
+    print("\n".join(_commands(arguments, entry, cluster, world_size, named)), flush=True)
+    return found
+
+
+def _with_files(config: Any) -> tuple[Any, list[str]]:
+    """Name the files that a run must have, so that the rest can be validated; return notes on those not here."""
+    data, checkpoint = config.data, replace(config.checkpoint, save=config.checkpoint.save or "RUN")
+    if isinstance(config, Config):
+        data = replace(data, data_path=data.data_path or ("PREFIX",), tokenizer_model=data.tokenizer_model or "FILE")
+        checkpoint = replace(checkpoint, load=checkpoint.load or ("RUN" if config.model.lora_rank else None))
+        wanted = [("data_path", f"{prefix}.idx") for prefix in blend(data.data_path)[0]]
+        wanted += [("tokenizer_model", data.tokenizer_model)]
+    else:
+        wanted = [("data_path", path) for path in data.data_path if path != DIGITS]
+    wanted += [("load", checkpoint.load)] if checkpoint.load else []
+    notes = [f"note: {name} {path} is not on this machine" for name, path in wanted if not Path(path).exists()]
+    return replace(config, data=data, checkpoint=checkpoint), notes
+
+
+def _entries(config: Config) -> int:
+    """Return the entries of the tokenizer or, where that is not here, of the vocabulary."""
+    if Path(config.data.tokenizer_model or "").exists():
+        return load_tokenizer(str(config.data.tokenizer_model)).vocab_size
+    if config.model.vocab_size is None:
+        raise ConfigError("vocab_size is not set, and there is no tokenizer_model here to count; give one of them")
+    return config.model.vocab_size
+
+
+def _table(found: Sequence[Rehearsal], cluster: Cluster) -> Iterator[str]:
+    """Yield a table of memory and bytes, and a note where there is too little memory."""
+    yield f"| stage | rank | {' | '.join(CAUSES)} | GB of memory | GB sent {INSIDE} | {BETWEEN} |"
+    yield "|" + " ---: |" * (len(CAUSES) + 5)
+    for one in found:
+        counts = [one.memory.get(cause, 0) for cause in CAUSES]
+        counts += [one.bytes, *(one.sent.get(link, 0) for link in (INSIDE, BETWEEN))]
+        yield f"| {one.stage} | {one.rank} | {' | '.join(f'{count / 1e9:.3f}' for count in counts)} |"
+    if (most := max(one.bytes for one in found) / 1e9) > cluster.memory_gb:
+        yield f"note: that is {most:.1f} GB, and a process of {cluster.name} has {cluster.memory_gb:g}"
+
+
+def _time(config: Config, world_size: int, cluster: Cluster) -> str:
+    """Return the planner's seconds, where it knows the model."""
+    if not isinstance(config, Config) or config.model.softmax_every is not None:
+        return "time: not predicted; the planner knows language models of one kind of attention"
+    if config.context.context_parallel_method == "none":
+        alone = replace(config.context, context_parallel_method="lasp" if config.model.linear_attention else "ring")
+        config = replace(config, context=alone)
+    documents = tuple(range(0, config.joined_length + 1, config.sequence_length)) if config.packed else None
+    if Path(f"{blend(config.data.data_path)[0][0]}.idx").exists():
+        documents = typical_documents(config)
+    found = predicted(config, world_size, cluster, documents)
+    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in found.seconds.items() if seconds)
+    return f"time: {found.time:.4g} s a step, predicted: {parts}"
+
+
+def _commands(
+    arguments: Sequence[str], entry: str, cluster: Cluster, world_size: int, named: str | None
+) -> Iterator[str]:
+    """Yield the commands that start the run, by torchrun and, where a cluster file is named, by Slurm."""
+    flags = list(arguments)
+    for index in reversed(range(len(flags))):
+        flag, equals, _ = flags[index].replace("_", "-").partition("=")
+        if flag in ("--dry-run", "--world-size", "--cluster"):
+            del flags[index : index + (1 if equals or flag == "--dry-run" else 2)]
+    nodes, run = -(-world_size // cluster.gpus_per_node), f"{entry} {shlex.join(flags)}"
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    each = min(world_size, cluster.gpus_per_node)
+    yield f"start: torchrun {'--standalone' if nodes == 1 else several} --nproc-per-node {each} {run}"
+    if named is not None and world_size == nodes * cluster.gpus_per_node:
+        yield f"or: python -m slurm.submit --cluster {shlex.quote(named)} --nodes {nodes} {run}"

@@ -1,0 +1,88 @@
+"""`--dry-run` as it is called: every configuration, its report and commands, and what it refuses."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+import pretrain_dit
+import pretrain_gpt
+from planner.cluster import CLUSTERS
+from runtime.errors import UserError
+from train.config.flags import ConfigError
+
+ROOT = Path(__file__).parents[2]
+H100 = ("--cluster", str(CLUSTERS / "h100_pod.toml"))
+FILES = [path for path in sorted((ROOT / "configs").rglob("*.toml")) if path.parent != CLUSTERS]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)  # where no data are
+
+
+def run(path: Path, *flags: str) -> None:
+    """Dry-run a configuration by the entry that takes it; one without a vocabulary has one of 1,000 entries."""
+    text = path.read_text()
+    entry = pretrain_dit if "latent_shape" in text or "digits" in text else pretrain_gpt
+    vocabulary = () if entry is pretrain_dit or "vocab_size" in text else ("--vocab-size", "1000")
+    entry.main(["--config", str(path), "--dry-run", *vocabulary, *flags])
+
+
+def test_the_report_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    run(ROOT / "configs" / "llama_tiny.toml", "--world-size", "8", "--context-parallel-size", "4", "--bf16", *H100)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("dry run on 8 x H100 80GB pod")
+    row = next(line for line in lines if line.startswith("| 0 | 0 |"))
+    figures = [float(cell) for cell in row.strip("| ").split(" | ")]
+    assert figures[8] == pytest.approx(sum(figures[2:8]), abs=4e-3)
+    assert sum("is not on this machine" in line for line in lines) == 2
+    command = f"pretrain_gpt.py --config {ROOT / 'configs' / 'llama_tiny.toml'} --vocab-size 1000 "
+    command += "--context-parallel-size 4 --bf16"
+    assert lines[-2] == f"start: torchrun --standalone --nproc-per-node 8 {command}"
+    assert lines[-1] == f"or: python -m slurm.submit --cluster {H100[1]} --nodes 1 {command}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ("--world-size", "6", "--context-parallel-size", "4"),
+            "context_parallel_size is 4, which does not divide the 6",
+        ),
+        (("--world-size", "0"), "world_size is 0; it must be 1 or more"),
+        (H100, "on cuda takes bfloat16 or float16 and got torch.float32"),
+        (("--cluster", "none.toml"), "none.toml: cannot be read"),
+    ],
+)
+def test_what_a_run_would_be_refused_for(flags: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        run(ROOT / "configs" / "llama_tiny.toml", *flags)
+    assert "\n" not in str(error.value)
+
+
+def test_a_number_of_processes_is_for_a_dry_run_and_a_dry_run_for_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="world_size is 8 without dry_run"):
+        pretrain_gpt.main(["--world-size", "8"])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="dry_run is one process for all, and RANK is set"):
+        pretrain_gpt.main(["--dry-run"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_configuration_at_its_size(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(path)
+    assert "fit together" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_70b_on_512_gpus_takes_less_than_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.process_time()  # of this process, whatever else the machine does
+    run(ROOT / "configs" / "llama2_70b.toml", "--world-size", "512", *H100)
+    seconds = time.process_time() - began
+    print(capsys.readouterr().out, f"{seconds:.1f} s")
+    assert seconds < 60

@@ -1,0 +1,125 @@
+"""A rank's dry run: what it finds wrong, and its memory against real processes'. The report is in test_dry_run.py."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pretrain_gpt
+from model.base import LanguageModel
+from parallel.mesh import Mesh, distributed_mesh
+from planner.rehearsal import BETWEEN, INSIDE, in_flight, rehearse
+from runtime.errors import UserError
+from testing.ranks import run_ranks
+from train.assemble import build_runner
+from train.config.language import Config, parse_args
+from train.objectives.language import NextToken
+from train.optim import build_optimizer
+
+MODEL = (
+    *("--vocab-size", "2048", "--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "8"),
+    *("--seq-length", "1024", "--device", "cpu", "--micro-batch-size", "1"),
+)
+MESHES = {
+    "zero3": ("--context-parallel-size", "8", "--data-parallel-sharding-strategy", "zero3"),
+    "tensor": (
+        *("--tensor-model-parallel-size", "2", "--context-parallel-size", "2", "--global-batch-size", "4"),
+        *("--data-parallel-sharding-strategy", "zero1"),
+    ),
+    "pipeline": (
+        *("--pipeline-model-parallel-size", "2", "--context-parallel-size", "2", "--global-batch-size", "8"),
+        *("--recompute-granularity", "full"),
+    ),
+}
+SMALL = (
+    *("--vocab-size", "64", "--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2"),
+    *("--seq-length", "64", "--device", "cpu", "--pipeline-model-parallel-size", "2", "--context-parallel-size", "2"),
+    *("--global-batch-size", "2"),
+)
+
+
+def broken(change: Callable[[Tensor], Tensor]) -> Callable[[Config, Mesh], Any]:
+    """Build as the entry does, with the last layer's output changed."""
+
+    def build(config: Config, mesh: Mesh) -> tuple[NextToken, Callable[[], list[LanguageModel]]]:
+        objective, parts_of = pretrain_gpt.computing(config, mesh)
+
+        def changed() -> list[LanguageModel]:
+            (part,) = parts_of()
+            [*part.layers][-1].register_forward_hook(lambda module, inputs, out: change(out))
+            return [part]
+
+        return objective, changed
+
+    return build
+
+
+def test_a_stage_fits_the_next_and_a_wrong_shape_is_found() -> None:
+    config = parse_args(SMALL)
+    found = rehearse(config, pretrain_gpt.computing, 0, 4, per_node=2)
+    assert found.memory["optimizer"] == pytest.approx(2 * found.memory["weights"], rel=0.01)
+    passed_on = 32 * 16 * 4  # hidden states of half a sequence, to the next node's stage
+    assert found.sent[BETWEEN] == passed_on
+    assert found.sent[INSIDE] > passed_on
+    with pytest.raises(UserError, match=r"pipeline stage 0 gives \[1, 31, 16\] torch.float32, and the next one takes"):
+        rehearse(config, broken(lambda x: x[:, 1:]), 0, 4, per_node=2)
+    with pytest.raises(UserError, match=r"gives .* torch.float64"):
+        rehearse(config, broken(Tensor.double), 0, 4, per_node=2)
+    with pytest.raises(RuntimeError, match=r"size|shape"):
+        rehearse(config, broken(lambda x: x[..., 1:]), 2, 4, per_node=2)
+
+
+def test_a_pipeline_holds_what_its_schedule_says() -> None:
+    one = parse_args(SMALL)
+    assert [in_flight(one, stage, 4, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert in_flight(one, 0, 4, 2) == 2
+    gpipe = replace(one, pipeline=replace(one.pipeline, pipeline_schedule="GPipe"))
+    assert in_flight(gpipe, 3, 4, 8) == 8
+
+
+def measured(rank: int, world_size: int, config: Config) -> float:
+    """Bytes of this rank at the peak of a real step, the second: what is there before it, and what the step adds."""
+    with distributed_mesh(config.mesh) as mesh:
+        objective, parts_of = pretrain_gpt.computing(config, mesh)
+        parts = parts_of()
+        optimizer = build_optimizer(config.optimizer, *parts)
+        runner = build_runner(config, mesh, parts, objective)
+        batches = [objective.local(objective.blank(1)) for _ in range(config.train.micro_batches(mesh.dp.size()))]
+        runner.forward_backward(batches, 1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        held: list[Any] = [p for part in parts for p in part.parameters()]
+        held += [x for state in optimizer.state.values() for x in state.values()]
+        there = sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in held)
+        peaks = [peak_of(lambda: runner.forward_backward(batches, 1), parts) for _ in range(3)]
+    return there + min(peaks)  # gloo's workers let go of a tensor some time after they have sent it
+
+
+def peak_of(step: Callable[[], object], parts: list[LanguageModel]) -> int:
+    """Bytes allocated at the peak of a step, which then leaves no gradients."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
+        step()
+    for part in parts:
+        part.zero_grad(set_to_none=True)
+    assert found.profiler is not None
+    assert found.profiler.kineto_results is not None
+    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_memory_is_that_of_eight_real_processes(mesh: str) -> None:
+    config = parse_args([*MODEL, *MESHES[mesh]])
+    real = run_ranks(measured, 8, config)
+    for rank in (0, 4):
+        found = rehearse(config, pretrain_gpt.computing, rank, 8, per_node=8)
+        print(f"{mesh}: rank {rank} takes {real[rank]:,.0f} bytes, predicted {found.bytes:,} of {found.memory}")
+        assert found.bytes == pytest.approx(real[rank], rel=0.15)

@@ -23,6 +23,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointError",
     "Manifest",
+    "compare_architecture",
     "find_checkpoint",
     "load_checkpoint",
     "load_model",
@@ -32,6 +33,9 @@ __all__ = [
     "saved_iterations",
     "stored_weights",
 ]
+
+
+HUGGING_FACE = "hf:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class CheckpointConfig:
     keep_every: int | None = None
     """Never remove the checkpoints of iterations that this divides."""
     load: str | None = None
-    """Folder to resume from: its newest whole checkpoint."""
+    """Folder to resume from: its newest whole checkpoint. With --finetune also hf:FOLDER, a Hugging Face model."""
     ckpt_step: int | None = None
     """Load exactly this iteration from --load, and fail if it is broken."""
     finetune: bool = False
@@ -65,6 +69,18 @@ class CheckpointConfig:
             raise UserError("finetune is set and load is not; name the folder with the weights with --load")
         if self.exit_on_missing_checkpoint and self.load is None:
             raise UserError("exit_on_missing_checkpoint is set and load is not; name a run's folder with --load")
+        if self.hugging_face is not None and (not self.finetune or self.ckpt_step is not None):
+            wrong = "finetune is not set" if not self.finetune else f"ckpt_step is {self.ckpt_step}"
+            raise UserError(
+                f"load is {self.load}, which holds weights alone, and {wrong}; give --finetune and no --ckpt-step, or "
+                "name a run's folder with --load"
+            )
+
+    @property
+    def hugging_face(self) -> Path | None:
+        """Return the folder of ``hf:FOLDER``; None if ``load`` is a run's."""
+        found = None if self.load is None else self.load.removeprefix(HUGGING_FACE)
+        return None if found is None or found == self.load else Path(found)
 
 
 def save_checkpoint(
@@ -217,11 +233,12 @@ def _described(folder: Path, architecture: dict[str, Any]) -> tuple[Manifest, An
     from checkpoint.tensors import read_metadata
 
     manifest = read_manifest(folder)
-    _compare_architecture(folder, manifest.architecture, architecture)
+    compare_architecture(folder, manifest.architecture, architecture)
     return manifest, read_metadata(folder, manifest)
 
 
-def _compare_architecture(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def compare_architecture(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise CheckpointError, which names all that differs, if what ``folder`` holds is not what is ``wanted``."""
     wanted = json.loads(json.dumps(wanted))
     differing = []
     for field in sorted(saved.keys() | wanted.keys()):

@@ -132,15 +132,20 @@ def init_parameters(model: nn.Module, device: torch.device, weight_of: Callable[
     Args:
         weight_of: (parameter's name, whole shape) -> whole tensor, the same on every rank.
     """
-    from torch.distributed.tensor import DTensor
-
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
-        whole = weight_of(name, parameter.shape).to(device)
-        if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(own_shard(whole, parameter))
-        else:
-            parameter.copy_(whole)
+        copy_whole(parameter, weight_of(name, parameter.shape))
+
+
+@torch.no_grad()
+def copy_whole(parameter: nn.Parameter, whole: Tensor) -> None:
+    """Copy a whole tensor, the same on every rank, into what this rank holds of a parameter."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(own_shard(whole, parameter))
+    else:
+        parameter.copy_(whole)
 
 
 def own_shard(whole: Tensor, like: "DTensor") -> Tensor:

@@ -5,14 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from checkpoint.api import CheckpointConfig
 from data.tokenizer import load_tokenizer
-from model.config import ModelConfig
+from model.config import ModelConfig, architecture_of
 from model.hf import load_hf, save_hf
 from model.registry import build_model
+from runtime.errors import UserError
 from tests.pretraining import differences, pretrain
 from tools.convert_hf import export_model, import_model
-from train.config.language import load_config
+from train.config.language import load_config, parse_args
+from train.resume import resume
 
 BOUND = 2e-6
 STEPS = ("--train-iters", "3", "--seq-length", "128")
@@ -79,15 +83,59 @@ def test_what_came_with_an_import_stays_with_the_run_that_goes_on(
     "mesh",
     [
         pytest.param("--tensor-model-parallel-size 4", marks=pytest.mark.slow),
+        pytest.param("--tensor-model-parallel-size 2 --load hf:{}", marks=pytest.mark.slow),
+        pytest.param("--pipeline-model-parallel-size 2 --load hf:{}", marks=pytest.mark.slow),
         "--tensor-model-parallel-size 2 --context-parallel-size 2",
     ],
 )
 def test_another_mesh_has_the_same_losses(
     mesh: str, default_data: Path, imported: list[Path], alone: list[dict], tmp_path: Path
 ) -> None:
-    got = finetuned(4, default_data, tmp_path / "run", imported[1], "--finetune", *mesh.split())
+    flags = mesh.format(imported[0].parent / "theirs").split()
+    got = finetuned(4, default_data, tmp_path / "run", imported[1], "--finetune", *flags)
     assert differences(got, alone) <= BOUND
     assert (got[0]["iteration"], got[0]["consumed_samples"]) == (1, 4)
+
+
+def test_a_hugging_face_folder_does_what_its_import_does(
+    default_data: Path, imported: list[Path], alone: list[dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same losses to the bit; the run is exported as theirs, and its config.toml does not begin there again."""
+    theirs, save = imported[0].parent / "theirs", tmp_path / "run"
+    got = finetuned(1, default_data, save, imported[0], "--finetune", "--load", f"hf:{theirs}", *ALONE)
+    assert differences(got, alone) == 0
+    assert f"weights from {theirs}; all else begins afresh" in capsys.readouterr().out
+    assert load_config(save / "config.toml").checkpoint == CheckpointConfig(save=str(save))
+    export_model(save, tmp_path / "out", None, None, 10**9)
+    before, after = (load_hf(folder) for folder in (theirs, tmp_path / "out"))
+    assert before[0] == after[0]
+    assert before[2] == after[2]
+
+
+def test_a_hugging_face_folder_that_is_not_this_model_is_refused(imported: list[Path], tmp_path: Path) -> None:
+    def begun(folder: Path, *flags: str) -> None:
+        config = parse_args(["--config", str(imported[0] / "config.toml"), "--load", f"hf:{folder}", *flags])
+        model = build_model(config.model)
+        optimizer = torch.optim.SGD(model.parameters())
+        resume(config, [model], optimizer, architecture_of(config.model), {})
+
+    theirs = imported[0].parent / "theirs"
+    begun(theirs, "--finetune")
+    pickled, broken = (Path(shutil.copytree(theirs, tmp_path / name)) for name in ("pickled", "broken"))
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(weights, broken / "model.safetensors")
+    for folder, flags, said in (
+        (theirs, (), "which holds weights alone, and finetune is not set; give --finetune"),
+        (theirs, ("--finetune", "--ckpt-step", "1"), "which holds weights alone, and ckpt_step is 1"),
+        (theirs, ("--finetune", "--num-layers", "3"), "another architecture: num_layers is 2 there and 3 here"),
+        (tmp_path / "none", ("--finetune",), "none/config.json does not exist; give the folder of a Hugging Face"),
+        (pickled, ("--finetune",), "pytorch_model.bin is a pickle, which can run code"),
+        (broken, ("--finetune",), "layers.1.mlp.up_proj.weight holds 1 of [0-9]+ values that are not finite"),
+    ):
+        with pytest.raises(UserError, match=said):
+            begun(folder, *flags)
 
 
 def test_a_pipeline_going_on_from_iteration_0_has_them_too(

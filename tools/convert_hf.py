@@ -7,9 +7,7 @@ A model of any size needs memory for a few of its tensors. A run made so begins 
 """
 
 import argparse
-import json
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -27,7 +25,7 @@ from model.hf import config_from_hf, config_to_hf
 from model.hf.adapter import write_adapter
 from model.hf.api import Read, our_weights, their_weights
 from model.hf.folder import CONFIG, read_json
-from model.hf.shards import Weights, inside, new_folder, write_model
+from model.hf.shards import TOKENIZERS, Weights, carry, inside, new_folder, write_model
 from model.lora import merge
 from model.registry import num_parameters
 from planner.complete import with_vocabulary
@@ -39,12 +37,6 @@ from train.health import Progress
 from train.resume import IMPORTED, trained
 from train.run import KEPT
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-CARRIED = (
-    *TOKENIZERS,
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,14 +50,12 @@ def import_model(source: Path, run: Path) -> str:
     Raises:
         UserError: ``run`` exists, or the folder is not a whole model that we have; nothing is written then.
     """
-    contents = read_json(inside(source, CONFIG))
-    model = config_from_hf(contents)
+    model = config_from_hf(read_json(inside(source, CONFIG)))
     weights, read = our_weights(Weights(source), model)
     with new_folder(run) as draft:
         kept = draft / KEPT
         kept.mkdir()
-        carry(source, kept)
-        (kept / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+        carry(source, kept, CONFIG)
         config, files = Config(model=model), {}
         if (name := next((name for name in TOKENIZERS if (kept / name).exists()), None)) is not None:
             config = with_vocabulary(config, load_tokenizer(kept / name).vocab_size)
@@ -157,13 +147,6 @@ def _dtype(asked: str | None, contents: dict[str, Any], *, imported: bool) -> to
         return None
     said = asked or contents.get("dtype") or contents.get("torch_dtype")
     return DTYPES.get(str(said))
-
-
-def carry(source: Path, target: Path) -> None:
-    """Copy tokenizer files and generation settings. Raises UserError for a link that leaves the folder."""
-    for name in CARRIED:
-        if (source / name).is_file():
-            shutil.copyfile(inside(source, name), target / name)
 
 
 def size(text: str) -> int:

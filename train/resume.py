@@ -9,10 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from checkpoint.api import CheckpointError, find_checkpoint, load_checkpoint, load_model, read_manifest
+from checkpoint.api import (
+    CheckpointError,
+    compare_architecture,
+    find_checkpoint,
+    load_checkpoint,
+    load_model,
+    read_manifest,
+)
 from checkpoint.manifest import MANIFEST
+from model.config import architecture_of
+from model.hf.api import open_hf
 from model.lora import is_adapter
-from runtime.together import is_first
+from parallel.data import copy_whole
+from runtime.together import is_first, raise_together
 from train import schedule
 from train.config.common import CommonConfig
 from train.config.entries import Config
@@ -44,7 +54,7 @@ def resume(
 
     Without a checkpoint the run starts afresh. With ``--finetune`` only the weights are loaded, and rope and windows
     may be others than they were trained with: no weight's shape depends on them. Adapters begin there, where the
-    checkpoint has none.
+    checkpoint has none. The weights of ``hf:FOLDER`` are read from there, without a checkpoint between.
 
     Args:
         contents: the value of ``config.contents()``.
@@ -53,15 +63,14 @@ def resume(
         The configuration with the resumed schedule, and the run's progress.
 
     Raises:
-        CheckpointError: broken, of another architecture, or missing where required.
+        UserError: broken, of another architecture, or missing where required; ``hf:FOLDER`` is no model that we have.
     """
-    path = _to_load(config, architecture)
+    path = config.checkpoint.hugging_face or _to_load(config, architecture)
     if path is None:
         _tell(shortened(config.optimizer, config.train.train_iters))
         return config, Progress()
     if config.checkpoint.finetune:
-        fitting, notes = _refitted(path, architecture)
-        load_model(path, model, fitting, fresh=is_adapter)
+        notes = (_load_run if config.checkpoint.hugging_face is None else _load_hugging_face)(path, model, architecture)
         if ema is not None:
             ema.restart()
         notes += shortened(config.optimizer, config.train.train_iters)
@@ -119,14 +128,31 @@ def _to_load(config: CommonConfig, architecture: dict[str, Any]) -> Path | None:
     return path
 
 
-def _refitted(path: Path, architecture: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the architecture with the checkpoint's rope and windows, and a note for each that changes."""
-    there = read_manifest(path).architecture
-    _check_adapters(path, there, architecture, begin=True)
-    names = [name for name in there | architecture if name.startswith(REFITTED)]
-    changed = [name for name in names if there.get(name) != architecture.get(name)]
-    notes = [f"note: {name} was {there.get(name)} and is {architecture.get(name)}" for name in changed]
-    own = {name: value for name, value in architecture.items() if name not in names}
+def _load_run(path: Path, model: Sequence[nn.Module], architecture: dict[str, Any]) -> list[str]:
+    """Load a checkpoint's weights; return notes on rope and windows that change."""
+    fitting, notes = _refitted(path, read_manifest(path).architecture, architecture)
+    load_model(path, model, fitting, fresh=is_adapter)
+    return notes
+
+
+def _load_hugging_face(folder: Path, model: Sequence[nn.Module], architecture: dict[str, Any]) -> list[str]:
+    """Do what ``_load_run`` does of a Hugging Face folder: every rank reads each of its weights whole, one by one."""
+    with raise_together():
+        theirs, read = open_hf(folder)
+        fitting, notes = _refitted(folder, there := architecture_of(theirs), architecture)
+        compare_architecture(folder, there, fitting)
+        for name, parameter in (named for part in model for named in part.named_parameters()):
+            if not is_adapter(name):
+                copy_whole(parameter, read(name))
+    return notes
+
+
+def _refitted(path: Path, there: dict[str, Any], here: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the architecture with the rope and windows of ``there``, and a note for each that changes."""
+    _check_adapters(path, there, here, begin=True)
+    names = [name for name in there | here if name.startswith(REFITTED)]
+    notes = [f"note: {n} was {there.get(n)} and is {here.get(n)}" for n in names if there.get(n) != here.get(n)]
+    own = {name: value for name, value in here.items() if name not in names}
     return own | {name: there[name] for name in names if name in there}, notes
 
 

@@ -11,8 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
-from checkpoint.api import remove_drafts
-from model.hf.shards import new_folder
+from checkpoint.api import CheckpointConfig, remove_drafts
+from model.hf.folder import CONFIG
+from model.hf.shards import carry, new_folder
 from runtime.errors import LaunchError, UserError
 from runtime.files import FULL, InUseError, owned, unwritable, write_text
 from runtime.lost import tell_lost
@@ -158,10 +159,12 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
 
     Args:
         config: as given, before ``resume``: checkpoints keep the resumed schedule. The flags that choose it and
-            finetune are left out, as they hold for this start alone.
+            finetune are left out, as they hold for this start alone, and so is a load that only finetune takes.
     """
     once = replace(config.optimizer, override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False)
-    config = replace(config, optimizer=once, checkpoint=replace(config.checkpoint, finetune=False))
+    given, source = config.checkpoint, config.checkpoint.hugging_face
+    lasting = replace(given, finetune=False, load=given.load if source is None else None)
+    config = replace(config, optimizer=once, checkpoint=lasting)
     log: RunLog | None = None
     with raise_together():
         if is_first():
@@ -170,12 +173,16 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
             if folder is not None and progress.iteration < config.train.train_iters:
                 with disk_errors(folder):
                     write_text(folder / "config.toml", write_toml(config))
-                    _keep(config.checkpoint.load, folder)
+                    _keep(given, folder)
     return log
 
 
-def _keep(load: str | None, folder: Path) -> None:
-    """Take over what an imported model came with from the run that this one begins with; it is exported with it."""
-    if load is not None and (Path(load) / KEPT).is_dir() and not (folder / KEPT).exists():
+def _keep(given: CheckpointConfig, folder: Path) -> None:
+    """Take over what an imported model came with from what this run begins with; it is exported with it."""
+    source = given.hugging_face or Path(given.load or "") / KEPT
+    if given.load is not None and source.is_dir() and not (folder / KEPT).exists():
         with new_folder(folder / KEPT) as draft:
-            shutil.copytree(Path(load) / KEPT, draft, dirs_exist_ok=True)
+            if given.hugging_face is None:
+                shutil.copytree(source, draft, dirs_exist_ok=True)
+            else:
+                carry(source, draft, CONFIG)

@@ -21,7 +21,7 @@ from model.hf.folder import (
     described,
     read_json,
 )
-from model.hf.shards import Weights, new_folder, write_model
+from model.hf.shards import Weights, inside, new_folder, write_model
 from model.registry import shapes_of
 from runtime.errors import UserError
 
@@ -143,6 +143,12 @@ def their_weights(ours: Mapping[str, Tensor], read: Read, config: ModelConfig) -
         return last[module][name]
 
     return theirs, read_theirs
+
+
+def open_hf(folder: Path) -> tuple[ModelConfig, Read]:
+    """Return the configuration of a Hugging Face folder, and what reads one of our parameters. UserError as load_hf."""
+    config = config_from_hf(read_json(inside(folder, CONFIG)))
+    return config, our_weights(Weights(folder), config)[1]
 
 
 def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Any]]:

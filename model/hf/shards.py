@@ -17,6 +17,12 @@ from runtime.files import fsync_folder
 
 INDEX = f"{WEIGHTS}.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+CARRIED = (
+    *TOKENIZERS,
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
 NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -79,6 +85,13 @@ def inside(folder: Path, name: str) -> Path:
     if real.parent not in (home, blobs):
         raise UserError(f"{path} is a link that leaves its folder, to {real}; put a copy in its place")
     return path
+
+
+def carry(source: Path, target: Path, *more: str) -> None:
+    """Copy tokenizer files, generation settings and ``more``. Raises UserError for a link that leaves the folder."""
+    for name in (*CARRIED, *more):
+        if (source / name).is_file():
+            shutil.copyfile(inside(source, name), target / name)
 
 
 def _names(path: Path) -> list[str]:

@@ -59,11 +59,12 @@ def sharding_mesh(mesh: DeviceMesh, config: DataParallelConfig) -> DeviceMesh:
     copies = mesh.size() if config.strategy == "legacy_ddp" else config.num_distributed_optimizer_instances
     if copies == 1:
         return mesh
-    device = torch.device(mesh.device_type)
-    timeout = mesh.get_group()._get_backend(device).options._timeout  # new groups do not inherit it
     arranged = mesh._unflatten(0, (copies, mesh.size() // copies), ("copies", "shards"))
-    for group in arranged.get_all_groups():
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    if dist.get_backend(mesh.get_group()) != dist.Backend.FAKE:
+        device = torch.device(mesh.device_type)
+        timeout = mesh.get_group()._get_backend(device).options._timeout  # new groups do not inherit it
+        for group in arranged.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
     return arranged["shards"] if config.strategy == "legacy_ddp" else arranged
 
 

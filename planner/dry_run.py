@@ -74,7 +74,11 @@ def _with_files(config: Any) -> tuple[Any, list[str]]:
     else:
         wanted = [("data_path", path) for path in data.data_path if path != DIGITS]
     wanted += [("load", checkpoint.load)] if checkpoint.load else []
-    notes = [f"note: {name} {path} is not on this machine" for name, path in wanted if not Path(path).exists()]
+    notes = [
+        f"note: {name} {path} is not on this machine"
+        for name, path in wanted
+        if not Path(path.removeprefix("hf:")).exists()
+    ]
     return replace(config, data=data, checkpoint=checkpoint), notes
 
 

@@ -26,7 +26,6 @@ from parallel.context import executor
 from parallel.context.geometry import _gather_order
 from parallel.data import finish_gradients, set_gradient_sync
 from parallel.mesh import Mesh, distributed_mesh
-from parallel.pipeline.stages import SINGLE
 from runtime.errors import UserError
 from runtime.processes import join
 from train.assemble import hidden_states
@@ -165,16 +164,6 @@ def _gradients(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module]) -> 
     return [getattr(gradient, "_local_tensor", gradient) for gradient in found]
 
 
-def in_flight(config: CommonConfig, stage: int, ranks: int, micro_batches: int) -> float:
-    """Return of how many micro-batches a pipeline rank holds activations at once: its schedule's warm-up, and one."""
-    virtual = config.pipeline.num_virtual_stages_per_pipeline_rank
-    if config.pipeline.pipeline_schedule == "GPipe":
-        return micro_batches
-    if config.pipeline.pipeline_schedule in SINGLE:
-        return min(ranks - stage, micro_batches)
-    return min(2 * (ranks - stage - 1) + (virtual - 1) * ranks + 1, micro_batches * virtual) / virtual
-
-
 class Recorder(TorchDispatchMode):
     """Record what fake tensors would allocate and free, in order, and what a rank would send.
 
@@ -240,7 +229,9 @@ class Recorder(TorchDispatchMode):
             with self:
                 return OPDEFS[func.name()]._init_fn(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if tensors and not any(isinstance(x, FakeTensor) for x in tensors):
+        meta, to = any(x.is_meta for x in tensors) or not tensors, kwargs.get("device")
+        stays = to.type == "meta" if meta and to else bool(tensors)  # not what to_empty and factories make
+        if stays and not any(isinstance(x, FakeTensor) for x in tensors):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional") and not func.name().startswith(SILENT):
@@ -248,10 +239,10 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         for x in tree_leaves(out):
             if isinstance(x, FakeTensor) and x.device.type != "meta" and x.untyped_storage() not in self._numbers:
-                self._born(x.untyped_storage())
+                self._made(x.untyped_storage())
         return out
 
-    def _born(self, storage: torch.UntypedStorage) -> None:
+    def _made(self, storage: torch.UntypedStorage) -> None:
         number = self._numbers[storage] = len(self._sizes)
         self._kinds.append(self.kind)
         self._sizes.append(0)
@@ -304,7 +295,7 @@ class Recorder(TorchDispatchMode):
             memory["gradients" if n in own else kind] += size
         ranks, stage = mesh.pp.size(), mesh.pp.get_local_rank()
         if ranks > 1 and not offload:
-            others = in_flight(config, stage, ranks, micro_batches) - 1
+            others = config.pipeline.in_flight(stage, ranks, micro_batches) - 1
             memory["activations"] += round(others * sum(kept.values()))
         if config.data_parallel.strategy == "zero1" and micro_batches > 1:
             memory["gradients"] *= mesh.dp_cp.size() // config.data_parallel.num_distributed_optimizer_instances

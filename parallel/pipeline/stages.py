@@ -111,6 +111,14 @@ class PipelineConfig:
         """Return the number of stages on that many ranks."""
         return ranks * self.num_virtual_stages_per_pipeline_rank
 
+    def in_flight(self, rank: int, ranks: int, micro_batches: int) -> float:
+        """Return of how many micro-batches a rank holds activations at once: its schedule's warm-up, and one."""
+        if self.pipeline_schedule == "GPipe":
+            return micro_batches
+        virtual = self.num_virtual_stages_per_pipeline_rank
+        ahead = ranks - rank if self.pipeline_schedule in SINGLE else 2 * (ranks - rank) - 1 + (virtual - 1) * ranks
+        return min(ahead, micro_batches * virtual) / virtual
+
     def own(self, rank: int, ranks: int) -> tuple[int, ...]:
         """Return a rank's stages, ascending: every ``ranks``-th one."""
         return tuple(range(rank, self.stages(ranks), ranks))

@@ -1,7 +1,6 @@
 """A rank's dry run: what it finds wrong, and its memory against real processes'. The report is in test_dry_run.py."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 import pretrain_gpt
 from model.base import LanguageModel
 from parallel.mesh import Mesh, distributed_mesh
-from planner.rehearsal import BETWEEN, INSIDE, in_flight, rehearse
+from planner.rehearsal import BETWEEN, INSIDE, rehearse
 from runtime.errors import UserError
 from testing.ranks import run_ranks
 from train.assemble import build_runner
@@ -72,14 +71,6 @@ def test_a_stage_fits_the_next_and_a_wrong_shape_is_found() -> None:
         rehearse(config, broken(lambda x: x[..., 1:]), 2, 4, per_node=2)
 
 
-def test_a_pipeline_holds_what_its_schedule_says() -> None:
-    one = parse_args(SMALL)
-    assert [in_flight(one, stage, 4, 8) for stage in range(4)] == [4, 3, 2, 1]
-    assert in_flight(one, 0, 4, 2) == 2
-    gpipe = replace(one, pipeline=replace(one.pipeline, pipeline_schedule="GPipe"))
-    assert in_flight(gpipe, 3, 4, 8) == 8
-
-
 def measured(rank: int, world_size: int, config: Config) -> float:
     """Bytes of this rank at the peak of a real step, the second: what is there before it, and what the step adds."""
     with distributed_mesh(config.mesh) as mesh:
@@ -123,3 +114,25 @@ def test_memory_is_that_of_eight_real_processes(mesh: str) -> None:
         found = rehearse(config, pretrain_gpt.computing, rank, 8, per_node=8)
         print(f"{mesh}: rank {rank} takes {real[rank]:,.0f} bytes, predicted {found.bytes:,} of {found.memory}")
         assert found.bytes == pytest.approx(real[rank], rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--context-parallel-size 2 --data-parallel-sharding-strategy legacy_ddp",
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --num-distributed-optimizer-instances 2",
+        "--context-parallel-size 4 --context-parallel-method wallfacer --context-parallel-team-size 2",
+        "--context-parallel-size 4 --context-parallel-method ulysses --tensor-model-parallel-size 2",
+        "--context-parallel-size 4 --context-parallel-method exchange --reset-attention-mask --reset-position-ids",
+        "--context-parallel-size 4 --context-parallel-method allgather --recompute-granularity attention_boundary",
+        "--context-parallel-size 8 --lora-rank 4 --bf16",
+        "--pipeline-model-parallel-size 2 --global-batch-size 16 --pipeline-schedule Interleaved1F1B "
+        "--num-virtual-stages-per-pipeline-rank 2",
+    ],
+)
+def test_every_dimension_of_the_mesh(flags: str) -> None:
+    config = parse_args([*MODEL, *flags.split()])
+    found = rehearse(config, pretrain_gpt.computing, 0, 8, per_node=4)
+    assert found.bytes > 0
+    assert found.sent[INSIDE] + found.sent[BETWEEN] > 0

@@ -8,6 +8,8 @@
 
 POINTER=latest_checkpointed_iteration.txt
 MOST_STUCK=3 # starts in a row without a new checkpoint
+HUNG=75      # status of ranks that a watchdog ended; in the run's folder it left the nodes to do without
+HUNG_NODES=hung_nodes.txt
 
 fail() {
     echo "error: $*" >&2
@@ -85,9 +87,20 @@ state_of() {
     echo "${state:-unknown}"
 }
 
-# Queue the job $1 again. Ends it where that would go in circles: the newest checkpoint is still $3, as at the start.
+# Keep the job $1 off the nodes $2, besides those that it is kept off. Slurm takes it once the job is queued again.
+exclude() {
+    local before
+    before=$(scontrol show job -o "$1" | sed -n 's/.*ExcNodeList=\([^ (]\+\).*/\1,/p')
+    for _ in {1..30}; do
+        scontrol update JobId="$1" ExcNodeList="$before$2" && echo "without $2, where a rank hung" && return
+        sleep 1
+    done
+}
+
+# Queue the job $1 again, without the nodes $4. Ends it where that would go in circles: the newest checkpoint is still
+# $3, as at the start.
 queue_again() {
-    local job=$1 run=$2 before=$3 stuck=0
+    local job=$1 run=$2 before=$3 nodes=$4 stuck=0
     [ "$(cat "$run/$POINTER" 2>/dev/null)" != "$before" ] || stuck=$(($(cat "$LOGS/stuck" 2>/dev/null || echo 0) + 1))
     echo "$stuck" >"$LOGS/stuck"
     [ "$stuck" -lt "$MOST_STUCK" ] || fail "$MOST_STUCK starts in a row without a new checkpoint in $run;" \
@@ -95,7 +108,8 @@ queue_again() {
     [ "${SLURM_RESTART_COUNT:-0}" -lt "${MOST_REQUEUES:-100}" ] ||
         fail "queued again ${MOST_REQUEUES:-100} times, and not finished"
     for _ in {1..30}; do
-        scontrol requeue "$job" && echo "not finished: queued again" && return
+        scontrol requeue "$job" && echo "not finished: queued again" && { [ -z "$nodes" ] || exclude "$job" "$nodes"; } &&
+            return
         sleep 10
     done
     fail "not finished, and scontrol requeue $job is refused; submit the command again, which goes on"
@@ -105,7 +119,7 @@ queue_again() {
 # Exits with the training's status.
 train() {
     [ $# -ge 2 ] || fail "give the run's folder, the entry and its flags: runs/NAME pretrain_gpt.py --config FILE"
-    local run=$1 status told='' rang='' before wrong begin flags
+    local run=$1 status told='' rang='' before wrong begin flags nodes=''
     LOGS=$run/logs/$SLURM_JOB_ID
     mkdir -p "$LOGS" || exit 1
     shift
@@ -116,6 +130,7 @@ train() {
     arrange
     echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST; logs of all tasks in $LOGS"
 
+    rm -f "$run/$HUNG_NODES"
     wrong=$(errors_told)
     # The first task's lines are those for people. Its log goes on over starts, of which this one's lines are shown.
     touch "$LOGS/task-0.log"
@@ -135,12 +150,15 @@ train() {
     [ "$status" -ne 143 ] || [ -n "$told" ] || status=1
     # So may 137 be; it is also of a rank that the kernel killed, which tells nothing.
     [ "$status" -lt 128 ] || [ -n "$told" ] || [ "$(errors_told)" -eq "$wrong" ] || status=1
+    if [ -e "$run/$HUNG_NODES" ]; then # the ranks of one task may be killed by those of another
+        status=$HUNG nodes=$(paste -sd, "$run/$HUNG_NODES")
+    fi
     sleep 1
     kill $showing 2>/dev/null
     wait $showing 2>/dev/null
 
     local job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID} state
-    if [ $status -gt 0 ] && [ $status -lt 128 ]; then
+    if [ $status -gt 0 ] && [ $status -lt 128 ] && [ $status -ne $HUNG ]; then
         cat "$LOGS"/task-*.log | grep '^error: ' | sort | uniq -c | sort -rn | head -n 5 >&2
         exit $status # the same error would come again
     fi
@@ -150,7 +168,7 @@ train() {
     elif [ "$state" != RUNNING ]; then
         echo "not finished, and not queued again: the job is $state" # scancel would otherwise only restart it
     else
-        queue_again "$job" "$run" "$before" # told to end, or a rank was killed
+        queue_again "$job" "$run" "$before" "$nodes" # told to end, or a rank was killed or hung
     fi
     exit $status
 }

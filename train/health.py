@@ -43,7 +43,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """What a run does when a step goes wrong."""
+    """What a run does when a step goes wrong, or ranks no longer make steps."""
 
     bad_step_policy: Literal["skip", "rollback", "stop"] = "skip"
     """After a step whose loss or gradient norm is not finite, or a spike, and which changes no weight: skip goes on,
@@ -56,11 +56,21 @@ class HealthConfig:
     spike_factor: float = 10.0
     """How many times the median a spike is; and the loss after an update, the loss before it: then nothing is saved."""
 
+    watchdog_factor: float = 20.0
+    """End all ranks, with their stacks written, when no step is made in this many times the median of the last 100;
+    0 never does."""
+    watchdog_min_seconds: float = 120.0
+    """Seconds without a step that the watchdog waits in any case."""
+
     def __post_init__(self) -> None:
         if self.bad_step_policy not in ("skip", "rollback", "stop"):
             raise UserError(f"bad_step_policy is {self.bad_step_policy}; it must be skip, rollback or stop")
         if not self.spike_factor > 1:
             raise UserError(f"spike_factor is {self.spike_factor}; it must be above 1")
+        if not (self.watchdog_factor == 0 or self.watchdog_factor > 1):
+            raise UserError(f"watchdog_factor is {self.watchdog_factor}; it must be above 1, or 0 for no watchdog")
+        if not self.watchdog_min_seconds > 0:
+            raise UserError(f"watchdog_min_seconds is {self.watchdog_min_seconds}; it must be above 0")
 
 
 class Health:
@@ -164,11 +174,9 @@ class Health:
 
     def _failures(self) -> list[dict[str, Any]]:
         path = self._folder and self._folder / FAILURES
-        lines = path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []
         try:
-            found = [json.loads(line) for line in lines]
-            return [{name: failure[name] for name in ("iteration", "checkpoint", "why")} for failure in found]
-        except (ValueError, TypeError, KeyError) as error:
+            return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
+        except ValueError as error:
             raise TrainingError(f"{path} is no list of failures ({error}); remove it") from error
 
     def _too_often(self, times: int, checkpoint: int, why: str) -> str:

@@ -20,6 +20,7 @@ from parallel.pipeline.runner import Runner
 from runtime.errors import UserError
 from runtime.signals import Notice
 from runtime.together import from_first, raise_together
+from runtime.watchdog import Watchdog
 from train.ahead import Ahead
 from train.config.common import CommonConfig
 from train.ema import Ema
@@ -30,7 +31,7 @@ from train.objectives.base import Objective
 from train.optim import clip_gradients, gradient_norm
 from train.peak import peak_flops
 from train.profile import DATA, SAVING, Profiler
-from train.progress import ProgressLines
+from train.progress import ProgressLines, few_samples
 from train.resume import AVERAGED, kept, resume, rolled_back
 from train.schedule import schedule_of
 
@@ -63,6 +64,7 @@ class Trainer:
     peak_flops: float | None = None
     """FLOP/s per process that MFU is measured against; None: found as the run starts."""
     _ending: Ending = field(default_factory=lambda: Ending(Notice(), None), init=False)
+    _watchdog: Watchdog = field(default_factory=lambda: Watchdog(0, 0, None), init=False)
     _begun: int = field(default=0, init=False)
     """The iteration that this start of the run goes on from."""
     _saved: int = field(default=0, init=False)
@@ -91,15 +93,20 @@ class Trainer:
             self.peak_flops = peak_flops(self.mesh.device, torch.bfloat16 if config.train.bf16 else torch.float32)
         processor = "GPU" if self.mesh.device.type == "cuda" else "process"
         lines = ProgressLines(type(self.objective), config.train.train_iters, config.logging.log_interval, processor)
-        self._note_few_samples()
+        there = None if self.valid_data is None else len(self.valid_data)
+        if note := few_samples(progress.iteration, config.train, there, self._wanted):
+            self._say(note)
         if self.valid_data is not None and self._owes_validation() and (found := self._validate(self.valid_data)):
             self._say(self.objective.validation_line(self.log.amend(found)) if self.log else "")
-        while self._train(lines, self.peak_flops):
-            self._roll_back()
-        self._profiler.end(self.progress.iteration + 1)
-        if self._ending.agreed:
-            if config.checkpoint.save and self.progress.iteration > self._saved and not self._is_bad():
+        limits = config.health.watchdog_factor, config.health.watchdog_min_seconds
+        with Watchdog(*limits, config.checkpoint.save) as self._watchdog:
+            while self._train(lines, self.peak_flops):
+                self._roll_back()
+            self._profiler.end(self.progress.iteration + 1)
+            owed = self._ending.agreed and config.checkpoint.save and self.progress.iteration > self._saved
+            if owed and not self._is_bad():
                 self._save()
+        if self._ending.agreed:
             self._say(f"ended early after iteration {self.progress.iteration}: {self._ending.why()}; --load goes on")
 
     def _train(self, lines: ProgressLines, peak: float) -> bool:
@@ -148,21 +155,11 @@ class Trainer:
         for part in self.runner.parts:
             reshard(part)
         run = (self.runner.parts, self.optimizer, self.architecture, self.contents, self.ema)
-        self.progress = rolled_back(self.config, self.progress, lambda config: resume(config, *run))
+        with self._watchdog.paused():
+            self.progress = rolled_back(self.config, self.progress, lambda config: resume(config, *run))
         self._saved = self.progress.iteration
         if self.log is not None:
             self.log.rewind(self._saved)
-
-    def _note_few_samples(self) -> None:
-        """Say where there is less to do than asked for."""
-        at, end = self.progress.iteration, self.config.train.train_iters
-        if at >= end:
-            self._say(f"iteration {at} of {end}: nothing left to train; --train-iters N goes on")
-        elif self.valid_data is not None and len(self.valid_data) < self._wanted:
-            self._say(
-                f"note: eval_iters {self.config.train.eval_iters} asks for {self._wanted} validation samples; "
-                f"there are {len(self.valid_data)}, and all are used"
-            )
 
     def _local(self, steps: Iterator[list[Batch]]) -> Ahead[list[Batch]]:
         """Return this rank's parts of the micro-batches of each step, made while the step before runs."""
@@ -192,6 +189,7 @@ class Trainer:
         if self._health.count(self.progress, why):
             return None
         seconds = time.perf_counter() - start
+        self._watchdog.beat(seconds)
         flops /= seconds * dist.get_world_size()
         return {
             **asdict(self.progress),
@@ -226,6 +224,7 @@ class Trainer:
         counts = torch.tensor(counted, dtype=torch.float64, device=self.mesh.device)
         dist.all_reduce(counts)  # over tp too: it counts the same tokens again, but one rank alone may fail
         valid, flops, failed, *asked = counts.tolist()
+        self._watchdog.beat()
         self._ending.agree([int(count) for count in asked])
         if self._ending.agreed:
             return [], 0, 0.0
@@ -274,7 +273,8 @@ class Trainer:
             if self._ending.agreed:
                 return {}
             if self.after_validation is not None:
-                self.after_validation(self.progress.iteration)
+                with self._watchdog.paused():
+                    self.after_validation(self.progress.iteration)
         return {"validation_loss": loss, **self.validation_constants}
 
     def _evaluate(self, data: Samples) -> float:
@@ -327,7 +327,7 @@ class Trainer:
     def _save(self) -> None:
         if self.log is not None:
             self.log.sync()
-        with self._profiler.part(SAVING):
+        with self._profiler.part(SAVING), self._watchdog.paused():
             self._saves.save(
                 self.progress.iteration,
                 self.runner.parts,

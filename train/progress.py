@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from train.config.common import LoopConfig
 from train.objectives.base import Objective
 
 COLUMNS = 110
@@ -47,6 +48,16 @@ class ProgressLines:
         done = record["iteration"] - iteration
         each = (now - started) / done if done else record["iteration_time_ms"] / 1e3
         return each * (self.train_iters - record["iteration"])
+
+
+def few_samples(at: int, train: LoopConfig, there: int | None, wanted: int) -> str:
+    """Say where there is less to do than asked for: training from iteration ``at``, or validation samples."""
+    if at >= train.train_iters:
+        return f"iteration {at} of {train.train_iters}: nothing left to train; --train-iters N goes on"
+    if there is not None and there < wanted:
+        asked = f"note: eval_iters {train.eval_iters} asks for {wanted} validation samples"
+        return f"{asked}; there are {there}, and all are used"
+    return ""
 
 
 def progress_line(

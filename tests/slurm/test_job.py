@@ -13,13 +13,14 @@ getent() { :; }
 scontrol() {
     case "$1 $2" in
     "show hostnames") echo node1 ;;
-    "show job") echo JobState=RUNNING ;;
+    "show job") echo "JobState=RUNNING ExcNodeList=$EXCLUDED Features=(null)" ;;
     *) echo "scontrol $*" ;;
     esac
 }
 srun() {
     echo "srun $*"
     echo "$SAID" >>"$RUN/logs/7/task-1.log"
+    [ -z "$HUNG_ON" ] || echo "$HUNG_ON" >"$RUN/hung_nodes.txt"
     [ -z "$NEW" ] || echo "$NEW" >"$RUN/latest_checkpointed_iteration.txt"
     return $STATUS
 }
@@ -28,11 +29,14 @@ source slurm/job.sh
 """
 
 
-def started(run: Path, *flags: str, status: int = 0, new: str = "", said: str = "") -> tuple[int, str]:
+def started(
+    run: Path, *flags: str, status: int = 0, new: str = "", said: str = "", hung: str = "", excluded: str = "(null)"
+) -> tuple[int, str]:
     """The exit status and the words of one start of a job."""
     run.mkdir(exist_ok=True)
     (run / "config.toml").write_text("train_iters = 9\n")
     settings = {"RUN": str(run), "STATUS": str(status), "NEW": new, "SAID": said}
+    settings |= {"HUNG_ON": hung, "EXCLUDED": excluded}
     done = subprocess.run(
         ["bash", "-c", STAND_IN + 'train "$RUN" pretrain_gpt.py "$@"', "job", *flags],
         cwd=ROOT,
@@ -93,3 +97,17 @@ def test_ranks_that_are_killed_beside_an_error_are_not_what_ended_the_run(
 ) -> None:
     code, words = started(tmp_path / "run", status=137, new="4", said=said)
     assert (code, "queued again" in words) == ((137, True) if again else (1, False))
+
+
+@pytest.mark.parametrize(("excluded", "kept_off"), [("(null)", "node3"), ("node[5-6]", "node[5-6],node3")])
+@pytest.mark.parametrize("status", [75, 137, 143])
+def test_a_job_whose_rank_hung_is_queued_again_without_its_node(
+    status: int, excluded: str, kept_off: str, tmp_path: Path
+) -> None:
+    ended, said = started(tmp_path / "run", status=status, new="4", hung="node3", excluded=excluded)
+    assert ended == 75
+    assert "not finished: queued again" in said
+    assert f"scontrol update JobId=7 ExcNodeList={kept_off}\n" in said
+    assert not (tmp_path / "run" / "logs" / "7" / "stuck").read_text().strip("0\n")
+    _, said = started(tmp_path / "run", new="6")
+    assert "ExcNodeList" not in said

@@ -109,7 +109,10 @@ def default_cluster(device_type: str) -> Cluster:
     """
     if device_type == "cpu":
         return load_cluster(CLUSTERS / "cpu.toml")
-    found = torch.cuda.get_device_name()
+    try:
+        found = torch.cuda.get_device_name()
+    except (AssertionError, RuntimeError):  # torch's, without CUDA and without a device
+        found = "a GPU that is not here"
     for kind, name in KINDS.items():
         if kind in found:
             return load_cluster(CLUSTERS / f"{name}.toml")

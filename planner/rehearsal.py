@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels.attention import AttentionBackend
+from kernels.loss import LOSS_CHUNK
 from parallel.context import executor
 from parallel.context.geometry import _gather_order
 from parallel.data import finish_gradients, set_gradient_sync
@@ -102,13 +103,15 @@ def rehearse(config: C, build: Build[C], rank: int, world_size: int, per_node: i
         RuntimeError: shapes that do not fit each other, as torch says it.
     """
     on_cpu = replace(config.mesh, device="cpu", distributed_backend="auto")
-    if config.context.attention_backend != "reference":  # the kernel need not be installed here
-        config = replace(config, context=replace(config.context, attention_backend="auto"))
+    if config.context.attention_backend != "reference":  # the kernel need not run, or be installed, here
+        backend: Any = "chunked" if getattr(config.model, "linear_attention", False) else "auto"
+        config = replace(config, context=replace(config.context, attention_backend=backend))
     with standing_for(rank, world_size, per_node), distributed_mesh(on_cpu) as mesh:
         objective, parts_of = build(config, mesh)
         batch = objective.local(objective.blank(config.train.micro_batch_size))
         recorder = Recorder(rank, per_node)
-        with recorder.recording():
+        # The CPU takes few rows of logits at once, which are many operators for a large vocabulary.
+        with patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[config.mesh.device_type]), recorder.recording():
             parts = parts_of()
             averaged = isinstance(config, DiTRunConfig) and config.ema.ema_decay
             averages = Ema(averaged, parts) if averaged else None  # they lie there meanwhile

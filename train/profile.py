@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,6 +52,8 @@ class Spent:
 
     rank: int
     host: str
+    memory: int
+    """Most bytes of tensors at once beyond those that were there as it began, of the device that computes."""
     iteration: float
     compute: float
     communication: float
@@ -92,7 +94,7 @@ class Profiler:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
             if self._device.type == "cuda":
                 torch.cuda.memory._record_memory_history(max_entries=100_000)
-            self._profile, self._begun = profile(activities=activities), iteration
+            self._profile, self._begun = profile(activities=activities, profile_memory=True), iteration
             self._profile.start()
         elif iteration == self._config.profile_step_end:
             self.end(iteration)
@@ -138,10 +140,13 @@ def spent(events: Iterable[Any], rank: int, iterations: int) -> Spent:
     """
     marks: dict[str, list[Interval]] = {DATA: [], SAVING: []}
     operators, kernels, messages = [], [], []
+    changes: dict[bool, list[Interval]] = {False: [], True: []}
     for event in events:
         name, span = event.name(), (event.start_ns(), event.start_ns() + event.duration_ns())
         on_gpu = "CUDA" in str(event.device_type())
-        if name in marks:
+        if name == "[memory]":
+            changes[on_gpu].append((span[0], event.nbytes()))
+        elif name in marks:
             marks[name] += [span] * (not on_gpu)
         elif name.startswith("gloo:") or (on_gpu and "nccl" in name.lower()):
             messages.append(span)
@@ -155,7 +160,9 @@ def spent(events: Iterable[Any], rank: int, iterations: int) -> Spent:
     whole = max((end for _, end in ends), default=0) - min((start for start, _ in ends), default=0)
     seconds = [total(part) / 1e9 / iterations for part in (compute, sent, without(sent, compute))]
     rest = [total(union(marks[name])) / 1e9 / iterations for name in (DATA, SAVING)]
-    return Spent(rank, socket.gethostname(), whole / 1e9 / iterations, *seconds, *rest)
+    sizes = (size for _, size in sorted(changes[bool(kernels)], key=lambda change: change[0]))
+    memory = max(accumulate(sizes), default=0)
+    return Spent(rank, socket.gethostname(), memory, whole / 1e9 / iterations, *seconds, *rest)
 
 
 def union(spans: Iterable[Interval]) -> list[Interval]:
@@ -196,15 +203,17 @@ def total(spans: Iterable[Interval]) -> int:
 
 
 def table(ranks: list[Spent]) -> str:
-    """Return the ranks' times in milliseconds as Markdown, and name the one that the others wait for.
+    """Return the ranks' times in milliseconds and memory as Markdown, and name the one that the others wait for.
 
     In collectives the others wait for the slowest rank: it has the least exposed communication.
     """
     columns = ("compute", "exposed", "communication", "data", "saving", "other", "iteration")
-    lines = ["| rank | host | " + " | ".join(columns) + " |", "| ---: | --- |" + " ---: |" * len(columns)]
+    lines = ["| rank | host | " + " | ".join(columns) + " | MB |", "| ---: | --- |" + " ---: |" * (len(columns) + 1)]
     for each in ranks:
         lines.append(
-            f"| {each.rank} | {each.host} | " + " | ".join(f"{1e3 * getattr(each, c):.1f}" for c in columns) + " |"
+            f"| {each.rank} | {each.host} | "
+            + " | ".join(f"{1e3 * getattr(each, c):.1f}" for c in columns)
+            + f" | {each.memory / 1e6:.1f} |"
         )
     slowest = max(ranks, key=lambda each: each.iteration - each.exposed)
     busy = median(each.iteration - each.exposed for each in ranks)

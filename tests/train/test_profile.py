@@ -23,6 +23,7 @@ class Event:
     start: int
     length: int
     where: str = "DeviceType.CPU"
+    size: int = 0
 
     def name(self) -> str:
         return self.of
@@ -32,6 +33,9 @@ class Event:
 
     def duration_ns(self) -> int:
         return self.length
+
+    def nbytes(self) -> int:
+        return self.size
 
     def device_type(self) -> str:
         return self.where
@@ -71,6 +75,18 @@ def test_on_a_gpu_kernels_count_and_not_what_launched_them() -> None:
     assert [round(1e9 * x) for x in (found.compute, found.communication, found.exposed)] == [4, 5, 3]
 
 
+def test_memory_is_the_most_at_once_of_the_device_that_computes() -> None:
+    def memory(where: str, *sizes: int) -> list[Event]:
+        return [Event("[memory]", start, 0, where, size) for start, size in enumerate(sizes)]
+
+    late, early = memory("DeviceType.CPU", 3, 4, -3, 2, -6)[::-1], [Event("aten::mm", 0, 9)]
+    assert spent([*late, *early], 0, 1).memory == 7  # whatever the order in which they are told
+    on_gpu = [*memory("DeviceType.CUDA", 50, -50, 20), Event("gemm", 0, 9, "DeviceType.CUDA")]
+    found = spent([*late, *early, *on_gpu], 0, 1)
+    assert found.memory == 50
+    assert "| MB |" in table([found])
+
+
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     def rank(number: int, exposed: int) -> list[Event]:
         return [Event("aten::mm", 0, 100 - exposed), Event("gloo:send", 100 - exposed, exposed)]
@@ -91,7 +107,7 @@ def test_two_ranks_write_their_traces_and_a_table(tmp_path: Path, default_data: 
     with gzip.open(folder / "rank-1.json.gz") as file:
         assert json.load(file)["traceEvents"]
     for each in json.loads((folder / "ranks.json").read_text()):
-        assert min(each["compute"], each["exposed"], each["data"]) > 0
+        assert min(each["compute"], each["exposed"], each["data"], each["memory"]) > 0
         assert each["exposed"] <= each["communication"] <= each["iteration"] < PATIENCE
 
 

@@ -1,22 +1,23 @@
 """Save and load atomic, verified, reshardable checkpoints."""
 
 import json
-import shutil
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from checkpoint.drafts import check_room, make_room, own_files, publish, remove_drafts
+from checkpoint.drafts import Draft, check_room, make_room, own_files, publish, remove_drafts, removed_on_error
 from checkpoint.manifest import CheckpointError, Manifest, checkpoint_folder, read_manifest
 from checkpoint.search import find_checkpoint, saved_iterations
 from runtime.errors import UserError
-from runtime.together import cpu_group, from_first, gather_results, is_first, raise_together
+from runtime.together import cpu_group, from_first, gather_results, raise_together
 
 if TYPE_CHECKING:
+    from checkpoint.background import Background
     from checkpoint.tensors import Model, Read
 
 __all__ = [
@@ -46,6 +47,8 @@ class CheckpointConfig:
     """Folder of the run: config.toml, metrics.jsonl, loss.png and checkpoints."""
     save_interval: int | None = None
     """Iterations between checkpoints; one is written at the end in any case."""
+    async_save: bool = False
+    """Write checkpoints while training goes on: it waits for a copy in memory alone (Linux)."""
     keep_last: int | None = None
     """Remove older checkpoints than this many newest whole ones; by default none, with --keep-every all but one."""
     keep_every: int | None = None
@@ -63,6 +66,8 @@ class CheckpointConfig:
         for name in ("save_interval", "keep_last", "keep_every"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name} is {value}; it must be 1 or more, or left out")
+        if self.async_save and sys.platform != "linux":
+            raise UserError("async_save is set, and it needs Linux's memory files; leave it out")
         if self.ckpt_step is not None and self.load is None:
             raise UserError(f"ckpt_step is {self.ckpt_step} and load is not set; name a run's folder with --load")
         if self.finetune and self.load is None:
@@ -94,6 +99,7 @@ def save_checkpoint(
     more: Mapping[str, dict[str, torch.Tensor]] | None = None,
     group: dist.ProcessGroup | None = None,
     read: "Read | None" = None,
+    beside: "Background | None" = None,
 ) -> Path:
     """Write ``iter_N`` into a run's folder atomically and return its path.
 
@@ -110,6 +116,7 @@ def save_checkpoint(
         more: further sections of tensors by name, such as averages of the weights.
         read: of weights from elsewhere, without an optimizer: ``model`` has meta tensors by name, and this returns one
             of them when it is written, so that one at a time is in memory.
+        beside: write into memory, and have this write the checkpoint from there while the caller goes on.
 
     Raises:
         CheckpointError: the iteration has a whole checkpoint (a broken one is moved aside), or the disk refuses;
@@ -119,24 +126,25 @@ def save_checkpoint(
 
     folder = checkpoint_folder(directory, iteration)
     with cpu_group(group) as group:
-        draft = make_room(folder, group)
-        try:
+        draft = Draft(
+            path=make_room(folder, group),
+            folder=folder,
+            manifest=Manifest(iteration=iteration, architecture=architecture, extra=extra, files={}),
+        )
+        with removed_on_error(draft.path, group):
             with raise_together(group):
                 json.dumps([architecture, extra])
                 of_run = {"model": dict(model)} if isinstance(model, Mapping) else tensors_of(model, optimizer)
                 state = of_run | dict(more or {})
             needed = bytes_of(state, group)
-            from_first(lambda: check_room(draft, needed), group)
-            write_shards(draft, state, group, needed, read)
-            files = dict(
-                entry for of_rank in gather_results(lambda: own_files(draft, group), group) for entry in of_rank
-            )
-            manifest = Manifest(iteration=iteration, architecture=architecture, extra=extra, files=files)
-            from_first(lambda: publish(draft, folder, manifest), group)
-        except BaseException:
-            if is_first(group):
-                shutil.rmtree(draft, ignore_errors=True)
-            raise
+            from_first(lambda: check_room(draft.path, needed), group)
+            write_shards(draft.path, state, group, needed, read, None if beside is None else beside.memory)
+            if beside is None:
+                own = gather_results(lambda: own_files(draft.path, group), group)
+                files = {name: entry for of_rank in own for name, entry in of_rank}
+                from_first(lambda: publish(replace(draft, manifest=replace(draft.manifest, files=files))), group)
+    if beside is not None:
+        beside.begin(draft)
     return folder
 
 

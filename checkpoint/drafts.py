@@ -4,6 +4,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,7 +12,18 @@ import torch.distributed as dist
 from checkpoint.manifest import CheckpointError, Manifest, describe, write_manifest
 from checkpoint.search import POINTER, to_stderr, what_is_broken
 from runtime.files import fsync_folder, reason, room, write_text
-from runtime.together import from_first, raise_together
+from runtime.together import from_first, is_first, raise_together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A checkpoint that is being written."""
+
+    path: Path
+    folder: Path
+    """Its name once it is published."""
+    manifest: Manifest
+    """Without files until they are written."""
 
 
 def make_room(folder: Path, group: dist.ProcessGroup | None) -> Path:
@@ -77,16 +89,28 @@ def own_files(draft: Path, group: dist.ProcessGroup | None) -> list[tuple[str, t
         return [(path.name, describe(path)) for path in paths]
 
 
-def publish(draft: Path, folder: Path, manifest: Manifest) -> None:
+def publish(draft: Draft) -> None:
     """Turn a draft into a checkpoint with one rename: before it there is none, after it a whole one."""
-    with disk_errors(draft):
-        odd = {path.name for path in draft.iterdir()} ^ manifest.files.keys()
+    path, folder, manifest = draft.path, draft.folder, draft.manifest
+    with disk_errors(path):
+        odd = {file.name for file in path.iterdir()} ^ manifest.files.keys()
         if odd:
-            raise CheckpointError(f"{draft} holds other files than the ranks wrote: {', '.join(sorted(odd))}")
-        write_manifest(draft, manifest)
-        draft.rename(folder)
+            raise CheckpointError(f"{path} holds other files than the ranks wrote: {', '.join(sorted(odd))}")
+        write_manifest(path, manifest)
+        path.rename(folder)
         fsync_folder(folder.parent)
         write_text(folder.parent / POINTER, f"{manifest.iteration}\n")
+
+
+@contextmanager
+def removed_on_error(draft: Path, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Remove a draft whose save fails."""
+    try:
+        yield
+    except BaseException:
+        if is_first(group):
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
 
 
 @contextmanager

@@ -41,6 +41,12 @@ class Keeper:
             elif self.every is None or iteration % self.every:
                 from_first(lambda folder=folder: self._remove(folder), group)  # type: ignore[misc]
 
+    def prune_after(self, newest: Path) -> "Keeper":
+        """Prune as one is written, whose bytes were hashed, and return this object, for another process."""
+        self.verified.add(newest)
+        self.prune(newest.parent)
+        return self
+
     def _is_whole(self, folder: Path, group: dist.ProcessGroup | None) -> bool:
         known = from_first(lambda: folder in self.verified, group)
         if problem := what_is_broken(folder, group, read=not known):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -117,16 +118,23 @@ def bytes_of(state: State, group: dist.ProcessGroup | None) -> int:
 
 
 def write_shards(
-    folder: Path, state: State, group: dist.ProcessGroup | None, needed: int, read: Read | None = None
+    folder: Path,
+    state: State,
+    group: dist.ProcessGroup | None,
+    needed: int,
+    read: Read | None = None,
+    memory: FileSystem | None = None,
 ) -> None:
     """Write and fsync each rank's part of ``state``. Collective; raises CheckpointError on every rank.
 
-    With ``read``, the state is of meta tensors, and each weight is read by its name as it is written.
+    With ``read``, the state is of meta tensors, and each weight is read by its name as it is written. With ``memory``,
+    files of these names are written there.
     """
     try:
         with _one_error(f"cannot write {folder}"):
             # A writer holds on to the tensors of a file until it is written: read one by one, each has its own.
             writer = dcp.FileSystemWriter(folder, single_file_per_rank=read is None)
+            writer.fs = memory or writer.fs
             planner = None if read is None else _Streaming(read)
             dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointError as error:

@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -150,6 +150,21 @@ def sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def copy_files(sources: Mapping[str, str], folder: Path) -> dict[str, tuple[int, str]]:
+    """Copy files into a folder under new names and fsync them; return size and SHA-256, taken on the way, by name."""
+    found = {}
+    for name, source in sources.items():
+        digest = hashlib.sha256()
+        with open(source, "rb") as read, (folder / name).open("xb") as file:
+            while block := read.read(1 << 22):
+                digest.update(block)
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            found[name] = file.tell(), digest.hexdigest()
+    return found
 
 
 def fsync_folder(path: Path) -> None:

@@ -114,7 +114,7 @@ def leave_to_parent(_worker: int) -> None:
     signal.set_wakeup_fd(-1)
     for number in ASKING:
         signal.signal(number, signal.SIG_IGN)  # torch has SIGTERM end it, which would be an error of the run's
-    _end_with_parent()
+    end_with_parent()
 
 
 def end_with_launcher() -> None:
@@ -123,10 +123,11 @@ def end_with_launcher() -> None:
     Without it ranks of a killed launcher train on, and write into the folder that the next start resumes from.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or _name(os.getppid()) == "slurmstepd":
-        _end_with_parent()
+        end_with_parent()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent is gone (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 

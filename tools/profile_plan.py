@@ -10,6 +10,7 @@ from io import StringIO
 import torch
 import torch.distributed as dist
 
+from checkpoint.api import CheckpointConfig
 from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
 from runtime.together import from_first, is_first
@@ -47,7 +48,7 @@ def _short(config: Config, iterations: int) -> Config:
         config,
         train=replace(train, train_iters=iterations + 1, eval_iters=0, exit_interval=None, exit_duration_in_mins=None),
         optimizer=replace(optimizer, lr_decay_iters=max(whole, iterations + 1)),
-        checkpoint=replace(config.checkpoint, save=None, load=None, save_interval=None, ckpt_step=None),
+        checkpoint=CheckpointConfig(),
         logging=replace(config.logging, tensorboard_dir=None, wandb_project=None, wandb_exp_name=None),
     )
 

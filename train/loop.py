@@ -106,6 +106,8 @@ class Trainer:
             owed = self._ending.agreed and config.checkpoint.save and self.progress.iteration > self._saved
             if owed and not self._is_bad():
                 self._save()
+            with self._watchdog.paused():
+                self._saves.wait()
         if self._ending.agreed:
             self._say(f"ended early after iteration {self.progress.iteration}: {self._ending.why()}; --load goes on")
 
@@ -152,6 +154,8 @@ class Trainer:
 
     def _roll_back(self) -> None:
         """Go on from the newest checkpoint with samples that no step has had; collective."""
+        with self._watchdog.paused():
+            self._saves.wait()
         for part in self.runner.parts:
             reshard(part)
         run = (self.runner.parts, self.optimizer, self.architecture, self.contents, self.ema)
@@ -217,14 +221,15 @@ class Trainer:
                 micro_batches = next(steps, [])
         except (UserError, RuntimeError) as caught:  # a sample, its plan, or memory for its copy on the device
             error = caught
-        flags = [error is not None, *self._ending.flags(self.progress.iteration > self._begun)]
+        flags = [error is not None, self._saves.ready, *self._ending.flags(self.progress.iteration > self._begun)]
         lengths = [length for local in micro_batches for length in self.objective.lengths(local)]
         flops = sum(length * self.flops_per_token(length) for length in lengths) / self.mesh.cp.size()
         counted = [sum(map(self.objective.count, micro_batches)), flops, *flags]
         counts = torch.tensor(counted, dtype=torch.float64, device=self.mesh.device)
         dist.all_reduce(counts)  # over tp too: it counts the same tokens again, but one rank alone may fail
-        valid, flops, failed, *asked = counts.tolist()
+        valid, flops, failed, ready, *asked = counts.tolist()
         self._watchdog.beat()
+        self._saves.agree(int(ready))
         self._ending.agree([int(count) for count in asked])
         if self._ending.agreed:
             return [], 0, 0.0

@@ -245,9 +245,10 @@ def test_a_weight_without_a_gradient_is_named() -> None:
     assert run_ranks(run_with, 1, settings(), None, idle_but_frozen)[0][1] == ""
 
 
-def test_saves_and_validations_come_at_their_intervals_and_at_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_saves_and_validations_come_at_their_intervals_and_at_the_end(tmp_path: Path, beside: bool) -> None:
     config = settings(train_iters=7, eval_interval=3)
-    config = replace(config, checkpoint=CheckpointConfig(save="set below", save_interval=2))
+    config = replace(config, checkpoint=CheckpointConfig(save="set below", save_interval=2, async_save=beside))
     run_ranks(run_with, 2, config, tmp_path / "run", None, Samples())
     records = read_metrics(tmp_path / "run" / METRICS)
     assert [r["iteration"] for r in records if "validation_loss" in r] == [3, 6, 7]

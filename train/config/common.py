@@ -244,6 +244,7 @@ def validate_run(config: CommonConfig) -> None:
     rolls = config.health.bad_step_policy == "rollback"
     needs = (
         ("save_interval", config.checkpoint.save_interval, "save", config.checkpoint.save),
+        ("async_save", config.checkpoint.async_save, "save", config.checkpoint.save),
         ("keep_last", config.checkpoint.keep_last, "save", config.checkpoint.save),
         ("keep_every", config.checkpoint.keep_every, "save", config.checkpoint.save),
         ("bad_step_policy", rolls and "rollback", "save_interval", config.checkpoint.save_interval),

@@ -8,13 +8,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 RUN=${1:-runs/finetune} PY=${PY:-.venv/bin/python} NPROC=${NPROC:-2}
 export OMP_NUM_THREADS=1
-tokenizer=$RUN/imported/hf/tokenizer.json
+tokenizer=$RUN/imported/hf/tokenizer.json seed=0
 
 say() { printf '\n=== %s (%d s)\n' "$*" "$SECONDS"; }
 
-chats() { # chats NAME SAMPLES TOKENS QUESTIONS [FLAGS]: conversations, and how many
+chats() { # chats NAME SAMPLES TOKENS QUESTIONS [FLAGS]: conversations of a seed of their own, and how many
+    seed=$((seed + 1))
     [ -e "$RUN/$1.jsonl" ] || "$PY" -m tools.line_retrieval make "$RUN/$1.jsonl" --vocabulary small --samples "$2" \
-        --tokens "$3" --questions "$4" --tokenizer-model "$tokenizer" "${@:5}" | sed -n 1p
+        --tokens "$3" --questions "$4" --seed "$seed" --tokenizer-model "$tokenizer" "${@:5}" | sed -n 1p
 }
 
 pack() { # pack PREFIX LENGTH NAME...: conversations packed into samples of LENGTH tokens
@@ -44,29 +45,35 @@ say "a tiny LLaMA, imported"
 [ -e "$RUN/tiny" ] || "$PY" -m tools.line_retrieval model "$RUN/tiny"
 [ -e "$RUN/imported" ] || "$PY" -m tools.convert_hf import "$RUN/tiny" "$RUN/imported"
 
-say "short records: to repeat, and to ask about"
-chats repeat 80000 64 3 --form repeat
+say "short records to repeat: to look for what followed a word before"
+chats repeat 80000 80 5 --form repeat
+pack repeat-data 256 repeat
+train repeat imported 256 --train-iters 1000 --min-lr 1e-3
+
+say "short records to ask about"
 chats lines-96 40000 96 12
-pack short-data 256 repeat lines-96
-train short imported 256 --train-iters 1500 --min-lr 1e-3
+pack short-data 256 lines-96
+train short repeat 256 --train-iters 300
 
 say "records of up to 1,024 tokens"
 chats lines-24 8000 24 1
-chats lines-256 2000 256 16
-chats lines-512 1000 512 24
-chats lines-1024 2000 1024 40
-pack 1k-data 1024 lines-24 lines-256 lines-512 lines-1024
-train 1k short 1024 --micro-batch-size 2 --global-batch-size 4 --lr 2e-3 --train-iters 800
+chats lines-256 6000 256 16
+chats lines-512 3000 512 24
+chats lines-1024 3000 1024 40
+chats ends-1024 3000 1024 6
+pack 1k-data 1024 lines-24 lines-256 lines-512 lines-1024 ends-1024
+train 1k short 1024 --micro-batch-size 2 --global-batch-size 4 --lr 2e-3 --train-iters 3000
 
 say "before: 1,024 tokens, and 4,096"
 score 1k 1024 2048 4096
 
 say "4,096 tokens: RoPE scaled by YaRN, each sample shared by $NPROC processes"
-chats lines-2048 400 2048 60
-chats lines-4096 400 4096 100
-pack 4k-data 4096 lines-24 lines-1024 lines-2048 lines-4096
+chats lines-2048 800 2048 60
+chats lines-4096 600 4096 100
+chats ends-4096 400 4096 10
+pack 4k-data 4096 lines-24 lines-1024 ends-1024 lines-2048 lines-4096 ends-4096
 train 4k 1k 4096 --context-parallel-size "$NPROC" --context-parallel-method exchange \
-    --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --train-iters 300 \
+    --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --train-iters 1200 \
     --max-position-embeddings 4096 --rope-scaling-type yarn --rope-scaling-factor 4 \
     --rope-scaling-original-max-position-embeddings 1024
 
@@ -75,7 +82,7 @@ score 4k 1024 2048 4096
 
 say "exported, and asked in transformers"
 [ -e "$RUN/exported" ] || "$PY" -m tools.convert_hf export "$RUN/4k" "$RUN/exported"
-chats unseen 20 4096 1 --seed 2
+chats unseen 20 4096 1
 "$PY" - "$RUN/exported" "$RUN/unseen.jsonl" <<'ASK'
 import json, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer

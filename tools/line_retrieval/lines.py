@@ -20,10 +20,8 @@ from data.errors import DataError
 from data.tokenizer import HuggingFaceTokenizer
 
 ADJECTIVES = """
-    able aged bare bold brave brief bright broad calm cheap clean clear cold cool crisp curly damp dark deep dense dim
-    dry dull eager early fair fast fierce firm flat fond fresh frail gentle glad grand harsh heavy huge icy idle keen
-    large late lean light loud lucky mild neat nimble odd pale plain proud quick quiet rapid rare rough sharp torpid
-    vivid warm
+    bold brave bright calm clean cool dark deep early fair fond fresh glad grand huge keen large light mild neat plain
+    proud quick rare torpid warm
 """.split()  # noqa: SIM905
 NOUNS = """
     actor anchor arrow badge barn basin beach bell bird boat bone bridge broom brush cabin camel canal candle castle
@@ -80,7 +78,7 @@ class Task:
     seed: int
     form: Literal["lines", "needle", "repeat"] = "lines"
     """lines: every line is like the asked one; needle: the others say nothing; repeat: the answer is the record again,
-    of 2 lines to as many as fit."""
+    of 2 names to as many as fit, every other one with a value, so that no place tells what follows."""
     vocabulary: Literal["small", "full"] = "full"
     questions: int = 1
     """Lines that are asked for, one after the other; of repeat, how often the answer has the record."""
@@ -155,12 +153,12 @@ class Maker:
         task, wording = self.task, WORDINGS[self.task.vocabulary]
         draw = self._draw(sample)
         if task.form == "repeat":
-            record = "".join(
-                wording.line.format(key=self._key(name), value=self._value(draw, line))
-                for line, name in enumerate(draw.distinct(lines, _names(self._words), "key"))
-            )
+            record = ""
+            for line, name in enumerate(draw.distinct(lines, _names(self._words), "key")):
+                words = [self._key(name), self._value(draw, line)][: 1 + draw.below(2, "valued", line)]
+                record += "".join(f"{word}; " for word in words)
             return [{"role": "user", "content": record}, {"role": "assistant", "content": record * task.questions}]
-        asked = draw.distinct(task.questions, lines, "asked") if depth is None else [round(depth * (lines - 1))]
+        asked = self._asked(draw, lines) if depth is None else [round(depth * (lines - 1))]
         named = range(lines) if task.form == "lines" else sorted(asked)
         names = _names(self._words)
         keys = dict(zip(named, map(self._key, draw.distinct(len(named), names, "key")), strict=True))
@@ -176,6 +174,17 @@ class Maker:
             turns.append({"role": "user", "content": before + question})
             turns.append({"role": "assistant", "content": wording.answer.format(value=values[line])})
         return turns
+
+    def _asked(self, draw: "_Draw", lines: int) -> list[int]:
+        """Draw the asked lines; to train on, the first question is mostly about the first or the last line.
+
+        By chance alone it would be so in one of hundreds of samples, and what is nearest and farthest never learned.
+        """
+        asked = draw.distinct(self.task.questions, lines, "asked")
+        if self.task.purpose == "score":
+            return asked
+        first = (0, lines - 1, asked[0])[draw.below(3, "end", 0)]
+        return list(dict.fromkeys([first, *asked]))[: self.task.questions]
 
     def _draw(self, sample: int) -> "_Draw":
         return _Draw(f"{self.task.purpose}:{self.task.seed}:{sample}")
@@ -204,8 +213,8 @@ def _names(words: int) -> int:
 
 
 def _words_for(lines: int) -> int:
-    """Return the words of a name, 2 or more: at most half of the names are taken, so that drawing one is quick."""
-    return next(words for words in count(2) if _names(words) > 2 * lines)
+    """Return the words of a name, 2 or more: a sixth of the names is left, so that drawing one is quick."""
+    return next(words for words in count(2) if _names(words) > 1.2 * lines)
 
 
 class _Draw:

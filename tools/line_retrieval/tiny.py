@@ -64,6 +64,7 @@ def tokenizer_of_words() -> Any:
         [
             pre_tokenizers.Split("?", "removed"),
             pre_tokenizers.Split(Regex(r" (?=\S+\n)"), "removed"),  # before a line's last word, its value
+            pre_tokenizers.Split("; ", "removed"),
             pre_tokenizers.Split("\n", "isolated"),
         ]
     )

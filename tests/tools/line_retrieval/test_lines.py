@@ -55,8 +55,8 @@ def test_each_asked_line_is_there_once_and_says_the_answer(tokenizer, form, voca
 
 def test_words_do_not_stand_for_each_other():
     fillers = {word for filler in FILLERS for word in filler.split()}
-    assert len({*ADJECTIVES}) == len({*NOUNS}) == len({*VALUES}) == 64
-    assert len({*ADJECTIVES} | {*NOUNS} | {*VALUES} | fillers) == 3 * 64 + len(fillers)
+    groups = (ADJECTIVES, NOUNS, VALUES, fillers)
+    assert len({word for group in groups for word in group}) == sum(map(len, groups)) == 169
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
@@ -87,7 +87,7 @@ def test_a_seed_gives_the_same_bytes_anywhere(tmp_path, tokenizer, capsys):
     """The digest holds on any machine and for any Python: no draw is another one's."""
     first = written(tmp_path, tokenizer, "a.jsonl")
     assert "6 conversations" in capsys.readouterr().out
-    assert hashlib.sha256(first.read_bytes()).hexdigest()[:16] == "b075bb1c5d66be41"
+    assert hashlib.sha256(first.read_bytes()).hexdigest()[:16] == "82be6da696a683f7"
     rows = [json.loads(line) for line in first.read_text().splitlines()]
     assert all(length(tokenizer, turns_of(row)) <= 400 for row in rows)
     records = {row["messages"][0]["content"] for row in rows}
@@ -128,6 +128,21 @@ def test_a_record_is_repeated_as_often_as_asked_and_its_lengths_differ(tokenizer
     for made in mades:
         user, assistant = (turn["content"] for turn in made.turns)
         assert assistant == 3 * user
-        assert user.count("\n") == made.lines >= 2
+        words = user.split("; ")[:-1]
+        assert sum(" " in word for word in words) == made.lines >= 2
+        assert {*words} - {*VALUES} == {word for word in words if " " in word}
         assert made.tokens == length(tokenizer, made.turns) <= 400
     assert len({made.lines for made in mades}) > 3
+
+
+def test_ends_of_records_are_asked_for_often_and_no_line_twice(tokenizer):
+    places: list[float] = []
+    for sample in range(60):
+        turns = maker(tokenizer, vocabulary="small", questions=5).make(sample).turns
+        *record, first = turns[0]["content"].splitlines()
+        names = [line.rsplit(" ", 1)[0] for line in record]
+        asked = [first.removesuffix("?"), *(turn["content"].removesuffix("?") for turn in turns[2::2])]
+        assert len(set(asked)) == 5
+        places.append(names.index(asked[0]) / (len(names) - 1))
+    assert 8 < places.count(0) < 25
+    assert 8 < places.count(1) < 25

@@ -10,7 +10,7 @@ from tools.line_retrieval.lines import Maker, Task
 def test_a_line_is_three_tokens_and_a_question_ends_with_its_name(tmp_path, capsys):
     folder = tmp_path / "tiny"
     assert command.main(["model", str(folder), "--hidden-size", "32"]) == 0
-    assert "4,164 tokens" in capsys.readouterr().out
+    assert "1,732 tokens" in capsys.readouterr().out
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     template = load_template(tokenizer.path)
     task = Task(tokens=96, purpose="train", seed=1, vocabulary="small", questions=4)

@@ -87,7 +87,7 @@ def test_a_seed_gives_the_same_bytes_anywhere(tmp_path, tokenizer, capsys):
     """The digest holds on any machine and for any Python: no draw is another one's."""
     first = written(tmp_path, tokenizer, "a.jsonl")
     assert "6 conversations" in capsys.readouterr().out
-    assert hashlib.sha256(first.read_bytes()).hexdigest()[:16] == "82be6da696a683f7"
+    assert hashlib.sha256(first.read_bytes()).hexdigest()[:16] == "52d775607471ecfc"
     rows = [json.loads(line) for line in first.read_text().splitlines()]
     assert all(length(tokenizer, turns_of(row)) <= 400 for row in rows)
     records = {row["messages"][0]["content"] for row in rows}
@@ -144,5 +144,5 @@ def test_ends_of_records_are_asked_for_often_and_no_line_twice(tokenizer):
         asked = [first.removesuffix("?"), *(turn["content"].removesuffix("?") for turn in turns[2::2])]
         assert len(set(asked)) == 5
         places.append(names.index(asked[0]) / (len(names) - 1))
-    assert 8 < places.count(0) < 25
-    assert 8 < places.count(1) < 25
+    assert 10 < places.count(0) < 30
+    assert 10 < places.count(1) < 30

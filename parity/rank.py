@@ -23,7 +23,7 @@ from model.dit import initial_dit_weight
 from model.dit_config import DiTConfig
 from parallel.pipeline.schedule import PipelineRunner
 from testing.training import Records, trainer_of
-from train import loop
+from train import loop, optim
 from train.loop import Trainer
 from train.objectives.diffusion import Denoising
 
@@ -160,13 +160,13 @@ def _peak_mb() -> float:
 
 def _layer_not_reduced() -> None:
     """Make legacy_ddp skip the second layer's gradients."""
-    finish = loop.finish_gradients
+    finish = optim.finish_gradients
 
     def some(model: nn.Module, mesh: DeviceMesh, strategy: parallel.data.Strategy) -> None:
         reduced = [p for name, p in model.named_parameters() if not name.startswith("layers.1.")]
         finish(nn.ParameterList(reduced), mesh, strategy)
 
-    loop.finish_gradients = some
+    optim.finish_gradients = some
 
 
 def _local_mean() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from checkpoint.saving import Saves
 from data.loader import Batch, Batching, Samples, batches, evaluation_batches
-from parallel.data import finish_gradients, reshard, untracked_replicas
+from parallel.data import reshard
 from parallel.mesh import Mesh
 from parallel.pipeline.runner import Runner
 from runtime.errors import UserError
@@ -28,7 +28,7 @@ from train.ending import Ending
 from train.health import Health, Progress
 from train.metrics import RunLog, memory_gb
 from train.objectives.base import Objective
-from train.optim import clip_gradients, gradient_norm
+from train.optim import finish_step
 from train.peak import peak_flops
 from train.profile import DATA, SAVING, Profiler
 from train.progress import ProgressLines, few_samples
@@ -243,16 +243,8 @@ class Trainer:
     def _forward_backward(self, micro_batches: list[Batch], valid: int) -> tuple[float, float]:
         """Accumulate and clip the gradients of the mean loss over ``valid`` tokens; return the loss and their norm."""
         total = self._over_all(self.runner.forward_backward(micro_batches, max(valid, 1)))
-        parameters, strategy = self.runner.parameters(), self.config.data_parallel.strategy
-        missing = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
-        if missing:
-            raise RuntimeError(f"no gradient reached {', '.join(missing)}: part of the model is not trained")
-        for part in self.runner.parts:
-            finish_gradients(part, self.mesh.dp_cp, strategy)
-        norm = gradient_norm(parameters.values(), copies=untracked_replicas(self.mesh.dp_cp, strategy))
-        everything = [p for part in self.runner.parts for p in part.parameters()]
-        clip_gradients(everything, norm, self.config.optimizer.clip_grad)
-        return total.item(), norm
+        strategy, largest = self.config.data_parallel.strategy, self.config.optimizer.clip_grad
+        return total.item(), finish_step(self.runner, self.mesh.dp_cp, strategy, largest)
 
     def _over_all(self, share: Tensor) -> Tensor:
         """Sum a loss's shares over the ranks with different tokens; pipeline stages without a loss get it too."""

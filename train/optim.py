@@ -8,7 +8,10 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from parallel.data import Strategy, finish_gradients, untracked_replicas
+from parallel.pipeline.runner import Runner
 from runtime.errors import UserError
 
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
@@ -127,3 +130,20 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, largest: flo
     """Scale the gradients, of 2-norm ``norm``, to a norm of at most ``largest``; 0 does not clip."""
     if 0 < largest < norm < math.inf:
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], largest / norm)
+
+
+def finish_step(runner: Runner, replicas: DeviceMesh, strategy: Strategy, largest: float) -> float:
+    """Reduce the gradients that the micro-batches left, clip them, and return their norm before; collective.
+
+    Raises:
+        RuntimeError: part of the model has no gradient.
+    """
+    parameters = runner.parameters()
+    missing = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
+    if missing:
+        raise RuntimeError(f"no gradient reached {', '.join(missing)}: part of the model is not trained")
+    for part in runner.parts:
+        finish_gradients(part, replicas, strategy)
+    norm = gradient_norm(parameters.values(), copies=untracked_replicas(replicas, strategy))
+    clip_gradients([p for part in runner.parts for p in part.parameters()], norm, largest)
+    return norm

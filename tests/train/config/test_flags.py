@@ -52,7 +52,7 @@ def test_toml_round_trip_of_every_field(tmp_path: Path) -> None:
     # Which go with the model type that the others have no use for.
     llama = {"add_qkv_bias": True, "qk_layernorm": True, "rope_scaling_type": "yarn", "rope_scaling_truncate": False}
     llama |= {name: 16.0 for name in flags.config_fields(Config) if name.startswith("rope_scaling_")} | llama
-    llama |= {"profile_step_start": 8, "profile_ranks": (1, 2)}
+    llama |= {"profile_step_start": 8, "profile_ranks": (1, 2), "spike_factor": 2.5, "watchdog_factor": 2.5}
     llama |= {"rope_scaling_original_max_position_embeddings": 16, "rope_scaling_beta_slow": 0.5}
     length = "rope_scaling_original_max_position_embeddings"
     llama3 = {"rope_scaling_type": "llama3", "rope_scaling_factor": 16.0, length: 16}

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 from pathlib import Path
 from typing import Literal, get_type_hints
 
@@ -65,8 +66,9 @@ def test_an_optional_choice_is_unset_by_none():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configs_load_and_are_free_of_contradictions(path):
-    config = load_config(path)
-    validate(parse_args(["--config", str(path), *DATA]), 2 * config.mesh.context_parallel_size)
+    mesh = load_config(path).mesh
+    sizes = mesh.context_parallel_size, mesh.tensor_model_parallel_size, mesh.pipeline_model_parallel_size
+    validate(parse_args(["--config", str(path), *DATA]), 2 * math.prod(sizes))
 
 
 @pytest.mark.parametrize(

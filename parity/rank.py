@@ -127,7 +127,7 @@ def state(trainer: Trainer) -> dict[str, Tensor]:
 
 def _watch(trainer: Trainer, found: Found, send: bool) -> None:
     """Store the first step's gradients before clipping, and what the first checkpoint saves."""
-    clip, save = loop.clip_gradients, saving.save_checkpoint
+    clip, save = optim.clip_gradients, saving.save_checkpoint
 
     def noting_clip(parameters: Any, norm: float, largest: float) -> None:
         if "gradients" not in found.tensors:
@@ -141,7 +141,7 @@ def _watch(trainer: Trainer, found: Found, send: bool) -> None:
             found.keep("saved", state(trainer), send)
         return save(*args, **more)
 
-    loop.clip_gradients, saving.save_checkpoint = noting_clip, noting_save
+    optim.clip_gradients, saving.save_checkpoint = noting_clip, noting_save
 
 
 def _whole(value: Tensor) -> Tensor:

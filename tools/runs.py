@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     from planner.complete import with_vocabulary
     from train.config.language import ConfigError, load_config
     from train.resume import IMPORTED, trained
+    from train.run import KEPT
 
     named = folder / "config.toml"
     if not named.is_file():
@@ -63,6 +64,9 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     config = load_config(named)
     if (path := config.data.tokenizer_model) is None:
         raise ConfigError(f"{named}: tokenizer_model is not set; name the tokenizer of the run")
+    if not Path(path).exists() and (beside := folder / KEPT / Path(path).name).is_file():
+        path = str(beside)  # of an import that was moved
+        config = replace(config, data=replace(config.data, tokenizer_model=path))
     tokenizer = load_tokenizer(path)
     checkpoint = find_checkpoint(folder, step)
     if checkpoint is None:

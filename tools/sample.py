@@ -41,11 +41,12 @@ def _sample(writer: Writer, run: Run, args: argparse.Namespace, texts: Sequence[
     """Write, and print on the first rank; collective."""
     tokenizer = run.tokenizer
     # Documents follow an end-of-text token, after which the model takes the prompt as the beginning of a text; other
-    # trainers' texts, and conversations, follow the token of a beginning where there is one.
-    begin = tokenizer.eod
-    if tokenizer.bos is not None and (writer.imported or writer.config.data.sft):
-        begin = tokenizer.bos
-    prompts = [[begin, *tokenizer.tokenize(text)] for text in texts for _ in range(args.num_samples)]
+    # trainers' texts, and conversations, follow the token of a beginning where there is one, or nothing.
+    begin = [tokenizer.eod]
+    if writer.imported or writer.config.data.sft:
+        begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    ids = ([*begin, *tokenizer.tokenize(text)] or [tokenizer.eod] for text in texts)
+    prompts = [prompt for prompt in ids for _ in range(args.num_samples)]
     longest = max(map(len, prompts))
     writer.check(prompts, args.num_tokens)
     if is_first():

@@ -274,9 +274,11 @@ def test_top_p_draws_from_fewer_tokens(run, capsys):
     assert sampled(capsys, *asked, "--temperature", 9, "--top-p", 1).out != likeliest
 
 
-@pytest.mark.parametrize(("imported", "named", "begins"), [(True, True, 1), (True, False, 0), (False, True, 0)])
-def test_an_imported_models_texts_begin_with_its_bos(tmp_path, monkeypatch, capsys, imported, named, begins):
-    """A run's own documents follow an end of text."""
+@pytest.mark.parametrize(("imported", "named", "begins"), [(True, True, [1]), (True, False, []), (False, True, [0])])
+def test_an_imported_models_texts_begin_with_its_bos_if_it_has_one(
+    tmp_path, monkeypatch, capsys, imported, named, begins
+):
+    """A run's own documents follow an end of text. The folder was moved, but its tokenizer went with it."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -284,7 +286,10 @@ def test_an_imported_models_texts_begin_with_its_bos(tmp_path, monkeypatch, caps
     Tokenizer(WordLevel(words, unk_token="</s>")).save(str(tmp_path / "tokenizer.json"))
     tokens = {"eos_token": "</s>"} | ({"bos_token": {"content": "<s>"}} if named else {})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
-    (tmp_path / "config.toml").write_text(CONFIG.format(tokenizer=tmp_path / "tokenizer.json"))
+    (tmp_path / "config.toml").write_text(CONFIG.format(tokenizer="/moved/hf/tokenizer.json"))
+    (tmp_path / "hf").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).rename(tmp_path / "hf" / name)
     extra = {"imported_from": "elsewhere"} if imported else {}
     save_checkpoint(tmp_path, 1, trained(1), None, architecture=architecture_of(SHAPE), extra=extra)
     read, write = [], Writer.write
@@ -292,7 +297,7 @@ def test_an_imported_models_texts_begin_with_its_bos(tmp_path, monkeypatch, caps
         Writer, "write", lambda self, prompts, *n, **k: (read.extend(prompts), write(self, prompts, *n, **k))[1]
     )
     sampled(capsys, "--load", tmp_path, "--prompt", "w7", "--num-tokens", 2, "--num-samples", 1)
-    assert read == [[begins, 7]]
+    assert read == [[*begins, 7]]
 
 
 @pytest.mark.slow

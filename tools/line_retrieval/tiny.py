@@ -28,8 +28,13 @@ def write_model(folder: Path, hidden_size: int, seed: int) -> str:
             f"hidden_size is {hidden_size}; it must be a multiple of {2 * HEADS}: {HEADS} heads, even for rope"
         )
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise UserError(
+            "a model is written by transformers: pip install transformers (make venv EXTRAS=dev)"
+        ) from error
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer_of_words(), unk_token=UNKNOWN, eos_token=END, additional_special_tokens=[USER]
     )

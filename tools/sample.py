@@ -45,8 +45,8 @@ def _sample(writer: Writer, run: Run, args: argparse.Namespace, texts: Sequence[
     begin = [tokenizer.eod]
     if writer.imported or writer.config.data.sft:
         begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    ids = ([*begin, *tokenizer.tokenize(text)] or [tokenizer.eod] for text in texts)
-    prompts = [prompt for prompt in ids for _ in range(args.num_samples)]
+    begun = ([*begin, *tokenizer.tokenize(text)] or [tokenizer.eod] for text in texts)
+    prompts = [prompt for prompt in begun for _ in range(args.num_samples)]
     longest = max(map(len, prompts))
     writer.check(prompts, args.num_tokens)
     if is_first():

@@ -37,6 +37,8 @@ VALUES = """
 """.split()  # noqa: SIM905
 FILLERS = ("the grass is green", "the sky is blue", "the sun is yellow", "here we go", "there and back again")
 LARGEST_VALUE = 50_000
+EDGE = 16
+"""Lines at each end of a record that most questions of the training samples are about."""
 _PROBE = 32
 """Lines from which a line's tokens are estimated."""
 
@@ -176,15 +178,21 @@ class Maker:
         return turns
 
     def _asked(self, draw: "_Draw", lines: int) -> list[int]:
-        """Draw the asked lines; to train on, the first question is mostly about the first or the last line.
+        """Draw the asked lines; to train on, most are near an end of the record, and the first one at it.
 
-        By chance alone it would be so in one of hundreds of samples, and what is nearest and farthest never learned.
+        By chance alone what is farthest and what is nearest would be asked for in one of hundreds of questions.
         """
-        asked = draw.distinct(self.task.questions, lines, "asked")
+        questions = self.task.questions
         if self.task.purpose == "score":
-            return asked
-        first = (0, lines - 1, asked[0])[draw.below(3, "end", 0)]
-        return list(dict.fromkeys([first, *asked]))[: self.task.questions]
+            return draw.distinct(questions, lines, "asked")
+        found: dict[int, None] = {}
+        for number in count():
+            if len(found) == questions:
+                break
+            depth = draw.below(1 if number == 0 else min(EDGE, lines), "depth", number)
+            anywhere = draw.below(lines, "asked", number)
+            found[(depth, lines - 1 - depth, anywhere)[draw.below(3, "end", number)]] = None
+        return list(found)
 
     def _draw(self, sample: int) -> "_Draw":
         return _Draw(f"{self.task.purpose}:{self.task.seed}:{sample}")

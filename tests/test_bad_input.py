@@ -182,7 +182,7 @@ CASES = {
     "TensorBoard cannot be written": Case(("--tensorboard-dir", "/proc/events"), ("/proc/events",)),
     "divergence": Case(
         DIVERGING,
-        ("not finite in 10 iterations in a row", "lower lr"),
+        ("10 steps in a row were bad, the last one iteration 11: the loss was not finite", "lower lr"),
     ),
 }  # fmt: skip
 

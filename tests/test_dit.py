@@ -103,7 +103,10 @@ def test_stopped_and_resumed_changes_no_bit_nor_do_the_averages(
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (4, "--context-parallel-size 4 --context-parallel-method wallfacer --context-parallel-team-size 2"),
+        pytest.param(
+            4, "--context-parallel-size 4 --context-parallel-method wallfacer --context-parallel-team-size 2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             4, "--tensor-model-parallel-size 2 --context-parallel-size 1 --data-parallel-sharding-strategy zero1",
             marks=pytest.mark.slow,

@@ -44,6 +44,7 @@ def test_the_driver_sees_an_interpreter_that_is_taken_down(tmp_path: Path) -> No
     assert process.stdout.count("taken down") == 1
 
 
+@pytest.mark.slow
 def test_training_and_drawing(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     trained = ended(tmp_path, "pretrain_dit", *DIT, "--train-iters", "2", "--save", run, ranks=2)

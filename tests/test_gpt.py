@@ -29,6 +29,7 @@ def test_context_and_data_parallel_equal_one_process(
     assert one_process[0]["lm_loss"] > one_process[-1]["lm_loss"]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_in_chunks_equals_one_process_and_goes_on_elsewhere(
     default_data: Path, one_process: list[dict], tmp_path: Path
 ) -> None:

@@ -156,7 +156,7 @@ def test_dropping_the_shift_of_the_striped_mask_makes_parity_fail(
     assert differences(pretrain(2, default_data, tmp_path / "run", *flags), one_process) > 10 * BOUND
 
 
-@pytest.mark.parametrize("granularity", ["full", "attention_boundary"])
+@pytest.mark.parametrize("granularity", ["full", pytest.param("attention_boundary", marks=pytest.mark.slow)])
 def test_recompute_changes_nothing_under_tensor_and_context_parallelism(
     granularity: str, iterations: tuple[str, str], default_data: Path, one_process: list[dict], tmp_path: Path
 ) -> None:

@@ -9,10 +9,10 @@ from parity.run import Run, equal, trained
 
 BOUND = 1e-6
 PAIRS = [
-    ("gpt", Case(pp=2, dp=2, cp=2, mode="zero1"), Case(tp=2)),
     ("gpt", Case(method="none"), Case(pp=2, schedule="Interleaved1F1B", virtual=2)),
 ]
 SLOW = [
+    ("gpt", Case(pp=2, dp=2, cp=2, mode="zero1"), Case(tp=2)),
     ("llama", Case(pp=2, tp=2), Case(dp=2, cp=2, method="zigzag")),
     ("llama", Case(dp=2, cp=2, tp=2, copies=2), Case(method="none")),
     ("llama", Case(tp=4), Case(pp=4)),

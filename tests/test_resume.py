@@ -59,7 +59,9 @@ def test_stopping_after_a_half_and_again_after_three_quarters_changes_no_bit(
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(last)
 
 
-@pytest.mark.parametrize("method", ["ring", "zigzag", "allgather"])
+@pytest.mark.parametrize(
+    "method", ["ring", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zigzag", "allgather"))]
+)
 def test_another_method_goes_on_from_the_checkpoint(
     method: str,
     last: int,

@@ -148,6 +148,8 @@ class Trainer:
         if self.progress.skipped_in_a_row:
             return False  # the weights are those before it
         after = self._over_all(self.runner.forward(micro_batches)).item() / max(valid, 1)
+        for part in self.runner.parts:
+            reshard(part)
         at = self.progress.iteration
         why = self._health.judge_update(before, after)
         return bool(why) and self._health.fail(at, at - 1, f"iteration {at} is not saved: {why}")

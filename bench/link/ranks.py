@@ -151,7 +151,7 @@ class _Reporter(RunLog):
     """Report each iteration's seconds, then wait for permission: no rank gets further without the first."""
 
     def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+        self._pipe, self._records = pipe, []
 
     def write(self, record: dict[str, Any]) -> None:
         """Send the time and wait."""

@@ -26,6 +26,7 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
+@pytest.mark.slow
 @needs_two_cores
 def test_a_run_writes_figures_that_agree_with_each_other(tmp_path: Path) -> None:
     path = tmp_path / "new" / "attention.json"

@@ -47,6 +47,7 @@ def test_a_loss_outside_the_bound_is_named(loss: float, wrong: list[str]) -> Non
     assert lasp.outside(result(4.0, loss)) == wrong
 
 
+@pytest.mark.slow
 def test_a_row_is_trained_once_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--rows", "transnormer/zero1", "--iterations", "3", "--results", str(tmp_path / "results")]
     assert lasp.main([*flags, "--data", str(tmp_path / "stdlib")]) == 0

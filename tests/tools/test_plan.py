@@ -109,7 +109,13 @@ def measured_twice(rank: int, world_size: int, arguments: list[str]) -> list[flo
     return measure([config, config], 1, peak_flops=PEAK)
 
 
-@pytest.mark.parametrize("flags", [("--ulysses-degree", "2"), ("--num-distributed-optimizer-instances", "2")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--ulysses-degree", "2"),
+        pytest.param(("--num-distributed-optimizer-instances", "2"), marks=pytest.mark.slow),
+    ],
+)
 def test_groups_of_a_candidate_leave_nothing_to_the_next(default_data: Path, flags: tuple[str, ...]) -> None:
     """Both make groups of the same ranks, those that split heads or hold a copy of the shards."""
     data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")

@@ -22,6 +22,7 @@ def crossing(case: str, name: str) -> int:
     return max(plan_crossing(contestant.plan(work, NETWORK), 4, **sizes))
 
 
+@pytest.mark.slow
 @permitted
 def test_what_crosses_is_what_the_plan_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--seq-length", "2048", "--head-dim", "16", "--repeats", "1", "--rate", "400mbit"]

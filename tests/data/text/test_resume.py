@@ -162,7 +162,9 @@ def test_ctrl_c_in_the_middle_of_a_start_waits_until_the_process_has_its_orders(
         return started[-1]
 
     monkeypatch.setattr(get_context("spawn").Process, "_Popen", staticmethod(interrupted))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
     with pytest.raises(KeyboardInterrupt):
         list(in_order(square_or_end, range(5), 2))
+    signal.signal(signal.SIGINT, before)
     assert [process.poll() for process in started] == [0]
     assert "Traceback" not in capfd.readouterr().err

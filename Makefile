@@ -80,7 +80,7 @@ pretrain: $(READY) ## The main job: text, tokenizer, training, sampling. Goes on
 	$(PY) -m tools.sample --load "$(RUN)"
 
 finetune: RUN = runs/finetune
-finetune: $(DEV) ## A tiny LLaMA of transformers taught to find lines at 1K tokens, extended to 4K, scored, exported (25 minutes)
+finetune: $(DEV) ## A tiny LLaMA of transformers taught to find lines at 1K tokens, extended to 4K, scored, exported (about half an hour)
 	PY="$(PY)" NPROC="$(or $(NPROC),2)" bash configs/runs/finetune_tiny.sh "$(RUN)"
 
 dit: RUN = runs/dit_tiny

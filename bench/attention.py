@@ -27,7 +27,7 @@ from bench.workload import DTYPES, Workload, check_same
 from runtime.errors import UserError
 from testing.machine import OtherLoad, describe, usable_cores
 from testing.records import write_records
-from tools.arguments import parser_for
+from tools.arguments import one_line_errors, parser_for, run_command
 
 DEFAULT_METHODS = ("ring", "striped", "zigzag", "allgather")
 MASKED_METHODS = ("zigzag", "striped", "ring", "exchange", "allgather/balanced")  # of packed documents and windows
@@ -91,7 +91,7 @@ def measure_cpu(
 
     Raises:
         UserError: fewer cores than ranks, or a method that does not exist or does not take the mask.
-        RuntimeError: a process failed, or a method's result differs from the one process's.
+        MeasureError: a process failed, or a method's result differs from the one process's.
     """
     cores = usable_cores()[:ranks]
     if len(cores) < ranks:
@@ -274,19 +274,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = build_parser().parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("error: --device cuda needs a CUDA GPU, and torch sees none here", file=sys.stderr)
         return 1
-    try:
-        result = run(args)
-        if args.json:
-            write_records(args.json, result)
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    result = run(args)
+    if args.json:
+        write_records(args.json, result)
     missed = [target for target in result.get("targets", ()) if not target["met"]]
     if args.assert_targets and missed:
         for target in missed:
@@ -296,4 +293,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

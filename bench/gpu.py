@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.ceilings import measure as measure_ceilings
+from bench.errors import MeasureError
 from bench.workload import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Workload
 from kernels.attention import CAUSAL, block_backward, block_forward, select_backend
 from model.attention import sdpa
@@ -85,7 +86,7 @@ def _kernels(device: str, shape: Workload, repeats: int, skipped: dict[str, str]
             gradients = block_backward(dout, q, k, v, out, lse, CAUSAL, scale, backend)
             error = _error([out, *gradients], truth)
             if not error <= WORST_ERROR:
-                raise RuntimeError(f"differs from scaled_dot_product_attention by {error:.1e} of the 2-norm")
+                raise MeasureError(f"differs from scaled_dot_product_attention by {error:.1e} of the 2-norm")
             forward = time_steps(lambda: block_forward(q, k, v, CAUSAL, scale, backend), device, repeats)
             backward = time_steps(
                 lambda: block_backward(dout, q, k, v, out, lse, CAUSAL, scale, backend), device, repeats

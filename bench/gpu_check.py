@@ -18,10 +18,11 @@ import torch
 
 from bench import gpu
 from bench.attention import DEFAULT_METHODS
+from bench.errors import MeasureError
 from bench.workload import Workload
 from testing.machine import device_name, slug
 from testing.records import write_records
-from tools.arguments import parser_for
+from tools.arguments import one_line_errors, parser_for, run_command
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -35,7 +36,7 @@ def run_tests(marker: str, limit: float, paths: tuple[str, ...] = ()) -> dict[st
     """Run the tests with that marker; return counts of ``passed``, ``failed``, ``skipped``, and names of what failed.
 
     Raises:
-        RuntimeError: it took longer than ``limit`` seconds, or ended without a report.
+        MeasureError: it took longer than ``limit`` seconds, or ended without a report.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -44,9 +45,9 @@ def run_tests(marker: str, limit: float, paths: tuple[str, ...] = ()) -> dict[st
         try:
             subprocess.run(command, cwd=ROOT, timeout=limit, check=False)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"the tests marked {marker!r} took longer than {limit:.0f} s") from None
+            raise MeasureError(f"the tests marked {marker!r} took longer than {limit:.0f} s") from None
         if not report.exists():
-            raise RuntimeError(f"{' '.join(command)} ended without a report; see its output above")
+            raise MeasureError(f"{' '.join(command)} ended without a report; see its output above")
         return count(report) | {"seconds": time.monotonic() - start}
 
 
@@ -70,6 +71,7 @@ def write_result(folder: Path, tests: dict[str, Any], measured: dict[str, Any]) 
     return path
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = parser_for("python -m bench.gpu_check", __doc__)
@@ -79,15 +81,11 @@ def main(argv: list[str] | None = None) -> int:
         print("error: gpu-check needs a CUDA GPU, and torch sees none here; nothing was written", file=sys.stderr)
         return 1
     print(f"{device_name('cuda')}: the tests that need a GPU", flush=True)
-    try:
-        tests = run_tests("gpu and not slow", TEST_SECONDS)
-        print("the attention, and what the device can do at most", flush=True)
-        measured = gpu.measure("cuda", WORK, gpu.LENGTHS, DEFAULT_METHODS, RANKS, REPEATS)
-        print(gpu.table(measured))
-        path = write_result(args.output, tests, measured)
-    except (RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    tests = run_tests("gpu and not slow", TEST_SECONDS)
+    print("the attention, and what the device can do at most", flush=True)
+    measured = gpu.measure("cuda", WORK, gpu.LENGTHS, DEFAULT_METHODS, RANKS, REPEATS)
+    print(gpu.table(measured))
+    path = write_result(args.output, tests, measured)
     print(f"tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped; written: {path}")
     if tests["failed"] or not tests["passed"]:
         print(
@@ -98,4 +96,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

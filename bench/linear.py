@@ -18,7 +18,6 @@ the machine does hits all alike, and chunked must equal naive before it is timed
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -38,7 +37,7 @@ from model.transnormer import alibi_slopes
 from runtime.errors import UserError
 from testing.machine import OtherLoad, describe, slug, usable_cores
 from testing.records import write_records
-from tools.arguments import parser_for, positive
+from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 CONTESTANTS = ("chunked", "naive", "softmax")
 KEPT_BYTES = 1 << 30
@@ -105,7 +104,7 @@ def measure(lengths: Sequence[int], shape: Workload, repeats: int = 5, max_secon
         max_seconds: no further round at a length after this long, once there are three.
 
     Raises:
-        RuntimeError: chunked and naive differ in out, dq, dk or dv.
+        MeasureError: chunked and naive differ in out, dq, dk or dv.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -248,26 +247,23 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = build_parser().parse_args(argv)
-    try:
-        if args.max_length < args.min_length:
-            raise UserError(f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or more")
-        heads = {"num_heads": args.num_heads, "kv_heads": args.num_heads, "head_dim": args.head_dim}
-        shape = Workload(seq_length=args.min_length, batch=args.batch, **heads)
-        result = measure(lengths_between(args.min_length, args.max_length), shape, args.repeats, args.max_seconds)
-        machine = result["machine"]
-        path = args.results / f"linear-{slug(machine['device'])}-{machine['cores']}-cores.jsonl"
-        write_records(path, result)
-        picture(result, args.picture)
-        print(f"{machine['device']}, torch {machine['torch']}, one thread; tokens per second\n\n{markdown(result)}")
-        print(f"written: {path}, {args.picture}")
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if args.max_length < args.min_length:
+        raise UserError(f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or more")
+    heads = {"num_heads": args.num_heads, "kv_heads": args.num_heads, "head_dim": args.head_dim}
+    shape = Workload(seq_length=args.min_length, batch=args.batch, **heads)
+    result = measure(lengths_between(args.min_length, args.max_length), shape, args.repeats, args.max_seconds)
+    machine = result["machine"]
+    path = args.results / f"linear-{slug(machine['device'])}-{machine['cores']}-cores.jsonl"
+    write_records(path, result)
+    picture(result, args.picture)
+    print(f"{machine['device']}, torch {machine['torch']}, one thread; tokens per second\n\n{markdown(result)}")
+    print(f"written: {path}, {args.picture}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -30,13 +30,14 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.errors import MeasureError
 from model.config import ModelConfig
 from model.llama import Llama
 from parallel.context import context_parallel
 from parallel.recompute import ATTENTION, RecomputeConfig, recompute_layers
 from testing.machine import describe
 from testing.records import write_records
-from tools.arguments import parser_for, positive
+from tools.arguments import one_line_errors, parser_for, positive, run_command
 from train.objectives.language import NextToken
 
 Granularity = Literal["none", "selective", "attention_boundary", "full"]
@@ -80,7 +81,7 @@ def measure(shape: Shape, chosen: RecomputeConfig) -> dict[str, Any]:
     """Measure one step in this process, a fresh one: bytes, seconds, attention forwards per layer, loss.
 
     Raises:
-        RuntimeError: the recorded allocations do not add up to zero, or the loss is not finite.
+        MeasureError: the recorded allocations do not add up to zero, or the loss is not finite.
     """
     tiny = Shape(**{**asdict(shape), "seq_length": 64, "num_layers": 1, "chunk_size": 32})
     for part in _step(tiny, chosen):  # what a process's first step loads and keeps is not the policy's
@@ -93,7 +94,7 @@ def measure(shape: Shape, chosen: RecomputeConfig) -> dict[str, Any]:
         with Attentions() as again:
             found["after"](backward)
     if found["now"] or not math.isfinite(found["result"]):
-        raise RuntimeError(f"{found['now']} bytes were left after the step, and its loss was {found['result']}")
+        raise MeasureError(f"{found['now']} bytes were left after the step, and its loss was {found['result']}")
     numbers = {name: found[name] for name in ("peak", "kept", "resident", "seconds")}
     return {**numbers, "attention_forwards": 1 + again.count / shape.num_layers, "loss": found["result"]}
 
@@ -209,7 +210,7 @@ def run(shape: Shape) -> dict[str, Any]:
     """Measure every case, each in a process of its own.
 
     Raises:
-        RuntimeError: a policy changed the loss by more than rounding.
+        MeasureError: a policy changed the loss by more than rounding.
     """
     os.environ.update(ENVIRONMENT)
     results = {}
@@ -217,7 +218,7 @@ def run(shape: Shape) -> dict[str, Any]:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
             results[name] = fresh.submit(measure, shape, chosen).result()
         if abs(results[name]["loss"] - results["none"]["loss"]) > 1e-5 * results["none"]["loss"]:
-            raise RuntimeError(f"{name}: the loss is {results[name]['loss']}, not {results['none']['loss']}")
+            raise MeasureError(f"{name}: the loss is {results[name]['loss']}, not {results['none']['loss']}")
         print(row(name, results[name], results["none"]["peak"]), flush=True)
     return {
         "benchmark": "memory of one step, forward + backward",
@@ -239,6 +240,7 @@ def row(name: str, found: dict[str, Any], most: int) -> str:
     )
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = parser_for("python -m bench.memory", __doc__)
@@ -252,18 +254,14 @@ def main(argv: list[str] | None = None) -> int:
         print("error: --device cuda needs a CUDA GPU, and torch sees none here", file=sys.stderr)
         return 1
     sizes = {name: vars(args)[name] or default for name, default in DEFAULTS[args.device].items()}
-    try:
-        shape = Shape(**sizes, device=args.device)
-        asked = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        print(f"{args.device}, torch {torch.__version__}: {asked}\n{HEADER}")
-        result = run(shape)
-        if args.json:
-            write_records(args.json, result)
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    shape = Shape(**sizes, device=args.device)
+    asked = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    print(f"{args.device}, torch {torch.__version__}: {asked}\n{HEADER}")
+    result = run(shape)
+    if args.json:
+        write_records(args.json, result)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -13,7 +13,6 @@ Two parts, each with contestants that take turns:
 """
 
 import argparse
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,7 +26,7 @@ from bench.workload import Workload, check_same
 from runtime.errors import UserError
 from testing.machine import usable_cores
 from testing.records import write_records
-from tools.arguments import parser_for, positive
+from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 ALONE = "ring"  # of one rank every method is the same
 RATE_OF_SHORT, GAIN_OF_WINDOW = 0.6, 3.0
@@ -38,7 +37,7 @@ def alone(work: Workload, window: int, repeats: int, max_seconds: float) -> dict
     """Time one rank's attention under each mask, in turns; return ``alone``, a row per mask, and ``alone_targets``.
 
     Raises:
-        RuntimeError: a process failed, or a result differs from torch's own.
+        MeasureError: a process failed, or a result differs from torch's own.
     """
     masks = {"dense": work, "short": replace(work, documents="short"), "window": replace(work, window=window)}
     cores = usable_cores()[:1]
@@ -127,26 +126,23 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = build_parser().parse_args(argv)
     shape = {"seq_length": args.seq_length, "num_heads": args.num_heads, "head_dim": args.head_dim}
-    try:
-        work = Workload(**shape, kv_heads=args.kv_heads or args.num_heads)
-        if not 2 <= args.window < args.seq_length:
-            raise UserError(f"--window is {args.window}; it must be 2 or more and below --seq-length {args.seq_length}")
-        packed = replace(work, documents="lognormal")
-        result = measure_cpu(packed, MASKED_METHODS, repeats=args.repeats, max_seconds=args.max_seconds)
-        print(table(result) + "\n", flush=True)
-        result |= alone(work, args.window, args.repeats, args.max_seconds)
-        print(alone_table(result))
-        if args.json:
-            write_records(args.json, result)
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    work = Workload(**shape, kv_heads=args.kv_heads or args.num_heads)
+    if not 2 <= args.window < args.seq_length:
+        raise UserError(f"--window is {args.window}; it must be 2 or more and below --seq-length {args.seq_length}")
+    packed = replace(work, documents="lognormal")
+    result = measure_cpu(packed, MASKED_METHODS, repeats=args.repeats, max_seconds=args.max_seconds)
+    print(table(result) + "\n", flush=True)
+    result |= alone(work, args.window, args.repeats, args.max_seconds)
+    print(alone_table(result))
+    if args.json:
+        write_records(args.json, result)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

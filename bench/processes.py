@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.ceilings import matmul_rate
+from bench.errors import MeasureError
 from bench.workload import DTYPES, Workload, fingerprint
 from parallel.context import ContextParallel
 from runtime.processes import join
@@ -55,7 +56,7 @@ class Contestants:
     """All processes of a run; a context manager that ends them on exit. Methods are named as in ``Workload.plan``.
 
     Raises:
-        RuntimeError: a process failed (its traceback is in the message), died or did not answer.
+        MeasureError: a process failed (its traceback is in the message), died or did not answer.
     """
 
     def __init__(self, work: Workload, methods: tuple[str, ...], cores: list[int]) -> None:
@@ -113,14 +114,14 @@ class Contestants:
             missing = [pipe for i, pipe in enumerate(pipes) if i not in answers]
             ready = wait(missing, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RuntimeError(f"{name} did not answer {request} within {ANSWER_WITHIN:.0f} s")
+                raise MeasureError(f"{name} did not answer {request} within {ANSWER_WITHIN:.0f} s")
             for i in [i for i, pipe in enumerate(pipes) if pipe in ready]:
                 try:
                     ok, value = pipes[i].recv()
                 except (EOFError, ConnectionResetError):
-                    raise RuntimeError(f"a process of {name} died without a word at {request}") from None
+                    raise MeasureError(f"a process of {name} died without a word at {request}") from None
                 if not ok:
-                    raise RuntimeError(f"{name} failed at {request}:\n{value}")
+                    raise MeasureError(f"{name} failed at {request}:\n{value}")
                 answers[i] = value
         return [answers[i] for i in range(len(pipes))]
 

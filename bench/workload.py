@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.errors import MeasureError
 from bench.packing import LENGTHS, documents_of
 from model.attention import sdpa
 from parallel.context import Plan, make_plan
@@ -114,10 +115,10 @@ def check_same(
     """Refuse to time what does not compute the same as ``truth``.
 
     Raises:
-        RuntimeError: the fingerprints differ by more than ``MISMATCH``.
+        MeasureError: the fingerprints differ by more than ``MISMATCH``.
     """
     if not all(abs(a - b) <= MISMATCH[dtype] * abs(b) for a, b in zip(got, want, strict=True)):  # a nan differs
-        raise RuntimeError(
+        raise MeasureError(
             f"{name} computes something else than {truth}: the squares of out, dq, dk, dv sum to {got} and should sum "
             f"to {want}; its time would mean nothing"
         )

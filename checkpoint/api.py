@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from checkpoint.drafts import Draft, check_room, make_room, own_files, publish, remove_drafts, removed_on_error
 from checkpoint.manifest import CheckpointError, Manifest, checkpoint_folder, read_manifest
-from checkpoint.search import find_checkpoint, saved_iterations
+from checkpoint.search import checkpoint_of, find_checkpoint, saved_iterations
 from runtime.errors import UserError
 from runtime.together import cpu_group, from_first, gather_results, raise_together
 
@@ -24,6 +24,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointError",
     "Manifest",
+    "checkpoint_of",
     "compare_architecture",
     "find_checkpoint",
     "load_checkpoint",

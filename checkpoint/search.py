@@ -67,6 +67,14 @@ def to_stderr(note: str) -> None:
     print(f"checkpoint: {note}", file=sys.stderr, flush=True)
 
 
+def checkpoint_of(run: Path, step: int | None = None) -> Path:
+    """Return what ``find_checkpoint`` finds in a run's folder; collective. Raises CheckpointError if it finds none."""
+    found = find_checkpoint(run, step)
+    if found is None:
+        raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
+    return found
+
+
 def find_checkpoint(
     directory: str | Path,
     step: int | None = None,

@@ -1,6 +1,7 @@
 """LoRA over any mesh: loss and gradients of one process and of PEFT's, frozen weights, resuming, exports."""
 
 import importlib
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -198,6 +199,8 @@ def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits
     run = runs.begun("llama")
     assert main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
     assert main(["export", str(run), str(tmp_path / "merged")]) == 0
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(runs.folder / "llama_hf")
     peft, ours = peft_of(runs.folder / "llama_hf", tmp_path / "adapter"), ours_of(run)
     logits, wanted = ours(TOKENS), peft(TOKENS).logits
     for of in (logits, wanted):

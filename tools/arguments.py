@@ -4,8 +4,13 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
+from functools import wraps
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, ParamSpec
+
+from runtime.errors import UserError
+
+P = ParamSpec("P")
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,6 +39,20 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
     return value
+
+
+def one_line_errors(main: Callable[P, int]) -> Callable[P, int]:
+    """Let a command print a user's or the system's error as one line and return 1; a bug keeps its traceback."""
+
+    @wraps(main)
+    def command(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except (UserError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+
+    return command
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:

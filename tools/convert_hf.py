@@ -8,7 +8,6 @@ A model of any size needs memory for a few of its tensors. A run made so begins 
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any
 
 import torch
 
-from checkpoint.api import CheckpointError, find_checkpoint, read_manifest, save_checkpoint, stored_weights
+from checkpoint.api import checkpoint_of, read_manifest, save_checkpoint, stored_weights
+from checkpoint.manifest import checkpoint_folder
 from data.fingerprint import digest
 from data.text.megatron import DataConfig
 from data.tokenizer import load_tokenizer
@@ -29,10 +29,10 @@ from model.hf.shards import TOKENIZERS, Weights, carry, inside, new_folder, writ
 from model.lora import merge
 from model.registry import num_parameters
 from planner.complete import with_vocabulary
-from runtime.errors import UserError
-from tools.arguments import parser_for, run_command
+from tools.arguments import one_line_errors, parser_for, run_command
 from tools.convert_dit import export_dit, import_dit, is_dit
-from train.config.language import Config, ConfigError, load_config, to_toml
+from train.config.flags import config_file
+from train.config.language import Config, load_config, to_toml
 from train.health import Progress
 from train.resume import IMPORTED, trained
 from train.run import KEPT
@@ -75,6 +75,7 @@ def export_model(
 ) -> str:
     """Write a run's weights as a Hugging Face folder, with what an imported model came with, and say what it is.
 
+    A model with rope is said to be meant for sequences as long as before, or as those that it was trained on if longer.
     Adapters (LoRA) are merged into the weights; with ``adapter`` they alone are written, as PEFT's files.
 
     The dtype is by default that of the imported config.json, and of a run without one that of its checkpoint; an
@@ -84,11 +85,11 @@ def export_model(
         UserError: ``target`` exists, the run has no whole checkpoint, or transformers cannot express the model; nothing
             is written then.
     """
-    folder = _checkpoint_of(run, step)
+    named, folder = config_file(run), checkpoint_of(run, step)
     manifest = read_manifest(folder)
     if manifest.architecture.get("model_type") == "dit":
         return export_dit(run, folder, manifest, target)
-    config, extra = _config_of(run, manifest.extra), manifest.extra
+    config, extra = _config_of(named, manifest.extra), manifest.extra
     model = config.model
     came_with = _came_with(run, config)
     contents = {} if came_with is None else read_json(came_with / CONFIG)
@@ -101,8 +102,11 @@ def export_model(
     read_cast: Read = lambda name: read_ours(name).to(ours[name].dtype)  # noqa: E731
     if adapter:
         with new_folder(target) as draft:
-            count = write_adapter(draft, ours, read_cast, model, contents.get("_name_or_path"))
+            count = write_adapter(draft, ours, read_cast, model, _base_of(config, contents))
         return f"exported {count} adapters of {folder} to {target}, as PEFT reads them"
+    if IMPORTED not in extra and not (model.linear_attention or model.learned_positions):
+        longest = max(model.max_position_embeddings or model.scaled_length, config.train.seq_length)
+        model = replace(model, max_position_embeddings=longest)
     theirs, read = their_weights(ours, read_cast, model)
     dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in theirs.values()})
     said = config_to_hf(model, contents) | {"torch_dtype": dtypes[0]}
@@ -116,19 +120,9 @@ def export_model(
     )
 
 
-def _checkpoint_of(run: Path, step: int | None) -> Path:
-    """Return a run's checkpoint. Raises UserError if there is none."""
-    if not (run / "config.toml").is_file():
-        raise ConfigError(f"{run} holds no config.toml; name the folder that a run saved to")
-    folder = find_checkpoint(run, step)
-    if folder is None:
-        raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
-    return folder
-
-
-def _config_of(run: Path, extra: dict[str, Any]) -> Config:
+def _config_of(named: Path, extra: dict[str, Any]) -> Config:
     """Return the configuration of what a run's checkpoint holds."""
-    config = load_config(run / "config.toml")
+    config = load_config(named)
     if config.model.vocab_size is None:
         config = with_vocabulary(config, load_tokenizer(str(config.data.tokenizer_model)).vocab_size)
     return trained(config, extra)
@@ -139,6 +133,15 @@ def _came_with(run: Path, config: Config) -> Path | None:
     load = config.checkpoint.load
     folders = [run / KEPT, *([Path(load) / KEPT] if load else [])]
     return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+
+
+def _base_of(config: Config, contents: dict[str, Any]) -> str | None:
+    """Name the Hugging Face model that a run's adapters belong to; None if the run does not know."""
+    if (folder := config.checkpoint.hugging_face) is not None:
+        return str(folder)
+    imported = checkpoint_folder(config.checkpoint.load or "", 0)
+    read = read_manifest(imported).extra.get(IMPORTED) if imported.is_dir() else None
+    return read or contents.get("_name_or_path")
 
 
 def _dtype(asked: str | None, contents: dict[str, Any], *, imported: bool) -> torch.dtype | None:
@@ -157,6 +160,7 @@ def size(text: str) -> int:
     return int(match[1]) * UNITS[match[2] or ""]
 
 
+@one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = parser_for("python -m tools.convert_hf", __doc__)
@@ -172,15 +176,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     writing.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE", help="of a file (default: 5GB)")
     writing.add_argument("--adapter", action="store_true", help="the adapters of a LoRA run alone, as PEFT's files")
     args = parser.parse_args(argv)
-    try:
-        if args.command == "import":
-            print((import_dit if is_dit(args.source) else import_model)(args.source, args.run))
-        else:
-            step, dtype, most = args.ckpt_step, args.dtype, args.max_shard_size
-            print(export_model(args.run, args.target, step, dtype, most, adapter=args.adapter))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if args.command == "import":
+        print((import_dit if is_dit(args.source) else import_model)(args.source, args.run))
+    else:
+        step, dtype, most = args.ckpt_step, args.dtype, args.max_shard_size
+        print(export_model(args.run, args.target, step, dtype, most, adapter=args.adapter))
     return 0
 
 

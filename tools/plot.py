@@ -19,7 +19,7 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.errors import UserError
-from tools.arguments import parser_for, positive
+from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -178,24 +178,21 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
     return figure
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = build_parser().parse_args(argv)
-    try:
-        if args.command == "layout":
-            figure = layout_figure(args)
-        elif args.command == "arcs":
-            figure = arcs_figure(args)
-        else:
-            figure = losses_figure(args.runs, args.metric, args.by, args.smooth)
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(args.output, dpi=120)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if args.command == "layout":
+        figure = layout_figure(args)
+    elif args.command == "arcs":
+        figure = arcs_figure(args)
+    else:
+        figure = losses_figure(args.runs, args.metric, args.by, args.smooth)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.output, dpi=120)
     print(f"written: {args.output}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

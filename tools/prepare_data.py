@@ -21,7 +21,7 @@ from pathlib import Path
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.arguments import parser_for, positive, run_command
+from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 DEFAULT_PREFIX = "runs/data/stdlib"
 DEFAULT_VOCAB_SIZE = 4096
@@ -82,16 +82,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = _parse(argv)
-    from data.errors import DataError
 
-    try:
-        return _check(args) if args.check else _prepare(args)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return _check(args) if args.check else _prepare(args)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -26,30 +26,27 @@ if not __package__:  # started as a file: the packages lie one folder up
 from data.errors import DataError
 from data.latents.folder import LatentFolder, check_labels
 from data.latents.writer import write_latents
-from tools.arguments import parser_for, positive, run_command
+from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 
+@one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = _parse(argv)
-    try:
-        if args.check is not None:
-            folder = LatentFolder(args.check)
-            check_labels(folder.labels, folder.where_label, args.num_classes)
-            folder.check_finite()
-            folder.record_checked()
-        else:
-            write_latents(
-                args.output,
-                _batches(args.input, args.size, args.vae, args.batch_size),
-                dtype=args.dtype,
-                samples_per_shard=args.samples_per_shard,
-                kind=args.format,
-            )
-            folder = LatentFolder(args.output)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if args.check is not None:
+        folder = LatentFolder(args.check)
+        check_labels(folder.labels, folder.where_label, args.num_classes)
+        folder.check_finite()
+        folder.record_checked()
+    else:
+        write_latents(
+            args.output,
+            _batches(args.input, args.size, args.vae, args.batch_size),
+            dtype=args.dtype,
+            samples_per_shard=args.samples_per_shard,
+            kind=args.format,
+        )
+        folder = LatentFolder(args.output)
     shape, classes = " ".join(map(str, folder.shape)), args.num_classes or int(folder.labels.max()) + 1
     if absent := classes - len(np.unique(folder.labels)):
         print(f"note: {absent:,} of {classes:,} classes have no sample", file=sys.stderr)

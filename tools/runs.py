@@ -48,19 +48,18 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     Raises:
         UserError: no run or checkpoint is there, or its tokenizer is gone or another one.
     """
-    from checkpoint.api import CheckpointError, find_checkpoint
+    from checkpoint.api import checkpoint_of
     from checkpoint.manifest import read_manifest
     from data.errors import DataError
     from data.fingerprint import digest
     from data.tokenizer import load_tokenizer
     from planner.complete import with_vocabulary
+    from train.config.flags import config_file
     from train.config.language import ConfigError, load_config
     from train.resume import IMPORTED, trained
     from train.run import KEPT
 
-    named = folder / "config.toml"
-    if not named.is_file():
-        raise ConfigError(f"{folder} holds no config.toml; name the folder that a run saved to")
+    named = config_file(folder)
     config = load_config(named)
     if (path := config.data.tokenizer_model) is None:
         raise ConfigError(f"{named}: tokenizer_model is not set; name the tokenizer of the run")
@@ -68,9 +67,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
         path = str(beside)  # of an import that was moved
         config = replace(config, data=replace(config.data, tokenizer_model=path))
     tokenizer = load_tokenizer(path)
-    checkpoint = find_checkpoint(folder, step)
-    if checkpoint is None:
-        raise CheckpointError(f"{folder} holds no checkpoint; name the folder that a training run saved to")
+    checkpoint = checkpoint_of(folder, step)
     manifest, now = read_manifest(checkpoint), digest(Path(path))
     if (was := manifest.extra.get("contents", {}).get("tokenizer_model", now)) != now:
         raise DataError(

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.api import CheckpointError, find_checkpoint, load_model, read_manifest
+from checkpoint.api import CheckpointError, checkpoint_of, load_model, read_manifest
 from checkpoint.manifest import checkpoint_folder
 from data.latents.vae import Vae
 from model.dit_config import architecture_of
@@ -30,7 +30,7 @@ from tools.arguments import parser_for, positive
 from train.attention import diffusion_context
 from train.config.common import LoopConfig
 from train.config.diffusion import DiTRunConfig, diffusion_of, load_config
-from train.config.flags import ConfigError
+from train.config.flags import ConfigError, config_file
 from train.config.sizes import validate_mesh
 from train.resume import AVERAGED
 from train.run import check_writable, run_entry
@@ -75,9 +75,7 @@ def _draw(
 
 def config_of(run: Path) -> DiTRunConfig:
     """Load the configuration of the run in a folder. Raises ConfigError."""
-    if not (run / "config.toml").is_file():
-        raise ConfigError(f"load is {run}, which holds no config.toml; name the run's folder, that it was saved to")
-    return load_config(run / "config.toml")
+    return load_config(config_file(run))
 
 
 def load_sampler(
@@ -94,9 +92,7 @@ def load_sampler(
     Takes the averaged weights, or the trained ones with `no_ema` or without averages. Collective. Raises
     CheckpointError.
     """
-    folder = find_checkpoint(run, step)
-    if folder is None:
-        raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
+    folder = checkpoint_of(run, step)
     averaged = bool(config.ema.ema_decay) and not no_ema
     with raise_together():
         if averaged and AVERAGED not in read_manifest(folder).extra:

@@ -24,7 +24,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from runtime.errors import UserError
 from runtime.files import fsync_folder, owned, sha256, unwritable
-from tools.arguments import parser_for, run_command
+from tools.arguments import one_line_errors, parser_for, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "longmesh_attention"
@@ -244,15 +244,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = build_parser().parse_args(argv)
-    try:
-        files = package()
-        target = write(args.destination, files)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    files = package()
+    target = write(args.destination, files)
     origin = json.loads(files[ORIGIN])
     print(f"wrote {target}: {len(files)} files of longmesh {origin['version']}, commit {origin['commit']}")
     return 0

@@ -20,7 +20,7 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.errors import UserError
-from tools.arguments import parser_for, positive, run_command
+from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 BARS = "▁▂▃▄▅▆▇█"
 CLEAR = "\033[H\033[2J"
@@ -157,21 +157,18 @@ def screen(runs: Sequence[Path], slurm: bool, width: int) -> str:
     return "\n\n".join("\n".join(block) for block in blocks) or "no job in the queue"
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = build_parser().parse_args(argv)
-    try:
-        if not args.runs and not args.slurm:
-            raise UserError("no RUN is named; name the folders of runs, or give --slurm")
-        while True:
-            shown = screen(args.runs, args.slurm, shutil.get_terminal_size().columns)
-            print(shown if args.once else f"{CLEAR}{shown}\n\n(Ctrl-C ends this, not the runs)", flush=True)
-            if args.once:
-                return 0
-            time.sleep(args.interval)
-    except (UserError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if not args.runs and not args.slurm:
+        raise UserError("no RUN is named; name the folders of runs, or give --slurm")
+    while True:
+        shown = screen(args.runs, args.slurm, shutil.get_terminal_size().columns)
+        print(shown if args.once else f"{CLEAR}{shown}\n\n(Ctrl-C ends this, not the runs)", flush=True)
+        if args.once:
+            return 0
+        time.sleep(args.interval)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint.api import CheckpointError, find_checkpoint, load_model, read_manifest
+from checkpoint.api import checkpoint_of, load_model, read_manifest
 from kernels.cache import States
 from kernels.merge import merged
 from model.attention import Attend, Attention, sdpa
@@ -33,6 +33,7 @@ from parallel.pipeline.stages import stage_layers
 from runtime.processes import launched_world_size
 from runtime.together import raise_together
 from train.attention import softmax_context
+from train.config.flags import config_file
 from train.config.language import Config, ConfigError, fitted, load_config
 from train.config.sizes import validate_entries
 from train.resume import IMPORTED, trained
@@ -59,9 +60,7 @@ def opened(
     Raises:
         UserError: the folder holds no run or checkpoint, or the processes or the model do not fit the mesh.
     """
-    if not (run / "config.toml").is_file():
-        raise ConfigError(f"{run} holds no config.toml; name the folder that a run saved to")
-    config, processes = load_config(run / "config.toml"), launched_world_size()
+    config, processes = load_config(config_file(run)), launched_world_size()
     cp, tp, pp = context_parallel_size, tensor_model_parallel_size, pipeline_model_parallel_size
     if config.model.linear_attention and max(cp, tp, pp) > 1:
         raise ConfigError(
@@ -82,10 +81,7 @@ def opened(
         pipeline_model_parallel_size=pp,
     )
     with distributed_mesh(config.mesh) as joined:
-        folder = find_checkpoint(run, ckpt_step)
-        if folder is None:
-            raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
-        yield Writer(config, joined, folder, dtype)
+        yield Writer(config, joined, checkpoint_of(run, ckpt_step), dtype)
 
 
 class Writer:

@@ -151,7 +151,8 @@ def _refitted(path: Path, there: dict[str, Any], here: dict[str, Any]) -> tuple[
     """Return the architecture with the rope and windows of ``there``, and a note for each that changes."""
     _check_adapters(path, there, here, begin=True)
     names = [name for name in there | here if name.startswith(REFITTED)]
-    notes = [f"note: {n} was {there.get(n)} and is {here.get(n)}" for n in names if there.get(n) != here.get(n)]
+    changed = [n for n in names if there.get(n) != here.get(n) and not n.startswith(ADAPTED)]
+    notes = [f"note: {n} was {there.get(n)} and is {here.get(n)}" for n in changed]
     own = {name: value for name, value in here.items() if name not in names}
     return own | {name: there[name] for name in names if name in there}, notes
 

@@ -12,16 +12,13 @@ nothing is left behind, however it ends.
 
 import argparse
 import os
-import signal
-import sys
 import tempfile
 from pathlib import Path
-from types import FrameType
 
 from bench.link.cases import CASES, LINEAR_CASES, MODELS, cases_of
 from bench.link.network import LINKS, check_permission
 from runtime.errors import UserError
-from tools.arguments import parser_for
+from tools.arguments import one_line_errors, parser_for, run_command
 
 PROFILED_RATE = "100mbit"  # of the cluster files
 
@@ -100,37 +97,26 @@ def check(args: argparse.Namespace) -> None:
         earlier(path_of(args.results), rate=args.rate, repeats=args.repeats)
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = build_parser().parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, here and by the ranks' server
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that namespaces have no name server
-    signal.signal(signal.SIGTERM, _stop)
-    try:
-        check(args)
-        check_permission()
-        from bench.link import measure, report
-        from data.text.prepare import prepare
+    check(args)
+    check_permission()
+    from bench.link import measure, report
+    from data.text.prepare import prepare
 
-        with tempfile.TemporaryDirectory(prefix="longmesh-link-") as folder:
-            data = Path(folder) / "stdlib"
-            prepare(measure.CORPUS, data, progress=False)
-            result = measure.measure(args, data, tell=lambda line: print(line, flush=True))
-        print("\n" + report.markdown(result))
-        if args.results:
-            print(f"wrote {report.write(result, args.results)} and its .jsonl")
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; namespaces and ranks are gone", file=sys.stderr)
-        return 130
+    with tempfile.TemporaryDirectory(prefix="longmesh-link-") as folder:
+        data = Path(folder) / "stdlib"
+        prepare(measure.CORPUS, data, progress=False)
+        result = measure.measure(args, data, tell=lambda line: print(line, flush=True))
+    print("\n" + report.markdown(result))
+    if args.results:
+        print(f"wrote {report.write(result, args.results)} and its .jsonl")
     return 0
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

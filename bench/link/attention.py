@@ -12,13 +12,12 @@ and sending all rows, as every method did before masks decided what travels.
 import argparse
 import os
 import re
-import sys
 from pathlib import Path
 
 from bench.link.attention_cases import CASES, METHODS
 from bench.link.network import LINKS, check_permission
 from runtime.errors import UserError
-from tools.arguments import parser_for, positive, run_command
+from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -51,24 +50,21 @@ def bits_per_second(rate: str) -> float:
     return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = build_parser().parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, here and by the ranks' server
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that namespaces have no name server
-    try:
-        bits_per_second(args.rate)
-        check_permission()
-        from bench.link.attention_measure import measure
-        from bench.link.attention_report import markdown, write
+    bits_per_second(args.rate)
+    check_permission()
+    from bench.link.attention_measure import measure
+    from bench.link.attention_report import markdown, write
 
-        result = measure(args, bits_per_second(args.rate), tell=lambda line: print(line, flush=True))
-        print("\n" + markdown(result))
-        if args.results:
-            print(f"wrote {write(result, args.results)} and its .jsonl")
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    result = measure(args, bits_per_second(args.rate), tell=lambda line: print(line, flush=True))
+    print("\n" + markdown(result))
+    if args.results:
+        print(f"wrote {write(result, args.results)} and its .jsonl")
     return 0
 
 

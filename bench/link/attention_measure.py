@@ -21,7 +21,7 @@ def measure(args: argparse.Namespace, rate: float, tell: Callable[[str], None]) 
     """Measure all cases of a command line at ``rate`` bits per second; ``tell`` gets a line per contestant.
 
     Raises:
-        RuntimeError: a rank failed, or computes something else than one process.
+        MeasureError: a rank failed, or computes something else than one process.
         NetworkError: the machine does not allow the namespaces.
     """
     rows: list[dict[str, Any]] = []

@@ -50,7 +50,7 @@ def attend(pipe: Connection, work: Workload, name: str, plan: Plan, truth: list[
     A step lasts from a barrier until its slowest rank has ended.
 
     Raises:
-        RuntimeError: the squares of out, dq, dk and dv do not sum to ``truth``.
+        MeasureError: the squares of out, dq, dk and dv do not sum to ``truth``.
     """
     with process_group() as group:
         cp = ContextParallel(plan, group)

@@ -25,7 +25,7 @@ def measure(args: argparse.Namespace, data: Path, tell: Callable[[str], None]) -
     """Measure all settings of a command line on the corpus ``data``; ``tell`` gets a line per configuration.
 
     Raises:
-        RuntimeError: a rank failed.
+        MeasureError: a rank failed.
         NetworkError: the machine does not allow the namespaces, or tc does not know the rate.
     """
     settings: list[dict[str, Any]] = []

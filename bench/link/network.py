@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from runtime.errors import UserError
+
 NODES = 2
 LINKS = ("shared", "rails")
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>; os.unshare and os.setns need Python 3.12
@@ -22,7 +24,7 @@ CURRENT = "/proc/thread-self/ns/net"
 WITHOUT_ROOT = "unshare --user --map-root-user --net"
 
 
-class NetworkError(RuntimeError):
+class NetworkError(UserError):
     """Something that this machine lacks or does not allow; the message says what is needed."""
 
 

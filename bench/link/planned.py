@@ -22,7 +22,7 @@ def planned(
     """Return candidates by name, predicted fastest first: flags, predicted seconds and, for the best, profiled ones.
 
     Raises:
-        RuntimeError: a rank failed.
+        MeasureError: a rank failed.
     """
     shape: dict[str, Any] = {"size": network.size, "seq_length": length, "batch": batch_of(args, length)}
     asked = command_line(model, ("--context-parallel-method", "auto"), data, **shape, iterations=ITERATIONS + 1)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 import pretrain_gpt
+from bench.errors import MeasureError
 from bench.link.network import Network, enter
 from testing.ranks import uninterrupted
 from testing.training import trainer_of
@@ -74,7 +75,7 @@ def iterate(
     ``before(i)`` is called while every rank waits to begin iteration i. No process outlives the call.
 
     Raises:
-        RuntimeError: a rank failed (its traceback is in the message), died or did not answer.
+        MeasureError: a rank failed (its traceback is in the message), died or did not answer.
     """
     found: list[Iteration] = []
     before(0)
@@ -93,7 +94,7 @@ def profile(network: Network, candidates: list[list[str]], iterations: int) -> l
     """Return seconds per iteration for each candidate's arguments, as ``tools.plan --profile`` measures them.
 
     Raises:
-        RuntimeError: as ``train``.
+        MeasureError: as ``train``.
     """
     with _seated(network, _profile, candidates, iterations) as pipes:
         return next(seconds for _, seconds in _messages(pipes))
@@ -133,14 +134,14 @@ def _messages(pipes: list[Connection]) -> Iterator[tuple[Connection, Any]]:
     while running:
         ready = wait(list(running), timeout=ANSWER_WITHIN)
         if not ready:
-            raise RuntimeError(f"no iteration ended within {ANSWER_WITHIN:.0f} s; ranks {sorted(running.values())} run")
+            raise MeasureError(f"no iteration ended within {ANSWER_WITHIN:.0f} s; ranks {sorted(running.values())} run")
         for pipe in [pipe for pipe in running if pipe in ready]:
             try:
                 kind, value = pipe.recv()
             except (EOFError, ConnectionResetError):
-                raise RuntimeError(f"rank {running[pipe]} died without a word") from None
+                raise MeasureError(f"rank {running[pipe]} died without a word") from None
             if kind == "failed":
-                raise RuntimeError(f"rank {running[pipe]} failed:\n{value}")
+                raise MeasureError(f"rank {running[pipe]} failed:\n{value}")
             if kind == "done":
                 del running[pipe]
                 continue

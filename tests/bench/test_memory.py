@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bench import memory
+from bench.errors import MeasureError
 from bench.memory import Shape, cases, main, measure
 from testing.records import read_records
 
@@ -53,7 +54,7 @@ def test_what_a_step_leaves_behind_is_no_result(monkeypatch: pytest.MonkeyPatch)
         return lambda: (left.append(torch.empty(10)), forward()), backward
 
     monkeypatch.setattr(memory, "_step", leaking)
-    with pytest.raises(RuntimeError, match="40 bytes were left"):
+    with pytest.raises(MeasureError, match="40 bytes were left"):
         measure(SHAPE, cases(SHAPE)["none"])
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.api import find_checkpoint, load_model
+from checkpoint.api import find_checkpoint, load_model, save_checkpoint
 from model.config import architecture_of
 from model.hf import config_to_hf
 from model.hf.api import our_weights, their_weights
@@ -20,7 +20,7 @@ from model.registry import build_model, shapes_of
 from testing.ranks import run_ranks
 from tests.model.hf.hugging_face import CONFIGS, LLAMA, TOKENS, hugging_face, transformers
 from tools.convert_hf import export_model, import_model, main
-from train.config.language import load_config
+from train.config.language import load_config, to_toml
 
 FAMILIES = ("llama, llama3", "mistral", "qwen2, tied, a window", "qwen2, yarn", "qwen3", "gpt2", "llama, dynamic")
 
@@ -140,6 +140,20 @@ def test_a_run_of_an_import_computes_what_theirs_does(tmp_path: Path, capsys: py
     assert (model(TOKENS) - theirs(TOKENS).logits).abs().max() < 1e-5
     sample.main(["--load", str(run), "--num-samples", "1", "--num-tokens", "4"])
     assert "iteration 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("trained_on", "meant_for"), [(4096, 4096), (32, 2048)])
+def test_an_export_is_meant_for_what_it_was_trained_on(tmp_path: Path, trained_on: int, meant_for: int) -> None:
+    import_model(published(tmp_path / "theirs", "llama"), tmp_path / "base")
+    config = load_config(tmp_path / "base" / "config.toml")
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, seq_length=trained_on))
+    run, model = tmp_path / "run", build_model(config.model)
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(config))
+    save_checkpoint(run, 3, model, None, architecture=architecture_of(config.model), extra={})
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    said = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert said.max_position_embeddings == meant_for
 
 
 def test_a_run_finds_its_tokenizer_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

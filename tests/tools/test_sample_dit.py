@@ -141,7 +141,7 @@ def test_an_output_that_can_be_no_folder_is_refused_before_drawing(run, tmp_path
 
 
 def test_a_folder_that_is_no_run_and_words_that_are_no_numbers(run, tmp_path, capsys):
-    with pytest.raises(ConfigError, match="name the run's folder"):
+    with pytest.raises(ConfigError, match="name the folder that a run saved to"):
         main(["--load", str(run / "iter_0000002")])
     with pytest.raises(SystemExit):
         main(["--load", str(run), "--steps", "abc"])

@@ -14,9 +14,10 @@ import json
 import sys
 from pathlib import Path
 
-from tools.arguments import parser_for, positive, run_command
+from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 
+@one_line_errors
 def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
     args = _parse(argv)
@@ -25,18 +26,13 @@ def main(argv: list[str]) -> int:
         from train.run import run_entry
 
         run_entry(lambda _: score_run(args))
-    from runtime.errors import UserError
 
-    try:
-        if args.command == "model":
-            from tools.line_retrieval.tiny import write_model
+    if args.command == "model":
+        from tools.line_retrieval.tiny import write_model
 
-            print(write_model(args.folder, args.hidden_size, args.seed))
-        else:
-            make(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        print(write_model(args.folder, args.hidden_size, args.seed))
+    else:
+        make(args)
     return 0
 
 

@@ -36,6 +36,14 @@ class ConfigError(UserError):
     """A configuration that cannot run; the message names the field, what was found and the fix."""
 
 
+def config_file(run: Path) -> Path:
+    """Return the configuration in a run's folder. Raises ConfigError if there is none."""
+    path = run / "config.toml"
+    if not path.is_file():
+        raise ConfigError(f"{run} holds no config.toml; name the folder that a run saved to")
+    return path
+
+
 def spelled(name: str, value: Any) -> str:
     """Spell a field and its value as on a command line; `value` may come from JSON, with lists for several words."""
     flag = name.replace("_", "-")

@@ -112,8 +112,8 @@ def fitted(
     A step has one sequence, by default as long as the run's, for each data-parallel rank and pipeline stage.
 
     Args:
-        method: of context parallelism; by default the run's own on as many ranks, else striped, or lasp of a model with
-            linear attention.
+        method: of context parallelism; by default, or if it is auto, the run's own on as many ranks, else striped, or
+            lasp of a model with linear attention.
 
     Raises:
         UserError: sizes that do not fit the processes or the model.
@@ -128,6 +128,7 @@ def fitted(
         device=config.mesh.device if torch.cuda.is_available() else "auto",
     )
     context, own = config.context, config.context.context_parallel_method
+    method = None if method == "auto" else method  # there is no step to plan for
     if cp == 1 and method is None:
         context = ContextConfig(context_parallel_method="none")
     elif cp != config.mesh.context_parallel_size or own == "auto" or method not in (None, own):

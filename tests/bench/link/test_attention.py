@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.errors import MeasureError
 from bench.link import attention, attention_cases, attention_measure, attention_ranks, attention_report
 from bench.link.attention_measure import contestants, verdict, work_of
 from bench.link.measure import plan_crossing
@@ -49,7 +50,7 @@ def test_a_rank_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyP
     sums = attention_ranks.fingerprint
     monkeypatch.setattr(attention_measure, "fingerprint", lambda tensors: 1.01 * sums(tensors))
     args = attention.build_parser().parse_args(["--seq-length", "256", "--cases", "one", "--methods", "ring"])
-    with pytest.raises(RuntimeError, match="exchange computes something else"):
+    with pytest.raises(MeasureError, match="exchange computes something else"):
         attention_measure.measure(args, 1e8, lambda line: None)
 
 

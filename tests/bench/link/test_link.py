@@ -235,8 +235,7 @@ def test_an_interrupted_bench_leaves_nothing(number: int, tmp_path: Path) -> Non
     if number == signal.SIGKILL:
         assert bench.returncode == -number
     else:
-        assert bench.returncode == 130
-        assert err.splitlines()[-1] == "interrupted; namespaces and ranks are gone"  # torch may warn before
+        assert bench.returncode == (130 if number == signal.SIGINT else 128 + number)
         assert "Traceback" not in err
         assert list(tmp_path.iterdir()) == []
     wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))

@@ -37,6 +37,8 @@ class Tokenizer(Protocol):
     """Id that ends each document."""
     pad: int
     """Id whose labels GPTDataset masks."""
+    unknown: int | None
+    """Id of what the vocabulary has no token for, where there is one of its own."""
     unique_identifiers: OrderedDict[str, object]
     """Key by which GPTDataset names its caches."""
 
@@ -53,6 +55,7 @@ class _Common:
     pad = -1
     bos: int | None = None
     """Id that begins a text, where there is one."""
+    unknown: int | None = None
 
     def __init__(self, path: str, content: bytes, vocab_size: int, eod: int) -> None:
         self.path = path
@@ -94,6 +97,7 @@ class SentencePieceTokenizer(_Common):
             raise DataError(f"{path} has no end-of-text token (eos_id is -1); use a tokenizer that has one")
         super().__init__(os.fspath(path), content, self._model.vocab_size(), self._model.eos_id())
         self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else None
+        self.unknown = self._model.unk_id()
         pieces = [f"<0x{byte:02X}>" for byte in _SPACE_MARK.encode()]
         mark = [self._model.piece_to_id(piece) for piece in pieces]
         self._mark = mark if all(self._model.is_byte(i) for i in mark) else None
@@ -141,6 +145,8 @@ class HuggingFaceTokenizer(_Common):
         super().__init__(os.fspath(path), content, vocab_size, self._end_of_text(Path(path)))
         named = special_tokens(tokenizer_config(path)).get("bos_token")
         self.bos = None if named is None else self._backend.token_to_id(named)
+        unknown = self._backend.token_to_id(getattr(self._backend.model, "unk_token", None) or "")
+        self.unknown = None if unknown == self.eod else unknown
 
     def _end_of_text(self, path: Path) -> int:
         named = special_tokens(tokenizer_config(path)).get("eos_token")

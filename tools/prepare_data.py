@@ -132,6 +132,13 @@ def _prepare(args: argparse.Namespace) -> int:
     prefix = Path(args.output_prefix or DEFAULT_PREFIX)
     prepared, kept = prepare(request, prefix, overwrite=args.overwrite, workers=args.workers)
     print(f"{'kept' if kept else 'wrote'} {prefix}.bin and .idx: {prepared.summary}")
+    if prepared.unknown_tokens:
+        share = prepared.unknown_tokens / prepared.tokens
+        print(
+            f"warning: {prepared.unknown_tokens:,} tokens ({share:.2%}) stand for text that the tokenizer does not "
+            "know, which is lost; take a tokenizer that fits the text, or look at it with "
+            f"--check {prefix} --inspect 2"
+        )
     if prepared.skipped_files:
         print(f"skipped {prepared.skipped_files} files that are not UTF-8")
     if prepared.conversations and prepared.conversations["refused"]:

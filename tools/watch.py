@@ -151,7 +151,10 @@ def _run_of(job: str, folder: Path) -> Path | None:
 
 def screen(runs: Sequence[Path], slurm: bool, width: int) -> str:
     """Return what one look at the runs shows."""
-    blocks = [describe(run, time.time(), width) for run in runs]
+    others = [str(run) for run in runs if run.is_dir() and not (run / "config.toml").exists()]  # as runs/* names them
+    blocks = [describe(run, time.time(), width) for run in runs if str(run) not in others]
+    if others:
+        blocks.append([f"no runs: {', '.join(others)}"])
     for line, run in queue() if slurm else []:
         blocks.append([line, *(describe(run, time.time(), width) if run else [])])
     return "\n\n".join("\n".join(block) for block in blocks) or "no job in the queue"

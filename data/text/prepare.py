@@ -188,6 +188,7 @@ def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[st
         }
         if request.chat.skip_refused:
             os.replace(spool.paths["refused"], draft[".refused.txt"])
+    counts = _counts(draft[".bin"].with_suffix(""), sys.maxsize)
     return Prepared(
         tokenizer_sha256=tokenizer.sha256,
         documents=len(lengths),
@@ -195,7 +196,8 @@ def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[st
         dtype=dtype.name,
         text_bytes=spool.counts["text_bytes"],
         skipped_files=skipped,
-        unigram_entropy=unigram_entropy(draft[".bin"].with_suffix(""), limit=sys.maxsize),
+        unigram_entropy=_entropy(counts),
+        unknown_tokens=0 if (lost := tokenizer.unknown) is None else int(counts[lost : lost + 1].sum()),
         conversations=conversations,
     )
 
@@ -219,6 +221,11 @@ def unigram_entropy(prefix: str | os.PathLike[str], limit: int = 1 << 26) -> flo
 
     This is the loss of a model that knows only the token frequencies. Raises DataError (`open_indexed`).
     """
+    return _entropy(_counts(prefix, limit))
+
+
+def _counts(prefix: str | os.PathLike[str], limit: int) -> np.ndarray:
+    """Count each id among the first `limit` tokens."""
     indexed, counts = open_indexed(prefix), np.zeros(1, dtype=np.int64)
     size = min(indexed.tokens, limit)
     with open(f"{prefix}.bin", "rb") as file:  # a memory map would hold all of it
@@ -226,5 +233,9 @@ def unigram_entropy(prefix: str | os.PathLike[str], limit: int = 1 << 26) -> flo
             block = np.bincount(np.fromfile(file, indexed.dtype, min(size - start, 1 << 22)), minlength=len(counts))
             block[: len(counts)] += counts
             counts = block
+    return counts
+
+
+def _entropy(counts: np.ndarray) -> float:
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -55,6 +55,8 @@ class Prepared:
     """Files skipped because they are not UTF-8."""
     unigram_entropy: float
     """Nats per token: the loss of a model that knows only the token frequencies."""
+    unknown_tokens: int = 0
+    """Tokens that stand for what the vocabulary lacks: their text is lost."""
     conversations: dict[str, int] | None = None
     """Of conversations, how many were read, kept whole, split, truncated and refused; pieces without loss, which were
     left_out; tokens that carry loss, learned; samples, and the places in them."""

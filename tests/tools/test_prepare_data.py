@@ -89,6 +89,21 @@ def test_conversations_are_prepared_checked_and_shown(tmp_path: Path, capsys: py
     assert out.count("=== sample") == 1
 
 
+def test_text_that_the_tokenizer_does_not_know_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    tokenizer = Tokenizer(WordLevel({"</s>": 0, "<unk>": 1, "one": 2, "two": 3}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for text, told in (("one two three two", True), ("one two two", False)):
+        (tmp_path / "text.txt").write_text(text)
+        words = ["--input", str(tmp_path / "text.txt"), "--suffix", ".txt", "--tokenizer-model"]
+        assert main([*words, str(tmp_path / "tokenizer.json"), "--output-prefix", str(tmp_path / str(told))]) == 0
+        assert ("warning: 1 tokens (20.00%) stand for text" in capsys.readouterr().out) == told
+
+
 def test_a_prefix_of_text_is_checked_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = write_text(tmp_path / "text", 3)
     assert main(["--input", str(text), "--output-prefix", f"{tmp_path}/d", "--vocab-size", "320"]) == 0

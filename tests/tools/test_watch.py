@@ -57,8 +57,12 @@ def test_a_curve_has_the_means_of_its_shares() -> None:
 def test_folders_without_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert watch.main([str(tmp_path), "--once"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}   nobody trains\n  no iteration yet\n"
+    run, data = tmp_path / "run", tmp_path / "data"
+    run.mkdir()
+    data.mkdir()
+    (run / "config.toml").touch()
+    assert watch.main([str(run), str(data), "--once"]) == 0
+    assert capsys.readouterr().out == f"{run}   nobody trains\n  no iteration yet\n\nno runs: {data}\n"
     assert watch.main([str(tmp_path / "no"), "--once"]) == 0
     assert "is not there yet" in capsys.readouterr().out
     assert watch.main(["--once"]) == 1

@@ -6,7 +6,10 @@
     torchrun --standalone --nproc-per-node 4 -m tools.line_retrieval score runs/long --lengths 65536 1048576
 
 A conversation is a record of named lines and questions for some of them, as many lines as fit the tokens. What make
-draws, score never asks: the two draw from other hashes, whatever their seeds.
+draws, score never asks: the two draw from other hashes, whatever their seeds. Of its forms, `lines` asks for a line's
+value, `needle` hides one sentence among others that say nothing, and `repeat` is a record of names to say again, some
+with a value, which teaches a model from nothing to look back. The small vocabulary has 1,732 words, for a model that
+`model` writes; the full one is for a real tokenizer. `make finetune` uses all of it (configs/runs/finetune_tiny.sh).
 """
 
 import argparse
@@ -98,8 +101,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add_mesh(score)
     forms = {make: ["lines", "needle", "repeat"], score: ["lines", "needle"]}
     for command, choices in forms.items():
-        command.add_argument("--form", choices=choices, default="lines", help="default: %(default)s")
-        command.add_argument("--vocabulary", choices=["small", "full"], default="full", help="default: %(default)s")
+        command.add_argument("--form", choices=choices, default="lines", help="see above (default: %(default)s)")
+        command.add_argument(
+            "--vocabulary", choices=["small", "full"], default="full", help="see above (default: %(default)s)"
+        )
         command.add_argument("--chat-template", metavar="FILE", help="default: the tokenizer's")
     for command in (make, model, score):
         command.add_argument("--seed", type=int, default=1, help="default: %(default)s")

@@ -47,7 +47,7 @@ from testing.machine import describe
 from testing.ranks import run_ranks
 from tools.arguments import parser_for, run_command
 from tools.prepare_data import DEFAULT_PREFIX
-from train.metrics import loss_name
+from train.watching.metrics import loss_name
 
 LOSS, GRADIENTS, NORM = 2e-6, 1e-7, 1e-6
 """Bounds on the loss, on each element of a gradient, and on the gradient norm (relative)."""

@@ -11,7 +11,7 @@ from typing import Any
 from parallel.mesh import distributed_mesh
 from runtime.processes import launched_world_size
 from train.loop import Trainer
-from train.metrics import RunLog
+from train.watching.metrics import RunLog
 
 PEAK = 1e9
 """MFU is not needed, and measuring the peak takes longer than these steps."""

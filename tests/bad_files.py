@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.data.text.corpora import counting_documents, write_documents
-from train.metrics import METRICS
+from train.watching.metrics import METRICS
 
 DOCUMENTS, LENGTH = 40, 60
 

@@ -11,7 +11,7 @@ import pretrain_dit
 from pretrain_gpt import main
 from testing.ranks import run_ranks
 from testing.training import PEAK
-from train.metrics import METRICS, read_metrics
+from train.watching.metrics import METRICS, read_metrics
 
 TINY = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --seq-length 256 --device cpu

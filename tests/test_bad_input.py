@@ -20,7 +20,7 @@ from tests.endings import Ending, end
 from tests.pretraining import TINY, on_rank
 from tests.starts import PATIENCE
 from tools.prepare_data import main as prepare_data
-from train.metrics import METRICS
+from train.watching.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("--seq-length", "32", "--global-batch-size", "2", "--train-iters", "2")

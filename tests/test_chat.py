@@ -129,7 +129,7 @@ def test_two_processes(chats: Chats, want: Step) -> None:
 def test_a_run_trains_validates_and_goes_on(chats: Chats, tmp_path: Path) -> None:
     from testing.ranks import run_ranks
     from tests.pretraining import on_rank
-    from train.metrics import METRICS, read_metrics
+    from train.watching.metrics import METRICS, read_metrics
 
     def train(folder: str, *more: str) -> list[Any]:
         save = str(tmp_path / folder)

@@ -18,7 +18,7 @@ from tests.pretraining import TINY, on_rank
 from tests.runtime.test_signals import runs
 from tests.starts import PATIENCE, wait_until
 from train.loop import Trainer
-from train.metrics import METRICS, read_metrics
+from train.watching.metrics import METRICS, read_metrics
 
 ROOT = Path(__file__).parents[1]
 EXACT = ("iteration", "lm_loss", "grad_norm", "validation_loss")

@@ -10,7 +10,7 @@ import torch
 
 from tests.pretraining import TINY
 from tests.starts import PATIENCE
-from train.metrics import METRICS, read_metrics
+from train.watching.metrics import METRICS, read_metrics
 
 ENTRY = Path(__file__).parent.parent / "pretrain_gpt.py"
 

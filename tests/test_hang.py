@@ -11,7 +11,7 @@ from runtime.watchdog import EXCLUDE, FOLDER
 from tests.runtime.test_signals import runs
 from tests.starts import PATIENCE, wait_until
 from tests.test_ending import LONG, flags, ranks_of, torchrun
-from train.metrics import METRICS
+from train.watching.metrics import METRICS
 
 
 @pytest.mark.slow

@@ -16,9 +16,9 @@ from checkpoint.manifest import read_manifest
 from tests.parallel.tiny import ARCHITECTURE, Tiny, build, rewrite_manifest, save, train
 from tools.plot import LOSSES, read_curves
 from train.config.language import Config, parse_args
-from train.metrics import METRICS, cut_back
 from train.resume import progress_of
 from train.run import exit_status
+from train.watching.metrics import METRICS, cut_back
 
 Mutation = Callable[[Path], None]
 PROGRESS = {"iteration": 2, "consumed_samples": 8, "consumed_tokens": 64, "skipped_iterations": 0}

@@ -19,7 +19,7 @@ from testing.training import Records, trainer_of
 from tests.packed import TINY, Step, alone, as_it_is, over_ranks, validation_on_rank, write_packed
 from tests.pretraining import on_rank
 from train.config.language import load_config
-from train.metrics import METRICS, read_metrics
+from train.watching.metrics import METRICS, read_metrics
 
 LOSS, GRADIENTS = 1e-6, 5e-6
 """Bounds of relative differences from float64."""

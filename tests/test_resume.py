@@ -8,7 +8,7 @@ import pytest
 
 from tests.pretraining import differences, pretrain
 from train.config.language import load_config
-from train.metrics import METRICS, read_metrics
+from train.watching.metrics import METRICS, read_metrics
 
 STRIPED = ("--context-parallel-method", "striped", "--context-parallel-size", "2")
 EXACT = ("lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")

@@ -33,9 +33,9 @@ from tools.arguments import one_line_errors, parser_for, run_command
 from tools.convert_dit import export_dit, import_dit, is_dit
 from train.config.flags import config_file
 from train.config.language import Config, load_config, to_toml
-from train.health import Progress
 from train.resume import IMPORTED, trained
 from train.run import KEPT
+from train.watching.health import Progress
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

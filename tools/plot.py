@@ -115,7 +115,7 @@ def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tup
     Raises:
         UserError: the file is missing, a line is not the record of an iteration, or none has the fields.
     """
-    from train.metrics import read_metrics
+    from train.watching.metrics import read_metrics
 
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.exists():
@@ -152,7 +152,7 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
     from matplotlib.figure import Figure
 
     from tools.pictures import PALETTE
-    from train.metrics import LOSSES as UNITS
+    from train.watching.metrics import LOSSES as UNITS
 
     if not 0 <= smooth < 1:
         raise UserError(f"--smooth is {smooth}; it must be 0 to below 1")

@@ -57,7 +57,7 @@ def describe(run: Path, now: float, width: int) -> list[str]:
     Raises:
         UserError: its metrics cannot be read.
     """
-    from train.metrics import METRICS, loss_name, read_metrics
+    from train.watching.metrics import METRICS, loss_name, read_metrics
 
     if not run.is_dir():
         return [f"{run}   is not there yet, or is not a folder"]
@@ -81,7 +81,7 @@ def _who(run: Path) -> str:
     """Say who trains, and how often the run was started."""
     from runtime.files import LOCK
     from runtime.locks import alive
-    from train.metrics import STARTS
+    from train.watching.metrics import STARTS
 
     holder = alive(run / LOCK)
     starts = (run / STARTS).read_text().count("\n") if (run / STARTS).exists() else 0
@@ -90,7 +90,7 @@ def _who(run: Path) -> str:
 
 def _progress(run: Path, records: Sequence[dict[str, Any]]) -> str:
     """Draw how much is done, and say how long the rest takes at the pace of the last iterations."""
-    from train.progress import duration
+    from train.watching.progress import duration
 
     done, config = records[-1]["iteration"], run / "config.toml"
     goal = tomllib.loads(config.read_text())["train"]["train_iters"] if config.exists() else done
@@ -115,7 +115,7 @@ def _kept(run: Path, now: float) -> str:
     """Say which checkpoint is the newest, and its age."""
     from checkpoint.manifest import checkpoint_folder
     from checkpoint.search import saved_iterations
-    from train.progress import duration
+    from train.watching.progress import duration
 
     if not (found := saved_iterations(run)):
         return "  no checkpoint yet"

@@ -25,15 +25,15 @@ from train.ahead import Ahead
 from train.config.common import CommonConfig
 from train.ema import Ema
 from train.ending import Ending
-from train.health import Health, Progress
-from train.metrics import RunLog, memory_gb
 from train.objectives.base import Objective
 from train.optim import finish_step
-from train.peak import peak_flops
-from train.profile import DATA, SAVING, Profiler
-from train.progress import ProgressLines, few_samples
 from train.resume import AVERAGED, kept, resume, rolled_back
 from train.schedule import schedule_of
+from train.watching.health import Health, Progress
+from train.watching.metrics import RunLog, memory_gb
+from train.watching.peak import peak_flops
+from train.watching.profile import DATA, SAVING, Profiler
+from train.watching.progress import ProgressLines, few_samples
 
 
 @dataclass(kw_only=True)

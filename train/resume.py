@@ -28,8 +28,8 @@ from train.config.common import CommonConfig
 from train.config.entries import Config
 from train.config.flags import spelled
 from train.ema import Ema
-from train.health import Progress
 from train.schedule import schedule_of, shortened
+from train.watching.health import Progress
 
 Run = TypeVar("Run", bound=CommonConfig)
 OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")

@@ -21,8 +21,8 @@ from runtime.signals import end_with_launcher
 from runtime.together import from_first, is_first, one_voice, raise_together
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError, write_toml
-from train.health import Progress
-from train.metrics import METRICS, RunLog, check_services, disk_errors
+from train.watching.health import Progress
+from train.watching.metrics import METRICS, RunLog, check_services, disk_errors
 
 # How long failing ranks wait for the others, so that a launcher does not kill the one that reports the error.
 SECONDS_TO_SPEAK = 5.0

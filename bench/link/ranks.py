@@ -23,7 +23,7 @@ from testing.ranks import uninterrupted
 from testing.training import trainer_of
 from tools.profile_plan import measure
 from train.config.language import parse_args
-from train.metrics import RunLog
+from train.watching.metrics import RunLog
 
 PORT = 29400
 ANSWER_WITHIN = 300.0  # seconds in which the next iteration must end

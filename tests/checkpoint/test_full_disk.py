@@ -14,7 +14,7 @@ from data.errors import DataError
 from data.text.prepare import Request, prepare
 from tests.parallel.tiny import build, save, train
 from train.config.flags import ConfigError
-from train.metrics import METRICS, LoggingConfig, RunLog, read_metrics
+from train.watching.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 
 SIZE = 1 << 20
 

@@ -14,7 +14,7 @@ from slurm.virtual.cluster import missing, virtual_cluster
 from testing.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.starts import wait_until
-from train.metrics import METRICS, read_metrics
+from train.watching.metrics import METRICS, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no virtual cluster: {missing()}")

@@ -30,11 +30,11 @@ from testing.ranks import run_ranks
 from train import loop
 from train.assemble import build_runner
 from train.config.language import Config, TrainConfig
-from train.health import Progress, TrainingError
 from train.loop import Trainer
-from train.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 from train.objectives.language import NextToken
 from train.optim import OptimizerConfig, build_optimizer
+from train.watching.health import Progress, TrainingError
+from train.watching.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 
 LENGTH, VOCABULARY = 8, 31
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY)

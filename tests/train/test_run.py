@@ -23,11 +23,11 @@ from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, free_port
 from train.config.entries import DiTRunConfig
 from train.config.language import Config, ConfigError, load_config
-from train.health import Progress
-from train.metrics import METRICS, STARTS, LoggingConfig
 from train.optim import OptimizerConfig
 from train.resume import resume
 from train.run import claim_folder, exit_status, open_log, owning
+from train.watching.health import Progress
+from train.watching.metrics import METRICS, STARTS, LoggingConfig
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,11 +12,11 @@ from parallel.mesh import MeshConfig
 from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from train.config.flags import ConfigError
-from train.health import HealthConfig
-from train.metrics import LoggingConfig
 from train.optim import OptimizerConfig
-from train.profile import ProfileConfig
 from train.schedule import schedule_of
+from train.watching.health import HealthConfig
+from train.watching.metrics import LoggingConfig
+from train.watching.profile import ProfileConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ class Objective(ABC):
     """How a batch is sharded, what its loss is, and how records and progress lines name it."""
 
     loss_name: ClassVar[str]
-    """A record's field for the training loss, one of ``train.metrics.LOSSES``."""
+    """A record's field for the training loss, one of ``train.watching.metrics.LOSSES``."""
     unit: ClassVar[str]
     """What the rate counts; a record has it as ``UNIT_per_second``."""
 

@@ -15,9 +15,9 @@ from testing.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.train.test_loop import checkpoints, infinite_in, run_with, settings
 from train.config.language import Config
-from train.health import FAILURES, LEAST, Health, HealthConfig, Progress
 from train.loop import Trainer
-from train.metrics import METRICS, read_metrics
+from train.watching.health import FAILURES, LEAST, Health, HealthConfig, Progress
+from train.watching.metrics import METRICS, read_metrics
 
 CPU = torch.device("cpu")
 

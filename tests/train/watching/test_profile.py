@@ -12,7 +12,7 @@ from runtime.errors import UserError
 from testing.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.starts import PATIENCE
-from train.profile import DATA, SAVING, ProfileConfig, spent, table, total, union, without
+from train.watching.profile import DATA, SAVING, ProfileConfig, spent, table, total, union, without
 
 
 @dataclass

@@ -9,10 +9,10 @@ import pytest
 
 from testing.ranks import run_ranks
 from tests.train.test_loop import run_with, settings
-from tests.train.test_metrics import record
+from tests.train.watching.test_metrics import record
 from train.objectives.diffusion import Denoising
 from train.objectives.language import NextToken
-from train.progress import COLUMNS, ProgressLines, machine_line, progress_line
+from train.watching.progress import COLUMNS, ProgressLines, machine_line, progress_line
 
 
 def test_a_line_has_the_means_since_the_last_one() -> None:

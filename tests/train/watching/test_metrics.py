@@ -12,7 +12,7 @@ import torch
 
 from tests.starts import PATIENCE
 from train.config.language import ConfigError
-from train.metrics import (
+from train.watching.metrics import (
     METRICS,
     LoggingConfig,
     RunLog,
@@ -23,7 +23,7 @@ from train.metrics import (
     read_metrics,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def record(iteration: int, **more: Any) -> dict[str, Any]:
@@ -157,8 +157,8 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
 OFFLINE = """
 import sys
 from pathlib import Path
-from tests.train.test_metrics import record
-from train.metrics import LoggingConfig, RunLog
+from tests.train.watching.test_metrics import record
+from train.watching.metrics import LoggingConfig, RunLog
 config = LoggingConfig(wandb_project="longmesh-test", wandb_exp_name="offline")
 log = RunLog(Path(sys.argv[1]), config, {"train": {"seed": 7}}, 0)
 for i in range(1, 4):
@@ -190,7 +190,7 @@ def test_wandb_offline_holds_the_same_numbers(tmp_path: Path) -> None:
 
 def test_wandb_without_a_key_is_one_message(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    write_first = "from train.metrics import *; from pathlib import Path; import sys\n"
+    write_first = "from train.watching.metrics import *; from pathlib import Path; import sys\n"
     code = (
         write_first + "try:\n    RunLog(Path(sys.argv[1]), LoggingConfig(wandb_project='p'), {}, 0)\n"
         "except ConfigError as error:\n    print('MESSAGE', error)"

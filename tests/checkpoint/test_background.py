@@ -1,21 +1,67 @@
-"""Saves by a process beside the training: what they hold, and what is left when it is lost."""
+"""Saves by a process beside the training: what they hold, what they cost, and what is left when something fails."""
 
+import hashlib
+import os
+import shutil
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from checkpoint import drafts
 from checkpoint.api import load_checkpoint, save_checkpoint
 from checkpoint.background import Background
+from checkpoint.drafts import remove_drafts
 from checkpoint.keeping import Keeper
+from checkpoint.manifest import CheckpointError
 from checkpoint.search import find_checkpoint, saved_iterations
 from runtime.errors import UserError
+from runtime.together import from_first, gather_results
 from testing.ranks import run_ranks
+from tests.checkpoint.test_full_disk import disk, fill  # noqa: F401
 from tests.parallel.tiny import ARCHITECTURE, build, equal, train, whole_tensors
+
+STEPS = 8
 
 
 def begin(background: Background, folder: Path, iteration: int, model: Any, optimizer: Any) -> None:
     save_checkpoint(folder, iteration, model, optimizer, architecture=ARCHITECTURE, extra={}, beside=background)
+
+
+def all_ready(background: Background) -> bool:
+    """What the training loop finds out by a sum that a step makes anyway."""
+    ready = torch.tensor(float(background.ready))
+    dist.all_reduce(ready)
+    return ready.item() == dist.get_world_size()
+
+
+def train_on(folder: Path, every: int, background: Background) -> list[float]:
+    """Train to the end from the newest checkpoint, as a run does, with a save in every so many steps and at the end.
+
+    Returns the losses by step.
+    """
+    from_first(lambda: remove_drafts(folder))
+    model, optimizer = build(0, sharded=True)
+    start, losses = 0, []
+    if (path := find_checkpoint(folder, report=lambda note: None)) is not None:
+        start = int(path.name[5:])
+        load_checkpoint(path, model, optimizer, ARCHITECTURE)
+    for step in range(start, STEPS):
+        losses += train(model, optimizer, range(step, step + 1))
+        if all_ready(background):
+            background.step()
+        if (step + 1) % every == 0 or step + 1 == STEPS:
+            background.wait()
+            begin(background, folder, step + 1, model, optimizer)
+    background.wait()
+    return [0.0] * start + losses
 
 
 def _trained_while_saving(rank: int, size: int, folder: Path) -> tuple[bool, bool, list[int]]:
@@ -48,3 +94,170 @@ def test_what_is_written_is_the_state_at_the_save_and_a_lost_process_is_an_error
         assert left == [3, 2]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3\n"
     assert not list(tmp_path.glob("*.tmp"))
+
+
+HOOKS: dict[str, tuple[Any, str]] = {
+    "shard": (hashlib, "sha256"),
+    "fsync": (os, "fsync"),
+    "manifest": (drafts, "write_manifest"),
+    "rename": (Path, "rename"),
+    "pointer": (drafts, "write_text"),
+    "prune": (shutil, "rmtree"),
+}
+
+
+def dying(hook: str, job: Callable[[], Any]) -> Any:
+    """Do a job, in the process beside, and kill its rank and itself at a hook."""
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(*HOOKS[hook], die)
+    return job()
+
+
+def _killed(rank: int, size: int, folder: Path, hook: str, victim: int) -> None:
+    background = Background(Keeper(last=1, every=None))
+    plain, written = background._beside.begin, torch.save
+
+    def begin_to_die(job: Callable[[], Any]) -> None:
+        doomed = saved_iterations(folder) and saved_iterations(folder)[0] >= (6 if hook == "prune" else 3)
+        plain(partial(dying, hook, job) if doomed and rank == victim else job)
+
+    def die_while_staging(*args: Any, **more: Any) -> None:
+        if rank == victim and saved_iterations(folder):
+            os.kill(os.getpid(), signal.SIGKILL)
+        written(*args, **more)
+
+    if hook == "staging":
+        torch.save = die_while_staging
+    else:
+        background._beside.begin = begin_to_die  # type: ignore[method-assign]
+    train_on(folder, 3, background)
+
+
+def _whole(rank: int, size: int, folder: Path) -> list[float]:
+    return train_on(folder, 3, Background(Keeper(last=1, every=None)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hook", "victim"), [(hook, 0) for hook in (*HOOKS, "staging")] + [(hook, 1) for hook in ("shard", "staging")]
+)
+def test_a_kill_leaves_a_whole_checkpoint_and_the_run_goes_on_to_the_bit(
+    tmp_path: Path, hook: str, victim: int
+) -> None:
+    whole = run_ranks(_whole, 2, tmp_path / "whole")[0]
+    with pytest.raises(RuntimeError, match="rank"):
+        run_ranks(_killed, 2, tmp_path / "run", hook, victim)
+    newest = find_checkpoint(tmp_path / "run", report=lambda note: None)
+    assert newest == tmp_path / "run" / f"iter_{6 if hook in ('pointer', 'prune') else 3:07d}"
+    start = int(newest.name[5:])
+    assert run_ranks(_whole, 2, tmp_path / "run")[0][start:] == whole[start:]
+    assert saved_iterations(tmp_path / "run") == saved_iterations(tmp_path / "whole") == [STEPS]
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def filling(folder: Path, left: int, job: Callable[[], Any]) -> Any:
+    fill(folder, but=left)
+    return job()
+
+
+def _on_a_full_disk(rank: int, size: int, folder: Path, left: int, at: str) -> str:
+    background = Background(Keeper(last=1, every=None))
+    model, optimizer = build(0, sharded=True)
+    train(model, optimizer, range(1))
+    begin(background, folder, 1, model, optimizer)
+    background.wait()
+    plain, jobs = background._beside.begin, []
+
+    def begin_full(job: Callable[[], Any]) -> None:
+        jobs.append(job)
+        now = len(jobs) == (1 if at == "shards" else 2)
+        plain(partial(filling, folder, left, job) if now and rank == 0 else job)
+
+    background._beside.begin = begin_full  # type: ignore[method-assign]
+    begin(background, folder, 2, model, optimizer)
+    with pytest.raises(CheckpointError) as caught:
+        background.wait()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("at", "left", "newest"), [("shards", 0, 1), ("shards", 4096, 1), ("manifest", 0, 1), ("pointer", 4096, 2)]
+)
+def test_a_disk_that_fills_at_any_write_is_an_error_on_all_ranks(
+    disk: Path,  # noqa: F811
+    at: str,
+    left: int,
+    newest: int,
+) -> None:
+    first, second = run_ranks(_on_a_full_disk, 2, disk, left, at)
+    assert first == second
+    assert "iter_0000002." in first
+    assert f"bytes are free in {disk}" in first
+    assert saved_iterations(disk) == list(range(newest, 0, -1))
+    assert not list(disk.glob("*.tmp"))
+    assert find_checkpoint(disk, report=lambda note: None) == disk / f"iter_{newest:07d}", (
+        "after the rename it is whole"
+    )
+
+
+def _stalls(rank: int, size: int, folder: Path, saves: int) -> tuple[float, float]:
+    """Return the median seconds that training waits for a save of 192 MB at once, and beside it."""
+    state = {f"weight {number}": torch.randn(1 << 20) for number in range(48)}
+    background, at_once, beside = Background(Keeper(last=1, every=None)), [], []
+    for iteration in range(1, saves + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        save_checkpoint(folder / "once", iteration, state, None, architecture={}, extra={})
+        at_once.append(time.perf_counter() - start)
+        Keeper(last=1, every=None).prune(folder / "once")
+        dist.barrier()
+        start = time.perf_counter()
+        begin(background, folder / "beside", iteration, state, None)
+        beside.append(time.perf_counter() - start)
+        while background.under_way:
+            time.sleep(0.01)
+            if all_ready(background):
+                start = time.perf_counter()
+                background.step()
+                beside[-1] += time.perf_counter() - start
+    return statistics.median(at_once), statistics.median(beside)
+
+
+@pytest.mark.slow
+def test_training_waits_for_a_fifth_of_the_time_at_most(tmp_path: Path) -> None:
+    at_once, beside = (max(times) for times in zip(*run_ranks(_stalls, 2, tmp_path, 9), strict=True))
+    print(f"\n192 MB on 2 ranks: {at_once:.3f} s at once, {beside:.3f} s beside training, {beside / at_once:.1%}")
+    assert beside <= 0.2 * at_once
+
+
+def resident(pid: int) -> float:
+    """Megabytes that a process has to itself."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) / 1024
+
+
+def _fifty(rank: int, size: int, folder: Path) -> list[tuple[float, float, float]]:
+    state = {f"weight {number}": torch.randn(1 << 18) for number in range(8)}
+    background, seen = Background(Keeper(last=1, every=None)), []
+    for iteration in range(1, 51):
+        begin(background, folder, iteration, state, None)
+        background.wait()
+        pids = (os.getpid(), background._beside.process.pid)
+        handles = len(list(Path("/proc/self/fd").iterdir()))
+        seen.append((resident(pids[0]), resident(pids[1]), float(handles)))
+    return gather_results(lambda: seen)[rank]
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_fifty_saves(tmp_path: Path) -> None:
+    for seen in run_ranks(_fifty, 2, tmp_path):
+        early, late = seen[9], seen[49]
+        print(f"\nMB of the rank, of the process beside, file descriptors: {early} after 10 saves, {late} after 50")
+        assert late[0] - early[0] < 8
+        assert late[1] - early[1] < 8
+        assert late[2] == early[2]

@@ -68,12 +68,12 @@ say "before: 1,024 tokens, and 4,096"
 score 1k 1024 2048 4096
 
 say "4,096 tokens: RoPE scaled by YaRN, each sample shared by $NPROC processes"
-chats lines-2048 800 2048 60
-chats lines-4096 800 4096 100
-chats ends-4096 800 4096 12
+chats lines-2048 1000 2048 60
+chats lines-4096 1000 4096 100
+chats ends-4096 1000 4096 12
 pack 4k-data 4096 lines-24 ends-1024 lines-2048 lines-4096 ends-4096
 train 4k 1k 4096 --context-parallel-size "$NPROC" --context-parallel-method exchange \
-    --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --train-iters 2000 \
+    --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --train-iters 2500 \
     --max-position-embeddings 4096 --rope-scaling-type yarn --rope-scaling-factor 4 \
     --rope-scaling-original-max-position-embeddings 1024
 

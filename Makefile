@@ -46,7 +46,7 @@ start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(A
 	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$more --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention linear-bench parity lasp-table gpu-check hooks lock clean FORCE
+.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention linear-bench parity lasp-table papers gpu-check hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -124,6 +124,9 @@ linear-bench: $(READY) ## Linear attention against quadratic over length on one 
 
 lasp-table: $(READY) ## LASP's table of convergence at small scale: 24 runs of 300 updates, into papers/results/ (20 minutes)
 	@OMP_NUM_THREADS=1 exec $(PY) -m papers.lasp $(ARGS)
+
+papers: $(READY) ## The papers' tables, published and predicted and, where it is cheap here, measured, into papers/results/
+	@for paper in striped ring; do $(PY) -m papers.$$paper --results papers/results $(ARGS) || exit 1; done
 
 gpu-check: $(DEV) ## On one CUDA device: its tests and the attention bench, into bench/results/
 	$(PY) -m bench.gpu_check $(ARGS)

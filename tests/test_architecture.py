@@ -42,7 +42,7 @@ FOLDERS = {
     "tools": _folder("programs beside training: prepare, sample, plan, plot, vendor", f"{LIBRARY} train planner entry"),
     "testing": _folder("real ranks and measured machines, for tests and benchmarks", f"{LIBRARY} train planner entry"),
     "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools testing"),
-    "papers": _folder("papers' tables at small scale", f"{LIBRARY} train planner entry tools testing"),
+    "papers": _folder("papers' tables row by row", f"{LIBRARY} train planner entry tools testing"),
     "parity": _folder("every mesh equals one process", f"{LIBRARY} train planner entry tools testing"),
     "slurm": _folder("jobs of a scheduler, and a virtual cluster", f"{LIBRARY} train planner tools"),
 }
@@ -53,7 +53,7 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 MOST_FILES = 18
 LONGEST_FILE = 350
-MOST_LINES_OF_RESULTS = 1500
+MOST_LINES_OF_RESULTS = 2500
 
 
 def sources(root: Path) -> Iterator[Path]:
@@ -306,7 +306,7 @@ def test_a_long_file_is_seen(tmp_path):
 
 
 def test_results_are_tables_and_lines_and_no_curves():
-    """A line for each run, in JSON lines alone, whose curves lie outside the tree."""
+    """A line for each run or row, in JSON lines or CSV, whose curves lie outside the tree."""
     lines = tracked_results(ROOT)
     assert len(lines) > 5
     assert sum(lines.values()) < MOST_LINES_OF_RESULTS, lines

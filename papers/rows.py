@@ -1,0 +1,222 @@
+"""Tables row by row: published, predicted and measured, as text, JSON, Markdown, CSV and a picture.
+
+A paper's module has a ``Sheet`` for each of its tables and calls ``main``.
+"""
+
+import argparse
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from papers.table import markdown_rows
+from runtime.files import write_text
+from tools.arguments import parser_for
+
+Figures = Mapping[str, float | int | str | None]
+"""Figures by name; None where there is none."""
+COLUMNS = ("published", "analytic", "measured")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of a table; figures of one name are comparable."""
+
+    of: Mapping[str, str | int]
+    """What the row is about, by column."""
+    published: Figures = field(default_factory=dict)
+    analytic: Figures = field(default_factory=dict)
+    """Computed from the paper's formulas or predicted by the planner."""
+    measured: Figures | None = None
+    hardware: str
+    """The hardware of the published figures; of the measured ones too, where these are not among them."""
+    note: str = ""
+
+    @property
+    def difference(self) -> dict[str, float]:
+        """Return how far each predicted figure is from the published one, relative to that."""
+        pairs = {name: (self.analytic.get(name), value) for name, value in self.published.items()}
+        return {
+            name: ours / theirs - 1
+            for name, (ours, theirs) in pairs.items()
+            if isinstance(ours, float | int) and isinstance(theirs, float | int) and theirs
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """A picture in the paper's form: figures over a column; a panel, if any, and a curve for each value of others."""
+
+    x: str
+    figures: Mapping[str, str]
+    """Published figure to the predicted one drawn beside it."""
+    panel: str
+    curve: str
+    label: str
+    """Of the y axis."""
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sheet:
+    """A table of a paper."""
+
+    name: str
+    title: str
+    source: str
+    """Paper and table."""
+    rows: Callable[[], list[Row]]
+    explained: Callable[[Sequence[Row]], str]
+    """What the columns are, and what of the rows holds."""
+    measure: Callable[[], list[Row]] | None = None
+    """The rows with what this machine measures; None if it cannot."""
+    needs: str = ""
+    """What a measurement needs."""
+    curves: Curves | None = None
+    writes: bool = True
+    """Whether its files are written from its rows; otherwise its measurement writes them."""
+
+
+def as_json(sheet: Sheet, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the rows as data."""
+    return [
+        {
+            "table": sheet.name,
+            "of": dict(row.of),
+            **{column: getattr(row, column) and dict(getattr(row, column)) for column in COLUMNS},
+            "difference": row.difference,
+            "source": sheet.source,
+            "hardware": row.hardware,
+            "note": row.note,
+        }
+        for row in rows
+    ]
+
+
+def flat(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
+    """Return the names of all columns and the cells of all rows, None where a row has none."""
+    parts = ("of", *COLUMNS, "difference")
+    names: dict[tuple[str, str], None] = {}
+    for part in parts:
+        for row in rows:
+            names |= {(part, name): None for name in getattr(row, part) or ()}
+    notes = any(row.note for row in rows)
+    head = [name.replace("_", " ") if part == "of" else f"{part}: {name.replace('_', ' ')}" for part, name in names]
+    cells = [
+        [(getattr(row, part) or {}).get(name) for part, name in names] + ([row.note] if notes else []) for row in rows
+    ]
+    return head + (["note"] if notes else []), cells
+
+
+def _text(head: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if head.startswith("difference"):
+        return f"{value:+.1%}"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def as_markdown(sheet: Sheet, rows: Sequence[Row], command: str) -> str:
+    """Format a table with its source, its hardware and what holds."""
+    head, cells = flat(rows)
+    body = [[_text(name, value) for name, value in zip(head, row, strict=True)] for row in cells]
+    hardware = ", ".join(dict.fromkeys(row.hardware for row in rows))
+    about = [f"{sheet.source}. {hardware}.", f"Made by `{command}`.", sheet.explained(rows)]
+    prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
+    return "\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *markdown_rows(head, body)]) + "\n"
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """Format a table with a line per row, floats with 6 digits."""
+    head, cells = flat(rows)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerows([head, *([f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in cells)])
+    return out.getvalue()
+
+
+def draw(curves: Curves, rows: Sequence[Row], path: Path) -> None:
+    """Draw the published figures as points and the predicted ones as lines."""
+    from matplotlib.figure import Figure
+
+    from tools.pictures import PALETTE
+
+    panels = [(name, list(found)) for name, found in groupby(rows, key=lambda row: row.of.get(curves.panel, ""))]
+    figure = Figure(figsize=(1.5 + 3.5 * len(panels), 4.4), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for ax, (panel, shown) in zip(axes, panels, strict=True):
+        names = dict.fromkeys(row.of[curves.curve] for row in shown)
+        for colour, name in zip(PALETTE, names, strict=False):
+            own = [row for row in shown if row.of[curves.curve] == name]
+            x = [row.of[curves.x] for row in own]
+            for index, (published, analytic) in enumerate(curves.figures.items()):
+                number = [[_number(row.published.get(published)), _number(row.analytic.get(analytic))] for row in own]
+                theirs, ours = zip(*number, strict=True)
+                ax.plot(x, theirs, "o", color=colour, markersize=5, alpha=0.7)
+                ax.plot(x, ours, "-", color=colour, linewidth=1.4, label=None if index else str(name))
+        ax.set(title=f"{panel}", xlabel=curves.x.replace("_", " "))
+        if all(isinstance(row.of[curves.x], int) for row in shown):
+            ax.set_xscale("log", base=2)
+        else:
+            ax.tick_params(axis="x", rotation=60)
+        if curves.logarithmic:
+            ax.set_yscale("log", base=2)
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(frameon=False, fontsize=8)
+    axes[0].set_ylabel(f"{curves.label}: points published, lines predicted")
+    figure.savefig(path, dpi=90)
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, float | int) else float("nan")
+
+
+def main(paper: str, sheets: Sequence[Sheet], description: str | None, argv: list[str] | None = None) -> int:
+    """Run a paper's command; return 1 after an error."""
+    parser = parser_for(f"python -m papers.{paper}", description)
+    tables = {sheet.name: sheet for sheet in sheets}
+    parser.add_argument("--table", choices=list(tables), help="one of %(choices)s (default: all)")
+    parser.add_argument("--measure", action="store_true", help="also measure here what this machine can")
+    parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="also write Markdown, CSV and pictures there")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    data: list[dict[str, Any]] = []
+    try:
+        for sheet in [tables[args.table]] if args.table else sheets:
+            data += as_json(sheet, _shown(paper, sheet, args))
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(data, indent=1))
+    return 0
+
+
+def _shown(paper: str, sheet: Sheet, args: argparse.Namespace) -> list[Row]:
+    """Make a table's rows, measured if asked; print it, and write its files."""
+    if args.measure and sheet.measure is None:
+        print(f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr)
+    measured = args.measure and sheet.measure is not None
+    rows = sheet.measure() if measured and sheet.measure else sheet.rows()
+    command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * measured}"
+    text = as_markdown(sheet, rows, command)
+    if not args.json:
+        print(text)
+    if args.results and sheet.writes:
+        base = args.results / f"{paper}_{sheet.name}"
+        write_text(base.with_suffix(".md"), text)
+        write_text(base.with_suffix(".csv"), as_csv(rows))
+        if sheet.curves:
+            draw(sheet.curves, rows, base.with_suffix(".png"))
+    return rows

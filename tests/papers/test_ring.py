@@ -1,0 +1,47 @@
+"""Ring Attention's tables: minimal blocks as printed, FLOPs by the registry's count, every longest context."""
+
+import pytest
+
+from model.config import ModelConfig
+from model.registry import flops_per_token
+from papers import ring
+
+
+def test_minimal_blocks_are_as_printed_but_one() -> None:
+    found = {str(row.of["device"]): row for row in ring.minimal_blocks()}
+    assert len(found) == 5
+    wrong = [name for name, row in found.items() if row.published != row.analytic]
+    assert wrong == ["A100 InfiniBand"]  # 312 TF / 12.5 GB/s is 24.96 thousand tokens, where 24.5 is printed
+    assert found[wrong[0]].analytic == {"block": 25.0, "sequence": 149.8}
+    assert max(found[wrong[0]].difference.values()) < 0.021
+
+
+def test_a_ring_holds_the_papers_six_blocks() -> None:
+    *others, own = ring.activations()
+    assert own.published["bytes"] == 6 * 8192 * 4096
+    assert own.difference == {"bytes": 1.0}  # six blocks of two bytes an element
+    assert all(row.analytic["bytes"] is None for row in others)
+
+
+def test_flops_grow_as_printed_and_as_the_registry_counts() -> None:
+    stated = [row for row in ring.flops() if row.published["ratio"]]
+    assert [(row.published["ratio"], row.analytic["ratio"]) for row in stated] == [(162.6, 162.6)]
+    model = ModelConfig(
+        model_type="gpt",
+        num_layers=1,
+        hidden_size=4096,
+        num_attention_heads=32,
+        vocab_size=8,
+        max_position_embeddings=8,
+    )
+    ratio = flops_per_token(model, 1 << 20) / flops_per_token(model, 4096)
+    assert ratio == pytest.approx(ring.flops_ratio(4096, 1 << 20, share=0.5), rel=1e-3)
+
+
+def test_every_longest_context_is_within_a_factor_of_two() -> None:
+    rows = ring.max_context()
+    assert len(rows) == 13
+    assert [row.of for row in rows if not ring.within(row)] == []
+    assert [row.of for row in rows if not ring.within(row, "blockwise_attention_and_ffn")] == []
+    assert ring.longest("7B", "ring_attention", 8, 40.0) < ring.longest("7B", "ring_attention", 8, 80.0)
+    assert ring.longest("13B", "ring_attention", 8, 16.0) == 0  # not even its weights

@@ -1,0 +1,49 @@
+"""Tables row by row: differences, columns, files, and what the commands say of a wrong or unmeasurable table."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from papers import ring
+from papers.rows import Row, as_csv, flat
+
+ROWS = [
+    Row(of={"model": "1B"}, published={"speedup": 2.0, "gain": None}, analytic={"speedup": 2.5}, hardware="a GPU"),
+    Row(of={"model": "3B"}, published={"gain": 1}, measured={"bytes": 8}, hardware="a GPU", note="why"),
+]
+
+
+def test_what_is_published_and_predicted_is_compared() -> None:
+    assert ROWS[0].difference == {"speedup": 0.25}
+    assert ROWS[1].difference == {}
+    head, cells = flat(ROWS)
+    assert head[:4] == ["model", "published: speedup", "published: gain", "analytic: speedup"]
+    assert head[4:] == ["measured: bytes", "difference: speedup", "note"]
+    assert cells == [["1B", 2.0, None, 2.5, None, 0.25, ""], ["3B", None, 1, None, 8, None, "why"]]
+    assert as_csv(ROWS).splitlines()[1] == "1B,2,,2.5,,0.25,"
+
+
+def test_json_has_every_row_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ring.main(["--table", "minimal_block", "--json", "--measure"]) == 0
+    shown = capsys.readouterr()
+    data = json.loads(shown.out)
+    assert len(data) == 5
+    assert data[1]["published"] == {"block": 24.5, "sequence": 149.5}
+    assert data[1]["measured"] is None
+    assert "table 2" in data[1]["source"]
+    assert data[1]["hardware"] == "A100 InfiniBand"
+    assert "minimal_block is not measured, but predicted" in shown.err
+
+
+def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ring.main(["--table", "flops", "--results", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ring_flops.csv", "ring_flops.md", "ring_flops.png"]
+    assert (tmp_path / "ring_flops.md").read_text().strip() == capsys.readouterr().out.strip()
+
+
+def test_an_unknown_table_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ring.main(["--table", "nothing"])
+    assert "minimal_block" in (said := capsys.readouterr().err)
+    assert said.count("\n") == 1

@@ -126,7 +126,7 @@ def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tup
     for (iteration, record), hour in zip(records, hours, strict=True):
         place = {"iteration": iteration, "hours": hour}.get(by, record.get("consumed_tokens", 0))
         for field, values in found.items():
-            if record.get(field) is not None:
+            if isinstance(record.get(field), int | float):
                 values.append((place, record[field]))
     if not any(found.values()):
         held = ", ".join(records[-1][1]) if records else "no iteration"

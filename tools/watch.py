@@ -74,6 +74,8 @@ def describe(run: Path, now: float, width: int) -> list[str]:
     lines += [_progress(run, records), shown + sparkline(losses, max(0, width - len(shown))), _rates(records)]
     if last.get("skipped_iterations"):
         lines.append(f"  {last['skipped_iterations']} iterations skipped, their gradients not finite")
+    if slow := [record for record in records[-TAIL:] if "slowest_rank" in record]:
+        lines.append(f"  slowest: rank {slow[-1]['slowest_rank']}, {slow[-1]['slowest_behind']:.0%} behind the median")
     return [*lines, _kept(run, now)]
 
 

@@ -32,7 +32,7 @@ from train.schedule import schedule_of
 from train.watching.health import Health, Progress
 from train.watching.metrics import RunLog, memory_gb
 from train.watching.peak import peak_flops
-from train.watching.profile import DATA, SAVING, Profiler
+from train.watching.profile import DATA, SAVING, UPDATE, Profiler
 from train.watching.progress import ProgressLines, few_samples
 
 
@@ -127,6 +127,7 @@ class Trainer:
                 if self.valid_data is not None and (last or progress.iteration % config.train.eval_interval == 0):
                     steps.wait()
                     record |= self._validate(self.valid_data)
+                record |= self._profiler.stragglers.step(progress.iteration, record["iteration_time_ms"], last)
                 self._report(record, lines.add(record, time.monotonic(), last))
                 owed = owed or _divides(config.checkpoint.save_interval, progress.iteration)
                 if config.checkpoint.save and (last or (owed and not progress.skipped_in_a_row)):
@@ -184,11 +185,12 @@ class Trainer:
         loss, norm = self._forward_backward(micro_batches, valid)
         self._last = micro_batches, valid, loss
         why = self._health.judge(loss, norm)
-        if not why:
-            self.optimizer.step()
-            if self.ema is not None:
-                self.ema.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        with self._profiler.part(UPDATE):
+            if not why:
+                self.optimizer.step()
+                if self.ema is not None:
+                    self.ema.update()
+            self.optimizer.zero_grad(set_to_none=True)
         tokens = self.global_batch_size * self.config.sequence_length
         self.progress.consumed_samples += self.global_batch_size
         self.progress.consumed_tokens += tokens
@@ -295,7 +297,8 @@ class Trainer:
 
     @cached_property
     def _profiler(self) -> Profiler:
-        return Profiler(self.config.profiling, self.config.checkpoint.save, self.mesh.device, self._say)
+        save, device, interval = self.config.checkpoint.save, self.mesh.device, self.config.logging.log_interval
+        return Profiler(self.config.profiling, save, device, self._say, self.runner.parts, interval)
 
     @cached_property
     def _batching(self) -> Batching:

@@ -123,7 +123,7 @@ class RunLog:
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value if math.isfinite(value) else None for name, value in record.items()}
+    return {n: v if isinstance(v, list) or math.isfinite(v) else None for n, v in record.items()}
 
 
 def _append(file: FileIO, line: bytes) -> None:
@@ -190,7 +190,8 @@ def _check_record(record: dict[str, Any]) -> None:
     if not any(name in record for name in LOSSES):
         raise KeyError(" or ".join(LOSSES))
     for name, value in record.items():
-        if type(value) not in (int, float, type(None)):
+        numbers = value if isinstance(value, list) else [value]
+        if any(type(number) not in (int, float, type(None)) for number in numbers):
             raise TypeError(f"{name} is {value!r:.40}")
 
 
@@ -239,7 +240,7 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in record.items() if name != "iteration" and value is not None}
+    return {name: value for name, value in record.items() if name != "iteration" and isinstance(value, int | float)}
 
 
 def check_services(config: LoggingConfig) -> None:

@@ -2,8 +2,8 @@
 
 import json
 import socket
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -12,16 +12,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.together import raise_together
+from train.watching.stragglers import DATA, UPDATE, Stragglers
+
+__all__ = ["DATA", "SAVING", "UPDATE", "ProfileConfig", "Profiler", "Spent", "spent", "table"]
 
 Interval = tuple[int, int]
 """Start and end in nanoseconds."""
 FOLDER = "profile"
-DATA, SAVING = "longmesh: data", "longmesh: saving"
+SAVING = "longmesh: saving"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +74,20 @@ class Spent:
 
 
 class Profiler:
-    """Follow the profiled iterations of a run; without --profile, nothing."""
+    """Measure the parts of steps on every rank: always where none waits, with --profile all of some iterations."""
 
     def __init__(
-        self, config: ProfileConfig, save: str | None, device: torch.device, say: Callable[[str], None]
+        self,
+        config: ProfileConfig,
+        save: str | None,
+        device: torch.device,
+        say: Callable[[str], None],
+        parts: Sequence[nn.Module],
+        interval: int,
     ) -> None:
         """Raises UserError if a profile is asked for and there is no folder for it, or a profiled rank is none."""
         self._config, self._device, self._say = config, device, say
+        self.stragglers = Stragglers(parts, device, interval, say)
         self._profile: profile | None = None
         self._begun = 0
         if config.profile and save is None:
@@ -99,9 +110,11 @@ class Profiler:
         elif iteration == self._config.profile_step_end:
             self.end(iteration)
 
-    def part(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context that counts as ``DATA`` or ``SAVING``."""
-        return nullcontext() if self._profile is None else record_function(name)
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count a block as ``DATA``, ``UPDATE`` or ``SAVING``."""
+        with self.stragglers.part(name), nullcontext() if self._profile is None else record_function(name):
+            yield
 
     def end(self, iteration: int) -> None:
         """Write what was followed until before this iteration, if anything is; collective."""

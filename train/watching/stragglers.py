@@ -1,0 +1,111 @@
+"""Which rank is slow: the time that each spends where it waits for no other, compared every logging interval."""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from model.layers import MLP, SwiGLU
+from runtime.processes import NODE
+
+DATA, UPDATE = "longmesh: data", "longmesh: update"
+PHASES = ("data_ms", "update_ms", "mlp_ms")
+"""Fields of a record with a list by rank: per step, waiting for a batch and the optimizer's update; per call, the first
+feed-forward layer. Ranks wait for each other in all the rest of a step, which takes all of them the same time."""
+BEHIND = 0.2
+CALLS = 64
+
+
+class Stragglers:
+    """Clocks of one rank. ``step`` is collective."""
+
+    def __init__(
+        self, parts: Sequence[nn.Module], device: torch.device, interval: int, say: Callable[[str], None]
+    ) -> None:
+        """Compare the ranks every ``interval`` iterations."""
+        self._device, self._interval, self._say = device, interval, say
+        self._seconds = dict.fromkeys((DATA, UPDATE), 0.0)
+        self._steps: list[float] = []
+        self._calls = deque[tuple[Any, Any]](maxlen=CALLS)
+        self._behind = deque([-1, -1, -1], maxlen=3)
+        """The ranks found behind at the last intervals; -1 for none."""
+        layers = (layer for part in parts for layer in part.modules() if isinstance(layer, (MLP, SwiGLU)))
+        if (layer := next(layers, None)) is not None and dist.get_world_size() > 1:
+            began: list[Any] = [None]
+            layer.register_forward_pre_hook(lambda *_: began.__setitem__(0, self._now()))
+            layer.register_forward_hook(lambda *_: self._calls.append((began[0], self._now())), prepend=True)
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count a block's time as ``DATA`` or ``UPDATE``; any other is not compared."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if name in self._seconds:
+                self._seconds[name] += time.perf_counter() - start
+
+    def step(self, iteration: int, milliseconds: float, last: bool) -> dict[str, Any]:
+        """Count a step; at an interval's end compare the ranks, with one sum of three numbers of each.
+
+        Returns:
+            Fields of the step's record; none within an interval, and on a single rank.
+        """
+        self._steps.append(milliseconds)
+        size = dist.get_world_size()
+        if size == 1 or not (last or iteration % self._interval == 0):
+            return {}
+        table = torch.zeros(size, len(PHASES), dtype=torch.float64)
+        mine = [1e3 * seconds / len(self._steps) for seconds in self._seconds.values()]
+        table[dist.get_rank()] = torch.tensor([*mine, self._of_calls()])
+        table = table.to(self._device)
+        dist.all_reduce(table)
+        found = dict(zip(PHASES, table.T.tolist(), strict=True))
+        rank, share, phase = slowest(found, statistics.median(self._steps))
+        self._behind.append(rank if share > BEHIND else -1)
+        if (before := self._behind)[0] != before[1] == before[2] >= 0:
+            its, median = found[phase][rank], statistics.median_low(found[phase])
+            where = f"{phase} {its:.4g}, median {median:.4g}"
+            self._say(f"warning: rank {rank}{_host(rank)} is {share:.0%} behind the median: {where}")
+        self._steps, self._seconds = [], dict.fromkeys(self._seconds, 0.0)
+        self._calls.clear()
+        return found | {"slowest_rank": rank, "slowest_behind": share}
+
+    def _of_calls(self) -> float:
+        """Return the median of the layer's calls in ms, 0 without any."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return statistics.median([begin.elapsed_time(end) for begin, end in self._calls] or [0.0])
+        return 1e3 * statistics.median([end - begin for begin, end in self._calls] or [0.0])
+
+
+def slowest(found: dict[str, list[float]], step: float) -> tuple[int, float, str]:
+    """Return the rank that is the most behind the median (of two the faster one's), by how much, and in which phase.
+
+    The layer's time is compared with the median's, what is once in a step with the ``step``: both in ms.
+    """
+    shares = []
+    for phase, times in found.items():
+        middle = statistics.median_low(times)
+        whole = middle if phase == "mlp_ms" else step
+        shares += [((mine - middle) / whole if whole else 0.0, -rank, phase) for rank, mine in enumerate(times)]
+    share, rank, phase = max(shares)
+    return -rank, share, phase
+
+
+def _host(rank: int) -> str:
+    store, key = dist.distributed_c10d._get_default_store(), NODE.format(rank)
+    return f" on {store.get(key).decode()}" if store.check([key]) else ""

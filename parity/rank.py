@@ -3,29 +3,26 @@
 import hashlib
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import parallel.data
 import pretrain_dit
 import pretrain_gpt
 from checkpoint import saving
-from data.loader import Batch, Batching, Samples
-from model.base import generator_of
+from data.loader import Samples
+from model.base import generator_of, initial_weight
 from model.dit import initial_dit_weight
-from model.dit_config import DiTConfig
-from parallel.pipeline.schedule import PipelineRunner
+from parity.modules import Notes, Piece
+from parity.samples import feed
 from testing.training import Records, trainer_of
-from train import loop, optim
+from train import optim
 from train.loop import Trainer
-from train.objectives.diffusion import Denoising
 
 
 @dataclass
@@ -39,6 +36,8 @@ class Found:
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     digests: dict[str, dict[str, str]] = field(default_factory=dict)
     memory_mb: float = 0.0
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    """Of each module in the first step, if a run's own samples are trained on."""
 
     def keep(self, moment: str, values: dict[str, Tensor], send: bool) -> None:
         """Store tensors, gathering DTensors whole: collective over their meshes."""
@@ -50,11 +49,12 @@ class Found:
 class Masked:
     """Samples with labels masked by the sample's index, so that ranks get unequal numbers of valid tokens.
 
-    Of eight samples, one has none, two end early, two start late, and the rest lack a range in the middle.
+    Of eight samples, one has none, two end early, two start late, and the rest lack a range in the middle: of the
+    first ones that which ``first`` says.
     """
 
-    def __init__(self, data: Samples) -> None:
-        self._data = data
+    def __init__(self, data: Samples, first: int = 0) -> None:
+        self._data, self._first = data, first
 
     def __len__(self) -> int:
         return len(self._data)
@@ -65,50 +65,68 @@ class Masked:
         if index is not None:
             length = len(mask)
             kinds = (0, length), (length // 4, length), (0, length // 2), (40, 47)
-            mask[slice(*kinds[(0, 1, 2, 3, 3, 2, 1, 3)[index % 8]])] = 0
+            mask[slice(*kinds[(0, 1, 2, 3, 3, 2, 1, 3)[(self._first + index) % 8]])] = 0
         return {**sample, "loss_mask": mask}
 
 
 class Left:
-    """Samples of latents of which three in eight carry no loss."""
+    """Samples of latents of which three in eight carry no loss: of the first ones those that ``first`` says."""
 
-    def __init__(self, data: Samples) -> None:
-        self._data = data
+    def __init__(self, data: Samples, first: int = 0) -> None:
+        self._data, self._first = data, first
 
     def __len__(self) -> int:
         return len(self._data)
 
     def __getitem__(self, index: int | None) -> dict[str, Tensor]:
-        return self._data[None if index is not None and index % 8 in (0, 4, 6) else index]
+        return self._data[None if index is not None and (self._first + index) % 8 in (0, 4, 6) else index]
 
 
 def train(
-    rank: int, world_size: int, flags: Sequence[str], sabotage: str | None = None, diffusion: bool = False
+    rank: int,
+    world_size: int,
+    flags: Sequence[str],
+    sabotage: Callable[[], None] | None = None,
+    diffusion: bool = False,
+    samples: Path | None = None,
 ) -> Found:
-    """Train on the joined processes; with ``sabotage``, break what it names first."""
-    if diffusion:
-        pretrain_dit.initial_dit_weight = _alive
+    """Train on the joined processes; ``sabotage`` breaks something first.
+
+    On ``samples`` (``parity.samples``) in the place of the data, if given, with a note of what modules return.
+    """
+    pretrain_dit.initial_dit_weight = _alive(initial_dit_weight)
+    if samples is not None:  # adapters and biases begin at zero too
+        pretrain_gpt.initial_weight = _alive(initial_weight)
     before = _peak_mb()
     if sabotage is not None:
-        SABOTAGE[sabotage]()
-    log = Records()
-    found = Found(log.records)
+        sabotage()
+    log, notes = Records(), Notes()
+    found = Found(log.records, pieces=notes.pieces)
+    if samples is not None:
+        feed(samples, notes)
     with trainer_of(pretrain_dit if diffusion else pretrain_gpt, flags, log) as trainer:
         mesh = trainer.mesh
-        trainer.train_data = Left(trainer.train_data) if diffusion else Masked(trainer.train_data)
+        if samples is None:
+            trainer.train_data = Left(trainer.train_data) if diffusion else Masked(trainer.train_data)
+        else:
+            notes.watch(trainer.runner.parts, (mesh.tp.get_local_rank(), mesh.tp.size()))
         send = mesh.dp_cp.get_local_rank() == mesh.tp.get_local_rank() == 0
         found.keep("loaded" if trainer.progress.iteration else "initial", state(trainer), send)
-        _watch(trainer, found, send)
+        _watch(trainer, found, send, notes)
         trainer.run()
         found.keep("final", weights(trainer), send)
     found.memory_mb = _peak_mb() - before
     return found
 
 
-def _alive(config: DiTConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Return a DiT parameter's initial value, or small random numbers if it is zero."""
-    value = initial_dit_weight(config, name, shape, seed)
-    return value if value.any() else value.normal_(0.0, 0.02, generator=generator_of(seed, name))
+def _alive(initial: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return what gives a parameter's initial value, or small random numbers where it is zero."""
+
+    def value_of(config: Any, name: str, shape: Sequence[int], seed: int) -> Tensor:
+        value = initial(config, name, shape, seed)
+        return value if value.any() else value.normal_(0.0, 0.02, generator=generator_of(seed, name))
+
+    return value_of
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -125,11 +143,12 @@ def state(trainer: Trainer) -> dict[str, Tensor]:
     return found
 
 
-def _watch(trainer: Trainer, found: Found, send: bool) -> None:
-    """Store the first step's gradients before clipping, and what the first checkpoint saves."""
+def _watch(trainer: Trainer, found: Found, send: bool, notes: Notes) -> None:
+    """Store the first step's gradients before clipping, which ends the notes, and what the first checkpoint saves."""
     clip, save = optim.clip_gradients, saving.save_checkpoint
 
     def noting_clip(parameters: Any, norm: float, largest: float) -> None:
+        notes.on = False
         if "gradients" not in found.tensors:
             parts = trainer.runner.parts
             gradients = {name: p.grad for part in parts for name, p in part.named_parameters() if p.grad is not None}
@@ -156,77 +175,3 @@ def _peak_mb() -> float:
     """Return this process's largest resident set so far, in MB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1e6 if sys.platform == "darwin" else 1e6 / 1024)
-
-
-def _layer_not_reduced() -> None:
-    """Make legacy_ddp skip the second layer's gradients."""
-    finish = optim.finish_gradients
-
-    def some(model: nn.Module, mesh: DeviceMesh, strategy: parallel.data.Strategy) -> None:
-        reduced = [p for name, p in model.named_parameters() if not name.startswith("layers.1.")]
-        finish(nn.ParameterList(reduced), mesh, strategy)
-
-    optim.finish_gradients = some
-
-
-def _local_mean() -> None:
-    """Divide by each rank's own number of valid tokens, and average the means."""
-    next_step = Trainer._next_step
-
-    def local(self: Trainer, steps: Any) -> Any:
-        micro_batches, _, flops = next_step(self, steps)
-        return micro_batches, sum(map(self.objective.count, micro_batches)) * self.mesh.dp_cp.size(), flops
-
-    Trainer._next_step = local  # type: ignore[method-assign]
-
-
-def _alike_shards() -> None:
-    """Start every rank's shard with the values of the first."""
-
-    def first(whole: Tensor, like: DTensor) -> Tensor:
-        local = like.to_local()
-        return whole.flatten()[: local.numel()].view(local.shape)
-
-    parallel.data.own_shard = first
-
-
-def _stage_without_norm() -> None:
-    """Leave most parameters of all but the first stage out of the gradient norm."""
-    parameters = PipelineRunner.parameters
-
-    def some(self: PipelineRunner) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in parameters(self).items() if 0 in self.own or name == "norm.weight"}
-
-    PipelineRunner.parameters = some  # type: ignore[method-assign]
-
-
-def _noise_of_ranks() -> None:
-    """Make the noise depend on the rank that draws it."""
-    drawn = Denoising._drawn
-    Denoising._drawn = lambda self, sample: drawn(self, 1000 * dist.get_rank() + sample)  # type: ignore[method-assign]
-
-
-def _copies_left_alone() -> None:
-    """Do not sum the gradients of parameters that several pipeline stages hold."""
-    PipelineRunner._sum_copies = lambda *_: None  # type: ignore[method-assign]
-
-
-def _samples_skipped() -> None:
-    """Start two samples too late; one alone might be the fully masked one, replaced by another such one."""
-    batches = loop.batches
-
-    def later(dataset: Samples, batching: Batching, consumed_samples: int) -> Iterator[list[Batch]]:
-        return batches(dataset, batching, consumed_samples + 2)
-
-    loop.batches = later
-
-
-SABOTAGE: dict[str, Callable[[], None]] = {
-    "a layer's gradients are not reduced": _layer_not_reduced,
-    "local means instead of the global one": _local_mean,
-    "shards are initialised alike": _alike_shards,
-    "a stage's norm is missing": _stage_without_norm,
-    "samples are skipped": _samples_skipped,
-    "noise is drawn by each rank": _noise_of_ranks,
-    "copies of a pipeline's embeddings are left alone": _copies_left_alone,
-}

@@ -39,7 +39,9 @@ FOLDERS = {
     "parallel/context": _folder("attention over sequences that ranks share", "kernels runtime"),
     "train": _folder("the one loop that both entries share", LIBRARY),
     "planner": _folder("which arrangement is fastest", f"{LIBRARY} train"),
-    "tools": _folder("programs beside training: prepare, sample, plan, plot, vendor", f"{LIBRARY} train planner entry"),
+    "tools": _folder(
+        "programs beside training: prepare, sample, plan, plot, vendor", f"{LIBRARY} train planner entry parity"
+    ),
     "testing": _folder("real ranks and measured machines, for tests and benchmarks", f"{LIBRARY} train planner entry"),
     "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools testing"),
     "papers": _folder("papers' tables row by row", f"{LIBRARY} train planner entry tools testing"),

@@ -1,11 +1,13 @@
 """A checkpoint of any mesh goes on on any other: the same bits are loaded, and the same samples follow."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from parity.cases import Case
 from parity.run import Run, equal, trained
+from tests.parity.bugs import samples_skipped
 
 BOUND = 1e-6
 PAIRS = [
@@ -49,13 +51,13 @@ def test_a_checkpoint_goes_on_on_another_mesh(
 
 def test_other_samples_would_be_seen(default_data: Path, tmp_path: Path) -> None:
     """The bound on losses is one on the order of samples: two samples too late, and they are far apart."""
-    went_on, resumed = both("llama", Case(dp=2), Case(method="none"), default_data, tmp_path, "samples are skipped")
+    went_on, resumed = both("llama", Case(dp=2), Case(method="none"), default_data, tmp_path, samples_skipped)
     assert equal(resumed.tensors["loaded"], went_on.tensors["saved"])
     assert losses_apart(resumed, went_on) > 1000 * BOUND
 
 
 def both(
-    kind: str, first: Case, second: Case, data: Path, folder: Path, sabotage: str | None = None
+    kind: str, first: Case, second: Case, data: Path, folder: Path, sabotage: Callable[[], None] | None = None
 ) -> tuple[Run, Run]:
     """5 iterations on one mesh, and from the second one's checkpoint on another."""
     went_on = trained(kind, first, data, None, "--save", str(folder), "--save-interval", "2", iterations=5)

@@ -1,0 +1,127 @@
+"""A run on its mesh against the same in one process, both shrunk: everything compared in the order of a step."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parity.modules import GRADIENT, furthest_of_modules
+from parity.rank import Left, Masked, train
+from parity.run import LOSS, NORM, Run, merged
+from parity.samples import Few, samples_of
+from parity.shrink import shrunk
+from testing.ranks import run_ranks
+from train.config.common import CommonConfig
+from train.config.entries import Config
+from train.config.flags import write_toml
+from train.watching.metrics import loss_name
+
+MODULES, PARAMETERS = 1e-4, 2e-5
+"""Bounds on what modules return and its gradients, and on parameters' gradients; rounding makes some 1e-6."""
+SECONDS = 900.0
+
+
+class Difference(NamedTuple):
+    """How far something is from one process's, its largest value there, and the bound on the one by the other."""
+
+    what: str
+    size: float
+    largest: float
+    bound: float
+
+    @property
+    def within(self) -> bool:
+        """Whether the bound holds; it does not for NaN."""
+        return self.size <= self.bound * self.largest
+
+    def __str__(self) -> str:
+        return f"{self.what}, by {self.size:.1e} of {self.largest:.1e}"
+
+
+def compared(
+    asked: CommonConfig,
+    world_size: int | None = None,
+    sabotage: Callable[[], None] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Difference]:
+    """Train a run of ``world_size`` processes, shrunk, on its mesh and in one process; return all differences in order.
+
+    Args:
+        sabotage: breaks something in each process of the mesh.
+        say: takes lines about the progress.
+
+    Raises:
+        UserError: the run cannot be shrunk, or its data cannot be read.
+        RuntimeError: a process failed, with its traceback.
+    """
+    small = shrunk(asked, world_size)
+    shape, mesh, batch = small.config.shape, small.config.mesh, small.config.train.batch_size(1)
+    sizes = (f"{name.split('_')[0]} {size}" for name, size in vars(mesh).items() if name.endswith("_size"))
+    left = f"; no room for {' and '.join(small.left_out)} beside these" if small.left_out else ""
+    say(
+        f"{shape.num_layers} layers of {shape.hidden_size} channels, {shape.num_attention_heads} heads in "
+        f"{shape.query_groups} groups, sequences of {small.config.sequence_length}; {small.ranks} processes, of which "
+        f"{', '.join(sizes)}{left}; {small.config.context.title}"
+    )
+    samples, source = samples_of(asked, small.config, 3 * batch)
+    say(f"samples: {source}")
+    uneven = Masked(Few(samples), first=3) if isinstance(small.config, Config) else Left(Few(samples), first=1)
+    samples = [uneven[index] for index in range(len(samples))]
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        file, toml = Path(folder) / "samples.pt", Path(folder) / "small.toml"
+        torch.save((samples[: 2 * batch], samples[2 * batch :]), file)
+        for config, ranks, broken in ((small.alone, 1, None), (small.config, small.ranks, sabotage)):
+            say(f"two steps and a validation on {ranks} process{'es' if ranks > 1 else ''} ...")
+            toml.write_text(write_toml(config), encoding="utf-8")
+            dit, flags = not isinstance(config, Config), ["--config", str(toml)]
+            runs.append(merged(run_ranks(train, ranks, flags, broken, dit, file, timeout=SECONDS)))
+    return list(_differences(runs[1], runs[0]))
+
+
+def report(found: list[Difference]) -> str:
+    """Say what differs first and what then, or what is nearest to its bound."""
+    wrong = [str(one) for one in found if not one.within]
+    if wrong:
+        first = "\n  then: ".join(wrong[:5])
+        return f"differs first: {first}\n{len(wrong)} of {len(found)} comparisons differ"
+    nearest = max(found, key=lambda one: one.size / (one.bound * one.largest or 1))
+    return f"equal to one process in {len(found)} comparisons; the nearest to its bound, {nearest.bound:.0e}: {nearest}"
+
+
+def _differences(got: Run, want: Run) -> Iterator[Difference]:
+    """Yield every comparison.
+
+    Initial weights; the first batch, and what modules return; the loss; gradients of that; those of parameters, last
+    layer first; their norm; loss and norm of the second step; the validation after it; copies of weights on ranks.
+    """
+    start, gradients, loss = want.tensors["initial"], want.tensors["gradients"], loss_name(want.records[0])
+    for name, whole in start.items():
+        yield Difference(f"initial weight {name}", _furthest(got, "initial", name, whole), 1.0, 0.0)
+    modules = [Difference(*found, MODULES) for found in furthest_of_modules(got.pieces, want.pieces[0])]
+    yield from (one for one in modules if not one.what.startswith(GRADIENT))
+    yield _of_step(got, want, 0, loss, LOSS)
+    yield from (one for one in modules if one.what.startswith(GRADIENT))
+    least = max(whole.abs().max().item() for whole in gradients.values()) / 1000
+    for name, whole in reversed([(name, gradients[name]) for name in start if name in gradients]):
+        size, largest = _furthest(got, "gradients", name, whole), max(whole.abs().max().item(), least)
+        yield Difference(f"gradient of the parameter {name}", size, largest, PARAMETERS)
+    yield _of_step(got, want, 0, "grad_norm", NORM)
+    # From here on Adam has divided by the roots of tiny gradients.
+    for name, bound in ((loss, 10 * LOSS), ("grad_norm", 100 * NORM), ("validation_loss", 10 * LOSS)):
+        yield _of_step(got, want, 1, name, bound)
+    yield from (Difference(f"copies of {name} on two ranks", float("inf"), 1.0, 0.0) for name in got.copies_differ)
+
+
+def _furthest(got: Run, moment: str, name: str, want: Tensor) -> float:
+    """Return the largest difference of an element; infinite without a tensor of that name and shape."""
+    found = got.tensors[moment].get(name)
+    return float("inf") if found is None or found.shape != want.shape else (found - want).abs().max().item()
+
+
+def _of_step(got: Run, want: Run, step: int, name: str, bound: float) -> Difference:
+    a, b = (run.records[step][name] for run in (got, want))
+    return Difference(f"{name} of step {step + 1}", abs(a - b), abs(b), bound)

@@ -1,0 +1,172 @@
+"""Bugs of composition, each planted in a process before it trains, as a user's change of the code would."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import model.llama
+import parallel.data
+from data.loader import Batch, Batching, Samples
+from kernels import strips
+from model.layers import Rotary
+from parallel.context import plan, softmax
+from parallel.context.circulation import Whole
+from parallel.context.executor import Executor
+from parallel.context.linear.state import StateExecutor
+from parallel.pipeline.schedule import PipelineRunner
+from parallel.tensor import styles
+from train import loop, optim
+from train.loop import Trainer
+from train.objectives.diffusion import Denoising
+from train.objectives.language import NextToken
+
+
+def mask_shifted() -> None:
+    """A query sees one key of its future."""
+    tiles = plan.tiles
+    plan.tiles = lambda q, k, stride, reach: tiles(q, k, stride, (reach[0], reach[1] + 1))
+
+
+def window_ignored() -> None:
+    attend = softmax.SoftmaxAttention.__call__
+    softmax.SoftmaxAttention.__call__ = lambda self, *of, window=None, **more: attend(self, *of, **more)
+
+
+def no_sum_over_tp() -> None:
+    """Each rank keeps its own tokens of its own partial sum; embeddings, of which one rank has each, stay right."""
+    scattered = styles.scattered
+
+    def own(part: Tensor, mesh: DeviceMesh) -> DTensor:
+        if "Where" in type(part.grad_fn).__name__:
+            return scattered(part, mesh)
+        chunk = part.chunk(mesh.size(), part.ndim - 2)[mesh.get_local_rank()]
+        return DTensor.from_local(chunk, mesh, [Shard(part.ndim - 2)], run_check=False)
+
+    styles.scattered = own
+
+
+def norm_counted_twice() -> None:
+    optim.untracked_replicas = lambda *_: 1
+
+
+def positions_not_passed() -> None:
+    """Each rank counts its own tokens from 0."""
+    model.llama.Rotary = lambda positions, *more: Rotary(torch.arange(positions.shape[-1]), *more)
+
+
+def label_lost() -> None:
+    """Of the last token of each rank, whose label is another rank's token."""
+    local = NextToken.local
+
+    def without(self: NextToken, batch: Any) -> Any:
+        found = local(self, batch)
+        found["labels"][:, -1] = -100
+        return found
+
+    NextToken.local = without
+
+
+def state_not_passed() -> None:
+    """Linear attention drops what the ranks before have seen."""
+    passed = StateExecutor._pass_states
+
+    def dropped(self: StateExecutor, *of: Any, reverse: bool) -> Any:
+        results, state, finish = passed(self, *of, reverse=reverse)
+        return results, state if reverse else None, finish
+
+    StateExecutor._pass_states = dropped
+
+
+def last_round_skipped() -> None:
+    visits = Whole.visits
+
+    def fewer(self: Whole) -> Any:
+        for i, tiles, held in visits(self):
+            yield i, () if i == len(self._rounds) - 1 else tiles, held
+
+    Whole.visits = fewer
+
+
+def merged_alike() -> None:
+    """Two blocks count the same, however much a query attends to each."""
+    merge = strips.merge_
+    strips.merge_ = lambda out, lse, part, part_lse: merge(out, lse, part, lse.clone())
+
+
+def gradient_left_behind() -> None:
+    """The gradient of values that other ranks found stays with them."""
+    backward = Executor.backward
+
+    def partly(self: Executor, *of: Any) -> Any:
+        dq, dk, dv = backward(self, *of)
+        return dq, dk, dv / 2
+
+    Executor.backward = partly
+
+
+def layer_not_reduced() -> None:
+    """Make legacy_ddp skip the second layer's gradients."""
+    finish = optim.finish_gradients
+
+    def some(model: nn.Module, mesh: DeviceMesh, strategy: parallel.data.Strategy) -> None:
+        reduced = [p for name, p in model.named_parameters() if not name.startswith("layers.1.")]
+        finish(nn.ParameterList(reduced), mesh, strategy)
+
+    optim.finish_gradients = some
+
+
+def local_means() -> None:
+    """Divide by each rank's own number of valid tokens, and average the means."""
+    next_step = Trainer._next_step
+
+    def local(self: Trainer, steps: Any) -> Any:
+        micro_batches, _, flops = next_step(self, steps)
+        return micro_batches, sum(map(self.objective.count, micro_batches)) * self.mesh.dp_cp.size(), flops
+
+    Trainer._next_step = local  # type: ignore[method-assign]
+
+
+def alike_shards() -> None:
+    """Start every rank's shard with the values of the first."""
+
+    def first(whole: Tensor, like: DTensor) -> Tensor:
+        local = like.to_local()
+        return whole.flatten()[: local.numel()].view(local.shape)
+
+    parallel.data.own_shard = first
+
+
+def stage_without_norm() -> None:
+    """Leave most parameters of all but the first stage out of the gradient norm."""
+    parameters = PipelineRunner.parameters
+
+    def some(self: PipelineRunner) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in parameters(self).items() if 0 in self.own or name == "norm.weight"}
+
+    PipelineRunner.parameters = some  # type: ignore[method-assign]
+
+
+def noise_of_ranks() -> None:
+    """Make the noise depend on the rank that draws it."""
+    drawn = Denoising._drawn
+    Denoising._drawn = lambda self, sample: drawn(self, 1000 * dist.get_rank() + sample)  # type: ignore[method-assign]
+
+
+def copies_left_alone() -> None:
+    """Do not sum the gradients of parameters that several pipeline stages hold."""
+    PipelineRunner._sum_copies = lambda *_: None  # type: ignore[method-assign]
+
+
+def samples_skipped() -> None:
+    """Start two samples too late; one alone might be the fully masked one, replaced by another such one."""
+    batches = loop.batches
+
+    def later(dataset: Samples, batching: Batching, consumed_samples: int) -> Iterator[list[Batch]]:
+        return batches(dataset, batching, consumed_samples + 2)
+
+    loop.batches = later

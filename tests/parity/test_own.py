@@ -1,0 +1,94 @@
+"""A user's run, shrunk, equals one process on its mesh; bugs planted there are found, and their module is named."""
+
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from parity.own import compared, report
+from parity.shrink import shrunk
+from tests.parity import bugs
+from tools.parity import configured
+from train.config.common import CommonConfig
+
+ROOT = Path(__file__).parents[2] / "configs"
+RING = "llama_tiny --context-parallel-method ring --context-parallel-size 3 --global-batch-size 2"
+LEGACY = "llama_tiny --data-parallel-sharding-strategy legacy_ddp"
+LABEL = (bugs.label_lost, "llama_tiny --global-batch-size 2", "batch: labels")
+BUGS: list[tuple[Callable[[], None], str, str]] = [
+    (bugs.mask_shifted, "llama_tiny", "layers.0.attention.attend"),
+    (bugs.window_ignored, "llama_tiny --window-size 99,0 --window-attn-skip-freq 2", "layers.0.attention.attend"),
+    (bugs.no_sum_over_tp, "llama_tiny --tensor-model-parallel-size 2", "layers.0.attention"),
+    (bugs.norm_counted_twice, LEGACY, "grad_norm of step 1"),
+    (bugs.positions_not_passed, "llama_tiny --context-parallel-method zigzag", "layers.0.attention.attend"),
+    (bugs.state_not_passed, "transnormer_tiny --context-parallel-size 2", "layers.0.attention.attend"),
+    (bugs.last_round_skipped, RING, "layers.0.attention.attend"),
+    (bugs.merged_alike, RING, "layers.0.attention.attend"),
+    (bugs.gradient_left_behind, RING, "gradient of layers.1.attention.wv"),
+    (bugs.layer_not_reduced, LEGACY, "gradient of the parameter layers.1.mlp.down.weight"),
+    (bugs.local_means, "llama_tiny", "lm_loss of step 1"),
+    (bugs.samples_skipped, "llama_tiny", "data: 256 other tokens, 256 missing"),
+    (bugs.noise_of_ranks, "dit_tiny", "batch: patches"),
+]
+"""Each with a run and the first thing that differs. Besides these ``LABEL``."""
+EQUAL = (
+    "llama2_70b",
+    "transnormer_hybrid_tiny --context-parallel-size 4",
+    "llama3_8b --window-size 1023,0 --window-attn-skip-freq 6 --softmax-type learnable --global-batch-size 64 "
+    "--pipeline-model-parallel-size 4 --pipeline-layers 7 8 8 9 --recompute-granularity full --ffn-chunk-size 4096",
+    "llama3_8b --tensor-model-parallel-size 16 --context-parallel-size 2 --seq-length 1000",
+    "runs/finetune_llama3_8b_512k_4xh100_lora --reset-attention-mask --reset-position-ids --balance-over dp_cp "
+    "--load x --context-parallel-method exchange",
+    "wallfacer_dit_1b --pack-samples --context-parallel-method exchange --context-parallel-team-size 1 "
+    "--micro-batch-size 4 --tensor-model-parallel-size 2",
+)
+
+
+def asked(words: str) -> CommonConfig:
+    name, *flags = words.split()
+    return configured(ROOT / f"{name}.toml", flags)
+
+
+def check(bug: Callable[[], None], words: str, first: str) -> None:
+    started = monotonic()
+    found = compared(asked(words), sabotage=bug)
+    assert report(found).startswith(f"differs first: {first}, by ")
+    assert monotonic() - started < 300
+
+
+def test_a_lost_label_is_found() -> None:
+    check(*LABEL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bug", "words", "first"), BUGS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_planted_bug_is_found_and_named(bug: Callable[[], None], words: str, first: str) -> None:
+    check(bug, words, first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", EQUAL)
+def test_a_run_of_every_kind_equals_one_process(words: str) -> None:
+    found = compared(asked(words))
+    assert report(found).startswith("equal to one process"), report(found)
+    assert {"gradient of layers.0", "grad_norm of step 2", "validation_loss of step 2"} <= {one.what for one in found}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.toml")), ids=lambda path: path.stem)
+def test_every_configuration_is_shrunk_in_width_alone(path: Path) -> None:
+    if path.parent.name == "clusters":
+        return
+    whole = configured(path, ["--load", "x"] if "lora" in path.name else [])
+    small = shrunk(whole)
+    assert small.ranks <= 8
+    assert small.config.shape.hidden_size <= 256
+    for name in ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"):
+        assert (getattr(whole.mesh, name) > 1) == (getattr(small.config.mesh, name) > 1)
+        assert getattr(small.alone.mesh, name) == 1
+    for one in (whole, small.config):
+        heads = one.shape.num_attention_heads // one.shape.query_groups
+        assert heads == whole.shape.num_attention_heads // whole.shape.query_groups
+    assert small.config.context.context_parallel_method == whole.context.context_parallel_method
+    assert small.config.recompute.recompute_granularity == whole.recompute.recompute_granularity
+    assert bool(small.config.recompute.loss_chunk_size) == bool(whole.recompute.loss_chunk_size)

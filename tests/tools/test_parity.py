@@ -1,0 +1,44 @@
+"""The command: what it prints, its status, and errors in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from parity.own import Difference
+from tools import parity
+from tools.parity import main
+
+TINY = str(Path(__file__).parents[2] / "configs" / "llama_tiny.toml")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["none.toml"], "none.toml: cannot be read"),
+        ([TINY, "--no-such-flag"], "unknown argument --no-such-flag"),
+        ([TINY, "--world-size", "3"], "world_size is 3, and the mesh takes multiples of 2"),
+        ([TINY, "--num-layers", "1", "--pipeline-model-parallel-size", "2"], "num_layers is 1"),
+    ],
+)
+def test_what_is_wrong_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+
+
+def test_the_status_says_whether_all_is_equal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [Difference("layers.0", 1.0, 1.0, 1.0)]
+    monkeypatch.setattr(parity, "compared", lambda asked, *_, **more: found)
+    (tmp_path / "config.toml").write_text(Path(TINY).read_text())
+    assert main([str(tmp_path), "--seq-length", "64"]) == 0
+    found.append(Difference("layers.1", float("nan"), 1.0, 1.0))
+    with pytest.raises(SystemExit) as ended:
+        main([TINY])
+    assert ended.value.code == 1
+    equal, differs, count = capsys.readouterr().out.splitlines()
+    assert equal.startswith("equal to one process in 1 comparisons")
+    assert differs == "differs first: layers.1, by nan of 1.0e+00"
+    assert count == "1 of 2 comparisons differ"

@@ -30,6 +30,7 @@ from train.optim import build_optimizer
 from train.resume import resume
 from train.run import open_log, owning, run_entry
 from train.sampling import Sampler, picture_writer
+from train.watching.replay import replay, replaying
 
 
 def main(arguments: list[str], peak_flops: float | None = None) -> None:
@@ -38,7 +39,7 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     Args:
         peak_flops: FLOP/s that MFU is measured against; by default what a process can reach.
     """
-    asked = parse_args(arguments)
+    asked = replaying(parse_args(arguments))
     if asked.dry.dry_run:
         dry_run(arguments, asked, "pretrain_dit.py", validate, computing)
         return
@@ -46,7 +47,11 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     validate(asked, processes)
     config = with_joined_ranks(asked, processes)
     with listening() as notice, distributed_mesh(config.mesh) as mesh, owning(config):
-        build_trainer(asked, mesh, peak_flops).run(notice)
+        trainer = build_trainer(asked, mesh, peak_flops)
+        if asked.health.replay_step is None:
+            trainer.run(notice)
+        else:
+            replay(trainer)
 
 
 def build_trainer(asked: DiTRunConfig, mesh: Mesh, peak_flops: float | None = None) -> Trainer:

@@ -29,6 +29,7 @@ from train.objectives.language import NextToken, corpus_entropy
 from train.optim import build_optimizer
 from train.resume import resume
 from train.run import open_log, owning, run_entry
+from train.watching.replay import replay, replaying
 
 
 def main(arguments: list[str], peak_flops: float | None = None) -> None:
@@ -37,13 +38,17 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     Args:
         peak_flops: FLOP/s that MFU is measured against; by default what a process can reach.
     """
-    config = parse_args(arguments)
+    config = replaying(parse_args(arguments))
     if config.dry.dry_run:
         dry_run(arguments, config, "pretrain_gpt.py", validate, computing)
         return
     validate(config, launched_world_size())
     with listening() as notice, distributed_mesh(config.mesh) as mesh, owning(config):
-        build_trainer(config, mesh, peak_flops).run(notice)
+        trainer = build_trainer(config, mesh, peak_flops)
+        if config.health.replay_step is None:
+            trainer.run(notice)
+        else:
+            replay(trainer)
 
 
 def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None) -> Trainer:

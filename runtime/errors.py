@@ -4,8 +4,10 @@
 class UserError(ValueError):
     """An error that the user can fix; its message is one line: what was found, where, and the fix.
 
-    Entries and tools print it and exit with status 1. Any other exception is a bug and keeps its traceback.
+    Entries and tools print it and exit with its ``status``. Any other exception is a bug and keeps its traceback.
     """
+
+    status = 1
 
 
 class LaunchError(UserError):

@@ -34,7 +34,7 @@ KEPT = "hf"
 def exit_status(
     main: Callable[[list[str]], None], arguments: list[str], seconds_to_speak: float = SECONDS_TO_SPEAK
 ) -> int:
-    """Call ``main``; print a user's error as one line on stderr with status 1, any other as its traceback.
+    """Call ``main``; print a user's error as one line on stderr with its status, any other as its traceback.
 
     However many ranks fail, only one prints: the error that all agreed on, or that of a rank that failed alone.
     """
@@ -49,7 +49,7 @@ def exit_status(
         with one_voice(seconds_to_speak) as speaks:
             if speaks:
                 print(f"error: {_message(error)}", file=sys.stderr, flush=True)
-        return 1
+        return getattr(error, "status", 1)
     except RuntimeError as error:
         if not tell_lost(error, seconds_to_speak):
             raise

@@ -62,6 +62,10 @@ class HealthConfig:
     watchdog_min_seconds: float = 120.0
     """Seconds without a step that the watchdog waits in any case."""
 
+    replay_step: int | None = None
+    """Do this step twice from the newest checkpoint of --load before it, compare to the bit, and end; nothing is
+    written. Status 3 where it differs: a faulty device, or a kernel that sums in no fixed order."""
+
     def __post_init__(self) -> None:
         if self.bad_step_policy not in ("skip", "rollback", "stop"):
             raise UserError(f"bad_step_policy is {self.bad_step_policy}; it must be skip, rollback or stop")

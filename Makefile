@@ -46,7 +46,7 @@ start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(A
 	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$more --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention linear-bench parity lasp-table papers gpu-check hooks lock clean FORCE
+.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention linear-bench parity chaos lasp-table papers gpu-check hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -127,6 +127,9 @@ lasp-table: $(READY) ## LASP's table of convergence at small scale: 24 runs of 3
 
 papers: $(READY) ## The papers' tables, published and predicted and, where it is cheap here, measured, into papers/results/
 	@for paper in striped ring; do $(PY) -m papers.$$paper --results papers/results $(ARGS) || exit 1; done
+
+chaos: $(READY) ## Kill, signal and start twice runs of 4 processes, compared with an undisturbed one, into bench/results/chaos.md (hours)
+	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(ARGS)
 
 gpu-check: $(DEV) ## On one CUDA device: its tests and the attention bench, into bench/results/
 	$(PY) -m bench.gpu_check $(ARGS)

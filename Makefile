@@ -123,10 +123,10 @@ linear-bench: $(READY) ## Linear attention against quadratic over length on one 
 	$(PY) -m bench.linear $(ARGS)
 
 lasp-table: $(READY) ## LASP's table of convergence at small scale: 24 runs of 300 updates, into papers/results/ (20 minutes)
-	@OMP_NUM_THREADS=1 exec $(PY) -m papers.lasp $(ARGS)
+	@OMP_NUM_THREADS=1 exec $(PY) -m papers.convergence $(ARGS)
 
 papers: $(READY) ## The papers' tables, published and predicted and, where it is cheap here, measured, into papers/results/
-	@for paper in striped ring; do $(PY) -m papers.$$paper --results papers/results $(ARGS) || exit 1; done
+	@for paper in striped ring wallfacer lasp; do $(PY) -m papers.$$paper --measure --results papers/results $(ARGS) || exit 1; done
 
 chaos: $(READY) ## Kill, signal and start twice runs of 4 processes, compared with an undisturbed one, into bench/results/chaos.md (hours)
 	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(ARGS)

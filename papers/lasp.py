@@ -1,212 +1,179 @@
-"""LASP (Sun et al. 2024, arXiv:2404.02882): its table of convergence at small scale, with every data-parallel backend.
+"""LASP (Sun et al. 2024, arXiv:2404.02882): volumes, scalability, longest sequences by activation saving, convergence.
 
-A tiny TransNormer and a tiny Linear Transformer train on the standard library's sources, on 4 processes of a CPU:
-data parallel 4, and data parallel 2 x context parallel 2 with LASP, each with the same batches of the same tokens. A
-finished run is written at once, and a table that is begun goes on where it stopped.
-
-    python -m papers.lasp                                           # 24 runs
-    python -m papers.lasp --rows transnormer/fsdp transnormer/ddp   # some of them; the table has what there is
-    make lasp-table ARGS="--rows transnormer/ddp --iterations 5 --results runs/lasp"   # a short one
+python -m papers.lasp
+python -m papers.lasp --table volumes --measure         # bytes counted on 4 processes
+python -m papers.lasp --table convergence --measure     # trains what is not in papers/results yet (20 minutes)
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import lru_cache, partial
 
-from papers import table
-from papers.table import Panel, Result, Table, markdown_rows
+from papers import convergence, rows, table
+from papers.ring import CONFIGS, K
+from papers.rows import Curves, Figures, Row, Sheet
+from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
+from parallel.context import make_plan
+from planner.search import workload_of
+from planner.step_cost import Arrangement, Workload, memory_of
+from testing.ranks import run_ranks
+from train.config.language import load_config
 
-NAME = "lasp_convergence"
-MODELS = {"transnormer": "TransNormer", "linear_transformer": "LinearTransformer"}
-BACKENDS = {
-    "ddp": "DDP",
-    "legacy_ddp": "LegacyDDP",
-    "fsdp": "FSDP",
-    "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2",
-    "zero3": "ZeRO-3",
-}
-WAYS = ("without", "lasp")
-RANKS, CONTEXT, BATCH, LENGTH, VOCABULARY = 4, 2, 8, 256, 1024
-LAST = 10
-"""Final updates whose mean loss is the table's figure, besides the last loss."""
-BOUND = 0.005
-"""Largest relative difference of the loss with LASP from without."""
+RANKS, MEMORY_GB = 4, 80.0
+STATES, OUTPUT = "weights, gradients, optimizer", "a layer's backward, or the logits"
+DDP_STATES_GB = 22.5
+"""Fitted to the floor of DDP's column: 22 bytes a parameter, where the planner has 18. FSDP has no fitted constant."""
+LOGIT_BYTES = 12
+"""A loss that is not fused holds logits and their gradient in 16 bits, log-probabilities and theirs in 32."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """A row of the paper's table: losses of a model of 0.4B parameters."""
-
-    without: float
-    lasp: float
+@lru_cache
+def model() -> Workload:
+    """Return the work of a step of TransNormer 1B in bfloat16, batch 1."""
+    return workload_of(load_config(CONFIGS / "transnormer_1b.toml"), 1)
 
 
-def rows() -> list[str]:
-    """Return the names of the table's rows in the paper's order."""
-    return [f"{model}/{backend}" for model in MODELS for backend in BACKENDS]
-
-
-def published() -> dict[str, Published]:
-    """Return the paper's table by our row names."""
-    models, backends = ({title: name for name, title in names.items()} for names in (MODELS, BACKENDS))
-    return {
-        f"{models[row['model']]}/{backends[row['backend']]}": Published(
-            without=float(row["loss_without_lasp"]), lasp=float(row["loss_with_lasp"])
-        )
-        for row in table.published(NAME)
+def volumes(measured: bool = False) -> list[Row]:
+    """Return the elements that a rank sends in a layer's forward, of 262,144 tokens on 16 ranks, and counted bytes."""
+    work, tokens, ranks = model(), 256 * K, 16
+    d, small = work.hidden, HEADS * WIDTH
+    by_method = {
+        "lasp": ("B d^2 / h", d**2 // work.heads, 4 * small**2 // HEADS),
+        "ulysses": ("4 B N d / T", 4 * tokens * d // ranks, 2 * 4 * TOKENS * small // RANKS),
+        "megatron_sp": ("2 B N d + 4 B N d / T", 2 * tokens * d + 4 * tokens * d // ranks, None),
     }
+    ours = ("lasp", "ulysses")
+    bytes_sent = run_ranks(count, RANKS, [(name, {}, True) for name in ours])[1] if measured else []
+    found, sent, where = [], dict(zip(ours, bytes_sent, strict=False)), here(RANKS) if measured else "any"
+    for name, (formula, elements, own) in by_method.items():
+        analytic: Figures = {}
+        if own is not None:
+            both = planned(make_plan(name, seq_len=tokens, size=ranks), work.heads, work.head_dim)
+            analytic = {"elements": sum(both) // (4 if name == "lasp" else 2)}
+        counts = {"bytes": sum(sent[name]), "formula_bytes": own} if name in sent else None
+        found.append(Row({"method": name, "formula": formula}, {"elements": elements}, analytic, where, counts))
+    return found
 
 
-def runs(row: str) -> list[str]:
-    """Return the names of a row's two runs."""
-    return [f"{row}/{way}" for way in WAYS]
+def memory_gb(tokens: int, backend: str, gpus: int, lasp: bool = True, recompute: str = "none") -> float:
+    """Return the peak of a rank in 10^9 bytes, of ``tokens`` on ``gpus`` ranks or, without LASP, on each.
 
-
-def command_line(run: str, data: Path, iterations: int) -> list[str]:
-    """Return the flags of pretrain_gpt.py for a run: a row of the table, with LASP or without."""
-    model, backend, way = run.split("/")
-    dp = RANKS // CONTEXT if way == "lasp" else RANKS
-    flags = {
-        "model-type": model,
-        "num-layers": 2,
-        "hidden-size": 64,
-        "num-attention-heads": 4,
-        "data-path": data,
-        "tokenizer-model": f"{data}.model",
-        "device": "cpu",
-        "seq-length": LENGTH,
-        "global-batch-size": BATCH,
-        "micro-batch-size": BATCH // dp,
-        "train-iters": iterations,
-        "lr": 2e-3,
-        "min-lr": 2e-4,
-        "lr-decay-style": "cosine",
-        "lr-warmup-iters": min(10, iterations - 1),
-        "eval-iters": 0,
-        "log-interval": iterations,
-        "save": "none",
-        "save-interval": "none",
-        "data-parallel-sharding-strategy": backend,
-        "context-parallel-size": RANKS // dp,
-        "context-parallel-method": "lasp",
-    }
-    return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-
-
-def final(losses: Sequence[float]) -> float:
-    """Return the mean loss of the last updates."""
-    return fmean(losses[-LAST:])
-
-
-def figures(losses: Sequence[float]) -> dict[str, float]:
-    """Return the table's figures of a run."""
-    return {"loss": final(losses), "last": losses[-1]}
-
-
-def difference(without: Mapping[str, float], lasp: Mapping[str, float]) -> float:
-    """Return the larger relative difference with LASP from without, of the final mean loss and of the last loss.
-
-    Infinite if either is not finite.
+    DDP holds its states throughout. FSDP as the paper runs it holds all weights at the end of the forward, with the
+    shards of the rest (the planner's zero2), and at the end of the backward all gradients too (zero1), without
+    activations: their larger one is the peak.
     """
-    found = [abs(lasp[name] / without[name] - 1) for name in ("loss", "last")]
-    return max(found) if all(x == x for x in found) else float("inf")
+    work, plan = model(), make_plan("lasp", seq_len=tokens, size=gpus if lasp else 1)
+    dp = 1 if lasp else gpus
+
+    def parts(strategy: str) -> dict[str, float]:
+        return memory_of(work, plan, Arrangement(dp=dp, strategy=strategy, recompute=recompute))  # type: ignore[arg-type]
+
+    forward = parts("zero2" if backend == "FSDP" else "ddp")
+    forward[OUTPUT] = max(forward[OUTPUT], plan.local_len * work.vocab * LOGIT_BYTES)
+    if backend == "FSDP":
+        return max(sum(forward.values()), parts("zero1")[STATES]) / 1e9
+    return DDP_STATES_GB + (sum(forward.values()) - forward[STATES]) / 1e9
 
 
-def markdown(result: Result) -> str:
-    """Format our table beside the paper's."""
-    settings, machine, theirs = result["settings"], result["machine"], published()
-    last = min(LAST, settings["iterations"])
-    lines = [
-        "# LASP: convergence",
-        "",
-        f"{settings['iterations']} updates of {settings['sequences']} sequences of {settings['seq_length']} tokens, "
-        f"2 layers of 64 channels, {settings['vocabulary']} vocabulary entries, on {settings['ranks']} processes: data "
-        f"parallel {RANKS}, and data parallel {RANKS // CONTEXT} x context parallel {CONTEXT} with LASP. Loss in nats "
-        f"per token, the mean of the last {last} updates, and in brackets the last. The difference is relative, of the "
-        f"mean or of the last, whichever is more; it must be within {BOUND:.1%}. Beside it the paper's losses, of "
-        f"models of 0.4B parameters.",
-        "",
-        f"{machine['device']}, {machine['cores']} cores, torch {machine['torch']}, {machine['date']}.",
-        "",
-    ]
-    body = []
-    for row, pair in _pairs(result).items():
-        model, backend = row.split("/")
-        paper = theirs[row]
-        ours = [f"{run['loss']:.4f} ({run['last']:.4f})" for run in pair]
-        beside = [f"{paper.without:.3f}", f"{paper.lasp:.3f}", f"{abs(paper.lasp / paper.without - 1):.1e}"]
-        body.append([MODELS[model], BACKENDS[backend], *ours, f"{difference(*pair):.1e}", *beside])
-    head = ["model", "backend", "without LASP", "with LASP", "difference", "paper: without", "with", "difference"]
-    return "\n".join([*lines, *markdown_rows(head, body)]) + "\n"
+def scalability() -> list[Row]:
+    """Return the memory of every length and number of GPUs, "OOM" beyond 80 GB."""
+    found = []
+    for backend in ("DDP", "FSDP"):
+        for row in sorted(table.published("lasp_scalability"), key=lambda row: int(row["gpus"])):
+            size = memory_gb(int(row["seq_len"]), backend, int(row["gpus"]))
+            theirs = row[f"{backend.lower()}_memory_gb"]
+            of = {"backend": backend, "gpus": int(row["gpus"]), "seq_len": int(row["seq_len"])}
+            published: Figures = {"gb": "OOM" if theirs == "OOM" else float(theirs)}
+            ours: Figures = {"gb": round(size, 1) if size <= MEMORY_GB else "OOM"}
+            found.append(Row(of, published, ours, "A100 of 80 GB"))
+    return found
 
 
-def _pairs(result: Result) -> dict[str, list[dict[str, float]]]:
-    """Return the two runs of each finished row, in the paper's order."""
-    done = result["runs"]
-    return {row: [done[name] for name in runs(row)] for row in rows() if all(name in done for name in runs(row))}
+def above_floor(found: Sequence[Row], backend: str) -> list[Row]:
+    """Return the rows of a backend that hold more than the least that the paper has for as many GPUs."""
+    own = [row for row in found if row.of["backend"] == backend and row.difference]
+    held = {row.of["gpus"]: row.published["gb"] for row in reversed(own)}  # the shortest is the first
+    return [row for row in own if row.published["gb"] != held[row.of["gpus"]]]
 
 
-def outside(result: Result) -> list[str]:
-    """Return the finished rows whose losses differ by more than the bound."""
-    return [row for row, pair in _pairs(result).items() if not difference(*pair) <= BOUND]
+def _scalability_explained(found: Sequence[Row]) -> str:
+    said = []
+    for backend in ("DDP", "FSDP"):
+        own = [row for row in found if row.of["backend"] == backend]
+        alike = sum((row.published["gb"] == "OOM") == (row.analytic["gb"] == "OOM") for row in own)
+        worst = max(abs(row.difference["gb"]) for row in above_floor(found, backend))
+        said.append(f"{backend}: {alike} of {len(own)}, memory above the floor within {worst:.1%}")
+    return (
+        f"What fits and what does not is predicted as published in {'; '.join(said)}. 10^9 bytes, "
+        f"TransNormer 1B, batch 1, no recomputation; a logit takes {LOGIT_BYTES} bytes, without a fused loss. One "
+        f"constant is fitted: DDP's states take {DDP_STATES_GB} GB, the floor of its column (the planner's are 18.4)."
+    )
 
 
-def wrong(result: Result) -> str:
-    """Say what is outside the bound; empty if nothing is."""
-    found = ", ".join(outside(result))
-    return f"with LASP the loss differs by more than {BOUND:.1%} in {found}" if found else ""
+def ablation() -> list[Row]:
+    """Return the longest sequence, in 1,024 tokens, by backend, recomputation (AC) and LASP, on 8 GPUs."""
+    found = []
+    for row in table.published("lasp_activation_ablation"):
+        backend, *ways = row["method"].split("+")
+        recompute = "full" if "AC" in ways else "none"
+        needed = partial(memory_gb, backend=backend, gpus=8, lasp="LASP" in ways, recompute=recompute)
+        longest = bisect_right(range(K, 2048 * K, K), MEMORY_GB, key=needed)
+        theirs = int(row["max_sequence_ktokens_8xA100_80GB"])
+        found.append(Row({"method": row["method"]}, {"ktokens": theirs}, {"ktokens": longest}, "8 A100 of 80 GB"))
+    return found
 
 
-def apart(without: Sequence[float], lasp: Sequence[float]) -> list[float]:
-    """Return per update the relative difference with LASP from without, averaged over the last updates."""
-    each = [abs(b / a - 1) for a, b in zip(without, lasp, strict=True)]
-    return [fmean(each[max(0, update + 1 - LAST) : update + 1]) for update in range(len(each))]
+def _ablation_explained(found: Sequence[Row]) -> str:
+    near = [str(row.of["method"]) for row in found if abs(row.difference["ktokens"]) <= 0.25]
+    return (
+        f"Within 25 % are {len(near)} of {len(found)}: {', '.join(near)}. Without recomputation (AC) the paper "
+        "contradicts itself: 12K to 16K tokens a GPU are its maximum here, while its table 4 has 32K a GPU with FSDP "
+        "in 67.5 GB and 16K with DDP in 51.7 GB, the same model and batch. Ours follow table 4."
+    )
 
 
-def picture(result: Result, path: Path) -> None:
-    """Draw a column per model: the losses of all runs, and each pair's difference."""
-    panels = []
-    for model, title in MODELS.items():
-        curves = {name: run["losses"] for name, run in result["runs"].items() if name.startswith(f"{model}/")}
-        alike: dict[tuple[float, ...], list[str]] = {}
-        for backend in BACKENDS:
-            pair = [curves[name] for name in runs(f"{model}/{backend}") if name in curves]
-            if len(pair) == len(WAYS):
-                alike.setdefault(tuple(apart(*pair)), []).append(BACKENDS[backend])
-        panels.append(
-            Panel(
-                title=f"{title}: loss of {len(curves)} runs",
-                losses=[(curve, name.endswith("/lasp")) for name, curve in curves.items()],
-                differences={", ".join(names): curve for curve, names in alike.items()},
-            )
-        )
-    apart_by = f"relative difference, mean of {LAST} updates"
-    title = "difference with LASP from without, by backend"
-    table.picture(panels, path, BOUND, ("loss (nats per token)", apart_by, title))
+def trained(measured: bool = False) -> list[Row]:
+    """Return the losses of the paper and those of the tiny models in papers/results, first training what is missing."""
+    if measured:
+        args = table.build_parser(convergence.CONVERGENCE, "convergence", None).parse_args([])
+        with redirect_stdout(sys.stderr):
+            if table.run(convergence.CONVERGENCE, args):
+                raise RuntimeError("the runs of the convergence table did not end well; the reason stands above")
+    kept = table.kept(table.FOLDER / "results" / f"{convergence.NAME}.jsonl") or {"runs": {}}
+    where = f"; measured on {kept['machine']['device']}, tiny models" if kept["runs"] else ""
+    found = []
+    for name, theirs in convergence.published().items():
+        own = {way: kept["runs"].get(f"{name}/{way}", {}).get("loss") for way in convergence.WAYS}
+        losses = {"without": theirs.without, "lasp": theirs.lasp}
+        found.append(Row({"row": name}, losses, {}, f"8 A100{where}", None if None in own.values() else own))
+    return found
 
 
-CONVERGENCE = Table(
-    name=NAME,
-    ranks=RANKS,
-    sizes={"ranks": RANKS, "sequences": BATCH, "seq_length": LENGTH, "vocabulary": VOCABULARY},
-    vocabulary=VOCABULARY,
-    rows=rows(),
-    runs=runs,
-    flags=command_line,
-    figures=figures,
-    markdown=markdown,
-    picture=picture,
-    wrong=wrong,
-)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; exit with status 1 if a row is outside the bound, or has no figures."""
-    return table.run(CONVERGENCE, table.build_parser(CONVERGENCE, "lasp", __doc__).parse_args(argv))
-
+SHEETS = [
+    Sheet(
+        "volumes", "LASP: volume of a layer's forward", "table 1", volumes,
+        lambda _: "Elements per rank. Our Ulysses keeps its own part, 1/T of the formula's. LASP's states travel in "
+        "float32, whatever the length. Megatron-SP's is counted by the tests of tensor parallelism.",
+        measure=lambda: volumes(measured=True),
+    ),
+    Sheet(
+        "scalability", "LASP: memory by length and GPUs", "table 4", scalability, _scalability_explained,
+        needs="16 to 128 A100 of 80 GB",
+        curves=Curves("seq_len", {"gb": "gb"}, panel="backend", curve="gpus", label="10^9 bytes"),
+    ),
+    Sheet(
+        "ablation", "LASP: longest sequence on 8 GPUs", "table 3", ablation, _ablation_explained,
+        needs="8 A100 of 80 GB",
+    ),
+    Sheet(
+        "convergence", "LASP: convergence", "table 2", trained,
+        lambda _: "Losses of the paper's models of 0.4B parameters, and of tiny ones trained here.",
+        measure=lambda: trained(measured=True), writes=False,
+    ),
+]  # fmt: skip
+main = partial(rows.main, "lasp", "Sun et al. 2024, arXiv:2404.02882", SHEETS, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

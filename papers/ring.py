@@ -7,7 +7,7 @@ python -m papers.ring --table max_context
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from model.config import ModelConfig
@@ -20,7 +20,6 @@ from planner.search import workload_of
 from planner.step_cost import Arrangement, Workload, memory_of
 from train.config.language import load_config
 
-PAPER = "Liu, Zaharia and Abbeel 2023, arXiv:2310.01889"
 K = 1024
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -47,34 +46,22 @@ def minimal_blocks() -> list[Row]:
     found = []
     for row in table.published("ring_minimal_block"):
         block = float(row["flops_tf"]) / float(row["interconnect_gb_per_s"])
-        found.append(
-            Row(
-                of={"device": row["device"]},
-                published={
-                    "block": float(row["minimal_block_ktokens"]),
-                    "sequence": float(row["minimal_sequence_ktokens"]),
-                },
-                analytic={"block": round(block, 1), "sequence": round(6 * block, 1)},
-                hardware=row["device"],
-            )
-        )
+        theirs = {name: float(row[f"minimal_{name}_ktokens"]) for name in ("block", "sequence")}
+        ours = {"block": round(block, 1), "sequence": round(6 * block, 1)}
+        found.append(Row({"device": row["device"]}, theirs, ours, row["device"]))
     return found
 
 
 def _blocks_explained(found: Sequence[Row]) -> str:
     equal = sum(row.published == row.analytic for row in found)
     return (
-        "Thousands of tokens: rate / bandwidth, and 6 of these blocks. "
-        f"{equal} of {len(found)} rows are as printed. Of the A100 with InfiniBand the paper's own rate and bandwidth "
-        "give 25.0 and 149.8; it prints 24.5 and 149.5, which do not belong together either: 6 x 24.5 is 147.0."
+        f"Thousands of tokens: rate / bandwidth, and 6 of these. {equal} of {len(found)} rows are as printed. Of the "
+        "A100 with InfiniBand 24.5 and 149.5 are printed, where 6 x 24.5 is 147.0, and the quotient 25.0."
     )
 
 
 def activations() -> list[Row]:
-    """Return bytes of a layer's activations by the paper's formulas, for 1 sequence of 65,536 on 8 ranks of width 4096.
-
-    Beside Ring Attention's stands what our plan holds in a forward: q, out, and k and v twice.
-    """
+    """Return bytes of a layer's activations by the paper's formulas, and what our plan holds of them in a forward."""
     s, h, n, ranks = 64 * K, 4096, 32, 8
     c = s // ranks
     plan = make_plan("ring", seq_len=s, size=ranks)
@@ -86,13 +73,9 @@ def activations() -> list[Row]:
         "memory-efficient attention and feed-forward": ("2bsh", 2 * s * h),
         "Ring Attention": ("6bch", 6 * c * h),
     }
+    shape, ours = "b = 1, s = 65,536, h = 4,096, n = 32, c = s / 8", {"Ring Attention": held}
     return [
-        Row(
-            of={"layer": name, "formula": formula},
-            published={"bytes": size},
-            analytic={"bytes": held if name == "Ring Attention" else None},
-            hardware="b = 1, s = 65,536, h = 4,096, n = 32, c = s / 8",
-        )
+        Row({"layer": name, "formula": formula}, {"bytes": size}, {"bytes": ours.get(name)}, shape)
         for name, (formula, size) in published.items()
     ]
 
@@ -100,9 +83,8 @@ def activations() -> list[Row]:
 def _activations_explained(found: Sequence[Row]) -> str:
     ratio = 1 + found[-1].difference["bytes"]
     return (
-        f"Our ring holds {ratio:.0f} times the published bytes: the paper counts six blocks of bch elements (query, "
-        "two of keys and values, two that arrive, output) and calls them 6bch bytes in bfloat16, where an element has "
-        "two; its 2bsh for one tensor of the row above counts them."
+        f"Our ring holds {ratio:.0f} times the published bytes: six blocks of bch elements (query, keys and values, "
+        "those that arrive, output) are 12bch bytes in bfloat16, and the paper prints 6bch."
     )
 
 
@@ -111,24 +93,23 @@ RATIOS = {"7B": 4096, "13B": 5140, "33B": 7168, "65B": 8192, "175B": 12288, "1TB
 SHORT = 4 * K
 PRINTED = {("175B", 3072): 162.6}
 """By model and multiple of the context: the one ratio that the text states."""
+KINDS = {"ratio": 1.0, "causal": 0.5}
+"""Share of the scores that is counted."""
 
 
-def flops_ratio(hidden: int, long: int, short: int = SHORT, share: float = 1.0) -> float:
-    """Return FLOPs per token at one length over those at another: (6h + s2) / (6h + s1); ``share`` of the scores."""
-    return (6 * hidden + share * long) / (6 * hidden + share * short)
+def flops_ratio(hidden: int, long: int, share: float = 1.0) -> float:
+    """Return FLOPs per token at a length over those at 4K: (6h + s2) / (6h + s1), with ``share`` of the scores."""
+    return (6 * hidden + share * long) / (6 * hidden + share * SHORT)
 
 
 def flops() -> list[Row]:
     """Return the FLOPs of a data set over those at 4K, by model and length (figure 5)."""
     return [
         Row(
-            of={"model": model, "context": times * SHORT},
-            published={"ratio": PRINTED.get((model, times))},
-            analytic={
-                "ratio": round(flops_ratio(hidden, times * SHORT), 1),
-                "causal": round(flops_ratio(hidden, times * SHORT, share=0.5), 1),
-            },
-            hardware="any",
+            {"model": model, "context": times * SHORT},
+            {"ratio": PRINTED.get((model, times))},
+            {name: round(flops_ratio(hidden, times * SHORT, share), 1) for name, share in KINDS.items()},
+            "any",
         )
         for model, hidden in RATIOS.items()
         for times in (8, 32, 256, 3072, 25600)
@@ -194,14 +175,8 @@ def max_context() -> list[Row]:
         memory = device(name).memory_gb
         theirs = {column: int(row[f"{column}_ktokens"]) for column in COLUMNS}
         ours = {column: longest(row["model"], column, devices, memory) // K for column in COLUMNS}
-        found.append(
-            Row(
-                of={"hardware": row["hardware"], "model": row["model"], "devices": devices},
-                published=theirs,
-                analytic=ours,
-                hardware=row["hardware"],
-            )
-        )
+        of: dict[str, str | int] = {"hardware": row["hardware"], "model": row["model"], "devices": devices}
+        found.append(Row(of, theirs, ours, row["hardware"]))
     return found
 
 
@@ -220,63 +195,36 @@ def _context_explained(found: Sequence[Row]) -> str:
     return (
         "1,024 tokens; the longest power of two that fits by the planner's memory model: float32, batch 1, weights "
         "sharded over all devices, full recomputation, the last two ways in chunks of 2,048 tokens. Within a factor of "
-        f"2 are, of rows of GPUs and of all: {'; '.join(lines)}. Ours is longer where the paper's runs needed more "
-        "than this sum, which has no fragmentation and none of XLA's temporary buffers: most of all without blocks. It "
-        "is shorter on 32 A100 and on TPU v5e: in float32 the inputs of all layers alone, 131,072 tokens of 7B on each "
-        "A100, are 68.7 of 80 GB, and a layer's buffers do not fit beside them; the published runs must have kept "
-        "something in 16 bits."
+        f"2 are, of rows of GPUs and of all: {'; '.join(lines)}. Ours is longer where fragmentation and temporary "
+        "buffers, which are not in the sum, weigh. It is shorter on 32 A100 and TPU v5e: in float32 the inputs of all "
+        "layers alone, 131,072 tokens of 7B on each A100, are 68.7 of 80 GB."
     )
 
 
 SHEETS = [
     Sheet(
-        name="minimal_block",
-        title="Ring Attention: minimal block and sequence",
-        source=f"{PAPER}, table 2",
-        rows=minimal_blocks,
-        explained=_blocks_explained,
+        "minimal_block", "Ring Attention: minimal block and sequence", "table 2", minimal_blocks, _blocks_explained,
         needs="no run: it is a quotient of two data-sheet figures",
     ),
     Sheet(
-        name="activations",
-        title="Ring Attention: largest activations of a layer",
-        source=f"{PAPER}, table 1",
-        rows=activations,
-        explained=_activations_explained,
-        needs="no run: bytes are counted by the plan, as make bench's memory bench checks",
+        "activations", "Ring Attention: largest activations of a layer", "table 1", activations, _activations_explained,
+        needs="no run: bytes are counted by the plan",
     ),
     Sheet(
-        name="flops",
-        title="Ring Attention: FLOPs of a data set by context",
-        source=f"{PAPER}, appendix C, figure 5",
-        rows=flops,
-        explained=_flops_explained,
+        "flops", "Ring Attention: FLOPs of a data set by context", "appendix C, figure 5", flops, _flops_explained,
         needs="no run: operations are counted",
-        curves=Curves(x="context", figures={"ratio": "ratio"}, panel="", curve="model", label="FLOPs over those at 4K"),
+        curves=Curves("context", {"ratio": "ratio"}, panel="", curve="model", label="FLOPs over those at 4K"),
     ),
     Sheet(
-        name="max_context",
-        title="Ring Attention: longest context",
-        source=f"{PAPER}, table 3",
-        rows=max_context,
-        explained=_context_explained,
+        "max_context", "Ring Attention: longest context", "table 3", max_context, _context_explained,
         needs="8 to 32 A100 of 80 GB, or TPUs",
         curves=Curves(
-            x="model",
-            figures={"ring_attention": "ring_attention", "blockwise_attention_and_ffn": "blockwise_attention_and_ffn"},
-            panel="hardware",
-            curve="hardware",
-            label="1,024 tokens (Ring above, blockwise below)",
-            logarithmic=True,
+            "model", {name: name for name in (COLUMNS[3], COLUMNS[2])}, panel="hardware", curve="hardware",
+            label="1,024 tokens (Ring above, blockwise below)", logarithmic=True,
         ),
     ),
-]
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command."""
-    return rows.main("ring", SHEETS, __doc__, argv)
-
+]  # fmt: skip
+main = partial(rows.main, "ring", "Liu, Zaharia and Abbeel 2023, arXiv:2310.01889", SHEETS, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
@@ -25,19 +25,18 @@ Figures = Mapping[str, float | int | str | None]
 COLUMNS = ("published", "analytic", "measured")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """A row of a table; figures of one name are comparable."""
 
     of: Mapping[str, str | int]
     """What the row is about, by column."""
-    published: Figures = field(default_factory=dict)
-    analytic: Figures = field(default_factory=dict)
+    published: Figures
+    analytic: Figures
     """Computed from the paper's formulas or predicted by the planner."""
-    measured: Figures | None = None
     hardware: str
-    """The hardware of the published figures; of the measured ones too, where these are not among them."""
-    note: str = ""
+    """Of the published figures, and of the measured ones."""
+    measured: Figures | None = None
 
     @property
     def difference(self) -> dict[str, float]:
@@ -50,7 +49,7 @@ class Row:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Curves:
     """A picture in the paper's form: figures over a column; a panel, if any, and a curve for each value of others."""
 
@@ -64,27 +63,27 @@ class Curves:
     logarithmic: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Sheet:
     """A table of a paper."""
 
     name: str
     title: str
-    source: str
-    """Paper and table."""
+    where: str
+    """In the paper."""
     rows: Callable[[], list[Row]]
     explained: Callable[[Sequence[Row]], str]
     """What the columns are, and what of the rows holds."""
-    measure: Callable[[], list[Row]] | None = None
-    """The rows with what this machine measures; None if it cannot."""
     needs: str = ""
-    """What a measurement needs."""
+    """What a measurement needs that this machine may lack."""
+    measure: Callable[[], list[Row]] | None = None
+    """The rows with what this machine measures."""
     curves: Curves | None = None
     writes: bool = True
     """Whether its files are written from its rows; otherwise its measurement writes them."""
 
 
-def as_json(sheet: Sheet, rows: Sequence[Row]) -> list[dict[str, Any]]:
+def as_json(sheet: Sheet, rows: Sequence[Row], source: str) -> list[dict[str, Any]]:
     """Return the rows as data."""
     return [
         {
@@ -92,9 +91,8 @@ def as_json(sheet: Sheet, rows: Sequence[Row]) -> list[dict[str, Any]]:
             "of": dict(row.of),
             **{column: getattr(row, column) and dict(getattr(row, column)) for column in COLUMNS},
             "difference": row.difference,
-            "source": sheet.source,
+            "source": f"{source}, {sheet.where}",
             "hardware": row.hardware,
-            "note": row.note,
         }
         for row in rows
     ]
@@ -107,12 +105,8 @@ def flat(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
     for part in parts:
         for row in rows:
             names |= {(part, name): None for name in getattr(row, part) or ()}
-    notes = any(row.note for row in rows)
     head = [name.replace("_", " ") if part == "of" else f"{part}: {name.replace('_', ' ')}" for part, name in names]
-    cells = [
-        [(getattr(row, part) or {}).get(name) for part, name in names] + ([row.note] if notes else []) for row in rows
-    ]
-    return head + (["note"] if notes else []), cells
+    return head, [[(getattr(row, part) or {}).get(name) for part, name in names] for row in rows]
 
 
 def _text(head: str, value: Any) -> str:
@@ -125,12 +119,12 @@ def _text(head: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def as_markdown(sheet: Sheet, rows: Sequence[Row], command: str) -> str:
+def as_markdown(sheet: Sheet, rows: Sequence[Row], source: str, command: str) -> str:
     """Format a table with its source, its hardware and what holds."""
     head, cells = flat(rows)
     body = [[_text(name, value) for name, value in zip(head, row, strict=True)] for row in cells]
     hardware = ", ".join(dict.fromkeys(row.hardware for row in rows))
-    about = [f"{sheet.source}. {hardware}.", f"Made by `{command}`.", sheet.explained(rows)]
+    about = [f"{source}, {sheet.where}. {hardware}.", f"Made by `{command}`.", sheet.explained(rows)]
     prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
     return "\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *markdown_rows(head, body)]) + "\n"
 
@@ -181,8 +175,10 @@ def _number(value: Any) -> float:
     return value if isinstance(value, float | int) else float("nan")
 
 
-def main(paper: str, sheets: Sequence[Sheet], description: str | None, argv: list[str] | None = None) -> int:
-    """Run a paper's command; return 1 after an error."""
+def main(
+    paper: str, source: str, sheets: Sequence[Sheet], description: str | None, argv: list[str] | None = None
+) -> int:
+    """Run the command of a paper, whose reference is ``source``; return 1 after an error."""
     parser = parser_for(f"python -m papers.{paper}", description)
     tables = {sheet.name: sheet for sheet in sheets}
     parser.add_argument("--table", choices=list(tables), help="one of %(choices)s (default: all)")
@@ -194,7 +190,7 @@ def main(paper: str, sheets: Sequence[Sheet], description: str | None, argv: lis
     data: list[dict[str, Any]] = []
     try:
         for sheet in [tables[args.table]] if args.table else sheets:
-            data += as_json(sheet, _shown(paper, sheet, args))
+            data += as_json(sheet, _shown(paper, source, sheet, args), source)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -203,14 +199,14 @@ def main(paper: str, sheets: Sequence[Sheet], description: str | None, argv: lis
     return 0
 
 
-def _shown(paper: str, sheet: Sheet, args: argparse.Namespace) -> list[Row]:
+def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> list[Row]:
     """Make a table's rows, measured if asked; print it, and write its files."""
     if args.measure and sheet.measure is None:
         print(f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr)
     measured = args.measure and sheet.measure is not None
     rows = sheet.measure() if measured and sheet.measure else sheet.rows()
     command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * measured}"
-    text = as_markdown(sheet, rows, command)
+    text = as_markdown(sheet, rows, source, command)
     if not args.json:
         print(text)
     if args.results and sheet.writes:

@@ -115,6 +115,7 @@ CONTRADICTIONS = """
     --split 1,0,0 | --split 0,0,0 | --split 1,2,3,4 | --split nan | --split inf,1 | --split -1,2 | --split ,,,
     --recompute-granularity selective --recompute-offload --device cpu | --loss-chunk-size 0
     --ulysses-degree 2 | --ulysses-degree 0 | --context-parallel-team-size 2 | --context-parallel-team-size 0
+    --ulysses-head-chunks 2 | --ulysses-head-chunks 0 | --ulysses-head-chunks 2 --model-type transnormer
     --context-parallel-method lasp | --context-parallel-method lasp --model-type transnormer
     --context-parallel-layout zigzag --context-parallel-method ring | --hybrid-softmax-method ring
     --pipeline-schedule InterleavedZeroBubble | --pipeline-schedule GPipe | --pipeline-schedule Interleaved1F1B

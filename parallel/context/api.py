@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from kernels.linear_attention import check, linear_attention
 from parallel.context.errors import ContextError
 from parallel.context.executor import Executor
-from parallel.context.heads import HeadExchange
+from parallel.context.heads import HeadExchange, StagedExecutor
 from parallel.context.linear.state import StateExecutor, attend_linear
 from parallel.context.mask import Window
 from parallel.context.methods.registry import LINEAR_METHODS, check_kind
@@ -37,8 +37,11 @@ class ContextParallel:
         self.group = group
         self.transport = Transport(geometry, group, rank, timeout)
         self._rank, self._backend = rank, backend
-        self._heads = HeadExchange(self.transport)
+        self._heads = self._outside = HeadExchange(self.transport)
         self._executor = Executor(geometry, self.transport, rank, backend)
+        if (stages := geometry.options.ulysses_head_chunks) > 1:
+            self._executor = StagedExecutor(geometry, self.transport, rank, backend, self._heads, stages)
+            self._outside = HeadExchange(self.transport, (rank,))  # the executor exchanges
         self._state_executor = StateExecutor(geometry, self.transport, rank, backend)
         self._follow(plan)
 
@@ -79,7 +82,7 @@ class ContextParallel:
         self.handle = PlanHandle(PLANS.tensor(plan))
         """The plan, for a model to hand on to ``attend`` or ``attend_linear`` of any mask of these ranks."""
         gathers = self._executor.gathers_keys and not plan.sparse
-        self.attend = SoftmaxAttention(self._executor, self._heads, self.handle.tensor, gathers=gathers)
+        self.attend = SoftmaxAttention(self._executor, self._outside, self.handle.tensor, gathers=gathers)
         """Softmax attention: this rank's q, k, v -> out; it can start on k and v before q is ready."""
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:

@@ -46,6 +46,9 @@ class ContextConfig:
     """Context-parallel ranks in a node, the inner ring of double_ring; by default as launched, all where unknown."""
     ulysses_degree: int = 1
     """Neighbouring ranks that split the heads among them; the method runs over such groups. For ulysses it is all."""
+    ulysses_head_chunks: int = 1
+    """Stages in which heads are exchanged and attended with (UPipe), to divide the memory of the exchanged q, k, v and
+    out by this; it must divide the query heads of a rank. Softmax attention alone."""
     cluster: str | None = None
     """TOML file of the cluster that auto chooses for, as in configs/clusters; by default by the kind of device."""
     attention_backend: Literal["auto", "aten", "cudnn", "flash_attn", "chunked", "triton", "reference"] = "auto"
@@ -57,7 +60,8 @@ class ContextConfig:
         """Return the method, team size and Ulysses degree in a few words."""
         teams = f", teams of {self.context_parallel_team_size}" if self.context_parallel_team_size > 1 else ""
         heads = f", heads among {self.ulysses_degree}" if self.ulysses_degree > 1 else ""
-        return f"{self.context_parallel_method}{teams}{heads}"
+        stages = f", {self.ulysses_head_chunks} stages of heads" if self.ulysses_head_chunks > 1 else ""
+        return f"{self.context_parallel_method}{teams}{heads}{stages}"
 
     def plan_arguments(self, ranks_per_node: int | None) -> dict[str, Any]:
         """Return arguments for ``make_plan`` and ``context_parallel``; ``ranks_per_node`` is the launcher's."""
@@ -68,6 +72,7 @@ class ContextConfig:
             "placement": self.context_parallel_placement,
             "ranks_per_node": ranks_per_node if own is None else own,
             "ulysses_degree": self.ulysses_degree,
+            "ulysses_head_chunks": self.ulysses_head_chunks,
         }
 
     def check(
@@ -89,8 +94,8 @@ class ContextConfig:
         if method in ("none", "auto") and shape != ContextConfig().plan_arguments(None):
             reason = "chooses them itself" if method == "auto" else "takes none"
             raise ContextError(
-                f"context_parallel_method is {method}, which {reason}: layout, team size, placement, ranks per node "
-                "and ulysses_degree; leave them out, or choose a method"
+                f"context_parallel_method is {method}, which {reason}: layout, team size, placement, ranks per node, "
+                "ulysses_degree and ulysses_head_chunks; leave them out, or choose a method"
             )
         if method not in ("none", "auto"):
             own = method_of(method).layout(causal=False)

@@ -88,7 +88,14 @@ class Executor:
     def backward(
         self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv in the dtypes of q, k and v.
+        """Return dq, dk and dv in the dtypes of q, k and v."""
+        dq, dk, dv = self.gradients(plan, dout, q, k, v, out, lse, scale)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def gradients(
+        self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> Tensors:
+        """Return dq, dk and dv in float32 or wider.
 
         KV or queries circulate; their gradient follows one round behind, or as the plan says. The other stays, with
         its gradient.
@@ -115,8 +122,7 @@ class Executor:
         kept = kept if stays else _zeros(staying(), lse.dtype)  # tokens that nothing sees: padding
         brought = circulation.home() or _zeros(moving, lse.dtype)
         kept = tuple(self.transport.reduced(x, self._team) for x in kept)
-        dq, dk, dv = (*kept, *brought) if moves == "kv" else (*brought, *kept)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        return (*kept, *brought) if moves == "kv" else (*brought, *kept)
 
     def _take(self, prefetch: int | None) -> Arrival | None:
         """Return the gather of the handle ``prefetch``, or None without a handle.

@@ -138,7 +138,7 @@ class Geometry:
         """Check that ``ulysses_degree`` ranks can split the heads; with fewer KV heads, several ranks hold each.
 
         Raises:
-            ContextError: they cannot, with the degrees that work.
+            ContextError: they cannot, or not in so many stages, with the numbers that work.
         """
 
         def fits(degree: int) -> bool:
@@ -150,6 +150,13 @@ class Geometry:
                 f"ulysses_degree is {self.ulysses_degree} with {heads} query and {kv_heads} key heads on each rank; it "
                 "must divide the former, and divide or be a multiple of the latter; degrees that fit "
                 f"{self.size} ranks: {', '.join(map(str, degrees))}"
+            )
+        own, chunks = heads // self.ulysses_degree, self.options.ulysses_head_chunks
+        if own % chunks:
+            raise ContextError(
+                f"ulysses_head_chunks is {chunks}, which does not divide the {own} query heads that each of "
+                f"{self.ulysses_degree} ranks attends with; numbers that do: "
+                f"{', '.join(str(n) for n in range(1, own + 1) if own % n == 0)}"
             )
 
     @cached_property

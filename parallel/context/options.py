@@ -16,6 +16,8 @@ class PlanOptions:
     """Ranks per team, for methods with teams."""
     ulysses_degree: int = 1
     """Neighbouring ranks that split the heads; the method runs over such groups."""
+    ulysses_head_chunks: int = 1
+    """Stages in which heads are exchanged and attended with."""
     multiple: int = 1
     """Pad each rank to a multiple of this many positions, for tensor parallelism."""
     layout: str = "auto"
@@ -42,6 +44,11 @@ class PlanOptions:
                 f"ulysses_degree is {degree}, which does not divide the context-parallel size {size}; "
                 f"degrees that do: {fitting}"
             )
+        if degree == 1 and self.ulysses_head_chunks > 1:
+            raise ContextError(
+                f"ulysses_head_chunks is {self.ulysses_head_chunks}, and no ranks exchange heads; leave it out, or use "
+                "a ulysses_degree of 2 or more"
+            )
         if able.nodes and self.ranks_per_node and min(self.ranks_per_node, size) % degree:
             raise ContextError(
                 f"context_parallel_ranks_per_node is {self.ranks_per_node}, not a multiple of ulysses_degree {degree}: "
@@ -60,6 +67,7 @@ class PlanOptions:
             "context_parallel_team_size": self.team_size,
             "multiple": self.multiple,
             "ulysses_degree": self.ulysses_degree,
+            "ulysses_head_chunks": self.ulysses_head_chunks,
             "context_parallel_ranks_per_node": 1 if self.ranks_per_node is None else self.ranks_per_node,
         }
         for name, value in least.items():

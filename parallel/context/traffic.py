@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import gcd
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -82,6 +83,13 @@ class Sizes(NamedTuple):
     head_dim: int
     element_size: int
     value_dim: int | None = None
+    stages: int = 1
+    """Stages in which heads are exchanged; KV goes round once for each stage that attends to it."""
+
+    @property
+    def kv_passes(self) -> int:
+        """Return the number of stages that attend with the same KV heads."""
+        return self.stages // gcd(self.stages, self.kv_heads)
 
     @property
     def values(self) -> int:
@@ -97,7 +105,7 @@ class Sizes(NamedTuple):
         """Return the bytes of k and v, or of q, dout, out and lse."""
         rows = self.batch * self.tokens
         if moves == "kv":
-            return 2 * rows * self.kv_heads * self.head_dim * self.element_size
+            return 2 * rows * self.kv_passes * self.kv_heads * self.head_dim * self.element_size
         return rows * self.heads * (3 * self.head_dim * self.element_size + self.wide)
 
     @property
@@ -107,7 +115,7 @@ class Sizes(NamedTuple):
 
     def gradient(self, moves: Moves) -> int:
         """Return the bytes of dk and dv, or of dq."""
-        channels = (2 * self.kv_heads if moves == "kv" else self.heads) * self.head_dim
+        channels = (2 * self.kv_passes * self.kv_heads if moves == "kv" else self.heads) * self.head_dim
         return self.batch * self.tokens * channels * self.wide
 
 
@@ -123,7 +131,8 @@ def sizes(
     """Return one rank's sizes after Ulysses splits ``heads`` and ``kv_heads``."""
     degree = geometry.ulysses_degree
     tokens = geometry.local_len * degree
-    return Sizes(batch, tokens, heads // degree, max(1, kv_heads // degree), head_dim, element_size, value_dim)
+    stages = geometry.options.ulysses_head_chunks
+    return Sizes(batch, tokens, heads // degree, max(1, kv_heads // degree), head_dim, element_size, value_dim, stages)
 
 
 def messages(
@@ -147,7 +156,8 @@ def collectives(
 ) -> Iterator[Collective]:
     """Yield the collectives of a backward that moves KV or queries, or (None) of a forward; skip groups of one.
 
-    For heads: q, k, v there and out back, or dout there and dq, dk, dv back. Without ``holders_join`` what circulates
+    For heads: q, k, v there and out back, or dout there and dq, dk, dv back; in stages, lse back, and in the backward
+    q, k, v, out and lse there again. Without ``holders_join`` what circulates
     is not gathered first, since only the rows needed travel.
     """
     heads, holders, team = geometry.head_groups, geometry.holder_groups, geometry.team_groups
@@ -157,6 +167,9 @@ def collectives(
         Collective("exchange", heads, ((of.heads + of.kv_heads) * of.head_dim + of.kv_heads * of.values) * channel),
         Collective("exchange", heads, of.heads * of.values * channel),
     ]
+    if of.stages > 1:
+        lse = Collective("exchange", heads, of.batch * geometry.local_len * of.heads * of.wide)
+        found += [lse] if moves is None else [*found, lse]
     if moves is None:
         found += [
             *([Collective("gather", holders, of.payload("kv"))] if holders_join else []),

@@ -137,6 +137,11 @@ def validate_method(config: Config) -> None:
             f"attention: that method neither passes states on nor gives a rank whole sequences; use one of "
             f"{', '.join(LINEAR_METHODS)}"
         )
+    if linear and (chunks := config.context.ulysses_head_chunks) > 1:
+        raise ConfigError(
+            f"ulysses_head_chunks is {chunks}, and model_type {kind} has linear attention, which takes all heads of a "
+            "rank at once; leave it out"
+        )
     if not linear and method in STATE_METHODS:
         raise ConfigError(
             f"context_parallel_method is {method}, which passes states of linear attention on, and model_type {kind} "

@@ -6,7 +6,7 @@ from parallel.context import ContextConfig, ContextError
 
 
 def check(size: int, launched: int | None = None, **fields: object) -> None:
-    named = {name if name == "ulysses_degree" else f"context_parallel_{name}": fields[name] for name in fields}
+    named = {name if name.startswith("ulysses_") else f"context_parallel_{name}": fields[name] for name in fields}
     ContextConfig(**named).check(seq_len=64, size=size, heads=8, kv_heads=2, ranks_per_node=launched)
 
 
@@ -19,6 +19,10 @@ def check(size: int, launched: int | None = None, **fields: object) -> None:
         (8, {"ulysses_degree": 0}, "ulysses_degree is 0; it must be 1 or more"),
         (6, {"ulysses_degree": 3}, "ulysses_degree is 3 with 8 query and 2 key heads.*fit 6 ranks: 1, 2$"),
         (3, {"method": "ulysses"}, "ulysses_degree is 3 with 8 query and 2 key heads.*fit 3 ranks: 1$"),
+        (8, {"ulysses_head_chunks": 2}, "ulysses_head_chunks is 2, and no ranks exchange heads; leave it out"),
+        (8, {"ulysses_degree": 2, "ulysses_head_chunks": 0}, "ulysses_head_chunks is 0; it must be 1 or more"),
+        (8, {"ulysses_degree": 2, "ulysses_head_chunks": 3}, "is 3, .* the 4 query heads .* 2 ranks .*: 1, 2, 4$"),
+        (1, {"method": "auto", "ulysses_head_chunks": 2}, "is auto, which chooses .*leave them out"),
         (8, {"method": "double_ring", "ranks_per_node": 3}, "context_parallel_ranks_per_node .* 3 .*: 1, 2, 4, 8$"),
         (8, {"method": "double_ring", "ranks_per_node": 0}, "context_parallel_ranks_per_node is 0"),
         (

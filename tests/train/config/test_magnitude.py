@@ -18,7 +18,8 @@ GPT = [
         "vocab-size", "seq-length", "micro-batch-size", "global-batch-size", "num-workers",
         "context-parallel-size", "tensor-model-parallel-size", "pipeline-model-parallel-size",
         "num-virtual-stages-per-pipeline-rank", "num-distributed-optimizer-instances", "context-parallel-team-size",
-        "context-parallel-ranks-per-node", "ulysses-degree", "loss-chunk-size", "ffn-chunk-size", "pipeline-layers",
+        "context-parallel-ranks-per-node", "ulysses-degree", "ulysses-head-chunks", "loss-chunk-size", "ffn-chunk-size",
+        "pipeline-layers",
     )
     for value in ("1000000000", "2147483648", "1000000000000000000000")
 ]  # fmt: skip

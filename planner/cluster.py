@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
@@ -47,6 +47,10 @@ class Cluster:
     """Microseconds until a message between nodes begins to arrive."""
     between_link: Literal["node", "rank"]
     """Whether a node's ranks share one link to other nodes, or each has its own rail."""
+    host_gb_per_s: float = 0.0
+    """Rate of one processor's copies to host memory and back; 0: unknown, and offload is not tried."""
+    host_memory_gb: float = 0.0
+    """Host memory of one processor available to a run, in 10^9 bytes."""
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
@@ -55,8 +59,9 @@ class Cluster:
                 raise ClusterError(f"{name} is {value!r}; it must be an integer of 1 or more")
             if kind is float:
                 number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                least = "a number of 0 or more" if name.endswith("_us") else "a number above 0"
-                if not number or value < 0 or (value == 0 and not name.endswith("_us")):
+                may_be_zero = name.endswith("_us") or name.startswith("host_")
+                least = "a number of 0 or more" if may_be_zero else "a number above 0"
+                if not number or value < 0 or (value == 0 and not may_be_zero):
                     raise ClusterError(f"{name} is {value!r}; it must be {least}")
             if name.endswith("_fraction") and value > 1:
                 raise ClusterError(f"{name} is {value}; it is a part of peak_tflops, above 0 and at most 1")
@@ -73,7 +78,7 @@ class Cluster:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Load the cluster of a TOML file, which must give every figure.
+    """Load the cluster of a TOML file, which must give every figure but those of host memory.
 
     Raises:
         ClusterError: naming the file, the key and the fix.
@@ -88,12 +93,12 @@ def load_cluster(path: str | Path) -> Cluster:
     except ValueError as error:
         raise ClusterError(f"{path}: not valid TOML: {error}") from error
     values.pop("slurm", None)  # what slurm/submit.py reads
-    known = [entry.name for entry in fields(Cluster)]
+    known = {entry.name: entry.default is MISSING for entry in fields(Cluster)}
     for name in values:
         if name not in known:
             raise ClusterError(f"{path}: unknown key {name}; known are {', '.join(known)}")
-    for name in known:
-        if name not in values:
+    for name, needed in known.items():
+        if needed and name not in values:
             raise ClusterError(f"{path}: {name} is missing; add it, as in {CLUSTERS.name}/a100_pod.toml")
     try:
         return Cluster(**values)

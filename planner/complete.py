@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from parallel.context import ContextConfig
-from planner.cluster import ClusterError, default_cluster, load_cluster
+from planner.cluster import Cluster, ClusterError, default_cluster, load_cluster
 from planner.hybrid import faster_layout, layout_costs
 from planner.search import nothing_left, rank
 from runtime.together import from_first, is_first, raise_together
@@ -108,8 +108,8 @@ def _choice(config: Config, world_size: int) -> tuple[ContextConfig, str]:
     )
 
 
-def with_layout(config: Config) -> Config:
-    """Replace the layout ``auto`` of a hybrid's softmax layers by the one predicted faster.
+def with_layout(config: Config, cluster: Cluster | None = None) -> Config:
+    """Replace the layout ``auto`` of a hybrid's softmax layers by the one predicted faster, here or on a cluster.
 
     Raises:
         ConfigError: there are two to choose from, and no cluster file matches this device.
@@ -120,7 +120,7 @@ def with_layout(config: Config) -> Config:
     if mesh.context_parallel_size == 1 or len(hybrid.layouts) == 1:
         return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout="contiguous"))
     try:
-        cluster = default_cluster(mesh.device_type)
+        cluster = cluster or default_cluster(mesh.device_type)
     except ClusterError as error:
         raise ConfigError(
             f"hybrid_softmax_layout is auto: no file under configs/clusters is about this device ({error}); "

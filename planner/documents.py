@@ -7,7 +7,8 @@ import numpy as np
 from data.text.indexed import open_indexed
 from data.text.megatron import blend
 from runtime.errors import UserError
-from train.config.language import Config
+from train.config.common import CommonConfig
+from train.config.entries import DiTRunConfig
 
 MOST = 1 << 20
 """Documents of a file to look at; of more, evenly spaced ones."""
@@ -19,7 +20,7 @@ class DocumentsError(UserError):
     """Lengths of documents that are not known, or are none."""
 
 
-def typical_documents(config: Config, lengths: tuple[int, ...] = ()) -> tuple[int, ...] | None:
+def typical_documents(config: CommonConfig, lengths: tuple[int, ...] = ()) -> tuple[int, ...] | None:
     """Return the cumulative lengths of the documents of one micro-batch; None if documents do not attend apart.
 
     Drawn with a fixed seed as the dataset does: a shuffled stream of documents is cut into samples.
@@ -33,6 +34,8 @@ def typical_documents(config: Config, lengths: tuple[int, ...] = ()) -> tuple[in
     """
     if not config.packed:
         return None
+    if isinstance(config, DiTRunConfig):
+        return config.sample_ends
     if lengths and min(lengths) < 1:
         raise DocumentsError(f"document_lengths has {min(lengths)}; a document has 1 token or more")
     if not lengths and not config.data.data_path:

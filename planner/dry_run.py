@@ -15,13 +15,12 @@ from parallel.mesh import SIZES
 from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.complete import complete
 from planner.documents import typical_documents
-from planner.rehearsal import BETWEEN, INSIDE, Build, Rehearsal, rehearse, standing_for
+from planner.rehearsal import BETWEEN, CAUSES, INSIDE, Build, Rehearsal, rehearse, standing_for
 from planner.search import predicted
 from train.config.common import with_joined_ranks
-from train.config.entries import Config
+from train.config.entries import Config, DiTRunConfig
 from train.config.flags import ConfigError
 
-CAUSES = ("weights", "gathered weights", "gradients", "optimizer", "activations", "passing")
 ALIKE = ("zigzag", "striped", "ulysses")
 """Methods that give all context-parallel ranks the same tiles, of whole sequences."""
 
@@ -52,15 +51,24 @@ def dry_run(
         config = with_joined_ranks(config, world_size)
         if isinstance(config, Config):
             config = complete(config, _entries(config))
-    pp, cp, tp = (getattr(config.mesh, name) for name in SIZES)
-    ranks = [stage * (world_size // pp) for stage in range(pp)]
-    if cp > 1 and (config.packed or config.context.context_parallel_method not in ALIKE):
-        ranks.insert(1, (cp - 1) * tp)
+    ranks = ranks_to_run(config, world_size)
     found = [rehearse(config, build, rank, world_size, cluster.gpus_per_node) for rank in ranks]
     print(f"dry run on {world_size} x {cluster.name}: forward, backward and the optimizer's step fit together")
     print("\n".join([*_table(found, cluster), _time(config, world_size, cluster), *notes]))
     print("\n".join(_commands(arguments, entry, cluster, world_size, named)), flush=True)
     return found
+
+
+def ranks_to_run(config: Any, world_size: int) -> list[int]:
+    """Return the first rank of each stage and, where context-parallel ranks have unequal work, the first stage's last.
+
+    All others have what one of them has.
+    """
+    pp, cp, tp = (getattr(config.mesh, name) for name in SIZES)
+    ranks = [stage * (world_size // pp) for stage in range(pp)]
+    if cp > 1 and (config.packed or config.context.context_parallel_method not in ALIKE):
+        ranks.insert(1, (cp - 1) * tp)
+    return ranks
 
 
 def _with_files(config: Any) -> tuple[Any, list[str]]:
@@ -103,15 +111,13 @@ def _table(found: Sequence[Rehearsal], cluster: Cluster) -> Iterator[str]:
         yield f"note: that is {most:.1f} GB, and a process of {cluster.name} has {cluster.memory_gb:g}"
 
 
-def _time(config: Config, world_size: int, cluster: Cluster) -> str:
-    """Return the planner's seconds, where it knows the model."""
-    if not isinstance(config, Config) or config.model.softmax_every is not None:
-        return "time: not predicted; the planner knows language models of one kind of attention"
+def _time(config: Any, world_size: int, cluster: Cluster) -> str:
+    """Return the planner's seconds."""
     if config.context.context_parallel_method == "none":
-        alone = replace(config.context, context_parallel_method="lasp" if config.model.linear_attention else "ring")
-        config = replace(config, context=alone)
+        linear = getattr(config.model, "linear_attention", False)
+        config = replace(config, context=replace(config.context, context_parallel_method="lasp" if linear else "ring"))
     documents = tuple(range(0, config.joined_length + 1, config.sequence_length)) if config.packed else None
-    if Path(f"{blend(config.data.data_path)[0][0]}.idx").exists():
+    if isinstance(config, DiTRunConfig) or Path(f"{blend(config.data.data_path)[0][0]}.idx").exists():
         documents = typical_documents(config)
     found = predicted(config, world_size, cluster, documents)
     parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in found.seconds.items() if seconds)

@@ -1,14 +1,13 @@
 """The longest sequence that fits given processes, and the fewest processes that a sequence fits."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 from planner.cluster import Cluster
-from planner.search import arrangements, bytes_needed, contexts, leanest, nothing_left, rank
-from runtime.errors import UserError
+from planner.search import arrangements, candidates_of, holds, leanest, nothing_left, rank
 from train.config.flags import ConfigError
 from train.config.language import Config
-from train.config.sizes import validate_sizes
 
 STEP = 1024
 """Tokens."""
@@ -19,16 +18,8 @@ MOST_TOKENS, MOST_PROCESSES = 1 << 30, 1 << 12
 
 def fits(config: Config, world_size: int, cluster: Cluster) -> bool:
     """Return whether some arrangement and method fit in memory, with all that recomputation saves."""
-    for arranged in arrangements(config, world_size, (leanest(config.recompute),)):
-        for context in contexts(arranged, cluster.gpus_per_node):
-            candidate = replace(arranged, context=context)
-            try:
-                validate_sizes(candidate, world_size)
-            except UserError:
-                continue
-            if bytes_needed(candidate, world_size, cluster) <= 1e9 * cluster.memory_gb:
-                return True
-    return False
+    found = candidates_of(arrangements(config, world_size), world_size, cluster, Counter())
+    return any(holds(lean, world_size, cluster, None) for one in found for lean in leanest(one, cluster))
 
 
 def longest(config: Config, world_size: int, cluster: Cluster) -> int:
@@ -38,12 +29,12 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
         ConfigError: not even ``STEP`` tokens fit, or all is refused; with the reason.
     """
 
-    def holds(steps: int) -> bool:
+    def found(steps: int) -> bool:
         return fits(of_length(config, steps * STEP), world_size, cluster)
 
-    if not holds(1):
+    if not found(1):
         raise ConfigError(_why_not(of_length(config, STEP), world_size, cluster))
-    return STEP * _last(holds, 1, MOST_TOKENS // STEP)
+    return STEP * _last(found, 1, MOST_TOKENS // STEP)
 
 
 def fewest(config: Config, cluster: Cluster) -> int:
@@ -67,8 +58,7 @@ def fewest(config: Config, cluster: Cluster) -> int:
 
 def _why_not(config: Config, world_size: int, cluster: Cluster) -> str:
     """Say why nothing fits: memory, or the reason for which all is refused."""
-    lean = list(arrangements(config, world_size, (leanest(config.recompute),)))
-    return nothing_left(rank(lean, world_size, cluster), cluster)
+    return nothing_left(rank(list(arrangements(config, world_size)), world_size, cluster, vary=leanest), cluster)
 
 
 def of_length(config: Config, tokens: int) -> Config:

@@ -39,6 +39,8 @@ from train.optim import build_optimizer
 C = TypeVar("C", bound=CommonConfig)
 Build = Callable[[C, Mesh], tuple[Objective, Callable[[], Sequence[nn.Module]]]]
 """A configuration and a mesh -> the objective, and what builds this rank's parts of the model."""
+CAUSES = ("weights", "gathered weights", "gradients", "optimizer", "activations", "attention", "logits", "passing")
+"""What a process's memory goes to: the last three are there within a forward or a backward alone."""
 INSIDE, BETWEEN = "inside nodes", "between nodes"
 _share: Callable[[int], float] = lambda n: (n - 1) / n  # noqa: E731
 SENT: dict[str, tuple[int, Callable[[int], float]]] = {
@@ -109,7 +111,8 @@ def rehearse(config: C, build: Build[C], rank: int, world_size: int, per_node: i
     with standing_for(rank, world_size, per_node), distributed_mesh(on_cpu) as mesh:
         objective, parts_of = build(config, mesh)
         batch = objective.local(objective.blank(config.train.micro_batch_size))
-        recorder = Recorder(rank, per_node)
+        entries = getattr(config.model, "vocab_size", None) or 0
+        recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size))
         # The CPU takes few rows of logits at once, which are many operators for a large vocabulary.
         with patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[config.mesh.device_type]), recorder.recording():
             parts = parts_of()
@@ -174,7 +177,8 @@ class Recorder(TorchDispatchMode):
     is computed.
     """
 
-    def __init__(self, rank: int, per_node: int) -> None:
+    def __init__(self, rank: int, per_node: int, entries: int = 0) -> None:
+        """Set up for a rank that has ``entries`` of the vocabulary, by whose width logits are known."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         super().__init__()
@@ -184,7 +188,7 @@ class Recorder(TorchDispatchMode):
         """(number of a storage, bytes more or less)"""
         self.began = self.turned = 0
         """Where in the events the forward began and ended."""
-        self._per_node, self._paused = per_node, False
+        self._per_node, self._paused, self._entries = per_node, False, entries
         self._kinds, self._sizes, self._resized = list[str](), list[int](), set[int]()
         self._numbers = WeakIdKeyDictionary()
 
@@ -229,8 +233,12 @@ class Recorder(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         if func.namespace == "longmesh" and not func.name().startswith(SCANS):
-            with self:
-                return OPDEFS[func.name()]._init_fn(*args, **kwargs)
+            kind, self.kind = self.kind, "attention"
+            try:
+                with self:
+                    return OPDEFS[func.name()]._init_fn(*args, **kwargs)
+            finally:
+                self.kind = kind
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         meta, to = any(x.is_meta for x in tensors) or not tensors, kwargs.get("device")
         stays = to.type == "meta" if meta and to else bool(tensors)  # not what to_empty and factories make
@@ -242,12 +250,13 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         for x in tree_leaves(out):
             if isinstance(x, FakeTensor) and x.device.type != "meta" and x.untyped_storage() not in self._numbers:
-                self._made(x.untyped_storage())
+                logits = self.kind == "passing" and x.dim() > 1 and x.shape[-1] == self._entries
+                self._made(x.untyped_storage(), "logits" if logits else self.kind)
         return out
 
-    def _made(self, storage: torch.UntypedStorage) -> None:
+    def _made(self, storage: torch.UntypedStorage, kind: str) -> None:
         number = self._numbers[storage] = len(self._sizes)
-        self._kinds.append(self.kind)
+        self._kinds.append(kind)
         self._sizes.append(0)
         self._set(number, storage.nbytes())
         weakref.finalize(storage, partial(self._set, number, 0)).atexit = False
@@ -294,7 +303,8 @@ class Recorder(TorchDispatchMode):
             peaks.append(live)
         at_peak, memory = self._alive(peaks.index(max(peaks))), Counter[str]()
         for n, size in ({n: at_peak[n] for n in at_peak.keys() - skipped} | {n: at_end[n] for n in early}).items():
-            kind = "gathered weights" if n in self._resized else "activations" if n in kept else self._kinds[n]
+            held = n in kept and self._kinds[n] != "logits"
+            kind = "gathered weights" if n in self._resized else "activations" if held else self._kinds[n]
             memory["gradients" if n in own else kind] += size
         ranks, stage = mesh.pp.size(), mesh.pp.get_local_rank()
         if ranks > 1 and not offload:

@@ -1,38 +1,42 @@
 """Enumerate the arrangements of a run and predict each."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, Literal, TypeVar
 
-from model.config import ModelConfig
-from model.registry import flops_per_token, num_parameters, num_trained
 from parallel.context import ContextConfig, Plan, make_plan
-from parallel.context.layout import PLACEMENTS
+from parallel.context.layout import BALANCED, PLACEMENTS
 from parallel.context.methods.registry import METHODS, STATE_METHODS
+from parallel.data import DataParallelConfig
 from parallel.recompute import RecomputeConfig
 from planner.cluster import Cluster
 from planner.documents import typical_documents
-from planner.step_cost import Arrangement, Prediction, Workload, memory_of, predict
+from planner.step_cost import Arrangement, Prediction, Workload, memory_of, offloaded, predict
+from planner.workload import with_softmax_layers, workload_of
 from runtime.errors import UserError
-from train.config.common import with_joined_ranks
-from train.config.flags import ConfigError
-from train.config.language import Config
-from train.config.sizes import validate_sizes
+from train.config.common import CommonConfig, with_joined_ranks
+from train.config.entries import Config
+from train.config.sizes import validate_magnitude, validate_mesh, validate_sizes
 
-GATED = ("llama", "transnormer")
-RECOMPUTE = ("none", "selective", "attention_boundary", "full")
+AnyConfig = Any
+"""A configuration of either entry."""
+C = TypeVar("C", bound=CommonConfig)
+OTHERS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+RECOMPUTE: tuple[Literal["none", "attention_boundary", "full"], ...] = ("none", "attention_boundary", "full")
+SHARDINGS: tuple[Literal["zero1", "zero2", "zero3"], ...] = ("zero1", "zero2", "zero3")
 LOSS_CHUNK, FFN_CHUNK = 2048, 8192
 """Tokens at once, where memory is short: enough to keep a GPU busy."""
+ROOM = 0.9
+"""Share of the memory that varied settings take where some do: an allocator needs the rest."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A configuration and its prediction."""
 
-    config: Config
+    config: AnyConfig
     prediction: Prediction
 
 
@@ -43,69 +47,40 @@ class Ranking:
     candidates: list[Candidate]
     refused: Counter[str]
     too_large: list[float]
-    """Bytes that each of the others needs."""
-
-
-def workload_of(config: Config, dp: int) -> Workload:
-    """Return the work of a step. The vocabulary must be known. Raises ConfigError for a hybrid."""
-    model = config.model
-    if model.softmax_every is not None:
-        raise ConfigError(
-            f"softmax_every is {model.softmax_every}, and the planner knows models of one kind of attention alone"
-        )
-    parameters, trained, matrix_weights = _weights(model)
-    windows = [window for window in map(model.window, range(model.num_layers)) if window]
-    return Workload(
-        layers=model.num_layers,
-        hidden=model.hidden_size,
-        ffn=model.ffn_size,
-        gated=model.model_type in GATED,
-        heads=model.num_attention_heads,
-        kv_heads=model.query_groups,
-        head_dim=model.head_dim,
-        vocab=model.vocabulary,
-        parameters=parameters,
-        matrix_weights=matrix_weights,
-        element_size=2 if config.train.bf16 else 4,
-        micro_batch=1 if config.packed else config.train.micro_batch_size,
-        micro_batches=config.train.micro_batches(dp),
-        window=windows[0] if windows else None,
-        windowed_layers=len(windows),
-        trained=trained,
-    )
-
-
-@lru_cache
-def _weights(model: ModelConfig) -> tuple[int, int, int]:
-    """Count all parameters, the trained ones, and the weights of all matrix products, on the meta device."""
-    products = int(flops_per_token(model.merged(), 0) / 6)  # at length 0 there is no attention
-    return num_parameters(model), num_trained(model), products
+    """Bytes that each of the others needs, in the settings that need least."""
 
 
 def predicted(
-    config: Config, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None = None
+    config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None = None
 ) -> Prediction:
     """Predict time and memory of a validated configuration with a method.
 
     ``documents`` are those of a typical micro-batch, where documents attend apart.
     """
-    return predict(*_problem(config, world_size, cluster, documents), cluster)
+    work, plan = _problem(config, world_size, cluster, documents)
+    work = with_softmax_layers(work, config, cluster)
+    return predict(work, plan, _arranged(config, world_size), cluster)
 
 
-def bytes_needed(config: Config, world_size: int, cluster: Cluster) -> float:
+def bytes_needed(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> float:
     """Return the bytes of the busiest rank's memory alone, which take far less to predict than the time."""
-    return sum(memory_of(*_problem(config, world_size, cluster, None)).values())
+    return sum(memory_of(*_problem(config, world_size, cluster, documents), _arranged(config, world_size)).values())
 
 
-def _problem(
-    config: Config, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
-) -> tuple[Workload, Plan, Arrangement]:
+def holds(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> bool:
+    """Return whether a process has the memory, and its host, where known, that for what is moved there."""
+    if bytes_needed(config, world_size, cluster, documents) > 1e9 * cluster.memory_gb:
+        return False
+    moved = offloaded(*_problem(config, world_size, cluster, documents), _arranged(config, world_size))
+    return moved <= 1e9 * cluster.host_memory_gb or not cluster.host_gb_per_s
+
+
+def _arranged(config: AnyConfig, world_size: int) -> Arrangement:
     mesh, recompute = config.mesh, config.recompute
-    cp, tp, pp = mesh.context_parallel_size, mesh.tensor_model_parallel_size, mesh.pipeline_model_parallel_size
-    dp = world_size // (cp * tp * pp)
-    arranged = Arrangement(
+    cp, tp, pp = (getattr(mesh, name) for name in ("context_parallel_size", *OTHERS))
+    return Arrangement(
         pp=pp,
-        dp=dp,
+        dp=world_size // (cp * tp * pp),
         tp=tp,
         strategy=config.data_parallel.strategy,
         copies=config.data_parallel.num_distributed_optimizer_instances,
@@ -114,18 +89,25 @@ def _problem(
         loss_chunk=recompute.loss_chunk_size,
         ffn_chunk=recompute.ffn_chunk_size,
     )
+
+
+def _problem(
+    config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
+) -> tuple[Workload, Plan]:
+    cp, tp, pp = (getattr(config.mesh, name) for name in ("context_parallel_size", *OTHERS))
     plan = make_plan(
         config.context.context_parallel_method,
         seq_len=config.joined_length,
         size=cp,
         multiple=tp,
+        causal=config.causal,
         documents=documents,
         **config.context.plan_arguments(max(1, cluster.gpus_per_node // tp)),
     )
-    return workload_of(config, dp), plan, arranged
+    return workload_of(config, world_size // (cp * tp * pp)), plan
 
 
-def contexts(config: Config, gpus_per_node: int) -> Iterator[ContextConfig]:
+def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
     """Yield every method x team size x Ulysses degree x placement that fits the ranks, each once.
 
     Linear attention has only the methods that pass states, without these options.
@@ -133,10 +115,11 @@ def contexts(config: Config, gpus_per_node: int) -> Iterator[ContextConfig]:
     """
     size = config.mesh.context_parallel_size
     inner = max(1, gpus_per_node // config.mesh.tensor_model_parallel_size)
-    base = replace(
-        ContextConfig(), attention_backend=config.context.attention_backend, context_parallel_method="striped"
+    base = type(config.context)(
+        attention_backend=config.context.attention_backend,
+        context_parallel_method="striped" if config.causal else "ring",
     )
-    if config.model.linear_attention:
+    if getattr(config.model, "linear_attention", False):
         for state_method in list(STATE_METHODS)[: None if size > 1 else 1]:
             fields: dict[str, Any] = {"context_parallel_method": state_method}
             yield replace(base, **fields)
@@ -149,6 +132,8 @@ def contexts(config: Config, gpus_per_node: int) -> Iterator[ContextConfig]:
         able = method.capabilities()
         if able.needed_only and not config.packed:
             continue  # of one document it brings nothing
+        if not config.causal and method.layout(causal=False) not in ("contiguous", BALANCED):
+            continue  # full attention needs no balance
         if able.splits_heads:
             fields = {"context_parallel_method": name}
             yield replace(base, **fields)
@@ -166,69 +151,127 @@ def contexts(config: Config, gpus_per_node: int) -> Iterator[ContextConfig]:
             yield replace(base, **fields)
 
 
-def recomputations(given: RecomputeConfig) -> Iterator[RecomputeConfig]:
-    """Yield every policy; those that save most, also with the chunks that ``given`` leaves out."""
-    for policy in RECOMPUTE:
-        try:
-            plain = replace(given, recompute_granularity=policy)  # type: ignore[arg-type]
-        except UserError:  # offload needs certain policies
-            continue
-        yield plain
-        if policy in ("attention_boundary", "full") and (chunked := _in_chunks(plain)) != plain:
-            yield chunked
+def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
+    """Yield the configuration with all that decides its memory: as it is, then every sharding and recomputation.
+
+    ``selective`` recomputation is not among them: it keeps as much as ``none``, for a flash kernel.
+    """
+    yield config
+    for sharded, recompute in product(_shardings(config), recomputations(config, cluster)):
+        if (sharded, recompute) != (config.data_parallel, config.recompute):
+            yield replace(config, data_parallel=sharded, recompute=recompute)
 
 
-def leanest(given: RecomputeConfig) -> RecomputeConfig:
-    """Return what takes the least memory: full recomputation, in chunks."""
-    return _in_chunks(replace(given, recompute_granularity="full"))
+def leanest(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
+    """Yield what takes the least memory: all sharded, full recomputation in chunks, with and without offload."""
+    sharded = list(_shardings(config))[-1]
+    for recompute in recomputations(config, cluster):
+        most = recompute.recompute_granularity == "full" and recompute.ffn_chunk_size
+        if most and (recompute.loss_chunk_size or not config.causal):
+            yield replace(config, data_parallel=sharded, recompute=recompute)
 
 
-def _in_chunks(given: RecomputeConfig) -> RecomputeConfig:
-    return replace(
-        given,
-        loss_chunk_size=given.loss_chunk_size or LOSS_CHUNK,
-        ffn_chunk_size=given.ffn_chunk_size or FFN_CHUNK,
-    )
+def recomputations(config: AnyConfig, cluster: Cluster) -> Iterator[RecomputeConfig]:
+    """Yield every policy, alone, with the loss and with the feed-forward in chunks too; what is kept, in host memory.
+
+    Chunks that are set stay as they are.
+    """
+    given, language = config.recompute, config.causal
+    chunks = [(given.loss_chunk_size, given.ffn_chunk_size)]
+    chunks += [(given.loss_chunk_size or LOSS_CHUNK, given.ffn_chunk_size)] if language else []
+    chunks.append((chunks[-1][0], given.ffn_chunk_size or FFN_CHUNK))
+    offload = (False, True) if cluster.host_gb_per_s else (False,)
+    for moved, policy, (loss, ffn) in product(offload, RECOMPUTE, dict.fromkeys(chunks)):
+        if policy != "none" or not moved:
+            yield RecomputeConfig(
+                recompute_granularity=policy, recompute_offload=moved, loss_chunk_size=loss, ffn_chunk_size=ffn
+            )
 
 
-def arrangements(
-    config: Config, world_size: int, recomputed: Sequence[RecomputeConfig] | None = None
-) -> Iterator[Config]:
-    """Yield every tp x pp x cp (the rest is dp) with each recomputation, by default all, without a method."""
+def _shardings(config: AnyConfig) -> Iterator[DataParallelConfig]:
+    """Yield the given strategy and those that hold one copy of the optimizer's state, the most divided last."""
+    given = config.data_parallel
+    yield given
+    for name in SHARDINGS:
+        if name != given.strategy or name == SHARDINGS[-1]:
+            yield replace(given, data_parallel_sharding_strategy=name)
+
+
+def arrangements(config: C, world_size: int) -> Iterator[C]:
+    """Yield every tp x pp x cp (the rest is dp), without a method."""
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    recomputed = list(recomputations(config.recompute)) if recomputed is None else recomputed
-    for tp, pp, cp, recompute in product(sizes, sizes, sizes, recomputed):
-        if world_size % (tp * pp * cp):
-            continue
-        mesh = replace(
-            config.mesh, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
-        )
-        yield replace(config, mesh=mesh, recompute=recompute)
+    for tp, pp, cp in product(sizes, sizes, sizes):
+        if world_size % (tp * pp * cp) == 0:
+            mesh = replace(
+                config.mesh, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
+            )
+            yield replace(config, mesh=mesh)
 
 
-def rank(configs: Sequence[Config], world_size: int, cluster: Cluster, lengths: tuple[int, ...] = ()) -> Ranking:
-    """Predict every method of these configurations on a cluster.
+def candidates_of(
+    configs: Iterable[AnyConfig], world_size: int, cluster: Cluster, refused: Counter[str]
+) -> Iterator[Any]:
+    """Yield these configurations with every method that suits them; count the others' reasons in ``refused``."""
+    for config in (with_joined_ranks(config, world_size) for config in configs):
+        for context in contexts(config, cluster.gpus_per_node):
+            candidate = replace(config, context=context)
+            try:
+                validated(candidate, world_size)
+            except UserError as error:
+                refused[str(error)] += 1
+                continue
+            yield candidate
 
-    ``lengths`` of documents are to draw from where these attend apart; by default those of the data.
+
+def validated(config: AnyConfig, world_size: int) -> AnyConfig:
+    """Return a configuration whose sizes fit each other and the processes; UserError says which do not."""
+    if isinstance(config, Config):
+        validate_sizes(config, world_size)
+    else:
+        validate_magnitude(config, world_size)
+        validate_mesh(config, world_size)
+    return config
+
+
+def rank(
+    configs: Sequence[AnyConfig],
+    world_size: int,
+    cluster: Cluster,
+    lengths: tuple[int, ...] = (),
+    vary: Callable[[AnyConfig, Cluster], Iterable[AnyConfig]] = lambda config, cluster: (config,),
+) -> Ranking:
+    """Predict every method of these configurations on a cluster, each in the fastest of its settings that fits.
+
+    Args:
+        lengths: of documents to draw from where these attend apart; by default those of the data.
+        vary: the settings to try, such as ``settings``; by default those that are given alone.
     """
     fitting: list[Candidate] = []
     too_large: list[float] = []
     refused = Counter[str]()
-    for config in (with_joined_ranks(config, world_size) for config in configs):
-        documents = typical_documents(config, lengths)
-        for context in contexts(config, cluster.gpus_per_node):
-            candidate = replace(config, context=context)
-            try:
-                validate_sizes(candidate, world_size)
-            except UserError as error:
-                refused[str(error)] += 1
-                continue
-            if (needed := bytes_needed(candidate, world_size, cluster)) > 1e9 * cluster.memory_gb:
-                too_large.append(needed)
-            else:
-                fitting.append(Candidate(candidate, predicted(candidate, world_size, cluster, documents)))
+    for candidate in candidates_of(configs, world_size, cluster, refused):
+        documents = typical_documents(candidate, lengths)
+        tried = [one for one in vary(candidate, cluster) if _suits_pipeline(one, world_size)]
+        fit = [one for one in tried if holds(one, world_size, cluster, documents)]
+        if fit:
+            found = [Candidate(one, predicted(one, world_size, cluster, documents)) for one in fit]
+            roomy = [one for one in found if one.prediction.bytes <= ROOM * 1e9 * cluster.memory_gb]
+            fitting.append(min(roomy or found, key=lambda one: one.prediction.time))
+        else:
+            too_large.append(min(bytes_needed(one, world_size, cluster, documents) for one in tried))
     fitting.sort(key=lambda candidate: candidate.prediction.time)
     return Ranking(fitting, refused, too_large)
+
+
+def _suits_pipeline(config: AnyConfig, world_size: int) -> bool:
+    """Return whether a pipeline takes varied settings; without one all do."""
+    if config.mesh.pipeline_model_parallel_size == 1:
+        return True
+    try:
+        validate_mesh(config, world_size)
+    except UserError:
+        return False
+    return True
 
 
 def nothing_left(found: Ranking, cluster: Cluster) -> str:
@@ -238,7 +281,7 @@ def nothing_left(found: Ranking, cluster: Cluster) -> str:
         return (
             f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of {len(found.too_large)} "
             f"arrangements takes {least / 1e9:.1f}; use more processes, recompute_granularity, loss_chunk_size or "
-            "a lower seq_length"
+            "a lower seq_length (python -m tools.plan --fits says what brings most)"
         )
     reason = next(iter(found.refused), "there is no arrangement of these processes")
     return f"context_parallel_method is auto, and no method suits: {reason}"

@@ -10,7 +10,7 @@ from parallel.context.mask import Window
 from parallel.context.plan import Plan
 from parallel.context.traffic import Moves, Sizes, sizes
 from parallel.data import Strategy
-from planner.attention_cost import GB, MICRO, AttentionCost, Links
+from planner.attention_cost import BACKWARD, FORWARD, GB, MICRO, AttentionCost, Links
 from planner.cluster import Cluster
 from planner.needed_cost import most_rows_held
 
@@ -38,6 +38,14 @@ class Workload:
     windowed_layers: int = 0
     trained: int | None = None
     """Parameters that are trained, besides which the others lie frozen in element_size bytes; None: all."""
+    softmax_layers: int = 0
+    """Layers of a hybrid with softmax attention, which the plan is not of."""
+    softmax_seconds: float = 0.0
+    """What one of them takes forward and backward, in its own layout."""
+    modulated: int = 0
+    """Widths of the residual stream that a layer looks up for every token: a DiT's shifts, scales and gates."""
+    averages: int = 0
+    """Bytes per parameter of averages of the weights."""
 
     @property
     def trained_share(self) -> float:
@@ -103,6 +111,8 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
         "tensor parallel": steps * layers * _tensor(work, plan, tp, cluster),
         "pipeline": steps * _pipeline(work, plan, arranged, cluster),
     }
+    if arranged.offload and cluster.host_gb_per_s:
+        seconds["offload"] = 2 * work.micro_batches * offloaded(work, plan, arranged) / (cluster.host_gb_per_s * GB)
     exchanged = _data(work, plan, arranged, cluster)
     hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
     seconds["data parallel"] = max(0.0, exchanged - hidden)
@@ -112,6 +122,11 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
 def _mean_attention(work: Workload, plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
     """Return the mean seconds of all layers, forward and backward, and the bytes of one, without a window if any is."""
     whole = _attention(plan, of, cluster, tp)
+    if work.softmax_layers:
+        share, forward = work.softmax_layers / work.layers, FORWARD / (FORWARD + BACKWARD)
+        softmax = share * work.softmax_seconds
+        ahead, back = ((1 - share) * seconds for seconds in whole[:2])
+        return ahead + forward * softmax, back + (1 - forward) * softmax, whole[2]
     if work.window is None:
         return whole
     windowed, share = _attention(plan.windowed(work.window), of, cluster, tp), work.windowed_layers / work.layers
@@ -178,6 +193,12 @@ def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, fl
     return memory(work, plan, arranged, of, plan.backward_moves(of))
 
 
+def offloaded(work: Workload, plan: Plan, arranged: Arrangement) -> float:
+    """Return the bytes that a micro-batch keeps in host memory."""
+    kept, _ = _layer_activations(work, arranged)
+    return work.micro_batch * plan.local_len * kept * -(-work.layers // arranged.pp) if arranged.offload else 0.0
+
+
 def _own_sizes(work: Workload, plan: Plan, tp: int) -> Sizes:
     heads, kv_heads = work.heads // tp, max(1, work.kv_heads // tp)
     return sizes(plan.geometry, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)
@@ -203,7 +224,8 @@ def memory(work: Workload, plan: Plan, arranged: Arrangement, of: Sizes, moves: 
     logits = scores * work.vocab * (work.element_size + 4) / arranged.tp
     layer = (tokens * inside if again else 0.0) + _attention_buffers(plan, of, moves)
     return {
-        "weights, gradients, optimizer": (16 * trained + work.element_size * (own - trained)) / shards + copies,
+        "weights, gradients, optimizer": ((16 + work.averages) * trained + work.element_size * (own - trained)) / shards
+        + copies,
         "activations": tokens * (kept * layers * flying + 3 * work.hidden * work.element_size / arranged.tp),
         "a layer's backward, or the logits": max(layer, logits),
     }
@@ -231,7 +253,7 @@ def _layer_activations(work: Workload, arranged: Arrangement) -> tuple[float, fl
     queries, keys = work.heads * work.head_dim, work.kv_heads * work.head_dim
     ffn = 0 if arranged.ffn_chunk else (4 if work.gated else 2) * work.ffn
     per_channel = work.element_size / arranged.tp
-    everything = (6 * work.hidden + 2 * queries + 2 * keys + ffn) * per_channel
+    everything = ((6 + work.modulated) * work.hidden + 2 * queries + 2 * keys + ffn) * per_channel
     if arranged.recompute == "full":
         return work.hidden * per_channel, everything
     if arranged.recompute == "attention_boundary":

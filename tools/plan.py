@@ -5,18 +5,22 @@ python -m tools.plan --config configs/llama2_7b.toml --cluster configs/clusters/
 python -m tools.plan --config configs/llama3_8b.toml --cluster configs/clusters/h100_pod.toml --world-size 8 --longest
 python -m tools.plan --config configs/llama3_8b.toml --cluster configs/clusters/h100_pod.toml --fewest \
     --seq-length 1048576
+python -m tools.plan --config configs/llama3_8b.toml --cluster configs/clusters/h100_pod.toml --fits --bf16 \
+    --context-parallel-size 8
 torchrun --nproc-per-node 4 -m tools.plan --config configs/llama_tiny.toml --context-parallel-size 4 --profile
 
-Takes every flag of pretrain_gpt.py besides these. Without --cluster the device at hand decides; without --world-size
-the processes started, or as many as the sizes of the mesh multiply to.
+Takes every flag of pretrain_gpt.py, or of pretrain_dit.py, besides these. Without --cluster the device at hand decides;
+without --world-size the processes started, or as many as the sizes of the mesh multiply to.
 """
 
 import argparse
 import json
+import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,43 +30,23 @@ if not __package__:  # started as a file: the packages lie one folder up
 from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
 from planner.cluster import Cluster, default_cluster, load_cluster
-from planner.complete import with_vocabulary
+from planner.complete import with_layout, with_vocabulary
+from planner.documents import typical_documents
 from planner.extremes import fewest, longest, of_length
-from planner.search import Candidate, Ranking, arrangements, nothing_left, rank
+from planner.fits import busiest, changes
+from planner.rehearsal import CAUSES
+from planner.search import arrangements, bytes_needed, candidates_of, nothing_left, rank, settings, validated
 from runtime.files import write_text
 from runtime.processes import launched_world_size
 from tools.arguments import parser_for
-from train.config.language import Config, ConfigError, parse_args, to_toml, validate
+from tools.plan_text import Row, amount, bars, discarded, memory_of, mesh_of, method_of, table
+from train.config import diffusion
+from train.config.common import with_joined_ranks
+from train.config.entries import Config
+from train.config.language import ConfigError, parse_args, to_toml, validate
 from train.run import exit_status
 
 DEFAULT_TOP = 10
-BAR = 40
-SHOWN_REASONS = 3
-
-
-@dataclass(frozen=True)
-class Row:
-    """A candidate, with its seconds per iteration if it was profiled."""
-
-    candidate: Candidate
-    measured: float | None = None
-
-    def entry(self) -> dict[str, Any]:
-        """Return the row as --json writes it."""
-        config, found = self.candidate.config, self.candidate.prediction
-        return {
-            "context": asdict(config.context),
-            "mesh": {name: getattr(config.mesh, name) for name in SIZES},
-            "recompute": asdict(config.recompute),
-            "seq_length": config.train.seq_length,
-            "predicted_seconds": found.time,
-            "predicted_seconds_by_part": found.seconds,
-            "measured_seconds": self.measured,
-            "memory_bytes": found.bytes,
-            "memory_bytes_by_part": found.memory,
-            "attention_bytes_inside_nodes": found.links.inside,
-            "attention_bytes_between_nodes": found.links.between,
-        }
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -70,12 +54,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser = parser_for("python -m tools.plan", __doc__)
     parser.add_argument("--world-size", type=int, help="processes to plan for")
     varied = parser.add_mutually_exclusive_group()
-    varied.add_argument("--all", action="store_true", help="vary tp, pp, cp, dp, recompute and chunks too")
+    varied.add_argument(
+        "--all", action="store_true", help="vary tp, pp, cp, dp, sharding, recompute, chunks and offload too"
+    )
     varied.add_argument("--longest", action="store_true", help="as --all, for the longest sequence that fits")
     varied.add_argument(
         "--fewest",
         action="store_true",
         help="as --all, on the fewest processes that hold it: 1, 2, 4, ..., whole nodes",
+    )
+    varied.add_argument(
+        "--fits", action="store_true", help="a process's memory by component as it is configured, and what to change"
     )
     parser.add_argument("--top", type=int, default=DEFAULT_TOP, help="rows to show (default: %(default)s)")
     parser.add_argument(
@@ -90,79 +79,30 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile-top", type=int, default=3, help="how many to run (default: %(default)s)")
     parser.add_argument("--profile-iters", type=int, default=3, help="iterations of each, and one before")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the winner as TOML for pretrain_gpt.py")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    shown.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     return parser
 
 
-def milliseconds(seconds: float) -> str:
-    """Format as milliseconds: four significant digits below 1,000, whole numbers above."""
-    found = 1e3 * seconds
-    return f"{found:.4g}" if found < 999.95 else f"{found:.0f}"
+def parsed(argv: Sequence[str]) -> Any:
+    """Return the configuration of the entry that these flags are for."""
+    try:
+        return parse_args(argv)
+    except ConfigError as error:
+        if "that is for pretrain_dit.py" not in str(error):
+            raise
+    return diffusion.parse_args(argv)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Format the rows as Markdown; what was measured has a column if anything was."""
-    profiled = any(row.measured is not None for row in rows)
-    measured = ["measured ms"] * profiled
-    heads = ["", "method", "mesh", "recompute", "predicted ms", *measured]
-    heads += ["inside nodes GB", "between GB", "memory GB"]
-    lines = [f"| {' | '.join(heads)} |".replace("|  |", "| |"), "|" + " --- |" * len(heads)]
-    for number, row in enumerate(rows, 1):
-        config, found = row.candidate.config, row.candidate.prediction
-        context = config.context
-        placement = f", {context.context_parallel_placement}" if context.context_parallel_team_size > 1 else ""
-        sizes = (
-            f"{name.split('_')[0]} {getattr(config.mesh, name)}" for name in SIZES if getattr(config.mesh, name) > 1
-        )
-        cells = (
-            str(number),
-            context.title + placement,
-            ", ".join(sizes) or "data",
-            config.recompute.recompute_granularity + (", chunks" if config.recompute.ffn_chunk_size else ""),
-            milliseconds(found.time),
-            *["" if row.measured is None else milliseconds(row.measured)] * profiled,
-            f"{found.links.inside / 1e9:.3f}",
-            f"{found.links.between / 1e9:.3f}",
-            f"{found.bytes / 1e9:.1f}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def bars(candidate: Candidate, cluster: Cluster) -> str:
-    """Draw the memory of a candidate by cause, as shares of what a process has."""
-    parts = candidate.prediction.memory | {"together": candidate.prediction.bytes}
-    lines = [f"memory of a process of the first, which has {cluster.memory_gb:g} GB:"]
-    for name, count in parts.items():
-        filled = round(BAR * count / (1e9 * cluster.memory_gb))
-        lines.append(f"  {name:{max(map(len, parts))}}  {'#' * filled:.<{BAR}}  {count / 1e9:6.1f} GB")
-    return "\n".join(lines)
-
-
-def discarded(found: Ranking, cluster: Cluster, top: int) -> str:
-    """Say how many candidates there are, how many were discarded, and why."""
-    shown = f", of which the best {top} are shown (--top)" if top < len(found.candidates) else ""
-    sums = f"{found.refused.total()} refused, {len(found.too_large)} too large"
-    lines = [f"{len(found.candidates)} candidates{shown}; {sums}"]
-    lines += [f"  refused {count}: {reason}" for reason, count in found.refused.most_common(SHOWN_REASONS)]
-    if len(found.refused) > SHOWN_REASONS:
-        lines.append(f"  and {len(found.refused) - SHOWN_REASONS} more reasons")
-    if found.too_large:
-        least = min(found.too_large) / 1e9
-        lines.append(
-            f"  too large {len(found.too_large)}: {cluster.memory_gb:g} GB, and these take {least:.1f} or more"
-        )
-    return "\n".join(lines)
-
-
-def prepare(argv: list[str]) -> tuple[argparse.Namespace, Config, int, Cluster]:
+def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     """Return the planner's flags, the configuration to vary, the number of processes and the cluster.
 
     Raises:
         UserError: flags that do not fit, or too few processes to profile on.
     """
     args, rest = build_parser().parse_known_args(argv)
-    config = parse_args(rest)
+    config = parsed(rest)
     named = config.context.cluster
     cluster = default_cluster(config.mesh.device_type) if named is None else load_cluster(named)
     started = "WORLD_SIZE" in os.environ
@@ -184,35 +124,94 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Config, int, Cluster]:
             f"profile needs the {world_size} processes that are planned for, and {launched_world_size()} are started; "
             f"use torchrun with {world_size} processes in all, or leave --profile out to predict alone"
         )
+    if not isinstance(config, Config):
+        for name in ("longest", "profile"):
+            if getattr(args, name):
+                raise ConfigError(f"{name} is for language models; leave it out, or change latent_shape")
+        return args, config, world_size, cluster
     if args.profile:
         method = replace(config.context, context_parallel_method="auto", cluster=None)
         validate(replace(config, context=method), world_size)
     if config.model.vocab_size is None:
         if config.data.tokenizer_model is None:
-            raise ConfigError("vocab_size is not set, and no tokenizer_model either; give one of them")
+            raise ConfigError(
+                "vocab_size is not set, and no tokenizer_model either; name the model with --config FILE, as "
+                "configs/llama3_8b.toml, or give --vocab-size N"
+            )
         config = with_vocabulary(config, load_tokenizer(config.data.tokenizer_model).vocab_size)
     return args, config, world_size, cluster
+
+
+def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster) -> None:
+    """Print the memory of the busiest process by component and, where it is too much, what to change first."""
+    import pretrain_dit
+    import pretrain_gpt
+
+    config = with_joined_ranks(config, world_size)
+    named = config.context.cluster
+    device = config.mesh.device if named is None else "cpu" if Path(named).stem == "cpu" else "cuda"
+    config = replace(config, mesh=replace(config.mesh, device=device), context=replace(config.context, cluster=None))
+    lengths = tuple(args.document_lengths)
+    documents = typical_documents(config, lengths)
+    if config.context.context_parallel_method == "auto":
+        every = candidates_of([config], world_size, cluster, Counter())
+        config = min(every, key=lambda one: bytes_needed(one, world_size, cluster, documents))
+    build: Any = pretrain_dit.computing
+    if isinstance(config, Config):
+        config, build = with_layout(config, cluster), pretrain_gpt.computing
+    one = busiest(validated(config, world_size), build, world_size, cluster)
+    parts = {name: one.memory[name] for name in CAUSES if one.memory.get(name)}
+    room = 1e9 * cluster.memory_gb
+    needed, seconds = ([], None) if one.bytes <= room else changes(config, world_size, cluster, documents, lengths)
+    if args.json:
+        told = {"memory_bytes_by_part": parts, "memory_bytes": one.bytes, "fits": one.bytes <= room}
+        told |= {"changes": [asdict(change) for change in needed], "seconds_then": seconds}
+        print(json.dumps({"cluster": asdict(cluster), **told}))
+        return
+    settled = ", ".join(filter(None, (method_of(config), mesh_of(config), memory_of(config))))
+    print(f"{cluster.name}, {world_size} processes, sequences of {config.sequence_length} tokens: {settled}")
+    print(bars(parts, cluster))
+    if one.bytes <= room:
+        print("fits" + (", with less than the tenth that an allocator may need" if one.bytes > 0.9 * room else ""))
+    elif seconds is None:
+        print(
+            "does not fit in any arrangement of these processes; use more (--fewest says how many) or shorter sequences"
+        )
+    else:
+        print(f"does not fit; change, what brings most first, for {seconds:.4g} s a step:")
+        for change in needed:
+            print(f"  {change.flag}  (about {amount(change.bytes)})")
 
 
 def plan(argv: list[str]) -> None:
     """Rank the candidates, profile them if asked, print and write."""
     args, config, world_size, cluster = prepare(argv)
+    if args.fits:
+        fit(args, config, world_size, cluster)
+        return
     if args.longest:
         config = of_length(config, longest(config, world_size, cluster))
     if args.fewest:
         world_size = fewest(config, cluster)
+    lengths = tuple(args.document_lengths)
     every = args.all or args.longest or args.fewest
-    varied = list(arrangements(config, world_size)) if every else [config]
-    found = rank(varied, world_size, cluster, tuple(args.document_lengths))
+    varied, note = list(arrangements(config, world_size)) if every else [config], ""
+    found = (
+        rank(varied, world_size, cluster, lengths, settings) if every else rank(varied, world_size, cluster, lengths)
+    )
+    if found.too_large and not found.candidates and not every:
+        least = min(found.too_large) / 1e9
+        note = f"as configured it takes {least:.1f} GB; what decides memory is varied (--fits says what it goes to)"
+        found = rank(varied, world_size, cluster, lengths, settings)
     if not found.candidates:
         raise ConfigError(nothing_left(found, cluster))
-    rows = [Row(candidate) for candidate in found.candidates]
+    rows = [Row(candidate, _data_ranks(candidate.config, world_size)) for candidate in found.candidates]
     if args.profile:
         from tools.profile_plan import measure
 
-        best = found.candidates[: args.profile_top]
-        seconds = measure([candidate.config for candidate in best], args.profile_iters, quiet=args.json)
-        measured = [Row(candidate, time) for candidate, time in zip(best, seconds, strict=True)]
+        best = rows[: args.profile_top]
+        seconds = measure([row.candidate.config for row in best], args.profile_iters, quiet=args.json)
+        measured = [replace(row, measured=time) for row, time in zip(best, seconds, strict=True)]
         rows = sorted(measured, key=lambda row: row.measured or 0.0) + rows[len(best) :]
     if os.environ.get("RANK", "0") != "0":  # profiling has ended the process group
         return
@@ -220,15 +219,20 @@ def plan(argv: list[str]) -> None:
         why = {"refused": dict(found.refused), "too_large": len(found.too_large)}
         print(json.dumps({"cluster": asdict(cluster), "rows": [row.entry() for row in rows[: args.top]], **why}))
     else:
-        print(f"{cluster.name}, {world_size} processes, sequences of {config.train.seq_length} tokens")
-        print(discarded(found, cluster, args.top))
-        print(table(rows[: args.top]))
-        print(bars(rows[0].candidate, cluster))
+        print(f"{cluster.name}, {world_size} processes, sequences of {config.sequence_length} tokens")
+        print(f"{discarded(found, cluster, args.top)}\n{note}".rstrip())
+        print(table(rows[: args.top], args.markdown))
+        print(bars(rows[0].candidate.prediction.memory, cluster).replace("a process,", "a process of the first,", 1))
     if args.write:
         args.write.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.write, to_toml(rows[0].candidate.config))
         if not args.json:
             print(f"written: {args.write}")
+
+
+def _data_ranks(config: Any, world_size: int) -> int:
+    mesh = config.mesh
+    return world_size // math.prod(getattr(mesh, name) for name in SIZES)
 
 
 def main(argv: list[str]) -> int:

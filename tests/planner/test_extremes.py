@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from parallel.recompute import RecomputeConfig
 from planner.cluster import CLUSTERS, load_cluster
 from planner.extremes import PRECISION, STEP, _last, fewest, fits, longest, of_length
-from planner.search import rank, recomputations
+from planner.search import holds, leanest, rank, recomputations, settings
 from runtime.errors import UserError
 from train.config.language import Config, load_config
 
@@ -32,7 +33,7 @@ def test_what_is_said_to_fit_is_in_the_ranking(config: Config) -> None:
     from planner.search import arrangements
 
     at = of_length(config, longest(config, 4, SMALL))
-    best = rank(list(arrangements(at, 4)), 4, SMALL).candidates
+    best = rank(list(arrangements(at, 4)), 4, SMALL, vary=settings).candidates
     assert best
     assert all(candidate.prediction.bytes <= 12e9 for candidate in best)
 
@@ -76,16 +77,19 @@ def test_a_node_of_six_is_tried_whole(config: Config) -> None:
     assert fewest(at, six) == 6
 
 
-def test_every_policy_is_tried_and_those_that_save_most_in_chunks_too() -> None:
-    found = [(one.recompute_granularity, one.ffn_chunk_size) for one in recomputations(CONFIG.recompute)]
-    assert found == [
-        ("none", 0),
-        ("selective", 0),
-        ("attention_boundary", 0),
-        ("attention_boundary", 8192),
-        ("full", 0),
-        ("full", 8192),
-    ]
-    asked = replace(CONFIG.recompute, recompute_granularity="full", recompute_offload=True, ffn_chunk_size=100)
-    assert all(one.recompute_offload and one.ffn_chunk_size == 100 for one in recomputations(asked))
-    assert len(list(recomputations(asked))) == 4
+def test_every_policy_is_tried_with_chunks_and_in_host_memory() -> None:
+    asked = replace(CONFIG, recompute=RecomputeConfig(ffn_chunk_size=100))
+    found = list(recomputations(asked, H100))
+    assert len(found) == len(set(found)) == 2 * 3 + 2 * 2  # loss in chunks or not; what none keeps is not moved
+    assert all(one.ffn_chunk_size == 100 for one in found)
+    assert not any(one.recompute_offload for one in recomputations(asked, replace(H100, host_gb_per_s=0.0)))
+    assert {one.data_parallel.strategy for one in settings(asked, H100)} == {"zero1", "zero2", "zero3"}
+    assert all(one.recompute.ffn_chunk_size and one.recompute.loss_chunk_size for one in leanest(CONFIG, H100))
+
+
+def test_host_memory_has_a_limit_too(config: Config) -> None:
+    at = of_length(replace(config, mesh=replace(config.mesh, context_parallel_size=4)), 1024 * STEP)
+    *_, moved = leanest(at, SMALL)
+    assert moved.recompute.recompute_offload
+    assert holds(moved, 4, replace(SMALL, memory_gb=80), None)
+    assert not holds(moved, 4, replace(SMALL, memory_gb=80, host_memory_gb=1), None)

@@ -4,19 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 import pretrain_gpt
+from bench.fits import measured
 from model.base import LanguageModel
-from parallel.mesh import Mesh, distributed_mesh
+from parallel.mesh import Mesh
 from planner.rehearsal import BETWEEN, INSIDE, rehearse
 from runtime.errors import UserError
 from testing.ranks import run_ranks
-from train.assemble import build_runner
 from train.config.language import Config, parse_args
 from train.objectives.language import NextToken
-from train.optim import build_optimizer
 
 MODEL = (
     *("--vocab-size", "2048", "--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "8"),
@@ -71,45 +69,11 @@ def test_a_stage_fits_the_next_and_a_wrong_shape_is_found() -> None:
         rehearse(config, broken(lambda x: x[..., 1:]), 2, 4, per_node=2)
 
 
-def measured(rank: int, world_size: int, config: Config) -> float:
-    """Bytes of this rank at the peak of a real step, the second: what is there before it, and what the step adds."""
-    with distributed_mesh(config.mesh) as mesh:
-        objective, parts_of = pretrain_gpt.computing(config, mesh)
-        parts = parts_of()
-        optimizer = build_optimizer(config.optimizer, *parts)
-        runner = build_runner(config, mesh, parts, objective)
-        batches = [objective.local(objective.blank(1)) for _ in range(config.train.micro_batches(mesh.dp.size()))]
-        runner.forward_backward(batches, 1)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        held: list[Any] = [p for part in parts for p in part.parameters()]
-        held += [x for state in optimizer.state.values() for x in state.values()]
-        there = sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in held)
-        peaks = [peak_of(lambda: runner.forward_backward(batches, 1), parts) for _ in range(3)]
-    return there + min(peaks)  # gloo's workers let go of a tensor some time after they have sent it
-
-
-def peak_of(step: Callable[[], object], parts: list[LanguageModel]) -> int:
-    """Bytes allocated at the peak of a step, which then leaves no gradients."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
-        step()
-    for part in parts:
-        part.zero_grad(set_to_none=True)
-    assert found.profiler is not None
-    assert found.profiler.kineto_results is not None
-    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_memory_is_that_of_eight_real_processes(mesh: str) -> None:
     config = parse_args([*MODEL, *MESHES[mesh]])
-    real = run_ranks(measured, 8, config)
+    real = run_ranks(measured, 8, " ".join([*MODEL, *MESHES[mesh]]))
     for rank in (0, 4):
         found = rehearse(config, pretrain_gpt.computing, rank, 8, per_node=8)
         print(f"{mesh}: rank {rank} takes {real[rank]:,.0f} bytes, predicted {found.bytes:,} of {found.memory}")

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from testing.ranks import run_ranks
 from testing.training import PEAK
 from tests.pretraining import TINY
 from tools.plan import main
+from tools.plan_text import grouped
 from tools.profile_plan import measure
 from train.config.language import parse_args, validate
 
@@ -26,15 +28,20 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def rows_of(out: str) -> list[list[str]]:
+    """Return the cells of a terminal's table, between which there are two spaces or more."""
+    return [re.split(r"  +", line.strip()) for line in out.splitlines() if re.match(r" *\d+  ", line)]
+
+
 def test_the_table_has_the_best_first_and_says_what_was_discarded(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*MODEL, *A100, "--context-parallel-size", "16", "--top", "4", "--num-query-groups", "1"]) == 0
     out = capsys.readouterr().out
-    rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| ") and line[2].isdigit()]
-    assert len(rows) == 4
-    times = [float(row[4]) for row in rows]
+    rows = rows_of(out)
+    assert [row[0] for row in rows] == list("1234")
+    times = [float(row[-5]) for row in rows]
     assert times == sorted(times)
+    assert float(rows[0][-4].replace(",", "")) == pytest.approx(4096 / times[0] * 1e3, rel=1e-3)
     assert "candidates, of which the best 4 are shown (--top); " in out
-    assert "refused" in out
     assert "ulysses_degree is 16 with 8 query" in out
 
 
@@ -68,6 +75,7 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path: Path, everything: 
             "profile needs the 4 processes .*, and 1 are started; use torch",
         ),
         (("--top", "0"), "top is 0; it must be 1 or more"),
+        (("--longest", "--vocab-size", "none"), "vocab_size is not set.* name the model with --config FILE"),
         (("--fewest", "--world-size", "4"), "fewest finds the number of processes, and world_size names it"),
         (("--cluster", "none.toml"), "none.toml: cannot be read"),
         (("--context-parallel-size", "3", "--world-size", "4"), "context_parallel_size is 3, which does not divide"),
@@ -95,8 +103,8 @@ def test_a_profile_runs_the_best_and_takes_the_fastest(default_data: Path, tmp_p
     assert run_ranks(profiled, 4, arguments, str(tmp_path)) == [0] * 4
     out = (tmp_path / "out").read_text()
     assert "profiling 2 of 2: " in out
-    rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| ") and line[2].isdigit()]
-    measured = [float(row[5]) for row in rows if row[5]]
+    rows = rows_of(out)
+    measured = [float(row[5]) for row in rows[:2]]
     assert len(measured) == 2
     assert measured == sorted(measured)
     best = parse_args(["--config", str(path)])
@@ -123,3 +131,46 @@ def test_groups_of_a_candidate_leave_nothing_to_the_next(default_data: Path, fla
     times = run_ranks(measured_twice, 4, arguments)
     assert times[0] == times[3]
     assert len(times[0]) == 2
+
+
+def test_reasons_that_differ_in_numbers_are_one() -> None:
+    said = Counter({"cp is 4, of 2 heads; use 2": 3, "cp is 16, of 2 heads; use 1": 2, "tp is 3": 4})
+    assert grouped(said) == [("cp is 4 or 16, of 2 heads", 5), ("tp is 3", 4)]
+
+
+def test_markdown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MODEL, *A100, "--context-parallel-size", "2", "--markdown", "--top", "1"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(lines) == 3
+    assert len({line.count("|") for line in lines}) == 1
+
+
+FIT = ("--num-layers", "2", "--context-parallel-size", "2", "--fits", "--bf16")
+
+
+def test_memory_by_component_and_what_to_change_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked, small = [*MODEL, *FIT, "--seq-length", "8192", "--vocab-size", "32000"], tmp_path / "small.toml"
+    assert main([*asked, *A100, "--json"]) == 0
+    most = 0.8e-9 * json.loads(capsys.readouterr().out)["memory_bytes"]
+    small.write_text(re.sub(r"memory_gb = \S+", f"memory_gb = {most}", Path(A100[1]).read_text(), count=1))
+    assert main([*asked, "--cluster", str(small)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\n  logits +[#+. ]+\d+\.\d MB\n(.*\n)+does not fit; change, .*:\n  --loss-chunk-size 2048", out)
+    assert main([*asked, "--cluster", str(small), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory_bytes"] == sum(found["memory_bytes_by_part"].values())
+    assert found["memory_bytes_by_part"]["logits"] >= 4096 * 32000 * 2
+    assert not found["fits"]
+    counts = [change["bytes"] for change in found["changes"]]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] <= 1e9 * most
+
+
+def test_a_diffusion_transformer_and_a_hybrid_have_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, more in (("dit_s_2", ()), ("transnormer_hybrid_tiny", ("--vocab-size", "512"))):
+        flags = ("--config", str(CLUSTERS.parent / f"{name}.toml"), "--context-parallel-size", "2", "--bf16", *more)
+        flags += ("--num-layers", "4")
+        assert main([*flags, *A100, "--top", "1"]) == 0
+        assert rows_of(capsys.readouterr().out)
+    assert main([*flags, *A100, "--fits"]) == 0
+    assert capsys.readouterr().out.endswith("fits\n")

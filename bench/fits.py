@@ -1,0 +1,165 @@
+"""Hold the memory that a dry run predicts against that of real processes: a step of every kind of model on the CPU.
+
+Each configuration of ``CASES`` runs on 1, 4 or 8 processes of gloo; what counts is the process that takes most.
+Measured are the bytes of weights and optimizer that lie there before the second step, and what torch's profiler sees
+that step allocate at its peak; predicted is ``planner.rehearsal``, which starts no process.
+
+    python -m bench.fits --json bench/results/fits-NAME.jsonl
+    python -m bench.fits --only dit
+"""
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import pretrain_dit
+import pretrain_gpt
+from parallel.mesh import distributed_mesh
+from planner.rehearsal import rehearse
+from testing.machine import describe
+from testing.ranks import run_ranks
+from testing.records import write_records
+from tools.arguments import parser_for
+from train.assemble import build_runner
+from train.config import diffusion, language
+from train.ema import Ema
+from train.optim import build_optimizer
+
+SHAPE = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --micro-batch-size 1 --device cpu "
+TEXT = SHAPE + "--vocab-size 1024 --seq-length 1024 --model-type "
+TABLE = "--max-position-embeddings 1024 "
+LATENTS = SHAPE + "--latent-shape 4 64 64 --num-classes 10 --ema-decay 0.99 "
+CHUNKS = " --loss-chunk-size 256 --ffn-chunk-size 256 "
+CP, TP, PP = "--context-parallel-size ", "--tensor-model-parallel-size ", "--pipeline-model-parallel-size "
+METHOD, SHARDING, AGAIN = "--context-parallel-method ", "--data-parallel-sharding-strategy ", "--recompute-granularity "
+PACKED = " --reset-attention-mask --reset-position-ids "
+CASES: dict[str, tuple[int, str]] = {
+    "llama": (1, TEXT + "llama"),
+    "llama, attention_boundary, chunks": (1, TEXT + "llama " + AGAIN + "attention_boundary" + CHUNKS),
+    "llama, full, chunks": (1, TEXT + "llama " + AGAIN + "full" + CHUNKS),
+    "gpt": (1, TEXT + "gpt " + TABLE),
+    "transnormer": (1, TEXT + "transnormer"),
+    "linear_transformer": (1, TEXT + "linear_transformer"),
+    "hybrid": (1, TEXT + "transnormer --softmax-every 4"),
+    "dit": (1, LATENTS),
+    "llama, zigzag 4": (4, TEXT + "llama " + CP + "4 " + METHOD + "zigzag"),
+    "llama, teams of 2": (4, TEXT + "llama " + CP + "4 " + METHOD + "wallfacer --context-parallel-team-size 2"),
+    "llama, exchange 4, full, chunks": (
+        4,
+        TEXT + "llama " + CP + "4 " + METHOD + "exchange" + PACKED + AGAIN + "full" + CHUNKS,
+    ),
+    "gpt, tensor 2 x striped 2": (4, TEXT + "gpt " + TABLE + TP + "2 " + CP + "2"),
+    "gpt, pipeline 2 x data 2": (4, TEXT + "gpt " + TABLE + PP + "2 --global-batch-size 8"),
+    "transnormer, lasp 4": (4, TEXT + "transnormer " + CP + "4 " + METHOD + "lasp"),
+    "linear_transformer, lasp2 4, full": (
+        4,
+        TEXT + "linear_transformer " + CP + "4 " + METHOD + "lasp2 " + AGAIN + "full",
+    ),
+    "hybrid, lasp 4": (
+        4,
+        TEXT + "transnormer --softmax-every 4 --hybrid-softmax-layout zigzag " + CP + "4 " + METHOD + "lasp",
+    ),
+    "dit, ring 4": (4, LATENTS + CP + "4"),
+    "llama, zigzag 8, zero3": (8, TEXT + "llama " + SHARDING + "zero3 " + CP + "8 " + METHOD + "zigzag"),
+    "llama, tensor 2 x context 2 x data 2, zero1": (
+        8,
+        TEXT + "llama --global-batch-size 4 " + SHARDING + "zero1 " + TP + "2 " + CP + "2",
+    ),
+    "dit, ulysses 4 x data 2": (8, LATENTS + CP + "4 " + METHOD + "ulysses"),
+}
+"""Processes and flags by name."""
+
+
+def parsed(flags: str) -> tuple[Any, Any]:
+    """Return a case's configuration, and the entry that builds it."""
+    entry, parser = (pretrain_dit, diffusion) if "--latent-shape" in flags else (pretrain_gpt, language)
+    return parser.parse_args(flags.split()), entry.computing
+
+
+def measured(rank: int, world_size: int, flags: str) -> int:
+    """Return the bytes of this rank at the peak of a real step, the second; collective."""
+    config, computing = parsed(flags)
+    with distributed_mesh(config.mesh) as mesh:
+        objective, parts_of = computing(config, mesh)
+        parts: Sequence[nn.Module] = parts_of()
+        optimizer = build_optimizer(config.optimizer, *parts)
+        averaged = getattr(getattr(config, "ema", None), "ema_decay", None)
+        averages = Ema(averaged, parts).weights.values() if averaged else ()
+        runner = build_runner(config, mesh, parts, objective)
+        size, count = config.train.micro_batch_size, config.train.micro_batches(mesh.dp.size())
+        batches = [objective.local(objective.blank(size)) for _ in range(count)]
+        runner.forward_backward(batches, 1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        held: list[Any] = [*averages, *(p for part in parts for p in part.parameters())]
+        held += [x for state in optimizer.state.values() for x in state.values()]
+        there = sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in held)
+        peaks = []
+        for _ in range(3):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
+                runner.forward_backward(batches, 1)
+            optimizer.zero_grad(set_to_none=True)
+            peaks.append(_peak(found))
+    return there + min(peaks)  # gloo's workers let go of a tensor some time after they have sent it
+
+
+def _peak(found: torch.profiler.profile) -> int:
+    """Return the most bytes that a profiled step, which leaves none, had allocated at once."""
+    assert found.profiler is not None
+    assert found.profiler.kineto_results is not None
+    events: list[Any] = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def compare(processes: int, flags: str) -> dict[str, Any]:
+    """Return predicted and measured bytes of the process that takes most, and the prediction's relative error."""
+    config, computing = parsed(flags)
+    stages = config.mesh.pipeline_model_parallel_size
+    ranks = {*range(0, processes, processes // stages), processes - 1}
+    predicted = {rank: rehearse(config, computing, rank, processes, per_node=processes) for rank in sorted(ranks)}
+    real = run_ranks(measured, processes, flags)
+    most = max(predicted.values(), key=lambda one: one.bytes)
+    return {
+        "processes": processes,
+        "flags": flags,
+        "predicted_bytes": most.bytes,
+        "measured_bytes": max(real),
+        "error": most.bytes / max(real) - 1,
+        "by_cause": most.memory,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = parser_for("python -m bench.fits", __doc__)
+    parser.add_argument("--only", default="", help="only the cases whose name has this in it")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines")
+    args = parser.parse_args(argv)
+    rows = {}
+    for name, case in CASES.items():
+        if args.only in name:
+            row = rows[name] = compare(*case)
+            print(
+                f"{name:44} {row['processes']} {row['predicted_bytes'] / 1e6:9.2f} MB predicted "
+                f"{row['measured_bytes'] / 1e6:9.2f} measured {row['error']:+7.1%}",
+                flush=True,
+            )
+    errors = [abs(row["error"]) for row in rows.values()]
+    print(f"{len(rows)} configurations: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    if args.json:
+        result = {"benchmark": "memory predicted against measured", "machine": describe("cpu"), "cases": rows}
+        write_records(args.json, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

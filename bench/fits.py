@@ -32,45 +32,37 @@ from train.optim import build_optimizer
 
 SHAPE = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --micro-batch-size 1 --device cpu "
 TEXT = SHAPE + "--vocab-size 1024 --seq-length 1024 --model-type "
-TABLE = "--max-position-embeddings 1024 "
 LATENTS = SHAPE + "--latent-shape 4 64 64 --num-classes 10 --ema-decay 0.99 "
-CHUNKS = " --loss-chunk-size 256 --ffn-chunk-size 256 "
+LLAMA, GPT, NORM = TEXT + "llama ", TEXT + "gpt --max-position-embeddings 1024 ", TEXT + "transnormer "
+LINEAR, HYBRID = TEXT + "linear_transformer ", NORM + "--softmax-every 4 "
+CHUNKS = " --loss-chunk-size 256 --ffn-chunk-size 256"
 CP, TP, PP = "--context-parallel-size ", "--tensor-model-parallel-size ", "--pipeline-model-parallel-size "
-METHOD, SHARDING, AGAIN = "--context-parallel-method ", "--data-parallel-sharding-strategy ", "--recompute-granularity "
-PACKED = " --reset-attention-mask --reset-position-ids "
+BY, SHARDING, AGAIN = " --context-parallel-method ", "--data-parallel-sharding-strategy ", " --recompute-granularity "
+PACKED = " --reset-attention-mask --reset-position-ids"
 CASES: dict[str, tuple[int, str]] = {
-    "llama": (1, TEXT + "llama"),
-    "llama, attention_boundary, chunks": (1, TEXT + "llama " + AGAIN + "attention_boundary" + CHUNKS),
-    "llama, full, chunks": (1, TEXT + "llama " + AGAIN + "full" + CHUNKS),
-    "gpt": (1, TEXT + "gpt " + TABLE),
-    "transnormer": (1, TEXT + "transnormer"),
-    "linear_transformer": (1, TEXT + "linear_transformer"),
-    "hybrid": (1, TEXT + "transnormer --softmax-every 4"),
+    "llama": (1, LLAMA),
+    "llama, attention_boundary, chunks": (1, LLAMA + AGAIN + "attention_boundary" + CHUNKS),
+    "llama, full, chunks": (1, LLAMA + AGAIN + "full" + CHUNKS),
+    "gpt": (1, GPT),
+    "transnormer": (1, NORM),
+    "linear_transformer": (1, LINEAR),
+    "hybrid": (1, HYBRID),
     "dit": (1, LATENTS),
-    "llama, zigzag 4": (4, TEXT + "llama " + CP + "4 " + METHOD + "zigzag"),
-    "llama, teams of 2": (4, TEXT + "llama " + CP + "4 " + METHOD + "wallfacer --context-parallel-team-size 2"),
-    "llama, exchange 4, full, chunks": (
-        4,
-        TEXT + "llama " + CP + "4 " + METHOD + "exchange" + PACKED + AGAIN + "full" + CHUNKS,
-    ),
-    "gpt, tensor 2 x striped 2": (4, TEXT + "gpt " + TABLE + TP + "2 " + CP + "2"),
-    "gpt, pipeline 2 x data 2": (4, TEXT + "gpt " + TABLE + PP + "2 --global-batch-size 8"),
-    "transnormer, lasp 4": (4, TEXT + "transnormer " + CP + "4 " + METHOD + "lasp"),
-    "linear_transformer, lasp2 4, full": (
-        4,
-        TEXT + "linear_transformer " + CP + "4 " + METHOD + "lasp2 " + AGAIN + "full",
-    ),
-    "hybrid, lasp 4": (
-        4,
-        TEXT + "transnormer --softmax-every 4 --hybrid-softmax-layout zigzag " + CP + "4 " + METHOD + "lasp",
-    ),
+    "llama, zigzag 4": (4, LLAMA + CP + "4" + BY + "zigzag"),
+    "llama, teams of 2": (4, LLAMA + CP + "4" + BY + "wallfacer --context-parallel-team-size 2"),
+    "llama, exchange 4, full, chunks": (4, LLAMA + CP + "4" + BY + "exchange" + PACKED + AGAIN + "full" + CHUNKS),
+    "gpt, tensor 2 x striped 2": (4, GPT + TP + "2 " + CP + "2"),
+    "gpt, pipeline 2 x data 2": (4, GPT + PP + "2 --global-batch-size 8"),
+    "transnormer, lasp 4": (4, NORM + CP + "4" + BY + "lasp"),
+    "linear_transformer, lasp2 4, full": (4, LINEAR + CP + "4" + BY + "lasp2" + AGAIN + "full"),
+    "hybrid, lasp 4": (4, HYBRID + "--hybrid-softmax-layout zigzag " + CP + "4" + BY + "lasp"),
     "dit, ring 4": (4, LATENTS + CP + "4"),
-    "llama, zigzag 8, zero3": (8, TEXT + "llama " + SHARDING + "zero3 " + CP + "8 " + METHOD + "zigzag"),
+    "llama, zigzag 8, zero3": (8, LLAMA + SHARDING + "zero3 " + CP + "8" + BY + "zigzag"),
     "llama, tensor 2 x context 2 x data 2, zero1": (
         8,
-        TEXT + "llama --global-batch-size 4 " + SHARDING + "zero1 " + TP + "2 " + CP + "2",
+        LLAMA + "--global-batch-size 4 " + SHARDING + "zero1 " + TP + "2 " + CP + "2",
     ),
-    "dit, ulysses 4 x data 2": (8, LATENTS + CP + "4 " + METHOD + "ulysses"),
+    "dit, ulysses 4 x data 2": (8, LATENTS + CP + "4" + BY + "ulysses"),
 }
 """Processes and flags by name."""
 

@@ -265,13 +265,10 @@ def rank(
 
 def _suits_pipeline(config: AnyConfig, world_size: int) -> bool:
     """Return whether a pipeline takes varied settings; without one all do."""
-    if config.mesh.pipeline_model_parallel_size == 1:
-        return True
     try:
-        validate_mesh(config, world_size)
+        return config.mesh.pipeline_model_parallel_size == 1 or bool(validated(config, world_size))
     except UserError:
         return False
-    return True
 
 
 def nothing_left(found: Ranking, cluster: Cluster) -> str:

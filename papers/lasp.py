@@ -65,10 +65,9 @@ def memory_gb(tokens: int, backend: str, gpus: int, lasp: bool = True, recompute
     activations: their larger one is the peak.
     """
     work, plan = model(), make_plan("lasp", seq_len=tokens, size=gpus if lasp else 1)
-    dp = 1 if lasp else gpus
 
     def parts(strategy: str) -> dict[str, float]:
-        return memory_of(work, plan, Arrangement(dp=dp, strategy=strategy, recompute=recompute))  # type: ignore[arg-type]
+        return memory_of(work, plan, Arrangement(dp=gpus // plan.size, strategy=strategy, recompute=recompute))  # type: ignore[arg-type]
 
     forward = parts("zero2" if backend == "FSDP" else "ddp")
     forward[OUTPUT] = max(forward[OUTPUT], plan.local_len * work.vocab * LOGIT_BYTES)

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -27,13 +27,11 @@ COLUMNS = ("published", "analytic", "measured")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table; figures of one name are comparable."""
+    """A row of a table, ``of`` what by column; figures of one name are comparable, and analytic ones are predicted."""
 
     of: Mapping[str, str | int]
-    """What the row is about, by column."""
     published: Figures
     analytic: Figures
-    """Computed from the paper's formulas or predicted by the planner."""
     hardware: str
     """Of the published figures, and of the measured ones."""
     measured: Figures | None = None
@@ -65,15 +63,13 @@ class Curves:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of a paper."""
+    """A table of a paper, ``where`` in it; ``explained`` says what its columns are and what of its rows holds."""
 
     name: str
     title: str
     where: str
-    """In the paper."""
     rows: Callable[[], list[Row]]
     explained: Callable[[Sequence[Row]], str]
-    """What the columns are, and what of the rows holds."""
     needs: str = ""
     """What a measurement needs that this machine may lack."""
     measure: Callable[[], list[Row]] | None = None
@@ -149,14 +145,14 @@ def draw(curves: Curves, rows: Sequence[Row], path: Path) -> None:
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for ax, (panel, shown) in zip(axes, panels, strict=True):
         names = dict.fromkeys(row.of[curves.curve] for row in shown)
-        for colour, name in zip(PALETTE, names, strict=False):
+        for colour, name in zip(cycle(PALETTE), names, strict=False):
             own = [row for row in shown if row.of[curves.curve] == name]
-            x = [row.of[curves.x] for row in own]
-            for index, (published, analytic) in enumerate(curves.figures.items()):
-                number = [[_number(row.published.get(published)), _number(row.analytic.get(analytic))] for row in own]
-                theirs, ours = zip(*number, strict=True)
-                ax.plot(x, theirs, "o", color=colour, markersize=5, alpha=0.7)
-                ax.plot(x, ours, "-", color=colour, linewidth=1.4, label=None if index else str(name))
+            for index, pair in enumerate(curves.figures.items()):
+                for figure_name, column, style in zip(pair, COLUMNS, ("o", "-"), strict=False):
+                    y = [getattr(row, column).get(figure_name) for row in own]
+                    heights = [value if isinstance(value, float | int) else float("nan") for value in y]
+                    label = str(name) if (index, style) == (0, "-") else None
+                    ax.plot([row.of[curves.x] for row in own], heights, style, color=colour, alpha=0.8, label=label)
         ax.set(title=f"{panel}", xlabel=curves.x.replace("_", " "))
         if all(isinstance(row.of[curves.x], int) for row in shown):
             ax.set_xscale("log", base=2)
@@ -167,12 +163,9 @@ def draw(curves: Curves, rows: Sequence[Row], path: Path) -> None:
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(frameon=False, fontsize=8)
-    axes[0].set_ylabel(f"{curves.label}: points published, lines predicted")
+    axes[0].set_ylabel(curves.label)
+    figure.suptitle("points: published; lines: predicted", fontsize=9)
     figure.savefig(path, dpi=90)
-
-
-def _number(value: Any) -> float:
-    return value if isinstance(value, float | int) else float("nan")
 
 
 def main(

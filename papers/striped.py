@@ -1,8 +1,4 @@
-"""Striped Attention (Brandon et al. 2023, arXiv:2311.09431): its speed-ups over Ring Attention, all 137 rows.
-
-python -m papers.striped
-python -m papers.striped --json
-"""
+"""Striped Attention (Brandon et al. 2023, arXiv:2311.09431): its speed-ups over Ring Attention, all 137 rows."""
 
 import sys
 from collections.abc import Sequence
@@ -30,18 +26,14 @@ def model(size: str) -> Workload:
     return workload_of(load_config(CONFIGS / f"striped_{size.lower()}.toml"), 1)
 
 
-def work_of_a_token(work: Workload) -> float:
-    """Return the operations of a token and layer forward besides attention (section 4.3's TMS)."""
-    return 2 * (4 * work.hidden**2 + 2 * work.hidden * work.ffn) + 2 * work.hidden * work.vocab / work.layers
-
-
 def speedup(work: Workload, ranks: int, block: int, double: bool, computed: float = 0.5) -> float:
     """Return the time of Ring over that of Striped Attention on blocks of so many tokens, if all sending is hidden.
 
     ``double``: attention's operations take twice as long as others (TF32 beside bfloat16, on the A100). ``computed`` is
     the share of a causal block that is computed; half gives the theoretical maximum.
     """
-    linear, pair = work_of_a_token(work), 4 * work.hidden * (2 if double else 1)
+    linear = 2 * (4 * work.hidden**2 + 2 * work.hidden * work.ffn) + 2 * work.hidden * work.vocab / work.layers
+    pair = 4 * work.hidden * (2 if double else 1)
     ring, striped = (ranks - 1 + computed) * block, ranks * computed * block
     return (linear + pair * ring) / (linear + pair * striped)
 

@@ -31,10 +31,12 @@ class Change:
     bytes: float
 
 
-def busiest(config: Any, build: Build[Any], world_size: int, cluster: Cluster) -> Rehearsal:
-    """Rehearse the processes that may take most, and return the one that does."""
+def busiest(
+    config: Any, build: Build[Any], world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
+) -> Rehearsal:
+    """Rehearse the processes that may take most, of these documents, and return the one that does."""
     ranks = ranks_to_run(config, world_size)
-    found = (rehearse(config, build, rank, world_size, cluster.gpus_per_node) for rank in ranks)
+    found = (rehearse(config, build, rank, world_size, cluster.gpus_per_node, documents) for rank in ranks)
     return max(found, key=lambda one: one.bytes)
 
 

@@ -97,8 +97,12 @@ def standing_for(rank: int, world_size: int, per_node: int) -> Iterator[None]:
             _gather_order.cache_clear()
 
 
-def rehearse(config: C, build: Build[C], rank: int, world_size: int, per_node: int) -> Rehearsal:
+def rehearse(
+    config: C, build: Build[C], rank: int, world_size: int, per_node: int, documents: Sequence[int] | None = None
+) -> Rehearsal:
     """Run a rank forward, backward and through its optimizer. The configuration is complete and valid.
+
+    ``documents`` are the cumulative lengths of a micro-batch's, where they attend apart; by default one a sample.
 
     Raises:
         UserError: attention or a pipeline stage that does not fit the rest.
@@ -110,7 +114,10 @@ def rehearse(config: C, build: Build[C], rank: int, world_size: int, per_node: i
         config = replace(config, context=replace(config.context, attention_backend=backend))
     with standing_for(rank, world_size, per_node), distributed_mesh(on_cpu) as mesh:
         objective, parts_of = build(config, mesh)
-        batch = objective.local(objective.blank(config.train.micro_batch_size))
+        blank = objective.blank(config.train.micro_batch_size)
+        if documents and "starts" in blank:
+            blank["starts"].view(-1)[list(documents[:-1])] = True
+        batch = objective.local(blank)
         entries = getattr(config.model, "vocab_size", None) or 0
         recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size))
         # The CPU takes few rows of logits at once, which are many operators for a large vocabulary.

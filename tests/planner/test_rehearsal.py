@@ -69,6 +69,15 @@ def test_a_stage_fits_the_next_and_a_wrong_shape_is_found() -> None:
         rehearse(config, broken(lambda x: x[..., 1:]), 2, 4, per_node=2)
 
 
+def test_documents_decide_what_an_exchange_receives() -> None:
+    flags = "--context-parallel-size 4 --context-parallel-method exchange --recompute-granularity full"
+    config = parse_args([*MODEL, *flags.split(), "--reset-attention-mask", "--num-layers", "1", "--vocab-size", "64"])
+    one, many = (
+        rehearse(config, pretrain_gpt.computing, 0, 4, 4, documents).bytes for documents in (None, range(0, 1025, 64))
+    )
+    assert many < 0.97 * one
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_memory_is_that_of_eight_real_processes(mesh: str) -> None:

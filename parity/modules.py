@@ -8,7 +8,7 @@ channels. Nothing is gathered on the ranks: each piece is compared with what one
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,8 @@ WATCHED = re.compile(rf"x_embedder|(position_)?embedding|sinusoids|norm|final_la
 GRADIENT, BATCH = "gradient of ", "batch: "
 
 
-class Piece(NamedTuple):
-    """Values of one rank at places; ``share`` is its rank and the number of ranks of tensor parallelism."""
-
-    places: Tensor
-    values: Tensor
-    share: tuple[int, int]
+Piece = tuple[Tensor, Tensor, tuple[int, int]]
+"""Places, values there, and the rank and the number of ranks of tensor parallelism."""
 
 
 @dataclass
@@ -38,7 +34,7 @@ class Notes:
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     on: bool = False
     places: Tensor | None = None
-    """Of the micro-batch whose forward runs; None when none is watched."""
+    """Of the micro-batch whose forward runs, [B, T]."""
 
     def watch(self, parts: Sequence[nn.Module], share: tuple[int, int]) -> None:
         """Note what the parts' modules return while ``on``, in forwards of ``noted``."""
@@ -53,38 +49,32 @@ class Notes:
                 module.register_forward_hook(lambda _, inputs, out, name=name: self._note(name, out))
 
     def noted(self, loss_sum: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return ``loss_sum`` of an objective, noting the micro-batch and its modules."""
+        """Return ``loss_sum`` of an objective, noting a first stage's micro-batches and all modules."""
 
         def noting(objective: Objective, model: Any, local: Batch) -> Tensor:
-            first = getattr(model, "embedding", None) or getattr(model, "x_embedder", None)
-            self.places = local["place"] if self.on else None
-            for name, values in local.items() if self.on else ():
-                hidden = first is None and values.is_floating_point()  # of the stage before, in the place of its input
-                if values.shape[:2] == local["place"].shape and name != "plan" and not hidden:
-                    self._add(BATCH + name, local["place"], values)
-            loss = loss_sum(objective, model, local)
-            self.places = None
-            return loss
+            self.places = places = local["place"] if self.on else None
+            if places is not None and hasattr(model.layers, "0"):
+                whole = {name: values for name, values in local.items() if values.shape[:2] == places.shape}
+                for name, values in whole.items():
+                    self._add(BATCH + name, places, values)
+            return loss_sum(objective, model, local)
 
         return noting
 
     def _note(self, name: str, values: Any) -> None:
-        again = torch._C._current_graph_task_id() != -1  # a recomputation, in the backward
-        if (places := self.places) is None or again:
-            return
-        self._add(name, places, values)
-        if values.requires_grad and values.ndim > 2:
-            values.register_hook(lambda gradient: self._add(GRADIENT + name, places, gradient))
+        places, again = self.places, torch._C._current_graph_task_id() != -1  # a recomputation, in the backward
+        if places is not None and self.on and not again:
+            self._add(name, places, values)
+            if values.requires_grad and values.ndim > 2:
+                values.register_hook(lambda gradient: self._add(GRADIENT + name, places, gradient))
 
     def _add(self, name: str, places: Tensor, values: Any) -> None:
-        if isinstance(values, DTensor):
-            if any(placement.is_partial() for placement in values.placements):
-                return  # the sum is another module's result
-            values = values.to_local()
-        values = values.detach().clone()
+        if isinstance(values, DTensor) and any(placement.is_partial() for placement in values.placements):
+            return  # the sum is another module's result
+        values = (values.to_local() if isinstance(values, DTensor) else values).detach().clone()
         if values.ndim == 2 and values.is_floating_point():  # of positions, the same in all samples
             values = values.expand(len(places), *values.shape)
-        self.pieces.setdefault(name, []).append(Piece(places, values, self.share))
+        self.pieces.setdefault(name, []).append((places, values, self.share))
 
 
 def furthest_of_modules(
@@ -94,41 +84,39 @@ def furthest_of_modules(
 
     Where other samples are read, that is all there is to compare. Infinite where no rank has a token, and for NaN.
     """
-    read, wanted = (_read(ranks) for ranks in (got, [want]))
+    read, wanted = (_read(f"{BATCH}place", ranks) for ranks in (got, [want]))
     if read != wanted:
         yield f"data: {len(read - wanted)} other tokens, {len(wanted - read)} missing", torch.inf, 1.0
         return
     for name in sorted(want, key=lambda name: name.startswith(GRADIENT)):
-        places = torch.cat([piece.places.flatten() for piece in want[name]])
-        values = torch.cat([piece.values.reshape(piece.places.numel(), -1) for piece in want[name]]).double()
+        places = torch.cat([at.flatten() for at, *_ in want[name]])
+        values = torch.cat([part.reshape(at.numel(), -1) for at, part, _ in want[name]]).double()
         whole = values.new_zeros(int(places.max()) + 1, values.shape[1])
         whole[places[places >= 0]] = values[places >= 0]
-        pieces = [piece for ranks in got for piece in ranks.get(name, ())]
-        parts = [part for piece in pieces if (part := _part(name, piece, whole)) is not None]
-        there = {int(place) for places, _ in parts for place in places}
-        found = max((away.abs().max().nan_to_num(torch.inf).item() for _, away in parts if len(away)), default=0.0)
-        missing = len(there) < len(wanted) and not name.startswith(GRADIENT)
-        yield name, torch.inf if missing else found, whole.abs().max().item()
+        parts = [_apart(name, *piece, whole) for ranks in got for piece in ranks.get(name, ())]
+        missing = not name.startswith(GRADIENT) and _read(name, got) != wanted
+        yield name, torch.inf if missing else max(parts, default=0.0), whole.abs().max().item()
 
 
-def _read(ranks: list[dict[str, list[Piece]]]) -> set[int]:
-    """Return the places of all tokens that were read."""
-    pieces = [piece for rank in ranks for piece in rank.get(f"{BATCH}place", ())]
-    return {int(place) for piece in pieces for place in piece.places.flatten()} - {-1}
+def _read(name: str, ranks: list[dict[str, list[Piece]]]) -> set[int]:
+    """Return the places of all pieces."""
+    return {place for rank in ranks for piece in rank.get(name, ()) for place in piece[0].flatten().tolist()} - {-1}
 
 
-def _part(name: str, piece: Piece, whole: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return a piece's places [n] without padding, and how far its values are from the whole's there [n, C].
+def _apart(name: str, places: Tensor, values: Tensor, share: tuple[int, int], whole: Tensor) -> float:
+    """Return how far a piece is from the whole, padding left out.
 
-    None for a gradient of key heads that ranks of tensor parallelism share: each has its own part of the sum.
+    A gradient of key heads that ranks of tensor parallelism share is left out too: each has its own part of the sum.
     """
-    (rank, ranks), places = piece.share, piece.places
-    if piece.values.shape[1] != places.shape[1]:
+    rank, ranks = share
+    if values.shape[1] != places.shape[1]:
         places = places.chunk(ranks, 1)[rank]
-    values = piece.values.reshape(places.numel(), -1).double()
-    shards = whole.shape[1] // values.shape[1]  # fewer than ranks where these share key heads
-    if shards < ranks and name.startswith(GRADIENT) and name.endswith((".wk", ".wv", ".k_norm")):
-        return None
-    there = places.flatten() >= 0
-    places = places.flatten()[there]
-    return places, values[there] - whole[places].chunk(shards, 1)[rank * shards // ranks]
+    values, places = values.reshape(places.numel(), -1).double(), places.flatten()
+    shards, there = (
+        whole.shape[1] // values.shape[1],
+        places >= 0,
+    )  # fewer shards than ranks where these share key heads
+    if not there.any() or (shards < ranks and name.startswith(GRADIENT) and name.endswith((".wk", ".wv", ".k_norm"))):
+        return 0.0
+    apart = values[there] - whole[places[there]].chunk(shards, 1)[rank * shards // ranks]
+    return apart.abs().max().nan_to_num(torch.inf).item()

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from parallel.mesh import SIZES
 from parity.modules import GRADIENT, furthest_of_modules
-from parity.rank import Left, Masked, train
-from parity.run import LOSS, NORM, Run, merged
-from parity.samples import Few, samples_of
+from parity.rank import train
+from parity.run import LOSS, NORM, Run, furthest, merged
+from parity.samples import samples_of
 from parity.shrink import shrunk
 from testing.ranks import run_ranks
 from train.config.common import CommonConfig
@@ -57,28 +57,25 @@ def compared(
         UserError: the run cannot be shrunk, or its data cannot be read.
         RuntimeError: a process failed, with its traceback.
     """
-    small = shrunk(asked, world_size)
-    shape, mesh, batch = small.config.shape, small.config.mesh, small.config.train.batch_size(1)
-    sizes = (f"{name.split('_')[0]} {size}" for name, size in vars(mesh).items() if name.endswith("_size"))
-    left = f"; no room for {' and '.join(small.left_out)} beside these" if small.left_out else ""
+    small, alone, ranks = shrunk(asked, world_size)
+    shape, batch = small.shape, small.train.batch_size(1)
+    pp, cp, tp = (getattr(small.mesh, name) for name in SIZES)
     say(
         f"{shape.num_layers} layers of {shape.hidden_size} channels, {shape.num_attention_heads} heads in "
-        f"{shape.query_groups} groups, sequences of {small.config.sequence_length}; {small.ranks} processes, of which "
-        f"{', '.join(sizes)}{left}; {small.config.context.title}"
+        f"{shape.query_groups} groups, sequences of {small.sequence_length}, {small.context.title}; {ranks} processes: "
+        f"pp {pp} x dp {ranks // (pp * cp * tp)} x cp {cp} x tp {tp}"
     )
-    samples, source = samples_of(asked, small.config, 3 * batch)
+    samples, source = samples_of(asked, small, 3 * batch)
     say(f"samples: {source}")
-    uneven = Masked(Few(samples), first=3) if isinstance(small.config, Config) else Left(Few(samples), first=1)
-    samples = [uneven[index] for index in range(len(samples))]
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         file, toml = Path(folder) / "samples.pt", Path(folder) / "small.toml"
-        torch.save((samples[: 2 * batch], samples[2 * batch :]), file)
-        for config, ranks, broken in ((small.alone, 1, None), (small.config, small.ranks, sabotage)):
-            say(f"two steps and a validation on {ranks} process{'es' if ranks > 1 else ''} ...")
+        torch.save(samples, file)
+        for config, size, broken in ((alone, 1, None), (small, ranks, sabotage)):
+            say(f"two steps and a validation, processes: {size} ...")
             toml.write_text(write_toml(config), encoding="utf-8")
             dit, flags = not isinstance(config, Config), ["--config", str(toml)]
-            runs.append(merged(run_ranks(train, ranks, flags, broken, dit, file, timeout=SECONDS)))
+            runs.append(merged(run_ranks(train, size, flags, broken, dit, file, timeout=SECONDS)))
     return list(_differences(runs[1], runs[0]))
 
 
@@ -99,27 +96,26 @@ def _differences(got: Run, want: Run) -> Iterator[Difference]:
     layer first; their norm; loss and norm of the second step; the validation after it; copies of weights on ranks.
     """
     start, gradients, loss = want.tensors["initial"], want.tensors["gradients"], loss_name(want.records[0])
-    for name, whole in start.items():
-        yield Difference(f"initial weight {name}", _furthest(got, "initial", name, whole), 1.0, 0.0)
+
+    def away(moment: str, name: str) -> float:
+        one, other = ({name: run.tensors[moment].get(name, torch.empty(0))} for run in (got, want))
+        return furthest(one, other)
+
+    yield from (Difference(f"initial weight {name}", away("initial", name), 1.0, 0.0) for name in start)
     modules = [Difference(*found, MODULES) for found in furthest_of_modules(got.pieces, want.pieces[0])]
     yield from (one for one in modules if not one.what.startswith(GRADIENT))
     yield _of_step(got, want, 0, loss, LOSS)
     yield from (one for one in modules if one.what.startswith(GRADIENT))
-    least = max(whole.abs().max().item() for whole in gradients.values()) / 1000
-    for name, whole in reversed([(name, gradients[name]) for name in start if name in gradients]):
-        size, largest = _furthest(got, "gradients", name, whole), max(whole.abs().max().item(), least)
-        yield Difference(f"gradient of the parameter {name}", size, largest, PARAMETERS)
+    largest = {name: whole.abs().max().item() for name, whole in gradients.items()}
+    least = max(largest.values()) / 1000
+    for name in reversed([name for name in start if name in gradients]):
+        size = away("gradients", name)
+        yield Difference(f"gradient of the parameter {name}", size, max(largest[name], least), PARAMETERS)
     yield _of_step(got, want, 0, "grad_norm", NORM)
     # From here on Adam has divided by the roots of tiny gradients.
     for name, bound in ((loss, 10 * LOSS), ("grad_norm", 100 * NORM), ("validation_loss", 10 * LOSS)):
         yield _of_step(got, want, 1, name, bound)
     yield from (Difference(f"copies of {name} on two ranks", float("inf"), 1.0, 0.0) for name in got.copies_differ)
-
-
-def _furthest(got: Run, moment: str, name: str, want: Tensor) -> float:
-    """Return the largest difference of an element; infinite without a tensor of that name and shape."""
-    found = got.tensors[moment].get(name)
-    return float("inf") if found is None or found.shape != want.shape else (found - want).abs().max().item()
 
 
 def _of_step(got: Run, want: Run, step: int, name: str, bound: float) -> Difference:

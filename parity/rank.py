@@ -47,39 +47,27 @@ class Found:
 
 
 class Masked:
-    """Samples with labels masked by the sample's index, so that ranks get unequal numbers of valid tokens.
+    """Samples without some of their loss, by their index, so that ranks get unequal numbers of valid tokens.
 
-    Of eight samples, one has none, two end early, two start late, and the rest lack a range in the middle: of the
-    first ones that which ``first`` says.
+    Of eight texts, one has none, two end early, two start late, and the rest lack a range in the middle; of eight
+    latents three are fillers.
     """
 
-    def __init__(self, data: Samples, first: int = 0) -> None:
-        self._data, self._first = data, first
+    def __init__(self, data: Samples) -> None:
+        self._data = data
 
     def __len__(self) -> int:
         return len(self._data)
 
     def __getitem__(self, index: int | None) -> dict[str, Tensor]:
         sample = dict(self._data[index])
-        mask = sample["loss_mask"].clone()
-        if index is not None:
-            length = len(mask)
-            kinds = (0, length), (length // 4, length), (0, length // 2), (40, 47)
-            mask[slice(*kinds[(0, 1, 2, 3, 3, 2, 1, 3)[(self._first + index) % 8]])] = 0
-        return {**sample, "loss_mask": mask}
-
-
-class Left:
-    """Samples of latents of which three in eight carry no loss: of the first ones those that ``first`` says."""
-
-    def __init__(self, data: Samples, first: int = 0) -> None:
-        self._data, self._first = data, first
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int | None) -> dict[str, Tensor]:
-        return self._data[None if index is not None and (self._first + index) % 8 in (0, 4, 6) else index]
+        if index is not None and "loss_mask" in sample:
+            mask = sample["loss_mask"] = sample["loss_mask"].clone()
+            kinds = (0, len(mask)), (len(mask) // 4, len(mask)), (0, len(mask) // 2), (40, 47)
+            mask[slice(*kinds[(0, 1, 2, 3, 3, 2, 1, 3)[index % 8]])] = 0
+        elif index is not None and index % 8 in (0, 4, 6):
+            return self._data[None]
+        return sample
 
 
 def train(
@@ -107,7 +95,7 @@ def train(
     with trainer_of(pretrain_dit if diffusion else pretrain_gpt, flags, log) as trainer:
         mesh = trainer.mesh
         if samples is None:
-            trainer.train_data = Left(trainer.train_data) if diffusion else Masked(trainer.train_data)
+            trainer.train_data = Masked(trainer.train_data)
         else:
             notes.watch(trainer.runner.parts, (mesh.tp.get_local_rank(), mesh.tp.size()))
         send = mesh.dp_cp.get_local_rank() == mesh.tp.get_local_rank() == 0

@@ -21,29 +21,14 @@ from train.objectives.diffusion import Denoising
 from train.objectives.language import NextToken
 
 Sample = dict[str, Tensor]
-FILLER = {"loss_mask": 0, "place": -1, "sample": -1}
-
-
-class Few:
-    """Samples in memory, again and again; item None is a filler."""
-
-    def __init__(self, samples: list[Sample]) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int | None) -> Sample:
-        if index is None:
-            return {name: x * 0 + FILLER.get(name, 0) for name, x in self._samples[0].items()}
-        return self._samples[index % len(self)]
 
 
 def samples_of(asked: Any, small: Any, number: int) -> tuple[list[Sample], str]:
     """Return ``number`` samples for the shrunken run, and where they are from.
 
     Of a text every k-th token is taken, with its label, its loss and the beginnings of documents since the one before;
-    of latents a corner. Token ids and classes are taken modulo the small numbers of them.
+    of latents a corner. Token ids and classes are taken modulo the small numbers of them. Some carry no loss, so that
+    ranks hold unequal numbers of valid tokens.
 
     Raises:
         DataError: data that are there and cannot be read.
@@ -76,6 +61,7 @@ def _text(whole: Sample | None, small: Config, number: int) -> Sample:
     if "starts" in found:
         found["starts"][0] = True
     found |= {name: found[name] % entries for name in ("tokens", "labels")}
+    found["loss_mask"][(slice(40, 47), slice(length // 2), slice(length // 4, length), slice(0))[number % 4]] = 0
     return found | {"place": number * length + torch.arange(length)}
 
 
@@ -85,15 +71,20 @@ def _latents(whole: Sample | None, small: DiTRunConfig, number: int) -> Sample:
     if whole is None:
         whole = {"latents": torch.randn(shape), "labels": torch.tensor(number)}
     corner = whole["latents"][tuple(map(slice, shape))].clone()
-    return {"latents": corner, "labels": whole["labels"] % classes, "sample": torch.tensor(number)}
+    return {
+        "latents": corner,
+        "labels": whole["labels"] % classes,
+        "sample": torch.tensor(-1 if number % 4 == 3 else number),
+    }
 
 
 def feed(path: Path, notes: Notes) -> None:
     """Make this process's entries train on the samples of a file, tell where tokens are, and note what modules return.
 
-    The file has those of training and of validation, as ``torch.save`` wrote them.
+    The last third is for validation.
     """
-    train, valid = map(Few, torch.load(path))
+    train = torch.load(path)
+    valid = train[len(train) * 2 // 3 :]
     gpt: Any = pretrain_gpt
     dit: Any = pretrain_dit
     gpt.build_datasets, dit.build_latent_datasets = lambda *_: (train, valid, None), lambda *_: (train, valid)

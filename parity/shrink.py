@@ -1,7 +1,7 @@
 """A run shrunk in width but not in kind: the small one, and the same in one process, to compare it with."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from parallel.mesh import SIZES
@@ -24,26 +24,17 @@ SHARED = ("mesh", "pipeline", "data_parallel", "context", "recompute", "hybrid")
 Values = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Small:
-    """A shrunken run."""
-
-    config: CommonConfig
-    alone: CommonConfig
-    """The same in one process, by the plainest attention there is, one sample at a time."""
-    ranks: int
-    left_out: tuple[str, ...]
-    """Dimensions that did not fit into ``MOST`` processes."""
-
-
-def shrunk(asked: CommonConfig, world_size: int | None = None) -> Small:
+def shrunk(asked: CommonConfig, world_size: int | None = None) -> tuple[CommonConfig, CommonConfig, int]:
     """Shrink a run to at most 8 processes, two iterations and heads of 16 channels, in float32 on the CPU.
 
     Layers are the fewest that have every kind of layer and stage. Ratios stay: of query to key heads, of windows,
-    chunks and scaled rope to the sequence, and what divides what.
+    chunks and scaled rope to the sequence, and what divides what. A dimension that has no room beside others is 1.
 
     Args:
         world_size: processes of the run; by default those of its mesh, and 2 data-parallel ranks where there is room.
+
+    Returns:
+        The small run; the same in one process, by the plainest attention, one sample at a time; the processes.
 
     Raises:
         UserError: no sizes keep every kind.
@@ -51,29 +42,25 @@ def shrunk(asked: CommonConfig, world_size: int | None = None) -> Small:
     sections = {name: field.section for name, field in config_fields(type(asked)).items()}
     old = {name: getattr(getattr(asked, section), name) for name, section in sections.items()}
     new = {name: value for name, value in old.items() if sections[name] not in ELSEWHERE}
-    ranks, left_out = _mesh(old, new, world_size)
+    ranks = _mesh(old, new, world_size)
     short = _shrink_text(asked, old, new) if isinstance(asked, Config) else _shrink_latents(asked, old, new)
     _shrink_layers(asked, old, new)
     _shrink_run(old, new, ranks, short / new[CP] / (asked.sequence_length / old[CP]))
     config = _with_heads(asked, old, new, ranks)
     one = {name: getattr(getattr(config, sections[name]), name) for name in new if sections[name] not in SHARED}
     linear, plain = getattr(config.model, "linear_attention", False), not config.packed
-    one |= {
-        "device": "cpu",
-        "micro_batch_size": 1,
-        "attention_backend": "auto" if plain and not linear else "reference",
-    }
-    if not linear:
-        one["context_parallel_method"] = "none" if plain else "ring"
-    return Small(config, _built(asked, one), ranks, left_out)
+    backend = "auto" if plain and not linear else "reference"
+    one |= {"device": "cpu", "micro_batch_size": 1, "attention_backend": backend}
+    one |= {} if linear else {"context_parallel_method": "none" if plain else "ring"}
+    return config, _built(asked, one), ranks
 
 
 def _built(like: CommonConfig, values: Values) -> CommonConfig:
     return build(type(like), {name: value for name, value in values.items() if value is not None})
 
 
-def _mesh(old: Values, new: Values, world_size: int | None) -> tuple[int, tuple[str, ...]]:
-    """Set the mesh's sizes; return the processes, and the dimensions left out."""
+def _mesh(old: Values, new: Values, world_size: int | None) -> int:
+    """Set the mesh's sizes; return the processes."""
     pp, cp, tp = (old[name] for name in SIZES)
     dp, rest = divmod(2 * pp * cp * tp if world_size is None else world_size, pp * cp * tp)
     if rest or dp < 1:
@@ -84,14 +71,11 @@ def _mesh(old: Values, new: Values, world_size: int | None) -> tuple[int, tuple[
     if cp > 1:
         room = MOST // (sizes["pp"] * sizes["tp"] * (1 if world_size is None else sizes["dp"]))
         sizes["cp"] = _context_ranks(old, new, cp, room)
-    left_out = []
     for name in ("dp", "pp", "tp"):
-        if math.prod(sizes.values()) > MOST:
-            left_out += [name] if name != "dp" or world_size else []
-            sizes[name] = 1
+        sizes[name] = 1 if math.prod(sizes.values()) > MOST else sizes[name]
     new |= {PP: sizes["pp"], TP: sizes["tp"], CP: sizes["cp"], "device": "cpu", "distributed_backend": "auto"}
     new |= {"cluster": None, COPIES: 2 if old[COPIES] > 1 and sizes["dp"] * sizes["cp"] % 2 == 0 else 1}
-    return math.prod(sizes.values()), tuple(left_out)
+    return math.prod(sizes.values())
 
 
 def _context_ranks(old: Values, new: Values, cp: int, room: int) -> int:

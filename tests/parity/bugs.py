@@ -98,8 +98,8 @@ def merged_alike() -> None:
     strips.merge_ = lambda out, lse, part, part_lse: merge(out, lse, part, lse.clone())
 
 
-def gradient_left_behind() -> None:
-    """The gradient of values that other ranks found stays with them."""
+def gradient_halved() -> None:
+    """Attention's backward loses half of the gradient of its values."""
     backward = Executor.backward
 
     def partly(self: Executor, *of: Any) -> Any:

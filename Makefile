@@ -6,7 +6,7 @@
 #   PYTHON  interpreter that the environment is made with, 3.11 or newer
 #   TORCH   torch to install: a requirement and pip's options, remembered in the environment. PyPI's build for Linux carries
 #           CUDA; TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu" is small and for the CPU only
-#   EXTRAS  more to install with `make venv`: digits, images, logging, dev (the targets that need one install it)
+#   EXTRAS  more to install with `make venv`: digits, images, logging, dev, peers (the targets that need one install it)
 #   PY      an interpreter that has everything already; then no environment is made
 
 VENV   ?= .venv
@@ -31,11 +31,13 @@ ifdef PY
 READY  :=
 DIGITS :=
 DEV    :=
+PEERS  :=
 else
 PY     := $(VENV)/bin/python
 READY  := $(STAMP)
 DIGITS := $(VENV)/.longmesh-digits
 DEV    := $(VENV)/.longmesh-dev
+PEERS  := $(VENV)/.longmesh-peers
 endif
 
 # Single-threaded ranks: several per machine would otherwise fight over its cores.
@@ -46,7 +48,7 @@ start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(A
 	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$more --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention linear-bench parity chaos lasp-table papers gpu-check hooks lock clean FORCE
+.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention peers linear-bench parity chaos lasp-table papers gpu-check hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -118,6 +120,9 @@ link-bench: $(READY) ## Train over a slow link between two emulated nodes, every
 
 link-attention: $(READY) ## The attention alone over a slow link: exchange against every method, into bench/results/; needs root
 	$(PY) -m bench.link.attention --results bench/results $(ARGS)
+
+peers: $(PEERS) ## Measure attention and training by us and by other packages, in one run, into bench/results/ (10 minutes)
+	$(PY) -m bench.peers --results bench/results $(ARGS)
 
 linear-bench: $(READY) ## Linear attention against quadratic over length on one CPU thread: a table, a JSON and a plot (a minute)
 	$(PY) -m bench.linear $(ARGS)

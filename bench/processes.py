@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bench.ceilings import matmul_rate
 from bench.errors import MeasureError
+from bench.peers.packages import attention_of
 from bench.workload import DTYPES, Workload, fingerprint
 from parallel.context import ContextParallel
 from runtime.processes import join
@@ -166,7 +167,9 @@ def _prepare(seat: Seat, work: Workload) -> Callable[[str, str], Any]:
         for method in seat.methods:
             # KV moves in the backward too, as in the papers: moving queries gives ring's idle rank the other's work
             cp = ContextParallel(work.plan(method, seat.ranks, backward="kv"), dist.group.WORLD)
-            steps[method] = Step(cp.attend, *(cp.shard(x, dim=1) for x in tensors))
+            package = method.partition("@")[2]
+            attend = attention_of(package) if package else cp.attend
+            steps[method] = Step(attend, *(cp.shard(x, dim=1) for x in tensors))
             valid[method] = (cp.positions < work.seq_length).nonzero()[:, 0]
 
     def answer(request: str, name: str) -> Any:

@@ -81,12 +81,14 @@ class Workload:
         return torch.cat([sdpa(*(x[:, a:b] for x in (q, k, v)), window=mask["window"]) for a, b in ranges], 1)
 
     def plan(self, contestant: str, size: int, **options: Any) -> Plan:
-        """Return the plan of a contestant, ``method`` or ``method/layout``, on so many ranks.
+        """Return the plan of a contestant, ``method``, ``method/layout`` or ``method@package``, on so many ranks.
+
+        A package's is the plan of our method with the same shards.
 
         Raises:
             ContextError: as ``make_plan``.
         """
-        method, _, layout = contestant.partition("/")
+        method, _, layout = contestant.partition("@")[0].partition("/")
         return make_plan(method, seq_len=self.seq_length, size=size, layout=layout or "auto", **self.mask, **options)
 
     def flops(self, pairs: int, products: int = FORWARD_PRODUCTS + BACKWARD_PRODUCTS) -> int:

@@ -1,0 +1,1 @@
+"""The same work by other packages, in one run with ours."""

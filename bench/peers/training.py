@@ -1,0 +1,150 @@
+"""Training steps of one LLaMA by this project and by others, in one process, on the same tokens.
+
+Everyone has the same shapes, the same micro-batches, the mean loss over all tokens, clipping to norm 1 and torch's
+fused AdamW in float32; what differs is the package's own model and loss. The weights are each package's own draw.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pretrain_gpt
+from data.loader import batches
+from model.config import ModelConfig
+from testing.training import Records, trainer_of
+
+Step = Callable[[], float]
+"""One optimizer step on fixed tokens -> its loss."""
+
+
+@contextmanager
+def steps_of(packages: Sequence[str], config: Path, data: Path, flags: Sequence[str]) -> Iterator[dict[str, Step]]:
+    """Yield a step of ``pretrain_gpt.py --config`` in this process, as "longmesh", and one of each package.
+
+    Args:
+        data: prefix of the text, with its tokenizer beside it.
+        flags: more of ours.
+    """
+    own = [
+        "--config",
+        str(config),
+        "--data-path",
+        str(data),
+        "--tokenizer-model",
+        f"{data}.model",
+        "--save",
+        str(data.parent / "run"),
+    ]
+    with trainer_of(pretrain_gpt, [*own, "--context-parallel-size", "1", *flags], Records()) as trainer:
+        step = next(batches(trainer.train_data, trainer._batching, 0))
+        local = [trainer.objective.local(batch) for batch in step]
+        valid = sum(map(trainer.objective.count, local))
+
+        def ours() -> float:
+            loss, _ = trainer._forward_backward(local, valid)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad(set_to_none=True)
+            return loss
+
+        sequences = [(batch["tokens"], batch["labels"]) for batch in local]
+        made = {name: MODELS[name](trainer.config.model, len(sequences[0][0][0])) for name in packages}
+        yield {"longmesh": ours} | {name: _step(model, sequences) for name, model in made.items()}
+
+
+def timed(steps: dict[str, Step], repeats: int, settle: int = 2) -> dict[str, list[float]]:
+    """Take turns, and return each one's seconds, without its first ``settle`` steps."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for turn in range(repeats + settle):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:  # none always follows the same one
+            start = time.perf_counter()
+            steps[name]()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: found[settle:] for name, found in seconds.items()}
+
+
+def _step(model: nn.Module, sequences: Sequence[tuple[Tensor, Tensor]]) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step() -> float:
+        total = 0.0
+        for tokens, labels in sequences:
+            loss = model(tokens, labels) / len(sequences)
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    return step
+
+
+class _WithLoss(nn.Module):
+    """A model of (tokens, labels) ``[B, S]`` whose output is the mean loss."""
+
+    def __init__(self, model: nn.Module, logits_of: Callable[[Any], Tensor] = lambda out: out) -> None:
+        super().__init__()
+        self.model, self.logits_of = model, logits_of
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.logits_of(self.model(tokens))
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+
+
+def _transformers(model: ModelConfig, length: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=model.vocabulary,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.query_groups,
+        max_position_embeddings=length,
+        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
+        use_cache=False,
+    )
+    return _WithLoss(LlamaForCausalLM(config).train(), lambda out: out.logits)
+
+
+def _x_transformers(model: ModelConfig, length: int) -> nn.Module:
+    from x_transformers import Decoder, TransformerWrapper
+
+    decoder = Decoder(
+        dim=model.hidden_size,
+        depth=model.num_layers,
+        heads=model.num_attention_heads,
+        attn_dim_head=model.head_dim,
+        attn_kv_heads=model.query_groups,
+        attn_flash=True,
+        rotary_pos_emb=True,
+        use_rmsnorm=True,
+        ff_mult=model.ffn_size / model.hidden_size,
+        ff_swish=True,
+        ff_glu=True,
+        ff_no_bias=True,
+    )
+    tied = not model.untie_embeddings_and_output_weights
+    return _WithLoss(
+        TransformerWrapper(
+            num_tokens=model.vocabulary,
+            max_seq_len=length,
+            attn_layers=decoder,
+            tie_embedding=tied,
+            use_abs_pos_emb=False,
+        )
+    )
+
+
+MODELS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {
+    "transformers": _transformers,
+    "x-transformers": _x_transformers,
+}

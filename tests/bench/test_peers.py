@@ -1,0 +1,59 @@
+"""Other packages beside ours: the same shapes and tokens, whose losses can be compared, and reasons for the rest."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from bench.peers import __main__ as peers
+from bench.peers.packages import PACKAGES, Package, refusal
+from bench.peers.training import steps_of, timed
+from bench.processes import Contestants
+from bench.workload import Workload, check_same
+from testing.ranks import run_ranks
+
+SMALL = ("--num-layers", "1", "--seq-length", "64", "--global-batch-size", "2", "--micro-batch-size", "1")
+
+
+def two_steps(rank: int, world_size: int, data: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    pytest.importorskip("transformers", reason="measures Hugging Face's models")
+    with steps_of(["transformers"], Path("configs/llama_tiny.toml"), Path(data), SMALL) as steps:
+        return {name: [step() for _ in range(3)] for name, step in steps.items()}, timed(steps, 2, settle=1)
+
+
+def test_both_learn_the_same_tokens(default_data: Path) -> None:
+    ((losses, seconds),) = run_ranks(two_steps, 1, str(default_data))
+    assert losses.keys() == seconds.keys() == {"longmesh", "transformers"}
+    assert {len(times) for times in seconds.values()} == {2}
+    for first, *_, last in losses.values():
+        assert abs(first - math.log(4096)) < 0.2
+        assert last < first
+
+
+def test_what_cannot_be_measured_has_a_reason() -> None:
+    reasons = {package.name: refusal(package) for package in PACKAGES}
+    assert reasons["transformers"] is None
+    assert "no rule for the CPU's kernel" in str(reasons["torch's context_parallel"])
+    assert "not installed" in str(refusal(Package("none", "no_such_module", ("attention",))))
+
+
+def test_a_line_names_the_ratio_of_the_best() -> None:
+    row = peers._summary({"zigzag": [1.0, 2.0, 3.0], "striped": [4.0, 4.0, 4.0], "ring@other": [6.0, 6.0, 9.0]})
+    against = peers._against(row, ("zigzag", "striped"), ["ring@other"])
+    assert against == 3.0
+    line = peers.attention_line(row | {"length": 64, "against_best": against})
+    assert line.startswith("64: zigzag 2.000 s (1.500 to 2.500), ")
+    assert line.endswith("our best is 3.00 times as fast as theirs")
+
+
+@pytest.mark.slow
+def test_ring_attention_pytorch_computes_the_same_with_its_last_pass_mended() -> None:
+    pytest.importorskip("ring_attention_pytorch", reason="make peers installs it")
+    work = Workload(seq_length=256)
+    with Contestants(work, ("ring@ring-attention-pytorch",), [0, 1]) as contestants:
+        check_same(
+            "theirs",
+            contestants.fingerprint("ring@ring-attention-pytorch"),
+            contestants.fingerprint("one_process"),
+            work.dtype,
+        )

@@ -21,6 +21,7 @@ def two_steps(rank: int, world_size: int, data: str) -> tuple[dict[str, list[flo
         return {name: [step() for _ in range(3)] for name, step in steps.items()}, timed(steps, 2, settle=1)
 
 
+@pytest.mark.slow
 def test_both_learn_the_same_tokens(default_data: Path) -> None:
     ((losses, seconds),) = run_ranks(two_steps, 1, str(default_data))
     assert losses.keys() == seconds.keys() == {"longmesh", "transformers"}

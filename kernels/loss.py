@@ -43,6 +43,13 @@ def row_chunks(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 
+def softmax_rows(logits: Tensor, lse: Tensor, rows: slice, into: Tensor) -> Tensor:
+    """Return the softmax of some rows of logits [N, V] in the dtype of lse [N]; in ``into`` if it has that dtype."""
+    if into.dtype == logits.dtype == lse.dtype:
+        return torch.sub(logits[rows], lse[rows, None], out=into[rows]).exp_()
+    return logits[rows].to(lse.dtype, copy=True).sub_(lse[rows, None]).exp_()
+
+
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -62,7 +69,9 @@ class _CrossEntropySum(torch.autograd.Function):
         logits, labels, valid, lse = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for rows in row_chunks(logits):
-            chunk = logits[rows].to(lse.dtype, copy=True).sub_(lse[rows, None]).exp_()  # softmax
+            chunk = softmax_rows(logits, lse, rows, grad)
             chunk.scatter_add_(-1, labels[rows, None], chunk.new_full((1, 1), -1.0).expand(len(chunk), 1))
-            grad[rows] = chunk.mul_(grad_loss).masked_fill_(~valid[rows, None], 0)
+            chunk.mul_(grad_loss).masked_fill_(~valid[rows, None], 0)
+            if chunk.dtype != grad.dtype:
+                grad[rows] = chunk
         return grad, None, None

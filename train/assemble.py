@@ -44,11 +44,24 @@ def build_parts(
         # The order matters: each step works on what the previous one left.
         model.keep(layers[stage])
         split(part)
+        if config.train.compile:
+            _compile_layers(model.layers)
         recompute_layers(model.layers, config.recompute)
         shard_model(part, model.layers, sharding, bf16=config.train.bf16, strategy=strategy)
         init_parameters(part, mesh.device, weight_of)
         parts.append(part)
     return parts
+
+
+def _compile_layers(layers: Sequence[Any]) -> None:
+    """Compile each layer's forward, in which the attention stays an operator; what gathers its weights is outside."""
+    import torch._functorch.config
+    import torch._inductor.config
+
+    # A graph that another rank has compiled and cached has that rank's process groups.
+    torch._functorch.config.enable_autograd_cache = torch._inductor.config.fx_graph_cache = False
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=False)
 
 
 def build_runner(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module], objective: Objective) -> Runner:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels.chunks import over_chunks
 from kernels.loss import cross_entropy_sum as whole_cross_entropy_sum
-from kernels.loss import row_chunks
+from kernels.loss import row_chunks, softmax_rows
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,9 @@ class _SplitCrossEntropySum(torch.autograd.Function):
         logits, column, here, valid, lse = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for rows in row_chunks(logits):
-            chunk = logits[rows].to(lse.dtype, copy=True).sub_(lse[rows, None]).exp_()  # softmax
+            chunk = softmax_rows(logits, lse, rows, grad)
             chunk.scatter_add_(-1, column[rows, None], -here[rows, None].to(chunk.dtype))
-            grad[rows] = chunk.mul_(grad_loss).masked_fill_(~valid[rows, None], 0)
+            chunk.mul_(grad_loss).masked_fill_(~valid[rows, None], 0)
+            if chunk.dtype != grad.dtype:
+                grad[rows] = chunk
         return grad, None, None, None, None

@@ -1,7 +1,9 @@
 """Sections of every entry's configuration, and checks across them."""
 
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from shutil import which
 from typing import Any, Protocol, TypeVar
 
 from checkpoint.api import CheckpointConfig
@@ -35,6 +37,8 @@ class LoopConfig:
     dropout and pictures too."""
     bf16: bool = False
     """Compute in bfloat16; master weights, gradients' sums and the optimizer stay in float32."""
+    compile: bool = False
+    """Compile each layer with torch.compile; the first step takes a minute or more. A CPU needs a C++ compiler."""
     eval_interval: int = 100
     """Iterations between validations; one is made at the end in any case."""
     eval_iters: int = 10
@@ -236,6 +240,8 @@ def validate_run(config: CommonConfig) -> None:
             "recompute_offload is set and device is cpu, where what is kept lies in host memory already and a copy "
             "would only add to it; leave it out, or use --device cuda"
         )
+    if train.compile:
+        _check_compile(config)
     if train.eval_iters and not split_shares(config.reading.split)[1]:
         raise ConfigError(
             f"split is {config.reading.split}, which leaves nothing to validate on, but eval_iters is "
@@ -254,6 +260,21 @@ def validate_run(config: CommonConfig) -> None:
         if value and not wanted:
             flag = other.replace("_", "-")
             raise ConfigError(f"{name} is {value}, but {other} is not set; give --{flag}, or leave {name} out")
+
+
+def _check_compile(config: CommonConfig) -> None:
+    policy = config.recompute
+    if policy.recompute_granularity == "attention_boundary" or policy.recompute_offload:
+        named = "recompute_offload" if policy.recompute_offload else "recompute_granularity attention_boundary"
+        raise ConfigError(
+            f"compile is set with {named}, which looks at each operator while a layer runs, and compiled ones are not "
+            "to be seen; use recompute_granularity full or selective, or leave compile out"
+        )
+    if config.mesh.device_type == "cpu" and not any(map(which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        raise ConfigError(
+            "compile is set and no C++ compiler is there, which torch.compile needs for a CPU; install one (Debian: "
+            "apt-get install g++), name it in CXX, or leave compile out"
+        )
 
 
 def validate_backend(config: CommonConfig) -> None:

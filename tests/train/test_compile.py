@@ -1,0 +1,109 @@
+"""--compile changes no result on any mesh, compiles each kind of layer once, and refuses what it cannot do."""
+
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from pretrain_gpt import main
+from testing.ranks import run_ranks
+from testing.training import PEAK
+from tests.pretraining import DIT, TINY, differences, dit_on_rank
+from train.config.common import validate_run
+from train.config.flags import ConfigError
+from train.config.language import parse_args
+from train.watching.metrics import METRICS, read_metrics
+
+BOUND = 2e-6
+COMPILED_AFTER = 2
+"""Iterations after which nothing is compiled: the first has the forward and the backward."""
+CP = ("--context-parallel-size", "2", "--context-parallel-method")
+SFT = ("--reset-attention-mask", "--reset-position-ids")
+MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "alone": (1, ("--context-parallel-method", "none")),
+    "striped": (2, (*CP, "striped")),
+    "bf16": (2, (*CP, "striped", "--bf16")),
+    "ring, zero3, all recomputed": (
+        2,
+        (*CP, "ring", "--data-parallel-sharding-strategy", "zero3", "--recompute-granularity", "full"),
+    ),
+    "zigzag, attention recomputed": (2, (*CP, "zigzag", "--recompute-granularity", "selective")),
+    "ulysses, chunks": (2, (*CP, "ulysses", "--ffn-chunk-size", "64", "--loss-chunk-size", "64")),
+    "exchange, documents": (2, (*CP, "exchange", *SFT)),
+    "windows and sinks": (
+        2,
+        (*CP, "zigzag", "--window-size", "50,0", "--softmax-type", "learnable", "--window-attn-skip-freq", "2"),
+    ),
+    "wallfacer": (4, ("--context-parallel-size", "4", "--context-parallel-method", "wallfacer")),
+    "tensor": (2, ("--tensor-model-parallel-size", "2")),
+    "pipeline": (2, ("--pipeline-model-parallel-size", "2")),
+    "lasp": (2, (*CP, "lasp", "--model-type", "transnormer", "--num-query-groups", "4")),
+    "all four": (
+        8,
+        ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", *CP, "striped"),
+    ),
+}
+
+
+def compiled_graphs(rank: int, world_size: int, arguments: list[str]) -> list[int]:
+    """Train, and return how many graphs had been compiled after each iteration."""
+    from torch._dynamo.utils import counters
+
+    from train.loop import Trainer
+
+    found, take = list[int](), Trainer._iteration
+
+    def iteration(*given):
+        record = take(*given)
+        found.append(counters["stats"]["unique_graphs"])
+        return record
+
+    Trainer._iteration = iteration  # type: ignore[method-assign]
+    with redirect_stdout(io.StringIO()):
+        main(arguments, PEAK)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_compiled_layers_compute_the_same(mesh: str, default_data: Path, tmp_path: Path) -> None:
+    ranks, flags = MESHES[mesh]
+    data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model", "--train-iters", "5")
+    metrics = []
+    for more in ((), ("--compile",)):
+        save = tmp_path / f"run{len(more)}"
+        graphs = run_ranks(compiled_graphs, ranks, [*TINY, *data, *flags, "--save", str(save), *more])
+        metrics.append(read_metrics(save / METRICS))
+    bound = 2e-2 if mesh == "bf16" else BOUND  # a compiled layer rounds fewer values in between
+    assert differences(metrics[1], metrics[0]) <= bound
+    for rank in graphs:
+        assert rank[0] > 0
+        assert rank[COMPILED_AFTER] == rank[-1]
+
+
+@pytest.mark.slow
+def test_a_diffusion_transformer_is_compiled_too(tmp_path: Path) -> None:
+    losses = []
+    for more in ((), ("--compile",)):
+        save = tmp_path / f"run{len(more)}"
+        words = ("--train-iters", "3", "--context-parallel-size", "2", "--context-parallel-method", "ring")
+        run_ranks(dit_on_rank, 2, [*DIT, "--save", str(save), *words, *more])
+        losses.append([record["diffusion_loss"] for record in read_metrics(save / METRICS)])
+    assert losses[1] == pytest.approx(losses[0], rel=BOUND)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--recompute-granularity", "attention_boundary"), "compile is set with recompute_granularity attention_b"),
+        ((), "compile is set and no C++ compiler is there"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(
+    flags: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = parse_args(["--data-path", "x", "--tokenizer-model", "x.model", "--device", "cpu", "--compile", *flags])
+    with pytest.raises(ConfigError, match=said.replace("+", "[+]")):
+        validate_run(config)

@@ -6,8 +6,9 @@
     python -m bench.peers --only training --flags --context-parallel-method none
 
 Attention: forward + backward, causal, 8 heads of 64 in float32, 2 processes pinned to a core each. Training: steps of
-configs/llama_tiny.toml in one process with a thread for each core. Every contestant computes the same: outputs and
-gradients of the attention are compared before they are timed. A package that cannot run here is listed with its reason.
+configs/llama_tiny.toml in one process with a thread for each core, ours as it is and with --compile. Every contestant
+computes the same: outputs and gradients of the attention are compared before they are timed. A package that cannot run
+here is listed with its reason.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def attention(lengths: list[int], repeats: int, max_seconds: float) -> list[dict
         found = measure_cpu(Workload(seq_length=length), (*OURS, *theirs), repeats=repeats, max_seconds=max_seconds)
         row = {"length": length, **_summary({name: one["seconds"] for name, one in found["contestants"].items()})}
         rows.append(row | {"against_best": _against(row, OURS, theirs)})
-        print(attention_line(rows[-1]), flush=True)
+        print(line_of(rows[-1]), flush=True)
     return rows
 
 
@@ -81,11 +82,11 @@ def _against(row: dict[str, Any], ours: tuple[str, ...], theirs: list[str]) -> f
     return min(medians[name] for name in theirs) / min(medians[name] for name in ours) if theirs else None
 
 
-def attention_line(row: dict[str, Any]) -> str:
+def line_of(row: dict[str, Any]) -> str:
     """Show a row in a line."""
     times = ", ".join(f"{name} {_spread(row, name)}" for name in row["median"])
     ratio = "" if row["against_best"] is None else f"; our best is {row['against_best']:.2f} times as fast as theirs"
-    return f"{row.get('length', 'training')}: {times}{ratio}"
+    return f"{row['length'] if 'length' in row else ' '.join(['training', *row['flags']])}: {times}{ratio}"
 
 
 def _spread(row: dict[str, Any], name: str) -> str:
@@ -116,8 +117,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.only != "training":
         found["attention"] = attention(args.lengths, args.repeats, args.max_seconds)
     if args.only != "attention":
-        found["training"] = [training(args.repeats, args.flags)]
-        print(attention_line(found["training"][0]), flush=True)
+        found["training"] = []
+        for flags in [args.flags] if args.flags else [[], ["--compile"]]:
+            found["training"].append(training(args.repeats, flags))
+            print(line_of(found["training"][-1]), flush=True)
     if args.results:
         path = args.results / f"peers-{slug(machine['device'])}-{machine['cores']}-cores.jsonl"
         write_records(path, found)

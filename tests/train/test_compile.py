@@ -46,8 +46,8 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def compiled_graphs(rank: int, world_size: int, arguments: list[str]) -> list[int]:
-    """Train, and return how many graphs had been compiled after each iteration."""
+def compiled_graphs(rank: int, world_size: int, arguments: list[str]) -> tuple[list[int], int]:
+    """Train, and return how many graphs had been compiled after each iteration, and the breaks in them."""
     from torch._dynamo.utils import counters
 
     from train.loop import Trainer
@@ -62,7 +62,7 @@ def compiled_graphs(rank: int, world_size: int, arguments: list[str]) -> list[in
     Trainer._iteration = iteration  # type: ignore[method-assign]
     with redirect_stdout(io.StringIO()):
         main(arguments, PEAK)
-    return found
+    return found, sum(counters["graph_break"].values())
 
 
 @pytest.mark.slow
@@ -77,9 +77,10 @@ def test_compiled_layers_compute_the_same(mesh: str, default_data: Path, tmp_pat
         metrics.append(read_metrics(save / METRICS))
     bound = 2e-2 if mesh == "bf16" else BOUND  # a compiled layer rounds fewer values in between
     assert differences(metrics[1], metrics[0]) <= bound
-    for rank in graphs:
+    for rank, breaks in graphs:
         assert rank[0] > 0
         assert rank[COMPILED_AFTER] == rank[-1]
+        assert (breaks > 0) == ("chunks" in mesh)
 
 
 @pytest.mark.slow

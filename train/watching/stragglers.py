@@ -17,7 +17,7 @@ from runtime.processes import NODE
 DATA, UPDATE = "longmesh: data", "longmesh: update"
 PHASES = ("data_ms", "update_ms", "mlp_ms")
 """Fields of a record with a list by rank: per step, waiting for a batch and the optimizer's update; per call, the first
-feed-forward layer. Ranks wait for each other in all the rest of a step, which takes all of them the same time."""
+feed-forward layer (0 with --compile). Elsewhere in a step ranks wait for each other, so all take the same time."""
 BEHIND = 0.2
 CALLS = 64
 
@@ -32,14 +32,23 @@ class Stragglers:
         self._device, self._interval, self._say = device, interval, say
         self._seconds = dict.fromkeys((DATA, UPDATE), 0.0)
         self._steps: list[float] = []
+        self._began: Any = None
         self._calls = deque[tuple[Any, Any]](maxlen=CALLS)
         self._behind = deque([-1, -1, -1], maxlen=3)
         """The ranks found behind at the last intervals; -1 for none."""
         layers = (layer for part in parts for layer in part.modules() if isinstance(layer, (MLP, SwiGLU)))
         if (layer := next(layers, None)) is not None and dist.get_world_size() > 1:
-            began: list[Any] = [None]
-            layer.register_forward_pre_hook(lambda *_: began.__setitem__(0, self._now()))
-            layer.register_forward_hook(lambda *_: self._calls.append((began[0], self._now())), prepend=True)
+            layer.register_forward_pre_hook(lambda *_: self._call(begins=True))
+            layer.register_forward_hook(lambda *_: self._call(begins=False), prepend=True)
+
+    def _call(self, *, begins: bool) -> None:
+        """Note a call's begin or end. A compiled layer keeps no time, which would break its graph."""
+        if torch.compiler.is_compiling():
+            return
+        if begins:
+            self._began = self._now()
+        else:
+            self._calls.append((self._began, self._now()))
 
     def _now(self) -> Any:
         if self._device.type != "cuda":

@@ -70,7 +70,6 @@ def _summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
     """Return all seconds, medians and quartiles by contestant."""
     spread = {name: quantiles(all_of, n=4, method="inclusive") for name, all_of in seconds.items()}
     return {
-        "seconds": seconds,
         "median": {name: median(all_of) for name, all_of in seconds.items()},
         "quartiles": spread,
     }

@@ -165,11 +165,6 @@ def _validate_hybrid(config: Config) -> None:
                     "others of linear attention; leave it out, or give a transnormer --softmax-every"
                 )
         return
-    if config.context.context_parallel_method == "auto":
-        raise ConfigError(
-            f"context_parallel_method is auto and softmax_every is {model.softmax_every}; the planner knows models of "
-            f"one kind of attention; choose one of {', '.join(LINEAR_METHODS)}"
-        )
     try:
         hybrid.check(
             seq_len=config.joined_length,

@@ -27,10 +27,6 @@ HYBRID = (
             "hybrid_softmax_method is ulysses: ulysses_degree is 4 with 2 query .* degrees that fit 4 ranks: 1, 2",
         ),
         ("--context-parallel-method zigzag", "context_parallel_method is zigzag .* use one of lasp, lasp2, ulysses"),
-        (
-            "--context-parallel-method auto",
-            "context_parallel_method is auto and softmax_every is 2; .* choose one of lasp",
-        ),
         ("--attention-backend aten", "attention_backend is aten, which is softmax attention"),
     ],
 )

@@ -55,6 +55,7 @@ class Case:
     method: str = "striped"
     team: int = 1
     degree: int = 1
+    chunks: int = 1
     per_node: int | None = None
     placement: str = "collect_intra"
     mode: str = "zero3"
@@ -96,6 +97,7 @@ class Case:
             ("on nodes of", self.per_node, self.per_node),
             ("with rings as neighbours", "", self.placement == "p2p_intra"),
             ("with heads among", self.degree, self.degree > 1),
+            ("heads in stages:", self.chunks, self.chunks > 1),
         )
         return " ".join([self.method, *(f"{words} {value}".rstrip() for words, value, there in shaped if there)])
 
@@ -110,6 +112,7 @@ class Case:
             "context-parallel-team-size": self.team,
             "context-parallel-placement": self.placement,
             "ulysses-degree": self.degree,
+            "ulysses-head-chunks": self.chunks,
             "data-parallel-sharding-strategy": self.mode,
             "num-distributed-optimizer-instances": self.copies,
             "pipeline-schedule": self.schedule,
@@ -201,6 +204,8 @@ def _teams() -> Iterator[Case]:
     yield from (Case(cp=4, **other, **shape) for other in others for shape in on_four)
     yield Case(cp=4, method="ulysses", pp=2)
     yield Case(cp=2, method="ulysses", tp=2)
+    yield Case(cp=2, method="ulysses", chunks=2)
+    yield Case(cp=4, method="zigzag", degree=2, chunks=2, pp=2)
 
 
 def _together() -> Iterator[Case]:

@@ -102,7 +102,8 @@ class AttentionCost:
         """Return the seconds that every place computes in every round, float64 ``[rounds, places]``."""
         work, of = self.plan.work(moves), self.of
         per_pair = operations * of.batch * of.heads * of.head_dim
-        return work.pairs.astype(np.float64) * per_pair / self._rate + work.tiles * self.cluster.launch_us * MICRO
+        launches = work.tiles * of.stages
+        return work.pairs.astype(np.float64) * per_pair / self._rate + launches * self.cluster.launch_us * MICRO
 
     def _needed_seconds(self, moves: Moves, backward: Moves | None, operations: int) -> float:
         """Time an attention of which only rows needed travel.

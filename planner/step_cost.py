@@ -232,7 +232,13 @@ def memory(work: Workload, plan: Plan, arranged: Arrangement, of: Sizes, moves: 
 
 
 def _attention_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
-    """Count a backward's buffers: circulating tensors (twice: held and in transit) and a team's gathered ones."""
+    """Count a backward's buffers: circulating tensors (twice: held and in transit) and a team's gathered ones.
+
+    In stages of heads they are a stage's, with what it exchanges again: q, dout, out and lse, k and v.
+    """
+    if of.stages > 1:
+        stage = of.stage
+        return _attention_buffers(plan, stage, moves) + stage.payload("queries") + stage.payload("kv")
     stays: Moves = "queries" if moves == "kv" else "kv"
     if plan.geometry.method.capabilities().needed_only:  # all rows are received at once
         rows = most_rows_held(plan, moves)

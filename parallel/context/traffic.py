@@ -92,6 +92,12 @@ class Sizes(NamedTuple):
         return self.stages // gcd(self.stages, self.kv_heads)
 
     @property
+    def stage(self) -> "Sizes":
+        """Return the sizes of one stage."""
+        turns = gcd(self.stages, self.kv_heads)
+        return self._replace(heads=self.heads // self.stages, kv_heads=self.kv_heads // turns, stages=1)
+
+    @property
     def values(self) -> int:
         """Return the width of v and out."""
         return self.head_dim if self.value_dim is None else self.value_dim

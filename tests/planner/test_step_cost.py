@@ -237,3 +237,23 @@ def test_layers_with_a_window_cost_what_they_see() -> None:
     some = predict(replace(GPT_7B, window=window, windowed_layers=24), plan, Arrangement(), COMPUTE)
     assert some.seconds["attention"] == pytest.approx(0.75 * every.seconds["attention"] + 0.25 * whole)
     assert some.seconds["linear"] == every.seconds["linear"]
+
+
+@pytest.mark.parametrize("kv_heads", [32, 8])
+def test_stages_of_heads_take_less_memory_and_more_time(kv_heads: int) -> None:
+    """Of a stage's heads, gradients in float32 and, q, k, v, out, dout exchanged; shared KV heads stay whole."""
+    work, cluster = replace(GPT_7B, kv_heads=kv_heads, layers=1, vocab=8), load_cluster(CLUSTERS / "h100_pod.toml")
+    found = {}
+    for stages in (1, 2, 4):
+        plan = make_plan("ulysses", seq_len=2**20, size=8, ulysses_head_chunks=stages)
+        found[stages] = predict(work, plan, Arrangement(recompute="full"), cluster)
+    layers = {stages: one.memory["a layer's backward, or the logits"] for stages, one in found.items()}
+    buffers = 2**17 * (32 + 2 * kv_heads) * 128 * 4  # dq, dk and dv
+    inside = layers[1] - buffers
+    queries, keys = 2**17 * 128 * 2, 2**17 * 128 * 2 * 2
+    for stages in (2, 4):
+        shared = max(8, kv_heads // stages)
+        again = 32 // stages * (5 * queries + 2**17 * 4) + 3 * keys * shared
+        assert layers[stages] - inside == again
+    assert layers[4] < layers[1]
+    assert found[4].seconds["attention"] > found[1].seconds["attention"]

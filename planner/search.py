@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from parallel.context import ContextConfig, Plan, make_plan
 from parallel.context.layout import BALANCED, PLACEMENTS
-from parallel.context.methods.registry import METHODS, STATE_METHODS
+from parallel.context.methods.registry import METHODS, STATE_METHODS, method_of
 from parallel.data import DataParallelConfig
 from parallel.recompute import RecomputeConfig
 from planner.cluster import Cluster
@@ -162,6 +162,15 @@ def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
             yield replace(config, data_parallel=sharded, recompute=recompute)
 
 
+def in_stages(config: AnyConfig) -> Iterator[AnyConfig]:
+    """Yield the configuration with one head of each rank in a stage, where ranks exchange several."""
+    context, tp, cp = config.context, config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
+    degree = cp if method_of(context.context_parallel_method).capabilities().splits_heads else context.ulysses_degree
+    stages = config.shape.num_attention_heads // (tp * degree)
+    if degree > 1 and stages > 1:
+        yield replace(config, context=replace(context, ulysses_head_chunks=stages))
+
+
 def leanest(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
     """Yield what takes the least memory: all sharded, full recomputation in chunks, with and without offload."""
     sharded = list(_shardings(config))[-1]
@@ -253,6 +262,9 @@ def rank(
         documents = typical_documents(candidate, lengths)
         tried = [one for one in vary(candidate, cluster) if _suits_pipeline(one, world_size)]
         fit = [one for one in tried if holds(one, world_size, cluster, documents)]
+        if not fit:  # stages of heads save memory alone
+            tried += [staged for one in tried for staged in in_stages(one)]
+            fit = [one for one in tried if holds(one, world_size, cluster, documents)]
         if fit:
             found = [Candidate(one, predicted(one, world_size, cluster, documents)) for one in fit]
             roomy = [one for one in found if one.prediction.bytes <= ROOM * 1e9 * cluster.memory_gb]

@@ -12,6 +12,7 @@ from planner.cluster import CLUSTERS, load_cluster
 from planner.search import arrangements, contexts, rank, settings
 from tests.pretraining import pretrain
 from train.config.language import Config, TrainConfig, load_config
+from train.config.sizes import validate_sizes
 
 A100 = load_cluster(CLUSTERS / "wallfacer_a100_8.toml")
 
@@ -38,6 +39,20 @@ def test_every_method_team_degree_and_placement_is_there_once() -> None:
         (*pair, placement) for pair in pairs for placement in ("collect_intra", "p2p_intra")
     }
     assert all(c.context_parallel_ranks_per_node == 8 for c in found if c.context_parallel_method == "double_ring")
+
+
+def test_heads_come_in_stages_only_where_nothing_else_fits() -> None:
+    long = config(4, heads=32, groups=32)
+    long = replace(long, train=replace(long.train, seq_length=2**18), model=replace(long.model, kv_channels=128))
+    roomy = rank([long], 4, A100).candidates
+    assert {one.config.context.ulysses_head_chunks for one in roomy} == {1}
+    least = min(one.prediction.bytes for one in roomy)
+    short = rank([long], 4, replace(A100, memory_gb=0.999 * least / 1e9)).candidates
+    assert {one.config.context.context_parallel_method for one in short} >= {"ulysses"}
+    for one in short:
+        degree = 4 if one.config.context.context_parallel_method == "ulysses" else one.config.context.ulysses_degree
+        assert one.config.context.ulysses_head_chunks == 32 // degree > 1
+        validate_sizes(one.config, 4)
 
 
 def test_one_rank_and_linear_attention_leave_nothing_to_choose() -> None:

@@ -114,4 +114,4 @@ def test_adapters_fit_where_all_weights_do_not() -> None:
     cluster = replace(cluster, host_gb_per_s=0.0)
     found = rank(list(arrangements(replace(recipe, model=recipe.model.merged()), 4)), 4, cluster, vary=settings)
     assert found.candidates == []
-    assert min(found.too_large) / 1e9 == pytest.approx(82.6, abs=0.05)
+    assert min(found.too_large) / 1e9 == pytest.approx(80.8, abs=0.05)

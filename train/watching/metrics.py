@@ -19,6 +19,7 @@ import torch
 from runtime.errors import UserError
 from runtime.files import reason, replacing, write_text
 from train.config.flags import ConfigError
+from train.watching.stragglers import PHASES
 
 METRICS, STARTS = "metrics.jsonl", "starts.jsonl"
 LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}
@@ -190,7 +191,7 @@ def _check_record(record: dict[str, Any]) -> None:
     if not any(name in record for name in LOSSES):
         raise KeyError(" or ".join(LOSSES))
     for name, value in record.items():
-        numbers = value if isinstance(value, list) else [value]
+        numbers = value if isinstance(value, list) and name in PHASES else [value]
         if any(type(number) not in (int, float, type(None)) for number in numbers):
             raise TypeError(f"{name} is {value!r:.40}")
 

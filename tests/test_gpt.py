@@ -19,7 +19,10 @@ def one_process(default_data: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return pretrain(1, default_data, save, *GPT, "1", *FIVE, "--context-parallel-method", "none")
 
 
-@pytest.mark.parametrize(("method", "cp", "ranks"), [("striped", 2, 2), ("zigzag", 2, 4), ("allgather", 1, 2)])
+@pytest.mark.parametrize(
+    ("method", "cp", "ranks"),
+    [("striped", 2, 2), pytest.param("zigzag", 2, 4, marks=pytest.mark.slow), ("allgather", 1, 2)],
+)
 def test_context_and_data_parallel_equal_one_process(
     method: str, cp: int, ranks: int, default_data: Path, one_process: list[dict], tmp_path: Path
 ) -> None:
@@ -45,7 +48,8 @@ def test_tensor_parallel_in_chunks_equals_one_process_and_goes_on_elsewhere(
 
 
 @pytest.mark.parametrize(
-    ("positions", "over"), [("learned", (("striped", 2), ("zigzag", 4))), ("rope", (("zigzag", 4),))]
+    ("positions", "over"),
+    [("learned", (("striped", 2), ("zigzag", 4))), pytest.param("rope", (("zigzag", 4),), marks=pytest.mark.slow)],
 )
 def test_a_length_that_does_not_divide_and_a_table_that_ends_with_it(
     positions: str, over: tuple[tuple[str, int], ...], default_data: Path, tmp_path: Path

@@ -25,21 +25,21 @@ from tests.starts import interruptible, wait_until
 ROOT = Path(__file__).parents[2]
 MESHES = [
     ("llama", Case(pp=2, cp=2, tp=2)),
-    ("llama", Case(pp=2, cp=4, method="wallfacer", team=2)),
     ("llama", Case(pp=2, dp=2, cp=2, schedule="InterleavedZeroBubble", virtual=2, mode="zero1")),
     ("llama", Case(pp=2, dp=2, schedule="Interleaved1F1B", virtual=2, mode="legacy_ddp")),
-    ("gpt", Case(pp=2, dp=2, cp=2, method="zigzag", mode="zero2")),
-    ("gpt", Case(pp=2, dp=2, cp=2, copies=2)),
-    ("gpt", Case(pp=2, tp=2, layers=(1, 3), loss_chunk=50)),
     ("gpt", Case(pp=2, cp=2, schedule="Interleaved1F1B", virtual=2, mode="ddp")),
     ("transnormer", Case(pp=2, tp=2)),
-    ("linear_transformer", Case(pp=2, tp=2, loss_chunk=50)),
 ]
 RINGS = ("wallfacer", "double_ring", "ulysses")
 STEPS = 2
 """The second has weights that the first one's gradients made; a third, as in the bench, would see nothing else."""
 SLOW = [("llama", case) for case in cases() if case.method in RINGS and ("llama", case) not in MESHES]
 SLOW += [
+    ("gpt", Case(pp=2, dp=2, cp=2, copies=2)),
+    ("linear_transformer", Case(pp=2, tp=2, loss_chunk=50)),
+    ("llama", Case(pp=2, cp=4, method="wallfacer", team=2)),
+    ("gpt", Case(pp=2, dp=2, cp=2, method="zigzag", mode="zero2")),
+    ("gpt", Case(pp=2, tp=2, layers=(1, 3), loss_chunk=50)),
     ("llama", Case(pp=2, dp=2, tp=2, mode="zero1")),
     ("qwen", Case(pp=2, cp=2, tp=2)),
     ("qwen", Case(tp=4, dp=2)),
@@ -181,7 +181,8 @@ def test_the_command_writes_its_table_and_fails_where_a_row_is_outside(
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("told", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_no_process_behind(told: signal.Signals, default_data: Path, tmp_path: Path) -> None:
     """Ctrl-C reaches the terminal's foreground processes all at once; SIGTERM reaches make alone."""
     arguments = f"--data {default_data} --output {tmp_path / 'x.md'} --only dp --kind llama"

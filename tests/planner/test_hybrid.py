@@ -69,7 +69,7 @@ def steps(rank: int, world_size: int, cases: list[Case]) -> list[Step]:
     return found
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_over_ranks_is_that_of_one_process(ranks: int) -> None:
     want = one_process()
     assert "layers.1.attention.wu.weight" not in want.gradients

@@ -15,6 +15,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,6 +58,10 @@ is the longest time in seconds from a launcher's end to that of its last process
 Row = dict[str, Any]
 
 
+class Hung(UserError):
+    """What was started did not end, and was killed."""
+
+
 def start(save: Path, plan: Row, ranks: int = RANKS) -> tuple[subprocess.Popen[Any], IO[str]]:
     """Start a run or go on with it, one of several ranks under torchrun, with a plan for ``victim``."""
     data, own = save.parent / "data", ["--save", str(save), "--load", str(save)]
@@ -67,17 +73,38 @@ def start(save: Path, plan: Row, ranks: int = RANKS) -> tuple[subprocess.Popen[A
         *["--async-save"] * plan.get("async", False),
     ]
     command = [sys.executable, *(LAUNCH if ranks > 1 else ["pretrain_gpt.py"]), *FLAGS, *own]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", PLAN: json.dumps(plan)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", PLAN: mark(plan)}
     out = tempfile.TemporaryFile("w+")  # noqa: SIM115  (a pipe would be open as long as any of its processes)
     more: Row = {"stdout": out, "stderr": subprocess.STDOUT, "start_new_session": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment, **more), out
 
 
-def ended(process: subprocess.Popen[Any], out: IO[str]) -> str:
-    """Wait for the end of what was started, and return what it said."""
-    process.wait(PATIENCE)
+def mark(plan: Row) -> str:
+    """Return the value of CHAOS that the processes of a plan have, and no others."""
+    return json.dumps(plan | {"by": os.getpid()})
+
+
+def ended(process: subprocess.Popen[Any], out: IO[str], plan: Row) -> str:
+    """Wait for the end of what was started with a plan, and return what it said; raise Hung if it does not end."""
+    hung = False
+    try:
+        process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        hung = bool(kill(plan))
+        process.wait()
     out.seek(0)
-    return out.read()
+    said = out.read()
+    if hung:
+        raise Hung(f"hung for {PATIENCE:.0f} s, and was killed: {said[-300:]}")
+    return said
+
+
+def kill(plan: Row) -> list[int]:
+    """Kill all processes of a plan, ranks in their own sessions too, and return their ids."""
+    for pid in (left := marked(mark(plan))):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return left
 
 
 def newest(save: Path) -> int:
@@ -124,9 +151,11 @@ def disturbed(kind: str, number: int, folder: Path, draw: random.Random) -> Row:
     plan = planned(kind, number, draw) | {"note": str(note), "trial": f"{number} {os.getpid()}"}
     before, at = starts(save), newest(save)
     note.unlink(missing_ok=True)
-    said = ended(*start(save, plan))
+    said = ended(*start(save, plan), plan)
     begun, late = time.monotonic(), 0
-    while left := marked(json.dumps(plan)):
+    while left := marked(mark(plan)):
+        if time.monotonic() - begun > PATIENCE:
+            raise Hung(f"hung: {len(kill(plan))} processes stayed for {PATIENCE:.0f} s, and were killed")
         late = late or (len(left) if time.monotonic() - begun > ORPHANED else 0)
         time.sleep(0.05)
     gone, to, went = round(time.monotonic() - begun, 2), newest(save), starts(save)[len(before) :]
@@ -154,17 +183,26 @@ def together(kind: str, number: int, folder: Path, draw: random.Random) -> Row:
     for _ in range((2, 4)[number % 2]):
         processes.append(start(save, {}, ranks=1))
         time.sleep(draw.uniform(0, 2))
-    ends = [(process.wait(PATIENCE), ended(process, out)) for process, out in processes]
+    said = [ended(*started, {}) for started in processes]
+    ends = [(process.returncode, words) for (process, _), words in zip(processes, said, strict=True)]
     lines = [said for status, said in ends if status == 1 and said.count("error: ") == 1]
     refused, trained = sum(f"save is {save}, and" in said for said in lines), sum(status == 0 for status, _ in ends)
     right = trained and trained + refused == len(ends) and newest(save) == LAST
     return {"what": kind, "where": f"{len(ends)} runs", "wrong": differs(save, 1) if right else str(ends)[-300:]}
 
 
+def tried(what: str, trial: Callable[..., Row], *given: Any) -> Row:
+    """Return a trial's row, or that it hung."""
+    try:
+        return trial(*given)
+    except Hung as hung:
+        return {"what": what, "where": "hung", "wrong": str(hung)}
+
+
 def finished(folder: Path) -> Row:
     """Let the disturbed run go to its end, compare it with the undisturbed one, and remove it."""
-    save = folder / "disturbed"
-    said = ended(*start(save, {"hook": ""})) if newest(save) != LAST else ""
+    save, plan = folder / "disturbed", {"hook": ""}
+    said = ended(*start(save, plan), plan) if newest(save) != LAST else ""
     wrong = differs(save) if newest(save) == LAST else f"came to iteration {newest(save)}: {said[-300:]}"
     shutil.rmtree(save)
     return {"what": END, "where": "", "wrong": wrong}
@@ -198,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     prepare(Request(max_bytes=2_000_000), folder / "data", progress=False)
     for ranks in (RANKS, 1):
         if newest(whole := folder / f"whole-{ranks}") != LAST:
-            said = ended(*start(whole, {"hook": ""}, ranks))
+            said = ended(*start(whole, plan := {"hook": ""}, ranks), plan)
             if newest(whole) != LAST:
                 raise UserError(f"the undisturbed run of {ranks} did not reach its end; look at it: {said[-300:]}")
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
@@ -215,11 +253,12 @@ def main(argv: list[str] | None = None) -> int:
     while behind := Counter(wanted) - Counter(row["what"] for row in rows):
         what = max(behind, key=lambda what: behind[what] / wanted[what])  # all kinds grow alike
         number = wanted[what] - behind[what]
-        add((together if what == STARTED else disturbed)(what, number, folder, random.Random(f"{what} {len(rows)}")))
+        trial, draw = together if what == STARTED else disturbed, random.Random(f"{what} {len(rows)}")
+        add(tried(what, trial, what, number, folder, draw))
         if newest(folder / "disturbed") == LAST:
-            add(finished(folder))
+            add(tried(END, finished, folder))
     if (folder / "disturbed").exists():
-        add(finished(folder))
+        add(tried(END, finished, folder))
     write_text(args.results, table(rows))
     return int(any(row["wrong"] for row in rows))
 

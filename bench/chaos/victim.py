@@ -58,7 +58,7 @@ def strike(plan: dict[str, Any]) -> None:
 
 
 def arm(plan: dict[str, Any]) -> None:
-    """Strike at the so-manieth call of the hook: before it, after it, or so many seconds after it."""
+    """Strike at the nth call of the hook: before it, after it, or so many seconds after it."""
     place, name = HOOKS[plan["hook"]]
     plain, calls = getattr(place, name), []
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import bench.chaos.__main__ as chaos
 from bench.chaos import victim
-from bench.chaos.__main__ import EXACT, HOOKS, KILL, LAST, SIGNAL, differs, planned, table
+from bench.chaos.__main__ import EXACT, HOOKS, KILL, LAST, SIGNAL, differs, ended, mark, planned, table, tried
 from checkpoint.manifest import Manifest, write_manifest
 from tests.starts import PATIENCE, wait_until
 
@@ -47,6 +48,22 @@ def test_half_of_the_kills_are_at_hooks_and_all_hooks_are_drawn() -> None:
     assert {plan["hook"] for plan in plans} == set(HOOKS)
     asked = [planned(SIGNAL, number, random.Random(number)) for number in range(50)]
     assert not {9} & {plan["signal"] for plan in asked}
+
+
+def test_what_hangs_is_killed_with_its_sessions_and_a_wrong_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = {"trial": str(tmp_path)}
+    code = "import subprocess as s; print('begun', flush=True); s.run(['sleep', '600'], start_new_session=True)"
+    with (tmp_path / "out").open("w+") as out:
+        process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {victim.PLAN: mark(plan)}, stdout=out)
+        wait_until(lambda: len(victim.marked(mark(plan))) == 2)
+        monkeypatch.setattr(chaos, "PATIENCE", 0.01)
+        row = tried(KILL, ended, process, out, plan)
+    assert row == {"what": KILL, "where": "hung", "wrong": "hung for 0 s, and was killed: begun\n"}
+    assert process.returncode == -9
+    wait_until(lambda: not victim.marked(mark(plan)))
+    assert "| SIGKILL | hung |  | 1 | 1 |  |\n" in table([row])
 
 
 @pytest.mark.slow

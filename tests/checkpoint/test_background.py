@@ -1,8 +1,6 @@
 """Saves by a process beside the training: what they hold, what they cost, and what is left when something fails."""
 
-import hashlib
 import os
-import shutil
 import signal
 import statistics
 import time
@@ -15,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpoint import drafts
+from bench.chaos.victim import HOOKS as CALLED
 from checkpoint.api import load_checkpoint, save_checkpoint
 from checkpoint.background import Background
 from checkpoint.drafts import remove_drafts
@@ -96,14 +94,8 @@ def test_what_is_written_is_the_state_at_the_save_and_a_lost_process_is_an_error
     assert not list(tmp_path.glob("*.tmp"))
 
 
-HOOKS: dict[str, tuple[Any, str]] = {
-    "shard": (hashlib, "sha256"),
-    "fsync": (os, "fsync"),
-    "manifest": (drafts, "write_manifest"),
-    "rename": (Path, "rename"),
-    "pointer": (drafts, "write_text"),
-    "prune": (shutil, "rmtree"),
-}
+HOOKS = {hook: CALLED[hook] for hook in ("fsync", "manifest", "rename", "pointer", "prune")}
+HOOKS["shard"] = CALLED["asynchronous shard"]
 
 
 def dying(hook: str, job: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpoint.search import saved_iterations
 from parallel.data import reshard
 from runtime.errors import UserError
-from runtime.together import gather_results, is_first
+from runtime.together import gather_results, is_first, raise_together
 from train.config.common import CommonConfig
 from train.loop import Trainer
 from train.resume import resume
@@ -23,6 +23,13 @@ Run = TypeVar("Run", bound=CommonConfig)
 Place = tuple[int, int, str]
 """Iteration, index into LOOKED_AT, and name."""
 LOOKED_AT = ("its share of the loss", "the gradient of ", "the weight ")
+NOT_SAVED: dict[str, Any] = {
+    "save": None,
+    "save_interval": None,
+    "async_save": False,
+    "keep_last": None,
+    "keep_every": None,
+}
 
 
 class ReplayError(UserError):
@@ -49,8 +56,8 @@ def replaying(config: Run) -> Run:
         )
     return replace(
         config,
-        checkpoint=replace(given, save=None, save_interval=None, ckpt_step=before, async_save=False),
-        train=replace(config.train, exit_interval=step),
+        checkpoint=replace(given, ckpt_step=before, **NOT_SAVED),
+        train=replace(config.train, exit_interval=step, exit_duration_in_mins=None),
         logging=LoggingConfig(log_interval=config.logging.log_interval),
         health=replace(config.health, bad_step_policy="skip"),
         profiling=replace(config.profiling, profile=False),
@@ -62,8 +69,14 @@ def replay(trainer: Trainer) -> None:
 
     Raises:
         ReplayError: it was not; names the ranks, hosts and tensors where it differed first.
+        UserError: training ended before the step.
     """
-    trainer.valid_data = None
+    trainer.valid_data, metrics, past = None, Path(str(trainer.config.checkpoint.load)) / METRICS, []
+    with raise_together():
+        if trainer.log is not None and metrics.exists():
+            past = read_metrics(metrics)
+            # Spikes are judged by the steps before, as in the run.
+            trainer.log.records.extend(old for old in past if old["iteration"] <= trainer.progress.iteration)
     first = _followed(trainer)
     for part in trainer.runner.parts:
         reshard(part)
@@ -79,13 +92,13 @@ def replay(trainer: Trainer) -> None:
     if said := verdict(ranks):
         raise ReplayError(f"iteration {step} is not the same twice: {said}")
     if is_first():
-        before = _before(Path(str(trainer.config.checkpoint.load)) / METRICS, record)
+        before = _before(metrics, past, record)
         print(f"iteration {step} is the same twice, to the bit, on all {len(ranks)} ranks{before}", flush=True)
 
 
-def _before(path: Path, now: dict[str, Any]) -> str:
-    """Compare a replay's record with the run's."""
-    found = {record["iteration"]: record for record in read_metrics(path)} if path.exists() else {}
+def _before(path: Path, past: Sequence[dict[str, Any]], now: dict[str, Any]) -> str:
+    """Compare a replay's record with the run's, which ``path`` has."""
+    found = {record["iteration"]: record for record in past}
     if (then := found.get(now["iteration"])) is None:
         return f"; {path} has no record of it to compare"
     for name in now:
@@ -117,6 +130,8 @@ def _followed(trainer: Trainer) -> dict[Place, str]:
     finally:
         hook.remove()
         trainer.runner.forward_backward = plain  # type: ignore[method-assign]
+    if progress.iteration != (step := trainer.config.health.replay_step):
+        raise UserError(f"replay_step is {step}, and training ended after iteration {progress.iteration}; replay again")
     weights = trainer.runner.parameters().items()
     return seen | {(progress.iteration, 2, name): digest(weight) for name, weight in weights}
 

@@ -32,12 +32,21 @@ def flipping(call: int) -> None:
 
 
 def _replayed(rank: int, size: int, flags: list[str]) -> tuple[str, str, int]:
-    on_rank(rank, size, [*flags, "--train-iters", "3", "--save-interval", "2"])
-    same = on_rank(rank, size, [*flags, "--train-iters", "3", "--replay-step", "3"])
+    on_rank(rank, size, [*flags, "--train-iters", "4", "--save-interval", "2"])
+    flags, known = [*flags, "--train-iters", "4", "--replay-step", "4", "--exit-duration-in-mins", "1e-9"], []
+
+    class Knowing(loop.Health):
+        def __init__(self, *args: Any) -> None:
+            known.append(len(args[-1]))
+            super().__init__(*args)
+
+    loop.Health = Knowing  # type: ignore[misc]
+    same = on_rank(rank, size, flags)
+    assert known == ([2, 2] if rank == 0 else [0, 0]), "good steps before the checkpoint, that spikes are judged by"
     if rank == 1:
-        flipping(2)
+        flipping(3)
     with pytest.raises(ReplayError) as caught:
-        on_rank(rank, size, [*flags, "--train-iters", "3", "--replay-step", "3"])
+        on_rank(rank, size, flags)
 
     def again(_: list[str]) -> None:
         raise caught.value
@@ -47,13 +56,13 @@ def _replayed(rank: int, size: int, flags: list[str]) -> tuple[str, str, int]:
 
 def test_a_step_is_the_same_twice_and_a_flipped_bit_is_named(default_data: Path, tmp_path: Path) -> None:
     data = ["--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model"]
-    flags = [*TINY, *data, "--save", str(tmp_path), "--load", str(tmp_path), "--eval-iters", "0"]
+    flags = [*TINY, *data, "--save", str(tmp_path), "--load", str(tmp_path), "--eval-iters", "0", "--keep-last", "2"]
     (same, wrong, status), other = run_ranks(_replayed, 2, flags)
-    assert "iteration 3 is the same twice, to the bit, on all 2 ranks and as the run recorded it" in same
+    assert "iteration 4 is the same twice, to the bit, on all 2 ranks and as the run recorded it" in same
     named = f"differs first, rank 1 on {socket.gethostname()} in the gradient of {FLIPPED}; test that device"
-    assert wrong.startswith(f"iteration 3 is not the same twice: in iteration 3, where it {named}")
+    assert wrong.startswith(f"iteration 4 is not the same twice: in iteration 3, where it {named}")
     assert (wrong, status) == (other[1], 3)
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000003"]
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000004"]
 
 
 def test_the_first_difference_counts() -> None:

@@ -9,7 +9,6 @@ that step allocate at its peak; predicted is ``planner.rehearsal``, which starts
 """
 
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ import pretrain_dit
 import pretrain_gpt
 from parallel.mesh import distributed_mesh
 from planner.rehearsal import rehearse
+from runtime.errors import UserError
 from testing.machine import describe
 from testing.ranks import run_ranks
 from testing.records import write_records
-from tools.arguments import parser_for
+from tools.arguments import one_line_errors, parser_for, run_command
 from train.assemble import build_runner
 from train.config import diffusion, language
 from train.ema import Ema
@@ -130,21 +130,23 @@ def compare(processes: int, flags: str) -> dict[str, Any]:
     }
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = parser_for("python -m bench.fits", __doc__)
     parser.add_argument("--only", default="", help="only the cases whose name has this in it")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines")
     args = parser.parse_args(argv)
-    rows = {}
-    for name, case in CASES.items():
-        if args.only in name:
-            row = rows[name] = compare(*case)
-            print(
-                f"{name:44} {row['processes']} {row['predicted_bytes'] / 1e6:9.2f} MB predicted "
-                f"{row['measured_bytes'] / 1e6:9.2f} measured {row['error']:+7.1%}",
-                flush=True,
-            )
+    cases, rows = {name: case for name, case in CASES.items() if args.only in name}, {}
+    if not cases:
+        raise UserError(f"--only is {args.only!r}, which no case has in its name; there are: {'; '.join(CASES)}")
+    for name, case in cases.items():
+        row = rows[name] = compare(*case)
+        print(
+            f"{name:44} {row['processes']} {row['predicted_bytes'] / 1e6:9.2f} MB predicted "
+            f"{row['measured_bytes'] / 1e6:9.2f} measured {row['error']:+7.1%}",
+            flush=True,
+        )
     errors = [abs(row["error"]) for row in rows.values()]
     print(f"{len(rows)} configurations: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
     if args.json:
@@ -154,4 +156,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

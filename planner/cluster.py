@@ -65,6 +65,10 @@ class Cluster:
                     raise ClusterError(f"{name} is {value!r}; it must be {least}")
             if name.endswith("_fraction") and value > 1:
                 raise ClusterError(f"{name} is {value}; it is a part of peak_tflops, above 0 and at most 1")
+        if self.host_gb_per_s and not self.host_memory_gb:
+            raise ClusterError(
+                f"host_gb_per_s is {self.host_gb_per_s:g} and host_memory_gb is not set; give both or none"
+            )
         if type(self.name) is not str:
             raise ClusterError(f"name is {self.name!r}; it must be text")
         links = get_args(get_type_hints(type(self))["between_link"])

@@ -113,9 +113,6 @@ def _table(found: Sequence[Rehearsal], cluster: Cluster) -> Iterator[str]:
 
 def _time(config: Any, world_size: int, cluster: Cluster) -> str:
     """Return the planner's seconds."""
-    if config.context.context_parallel_method == "none":
-        linear = getattr(config.model, "linear_attention", False)
-        config = replace(config, context=replace(config.context, context_parallel_method="lasp" if linear else "ring"))
     documents = tuple(range(0, config.joined_length + 1, config.sequence_length)) if config.packed else None
     if isinstance(config, DiTRunConfig) or Path(f"{blend(config.data.data_path)[0][0]}.idx").exists():
         documents = typical_documents(config)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.cluster import Cluster
-from planner.search import arrangements, candidates_of, holds, leanest, nothing_left, rank
+from planner.search import arrangements, candidates_of, holds, in_stages, leanest, nothing_left, rank
 from train.config.flags import ConfigError
 from train.config.language import Config
 
@@ -17,9 +17,12 @@ MOST_TOKENS, MOST_PROCESSES = 1 << 30, 1 << 12
 
 
 def fits(config: Config, world_size: int, cluster: Cluster) -> bool:
-    """Return whether some arrangement and method fit in memory, with all that recomputation saves."""
+    """Return whether some arrangement and method fit in memory, with all that recomputation and stages save."""
     found = candidates_of(arrangements(config, world_size), world_size, cluster, Counter())
-    return any(holds(lean, world_size, cluster, None) for one in found for lean in leanest(one, cluster))
+    every = [lean for one in found for lean in leanest(one, cluster)]
+    return any(holds(lean, world_size, cluster, None) for lean in every) or any(
+        holds(staged, world_size, cluster, None) for lean in every for staged in in_stages(lean)
+    )
 
 
 def longest(config: Config, world_size: int, cluster: Cluster) -> int:

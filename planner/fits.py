@@ -19,6 +19,7 @@ LEVERS = (
     *(("mesh", name) for name in SIZES),
     *(("context", f"context_parallel_{name}") for name in ("method", "team_size", "placement", "ranks_per_node")),
     ("context", "ulysses_degree"),
+    ("context", "ulysses_head_chunks"),
 )
 """Sections and fields that decide memory."""
 
@@ -48,13 +49,17 @@ def changes(
     The mesh and the method stay as they are if that is possible. Nothing and None: no arrangement fits.
     """
     found = rank([config], world_size, cluster, lengths, settings).candidates
-    same = [one for one in found if one.config.context == config.context]
+    single, stages = config.mesh.context_parallel_size == 1, config.context.ulysses_head_chunks
+    same = [one for one in found if single or replace(one.config.context, ulysses_head_chunks=stages) == config.context]
     found = (
         same or found or rank(list(arrangements(config, world_size)), world_size, cluster, lengths, settings).candidates
     )
     if not found:
         return [], None
-    ordered = list(_ordered(config, found[0].config, world_size, cluster, documents))
+    wanted = found[0].config
+    if single and wanted.mesh.context_parallel_size == 1:  # one rank runs every method alike
+        wanted = replace(wanted, context=config.context)
+    ordered = list(_ordered(config, wanted, world_size, cluster, documents))
     return ordered, found[0].prediction.time
 
 

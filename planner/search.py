@@ -53,7 +53,7 @@ class Ranking:
 def predicted(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None = None
 ) -> Prediction:
-    """Predict time and memory of a validated configuration with a method.
+    """Predict time and memory of a validated configuration with a method, or of one rank without.
 
     ``documents`` are those of a typical micro-batch, where documents attend apart.
     """
@@ -95,8 +95,11 @@ def _problem(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> tuple[Workload, Plan]:
     cp, tp, pp = (getattr(config.mesh, name) for name in ("context_parallel_size", *OTHERS))
+    method = config.context.context_parallel_method
+    if method == "none" and cp == 1:  # one rank runs every method alike
+        method = next(contexts(config, 1)).context_parallel_method
     plan = make_plan(
-        config.context.context_parallel_method,
+        method,
         seq_len=config.joined_length,
         size=cp,
         multiple=tp,

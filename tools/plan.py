@@ -18,7 +18,6 @@ import json
 import math
 import os
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,7 +34,7 @@ from planner.documents import typical_documents
 from planner.extremes import fewest, longest, of_length
 from planner.fits import busiest, changes
 from planner.rehearsal import CAUSES
-from planner.search import arrangements, bytes_needed, candidates_of, nothing_left, rank, settings, validated
+from planner.search import arrangements, nothing_left, rank, settings, validated
 from runtime.files import write_text
 from runtime.processes import launched_world_size
 from tools.arguments import parser_for
@@ -66,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     varied.add_argument(
         "--fits", action="store_true", help="a process's memory by component as it is configured, and what to change"
     )
-    parser.add_argument("--top", type=int, default=DEFAULT_TOP, help="rows to show (default: %(default)s)")
+    parser.add_argument("--top", type=int, help=f"rows to show (default: {DEFAULT_TOP})")
     parser.add_argument(
         "--document-lengths",
         type=int,
@@ -119,6 +118,10 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
             f"fewest finds the number of processes, and {'world_size' if args.world_size else 'profile'} names it; "
             "leave one of them out"
         )
+    for name in ("write", "profile", "markdown", "top"):
+        if args.fits and getattr(args, name):
+            raise ConfigError(f"{name} is given, and fits is of one configuration and ranks none; leave it out")
+    args.top = args.top or DEFAULT_TOP
     if args.profile and launched_world_size() != world_size:
         raise ConfigError(
             f"profile needs the {world_size} processes that are planned for, and {launched_world_size()} are started; "
@@ -154,8 +157,7 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     lengths = tuple(args.document_lengths)
     documents = typical_documents(config, lengths)
     if config.context.context_parallel_method == "auto":
-        every = candidates_of([config], world_size, cluster, Counter())
-        config = min(every, key=lambda one: bytes_needed(one, world_size, cluster, documents))
+        config = _chosen(config, world_size, cluster, lengths)
     build: Any = pretrain_dit.computing
     if isinstance(config, Config):
         config, build = with_layout(config, cluster), pretrain_gpt.computing
@@ -181,6 +183,16 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
         print(f"does not fit; change, what brings most first, for {seconds:.4g} s a step:")
         for change in needed:
             print(f"  {change.flag}  (about {amount(change.bytes)})")
+
+
+def _chosen(config: Any, world_size: int, cluster: Cluster, lengths: tuple[int, ...]) -> Any:
+    """Return the configuration with the method that ``auto`` takes: the fastest, if any fits of those that do."""
+    found = rank([config], world_size, cluster, lengths)
+    endless = replace(cluster, memory_gb=1e9, host_memory_gb=1e9)
+    candidates = found.candidates or rank([config], world_size, endless, lengths).candidates
+    if not candidates:
+        raise ConfigError(nothing_left(found, cluster))
+    return candidates[0].config
 
 
 def plan(argv: list[str]) -> None:

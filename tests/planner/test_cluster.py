@@ -32,6 +32,7 @@ def test_every_file_is_a_cluster_and_says_where_its_figures_come_from(path: Path
         ({"gpus_per_node": 8.5}, "gpus_per_node is 8.5; it must be an integer"),
         ({"matmul_fraction": 1.5}, "matmul_fraction is 1.5; .* at most 1"),
         ({"between_link": "both"}, "between_link is 'both'; it must be one of node, rank"),
+        ({"host_memory_gb": None}, "c.toml: host_gb_per_s is 25 and host_memory_gb is not set; give both or none"),
         ({"name": 3}, "name is 3; it must be text"),
         ({"speed": 3}, "c.toml: unknown key speed; known are name, gpus_per_node"),
     ],

@@ -1,5 +1,6 @@
 """The longest sequence and the fewest processes: what fits, and that the next does not."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from parallel.recompute import RecomputeConfig
 from planner.cluster import CLUSTERS, load_cluster
 from planner.extremes import PRECISION, STEP, _last, fewest, fits, longest, of_length
-from planner.search import holds, leanest, rank, recomputations, settings
+from planner.search import arrangements, candidates_of, holds, leanest, rank, recomputations, settings
 from runtime.errors import UserError
 from train.config.language import Config, load_config
 
@@ -29,9 +30,17 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(config: Config) -> 
     assert not fits(of_length(config, found + found // PRECISION + STEP), 4, SMALL)
 
 
-def test_what_is_said_to_fit_is_in_the_ranking(config: Config) -> None:
-    from planner.search import arrangements
+def test_stages_of_heads_reach_further_and_the_ranking_has_no_more(config: Config) -> None:
+    found = longest(config, 4, SMALL)
+    at = of_length(config, found)
+    every = [lean for one in candidates_of(arrangements(at, 4), 4, SMALL, Counter()) for lean in leanest(one, SMALL)]
+    assert not any(holds(one, 4, SMALL, None) for one in every)
+    beyond = of_length(config, found + found // PRECISION + STEP)
+    assert rank(list(arrangements(at, 4)), 4, SMALL, vary=leanest).candidates
+    assert not rank(list(arrangements(beyond, 4)), 4, SMALL, vary=leanest).candidates
 
+
+def test_what_is_said_to_fit_is_in_the_ranking(config: Config) -> None:
     at = of_length(config, longest(config, 4, SMALL))
     best = rank(list(arrangements(at, 4)), 4, SMALL, vary=settings).candidates
     assert best

@@ -15,6 +15,7 @@ CONFIG ?= configs/llama_tiny.toml
 NPROC  ?=
 ARGS   ?=
 EXTRAS ?=
+PAPERS ?= striped ring wallfacer lasp
 
 # The stamp holds the TORCH that is installed. Asking for another one replaces it, and pip must be told to: to it, 2.13.0 is
 # satisfied by 2.13.0+cpu.
@@ -130,8 +131,8 @@ linear-bench: $(READY) ## Linear attention against quadratic over length on one 
 lasp-table: $(READY) ## LASP's table of convergence at small scale: 24 runs of 300 updates, into papers/results/ (20 minutes)
 	@OMP_NUM_THREADS=1 exec $(PY) -m papers.convergence $(ARGS)
 
-papers: $(READY) ## The papers' tables, published and predicted and, where it is cheap here, measured, into papers/results/
-	@for paper in striped ring wallfacer lasp; do $(PY) -m papers.$$paper --measure --results papers/results $(ARGS) || exit 1; done
+papers: $(READY) ## The papers' tables, published and predicted and, where it is cheap here, measured, into papers/results/; PAPERS="ring" chooses
+	@for paper in $(PAPERS); do $(PY) -m papers.$$paper --measure --results papers/results $(ARGS) || exit 1; done
 
 chaos: $(READY) ## Kill, signal and start twice runs of 4 processes, compared with an undisturbed one, into bench/results/chaos.md (hours)
 	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(ARGS)

@@ -145,7 +145,10 @@ class HuggingFaceTokenizer(_Common):
         super().__init__(os.fspath(path), content, vocab_size, self._end_of_text(Path(path)))
         named = special_tokens(tokenizer_config(path)).get("bos_token")
         self.bos = None if named is None else self._backend.token_to_id(named)
-        unknown = self._backend.token_to_id(getattr(self._backend.model, "unk_token", None) or "")
+        if type(self._backend.model).__name__ == "Unigram":
+            unknown = json.loads(content)["model"].get("unk_id")
+        else:
+            unknown = self._backend.token_to_id(getattr(self._backend.model, "unk_token", None) or "")
         self.unknown = None if unknown == self.eod else unknown
 
     def _end_of_text(self, path: Path) -> int:

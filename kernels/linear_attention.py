@@ -233,7 +233,7 @@ def _forward_op(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     out, final = scan_of(backend)(q, k, v, log_decay, state, documents)
-    return out.to(v.dtype), final
+    return out.to(v.dtype).contiguous(), final.contiguous()  # as the fake says, which compiled layers rely on
 
 
 @_forward_op.register_fake
@@ -254,7 +254,8 @@ def _backward_op(
     documents: Sequence[int] | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return backward(scan_of(backend), dout, dfinal, q, k, v, log_decay, state, documents)
+    dq, dk, dv, dstate = backward(scan_of(backend), dout, dfinal, q, k, v, log_decay, state, documents)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dstate.contiguous()
 
 
 @_backward_op.register_fake

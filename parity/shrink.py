@@ -42,6 +42,7 @@ def shrunk(asked: CommonConfig, world_size: int | None = None) -> tuple[CommonCo
     sections = {name: field.section for name, field in config_fields(type(asked)).items()}
     old = {name: getattr(getattr(asked, section), name) for name, section in sections.items()}
     new = {name: value for name, value in old.items() if sections[name] not in ELSEWHERE}
+    new["compile"] = False  # modules are looked at one by one
     ranks = _mesh(old, new, world_size)
     short = _shrink_text(asked, old, new) if isinstance(asked, Config) else _shrink_latents(asked, old, new)
     _shrink_layers(asked, old, new)
@@ -64,7 +65,7 @@ def _mesh(old: Values, new: Values, world_size: int | None) -> int:
     pp, cp, tp = (old[name] for name in SIZES)
     dp, rest = divmod(2 * pp * cp * tp if world_size is None else world_size, pp * cp * tp)
     if rest or dp < 1:
-        raise UserError(f"world_size is {world_size}, and the mesh takes multiples of {pp * cp * tp}; give such a one")
+        raise UserError(f"world_size is {world_size}, and the mesh takes multiples of {pp * cp * tp}; give one of them")
     if world_size is None and old["global_batch_size"] and old["global_batch_size"] // old["micro_batch_size"] % 2:
         dp = 1
     sizes = {"dp": min(dp, 2), "pp": min(pp, 2), "tp": min(tp, 2), "cp": 1}
@@ -172,7 +173,7 @@ def _with_heads(asked: CommonConfig, old: Values, new: Values, ranks: int) -> Co
             refused.append(error)
         else:
             return config
-    raise UserError(f"no small model is of this one's kind; of the smallest: {refused[0]}")
+    raise UserError(f"no small model is of this one's kind; change what its smallest one is refused for: {refused[0]}")
 
 
 def _validate(config: CommonConfig, ranks: int) -> None:

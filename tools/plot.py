@@ -189,8 +189,10 @@ def main(argv: list[str] | None = None) -> int:
     else:
         figure = losses_figure(args.runs, args.metric, args.by, args.smooth)
     known = figure.canvas.get_supported_filetypes()
-    if args.output.suffix.lstrip(".") not in known:
-        raise UserError(f"--output is {args.output}, of no kind of picture; end it in one of {', '.join(known)}")
+    if args.output.suffix.lstrip(".").lower() not in known:
+        raise UserError(
+            f"--output is {args.output}, which names no picture format; end it in one of {', '.join(known)}"
+        )
     args.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.output, dpi=120)
     print(f"written: {args.output}")

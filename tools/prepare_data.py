@@ -135,8 +135,8 @@ def _prepare(args: argparse.Namespace) -> int:
     if prepared.unknown_tokens:
         share = prepared.unknown_tokens / prepared.tokens
         print(
-            f"warning: {prepared.unknown_tokens:,} tokens ({share:.2%}) stand for text that the tokenizer does not "
-            "know, which is lost; take a tokenizer that fits the text, or look at it with "
+            f"warning: {prepared.unknown_tokens:,} of {prepared.tokens:,} tokens ({share:.2%}) stand for text that the "
+            "tokenizer does not know, which is lost; take a tokenizer that fits the text, or look at it with "
             f"--check {prefix} --inspect 2"
         )
     if prepared.skipped_files:

@@ -95,7 +95,10 @@ def _progress(run: Path, records: Sequence[dict[str, Any]]) -> str:
     from train.watching.progress import duration
 
     done, config = records[-1]["iteration"], run / "config.toml"
-    goal = tomllib.loads(config.read_text())["train"]["train_iters"] if config.exists() else done
+    try:
+        goal = tomllib.loads(config.read_text())["train"]["train_iters"] if config.exists() else done
+    except (tomllib.TOMLDecodeError, KeyError) as error:
+        raise UserError(f"{config} is no run's configuration ({error}); put the run's own back") from error
     share = min(1.0, done / goal)
     pace = [record["iteration_time_ms"] / 1e3 for record in records[-TAIL:]]
     left = f"{duration((goal - done) * sum(pace) / len(pace))} left" if done < goal else "done"

@@ -55,11 +55,15 @@ def build_parts(
 
 def _compile_layers(layers: Sequence[Any]) -> None:
     """Compile each layer's forward, in which the attention stays an operator; what gathers its weights is outside."""
+    import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
 
     # A graph that another rank has compiled and cached has that rank's process groups.
     torch._functorch.config.enable_autograd_cache = torch._inductor.config.fx_graph_cache = False
+    # Layers differ in constants, such as decays: each may need graphs of its own, with and without gradients.
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = 8 + 4 * len(layers), True
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=False)
 

@@ -104,6 +104,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="the rest: more flags of our training")
     parser.add_argument("--results", type=Path, metavar="DIR", help=f"write them there too, as into {RESULTS}")
     args = parser.parse_args(argv)
+    if args.repeats < 2:
+        raise UserError(f"--repeats is {args.repeats}; it must be 2 or more, to have quartiles")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     absent = {package.name: why for package in PACKAGES if (why := refusal(package)) is not None}
     machine = describe("cpu")

@@ -39,6 +39,14 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "tensor": (2, ("--tensor-model-parallel-size", "2")),
     "pipeline": (2, ("--pipeline-model-parallel-size", "2")),
     "lasp": (2, (*CP, "lasp", "--model-type", "transnormer", "--num-query-groups", "4")),
+    "lasp, a chunk for each": (
+        2,
+        (*CP, "lasp", "--model-type", "transnormer", "--num-query-groups", "4", "--seq-length", "128"),
+    ),
+    "ten decays, one chunk": (
+        1,
+        ("--model-type", "transnormer", "--num-query-groups", "4", "--num-layers", "10", "--seq-length", "64"),
+    ),
     "all four": (
         8,
         ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", *CP, "striped"),

@@ -38,7 +38,7 @@ class LoopConfig:
     bf16: bool = False
     """Compute in bfloat16; master weights, gradients' sums and the optimizer stay in float32."""
     compile: bool = False
-    """Compile each layer with torch.compile; the first step takes a minute or more. A CPU needs a C++ compiler."""
+    """Compile each layer with torch.compile; the first step takes up to a minute longer. A CPU needs a C++ compiler."""
     eval_interval: int = 100
     """Iterations between validations; one is made at the end in any case."""
     eval_iters: int = 10

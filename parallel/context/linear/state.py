@@ -162,7 +162,8 @@ def _plan(plan: Tensor, handle: int) -> Plan:
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], handle: int, plan: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return _executors[handle].forward(_plan(plan, handle), q, k, v, log_decay)
+    out, state = _executors[handle].forward(_plan(plan, handle), q, k, v, log_decay)
+    return out.contiguous(), state.contiguous()  # as the fake says
 
 
 @_forward_op.register_fake
@@ -174,7 +175,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, handle: int, plan: Tensor
 def _backward_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Sequence[float], handle: int, plan: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _executors[handle].backward(_plan(plan, handle), dout, q, k, v, state, log_decay)
+    dq, dk, dv = _executors[handle].backward(_plan(plan, handle), dout, q, k, v, state, log_decay)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @_backward_op.register_fake

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from parallel.context import ContextConfig
 from planner.cluster import Cluster, ClusterError, default_cluster, load_cluster
 from planner.hybrid import faster_layout, layout_costs
-from planner.search import nothing_left, rank
+from planner.ranking import nothing_left
+from planner.search import rank
 from runtime.together import from_first, is_first, raise_together
 from train.config.common import with_joined_ranks
 from train.config.entries import Config

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.cluster import Cluster
-from planner.search import arrangements, candidates_of, holds, in_stages, leanest, nothing_left, rank
+from planner.ranking import nothing_left
+from planner.search import arrangements, candidates_of, holds, in_stages, leanest, rank
 from train.config.flags import ConfigError
 from train.config.language import Config
 

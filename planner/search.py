@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any, Literal, TypeVar
 
@@ -13,6 +13,7 @@ from parallel.data import DataParallelConfig
 from parallel.recompute import RecomputeConfig
 from planner.cluster import Cluster
 from planner.documents import typical_documents
+from planner.ranking import Candidate, Ranking
 from planner.step_cost import Arrangement, Prediction, Workload, memory_of, offloaded, predict
 from planner.workload import with_softmax_layers, workload_of
 from runtime.errors import UserError
@@ -30,24 +31,6 @@ LOSS_CHUNK, FFN_CHUNK = 2048, 8192
 """Tokens at once, where memory is short: enough to keep a GPU busy."""
 ROOM = 0.9
 """Share of the memory that varied settings take where some do: an allocator needs the rest."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A configuration and its prediction."""
-
-    config: AnyConfig
-    prediction: Prediction
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Configurations that fit, fastest first; refusals by reason; what does not fit in memory."""
-
-    candidates: list[Candidate]
-    refused: Counter[str]
-    too_large: list[float]
-    """Bytes that each of the others needs, in the settings that need least."""
 
 
 def predicted(
@@ -71,8 +54,13 @@ def holds(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple
     """Return whether a process has the memory, and its host, where known, that for what is moved there."""
     if bytes_needed(config, world_size, cluster, documents) > 1e9 * cluster.memory_gb:
         return False
-    moved = offloaded(*_problem(config, world_size, cluster, documents), _arranged(config, world_size))
-    return moved <= 1e9 * cluster.host_memory_gb or not cluster.host_gb_per_s
+    return not cluster.host_gb_per_s or (
+        _bytes_moved(config, world_size, cluster, documents) <= 1e9 * cluster.host_memory_gb
+    )
+
+
+def _bytes_moved(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> float:
+    return offloaded(*_problem(config, world_size, cluster, documents), _arranged(config, world_size))
 
 
 def _arranged(config: AnyConfig, world_size: int) -> Arrangement:
@@ -260,6 +248,7 @@ def rank(
     """
     fitting: list[Candidate] = []
     too_large: list[float] = []
+    host_short: list[float] = []
     refused = Counter[str]()
     for candidate in candidates_of(configs, world_size, cluster, refused):
         documents = typical_documents(candidate, lengths)
@@ -272,10 +261,15 @@ def rank(
             found = [Candidate(one, predicted(one, world_size, cluster, documents)) for one in fit]
             roomy = [one for one in found if one.prediction.bytes <= ROOM * 1e9 * cluster.memory_gb]
             fitting.append(min(roomy or found, key=lambda one: one.prediction.time))
+            continue
+        needed = [bytes_needed(one, world_size, cluster, documents) for one in tried]
+        inside = [one for one, count in zip(tried, needed, strict=True) if count <= 1e9 * cluster.memory_gb]
+        if inside:
+            host_short.append(min(_bytes_moved(one, world_size, cluster, documents) for one in inside))
         else:
-            too_large.append(min(bytes_needed(one, world_size, cluster, documents) for one in tried))
+            too_large.append(min(needed))
     fitting.sort(key=lambda candidate: candidate.prediction.time)
-    return Ranking(fitting, refused, too_large)
+    return Ranking(fitting, refused, too_large, host_short)
 
 
 def _suits_pipeline(config: AnyConfig, world_size: int) -> bool:
@@ -284,16 +278,3 @@ def _suits_pipeline(config: AnyConfig, world_size: int) -> bool:
         return config.mesh.pipeline_model_parallel_size == 1 or bool(validated(config, world_size))
     except UserError:
         return False
-
-
-def nothing_left(found: Ranking, cluster: Cluster) -> str:
-    """Say why there is no candidate, and what to do."""
-    if found.too_large:
-        least = min(found.too_large)
-        return (
-            f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of {len(found.too_large)} "
-            f"arrangements takes {least / 1e9:.1f}; use more processes, recompute_granularity, loss_chunk_size or "
-            "a lower seq_length (python -m tools.plan --fits says what brings most)"
-        )
-    reason = next(iter(found.refused), "there is no arrangement of these processes")
-    return f"context_parallel_method is auto, and no method suits: {reason}"

@@ -33,8 +33,9 @@ from planner.complete import with_layout, with_vocabulary
 from planner.documents import typical_documents
 from planner.extremes import fewest, longest, of_length
 from planner.fits import busiest, changes
+from planner.ranking import nothing_left
 from planner.rehearsal import CAUSES
-from planner.search import arrangements, nothing_left, rank, settings, validated
+from planner.search import arrangements, rank, settings, validated
 from runtime.files import write_text
 from runtime.processes import launched_world_size
 from tools.arguments import parser_for
@@ -211,9 +212,10 @@ def plan(argv: list[str]) -> None:
     found = (
         rank(varied, world_size, cluster, lengths, settings) if every else rank(varied, world_size, cluster, lengths)
     )
-    if found.too_large and not found.candidates and not every:
-        least = min(found.too_large) / 1e9
-        note = f"as configured it takes {least:.1f} GB; what decides memory is varied (--fits says what it goes to)"
+    if (found.too_large or found.host_short) and not found.candidates and not every:
+        least = min(found.too_large or found.host_short) / 1e9
+        where = "" if found.too_large else " of host memory"
+        note = f"as configured it takes {least:.1f} GB{where}; what decides memory is varied (--fits says for what)"
         found = rank(varied, world_size, cluster, lengths, settings)
     if not found.candidates:
         raise ConfigError(nothing_left(found, cluster))
@@ -229,6 +231,7 @@ def plan(argv: list[str]) -> None:
         return
     if args.json:
         why = {"refused": dict(found.refused), "too_large": len(found.too_large)}
+        why["host_short"] = len(found.host_short)
         print(json.dumps({"cluster": asdict(cluster), "rows": [row.entry() for row in rows[: args.top]], **why}))
     else:
         print(f"{cluster.name}, {world_size} processes, sequences of {config.sequence_length} tokens")

@@ -8,7 +8,7 @@ from typing import Any
 
 from parallel.mesh import SIZES
 from planner.cluster import Cluster
-from planner.search import Candidate, Ranking
+from planner.ranking import Candidate, Ranking
 
 BAR = 40
 NUMBER = re.compile(r"\d[\d,.]*(?<=\d)")
@@ -138,6 +138,7 @@ def discarded(found: Ranking, cluster: Cluster, top: int) -> str:
     """Say how many candidates there are, how many were discarded, and why."""
     shown = f", of which the best {top} are shown (--top)" if top < len(found.candidates) else ""
     sums = f"{found.refused.total()} refused, {len(found.too_large)} too large"
+    sums += f", {len(found.host_short)} too large for host memory" if found.host_short else ""
     lines = [f"{len(found.candidates)} candidates{shown}; {sums}"]
     lines += [f"  refused {count}: {reason}" for reason, count in grouped(found.refused)]
     if found.too_large:

@@ -8,6 +8,7 @@ import pytest
 from parallel.recompute import RecomputeConfig
 from planner.cluster import CLUSTERS, load_cluster
 from planner.extremes import PRECISION, STEP, _last, fewest, fits, longest, of_length
+from planner.ranking import nothing_left
 from planner.search import arrangements, candidates_of, holds, leanest, rank, recomputations, settings
 from runtime.errors import UserError
 from train.config.language import Config, load_config
@@ -94,6 +95,17 @@ def test_every_policy_is_tried_with_chunks_and_in_host_memory() -> None:
     assert not any(one.recompute_offload for one in recomputations(asked, replace(H100, host_gb_per_s=0.0)))
     assert {one.data_parallel.strategy for one in settings(asked, H100)} == {"zero1", "zero2", "zero3"}
     assert all(one.recompute.ffn_chunk_size and one.recompute.loss_chunk_size for one in leanest(CONFIG, H100))
+
+
+def test_what_the_host_cannot_hold_is_told_as_that(config: Config) -> None:
+    at = of_length(replace(config, mesh=replace(config.mesh, context_parallel_size=4)), 1024 * STEP)
+    *_, moved = leanest(at, SMALL)
+    small = replace(SMALL, memory_gb=80, host_memory_gb=1)
+    found = rank([moved], 4, small)
+    assert not found.candidates
+    assert not found.too_large
+    assert min(found.host_short) > 1e9
+    assert "host_memory_gb of H100 80GB pod is 1 and the least of" in nothing_left(found, small)
 
 
 def test_host_memory_has_a_limit_too(config: Config) -> None:

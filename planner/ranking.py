@@ -1,0 +1,47 @@
+"""What a search found: configurations with their predictions, and why the others were discarded."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from planner.cluster import Cluster
+from planner.step_cost import Prediction
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration and its prediction."""
+
+    config: Any
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Configurations that fit, fastest first; refusals by reason; what does not fit in memory."""
+
+    candidates: list[Candidate]
+    refused: Counter[str]
+    too_large: list[float]
+    """Bytes that each of the others needs, in the settings that need least."""
+    host_short: list[float]
+    """Bytes that each of those that would fit moves to host memory, which has less."""
+
+
+def nothing_left(found: Ranking, cluster: Cluster) -> str:
+    """Say why there is no candidate, and what to do."""
+    if found.too_large:
+        least = min(found.too_large)
+        return (
+            f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of {len(found.too_large)} "
+            f"arrangements takes {least / 1e9:.1f}; use more processes, recompute_granularity, loss_chunk_size or "
+            "a lower seq_length (python -m tools.plan --fits says what brings most)"
+        )
+    if found.host_short:
+        return (
+            f"host_memory_gb of {cluster.name} is {cluster.host_memory_gb:g} and the least of {len(found.host_short)} "
+            f"arrangements moves there {min(found.host_short) / 1e9:.1f}; use more processes, a lower seq_length, or "
+            "leave recompute_offload out"
+        )
+    reason = next(iter(found.refused), "there is no arrangement of these processes")
+    return f"context_parallel_method is auto, and no method suits: {reason}"

@@ -119,8 +119,12 @@ def as_markdown(sheet: Sheet, rows: Sequence[Row], source: str, command: str) ->
     """Format a table with its source, its hardware and what holds."""
     head, cells = flat(rows)
     body = [[_text(name, value) for name, value in zip(head, row, strict=True)] for row in cells]
-    hardware = ", ".join(dict.fromkeys(row.hardware for row in rows))
-    about = [f"{source}, {sheet.where}. {hardware}.", f"Made by `{command}`.", sheet.explained(rows)]
+    hardware = ", ".join(dict.fromkeys(row.hardware for row in rows if row.hardware != "any"))
+    about = [
+        f"{source}, {sheet.where}." + (f" {hardware}." if hardware else ""),
+        f"Made by `{command}`.",
+        sheet.explained(rows),
+    ]
     prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
     return "\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *markdown_rows(head, body)]) + "\n"
 

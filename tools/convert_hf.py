@@ -139,8 +139,8 @@ def _base_of(config: Config, contents: dict[str, Any]) -> str | None:
     """Name the Hugging Face model that a run's adapters belong to; None if the run does not know."""
     if (folder := config.checkpoint.hugging_face) is not None:
         return str(folder)
-    imported = checkpoint_folder(config.checkpoint.load or "", 0)
-    read = read_manifest(imported).extra.get(IMPORTED) if imported.is_dir() else None
+    imported = checkpoint_folder(config.checkpoint.load, 0) if config.checkpoint.load else None
+    read = read_manifest(imported).extra.get(IMPORTED) if imported and imported.is_dir() else None
     return read or contents.get("_name_or_path")
 
 

@@ -37,7 +37,12 @@ PACKAGES = (
         "it has no rule for the CPU's kernel, aten._scaled_dot_product_flash_attention_for_cpu",
     ),
     Package("flash-linear-attention", "fla", ("attention",), "its kernels are Triton's, which compile for a GPU"),
-    Package("megatron-core", "megatron.core.transformer", ("training",), "its ranks take CUDA's random states"),
+    Package(
+        "megatron-core",
+        "megatron.core.transformer",
+        ("training",),
+        "not tried without a GPU, whose random states its ranks take",
+    ),
     Package("litgpt", "litgpt", ("training",), "it wants huggingface-hub below 1.4, transformers 1.31 or newer"),
 )
 

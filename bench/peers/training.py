@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import pretrain_gpt
 from data.loader import batches
 from model.config import ModelConfig
+from model.hf import config_to_hf
 from testing.training import Records, trainer_of
 
 Step = Callable[[], float]
@@ -101,17 +102,7 @@ class _WithLoss(nn.Module):
 def _transformers(model: ModelConfig, length: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=model.vocabulary,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.query_groups,
-        max_position_embeddings=length,
-        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
-        use_cache=False,
-    )
+    config = LlamaConfig.from_dict(config_to_hf(model, {"max_position_embeddings": length}) | {"use_cache": False})
     return _WithLoss(LlamaForCausalLM(config).train(), lambda out: out.logits)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from runtime.errors import LaunchError
 from runtime.slurm import launched_by_srun
+from runtime.versions import check_alike
 
 NODE = "longmesh/node of rank {}"
 """Store key under which a rank puts its hostname."""
@@ -169,12 +170,14 @@ def join(
 
     Raises:
         LaunchError: see ``meet``.
+        UserError: the launcher's processes run different code, or different versions of torch or Python.
     """
     use_one_worker()
     if store is None:
         launched_world_size()
     if store is None and "RANK" in os.environ:
         met, rank, world_size = meet(timeout)
+        check_alike(met, rank, world_size)
         store = dist.PrefixStore("default_pg", met)
     elif store is None:
         store = dist.HashStore()

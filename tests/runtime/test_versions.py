@@ -1,0 +1,78 @@
+"""Ranks of different versions are told so before they work together."""
+
+import io
+import os
+import shutil
+from contextlib import redirect_stderr
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from runtime import versions
+from runtime.processes import join
+from testing.ranks import run_ranks
+from tests.starts import free_port
+from train.run import exit_status
+
+
+def joined(rank: int, world_size: int, port: int, torch_of: tuple[str, ...], sources_of: tuple[str, ...]) -> tuple:
+    """Join through the launcher's store as a rank that has these; return the status and what was said."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    said, met = io.StringIO(), []
+
+    def main(_: list[str]) -> None:
+        join(timeout=timedelta(minutes=5))
+        met.append(dist.get_world_size())
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
+        patch.setattr(torch, "__version__", torch_of[rank])
+        patch.setattr(versions, "sources", lambda root: sources_of[rank])
+        patch.setattr(versions.socket, "gethostname", lambda: f"node{rank}")
+        status = exit_status(main, [])
+    if not met:
+        join(store=dist.HashStore())  # for run_ranks to leave
+    return status, met, said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("torch_of", "sources_of", "words"),
+    [
+        (("2.13.0", "2.12.1"), ("aa", "aa"), "torch 2.12.1 on rank 1 (node1), and 2.13.0 on the others"),
+        (("2.13.0", "2.13.0"), ("aa", "bb"), "sources bb on rank 1 (node1), and aa on the others"),
+    ],
+)
+def test_ranks_that_differ_are_named_once(torch_of: tuple, sources_of: tuple, words: str) -> None:
+    ends = run_ranks(joined, 2, free_port(), torch_of, sources_of)
+    assert [(status, met) for status, met, _ in ends] == [(1, []), (1, [])]
+    line = f"error: ranks differ: {words}; start all from one checkout and one environment\n"
+    assert sorted(said for _, _, said in ends) == ["", line]
+
+
+def test_ranks_that_are_alike_join() -> None:
+    assert run_ranks(joined, 2, free_port(), ("2.13.0",) * 2, ("aa",) * 2) == [(0, [2], "")] * 2
+
+
+def test_every_difference_has_its_ranks_and_hosts() -> None:
+    ranks = [{"host": f"node{rank // 2}", "torch": "2.13.0", "sources": "aa"} for rank in range(6)]
+    ranks[2] |= {"sources": "bb"}
+    ranks[3] |= {"sources": "bb", "torch": "2.12.1"}
+    ranks[5] |= {"sources": "cc"}
+    assert list(versions._differences(ranks)) == [
+        "sources bb on rank 2, 3 (node1), cc on rank 5 (node2), and aa on the others",
+        "torch 2.12.1 on rank 3 (node1), and 2.13.0 on the others",
+    ]
+
+
+def test_the_digest_is_of_the_code_alone(tmp_path: Path) -> None:
+    copies = [tmp_path / name for name in ("a", "b")]
+    for copy in copies:
+        shutil.copytree(versions.ROOT / "runtime", copy / "runtime")
+        (copy / "runs").mkdir()
+        (copy / "runs" / f"{copy.name}.py").touch()
+    assert versions.sources(copies[0]) == versions.sources(copies[1])
+    (copies[1] / "runtime" / "errors.py").write_text("")
+    assert versions.sources(copies[0]) != versions.sources(copies[1])

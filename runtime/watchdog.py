@@ -151,11 +151,13 @@ class Watchdog:
             words.append(f"{self._named(ranks)} {waits} (at {places[ranks[0]][1]})")
         said = f"hung: no step in {waited:.0f} s; {'; '.join(words)}; stacks of all in {self._folder / FOLDER}"
         print(said, file=sys.stderr, flush=True)
-        nodes = sorted({self._ranks[rank][0] for rank in lost})
+        knows = answers or lost  # else it guesses that the store's node hangs, unless that has told of another one
+        nodes = sorted({self._ranks[rank][0] for rank in (lost if knows else [0])})
         with suppress(OSError):
-            (self._folder / FOLDER / "report.txt").write_text(f"{said}\n", encoding="utf-8")
-            if answers or lost:  # else another node's ranks know
-                (self._folder / EXCLUDE).write_text("".join(f"{node}\n" for node in nodes), encoding="utf-8")
+            with (self._folder / FOLDER / "report.txt").open("a", encoding="utf-8") as report:
+                report.write(f"{said}\n")
+            with (self._folder / EXCLUDE).open("w" if knows else "x", encoding="utf-8") as file:
+                file.write("".join(f"{node}\n" for node in nodes))
 
     def _named(self, ranks: list[int]) -> str:
         few = ", ".join(f"rank {rank} on {self._ranks[rank][0]}" for rank in ranks[:4])

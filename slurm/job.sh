@@ -10,6 +10,7 @@ POINTER=latest_checkpointed_iteration.txt
 MOST_STUCK=3 # starts in a row without a new checkpoint
 HUNG=75      # status of ranks that a watchdog ended; in the run's folder it left the nodes to do without
 HUNG_NODES=hung_nodes.txt
+LOST='did not answer|because a peer of it did|waited in vain' # words of ranks that lost another one
 
 fail() {
     echo "error: $*" >&2
@@ -71,9 +72,12 @@ sort_flags() {
     done
 }
 
-# How many errors the tasks have told of, besides those of ranks that lost another one.
+# How many errors the tasks have told of, besides those of ranks that lost another one; and how many lost one.
 errors_told() {
-    cat "$LOGS"/task-*.log 2>/dev/null | grep '^error: ' | grep -cvE 'did not answer|because a peer of it did|waited in vain'
+    cat "$LOGS"/task-*.log 2>/dev/null | grep -E '^(error: |Traceback)' | grep -cvE "$LOST"
+}
+losses_told() {
+    cat "$LOGS"/task-*.log 2>/dev/null | grep -cE "$LOST"
 }
 
 # The job's state, asked for some minutes where the controller does not answer.
@@ -119,7 +123,7 @@ queue_again() {
 # Exits with the training's status.
 train() {
     [ $# -ge 2 ] || fail "give the run's folder, the entry and its flags: runs/NAME pretrain_gpt.py --config FILE"
-    local run=$1 status told='' rang='' before wrong begin flags nodes=''
+    local run=$1 status told='' rang='' before wrong lost begin flags nodes=''
     LOGS=$run/logs/$SLURM_JOB_ID
     mkdir -p "$LOGS" || exit 1
     shift
@@ -131,13 +135,16 @@ train() {
     echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST; logs of all tasks in $LOGS"
 
     rm -f "$run/$HUNG_NODES"
-    wrong=$(errors_told)
+    wrong=$(errors_told) lost=$(losses_told)
     # The first task's lines are those for people. Its log goes on over starts, of which this one's lines are shown.
     touch "$LOGS/task-0.log"
     tail -n 0 -F "$LOGS/task-0.log" 2>/dev/null &
     local showing=$!
     srun "${how[@]}" "${task[@]}" "${flags[@]}" --save "$run" "${begin[@]}" &
     local step=$!
+    # Over a link that is cut srun never hears that the tasks have ended, and waits for ever.
+    { until [ -e "$run/$HUNG_NODES" ]; do sleep 5; done && sleep 60 && kill -KILL $step; } &>/dev/null &
+    local patience=$!
     # The time is nearly over (USR1), or another job has precedence (TERM). The ranks save and end; twice ends at once.
     trap 'told=1 rang=1; kill -USR1 $step 2>/dev/null' USR1 TERM
     while rang=''; do
@@ -150,12 +157,14 @@ train() {
     [ "$status" -ne 143 ] || [ -n "$told" ] || status=1
     # So may 137 be; it is also of a rank that the kernel killed, which tells nothing.
     [ "$status" -lt 128 ] || [ -n "$told" ] || [ "$(errors_told)" -eq "$wrong" ] || status=1
+    # A node that went away and is back tells nothing either: its peers alone do, with 1.
+    [ "$status" -ne 1 ] || [ "$(errors_told)" -ne "$wrong" ] || [ "$(losses_told)" -eq "$lost" ] || status=$HUNG
     if [ -e "$run/$HUNG_NODES" ]; then # the ranks of one task may be killed by those of another
         status=$HUNG nodes=$(paste -sd, "$run/$HUNG_NODES")
     fi
     sleep 1
-    kill $showing 2>/dev/null
-    wait $showing 2>/dev/null
+    kill $showing $patience 2>/dev/null
+    wait $showing $patience 2>/dev/null
 
     local job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID} state
     if [ $status -gt 0 ] && [ $status -lt 128 ] && [ $status -ne $HUNG ]; then

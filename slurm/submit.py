@@ -34,6 +34,7 @@ HINTS = {
     r"gres|GRES|generic resource": "sinfo -o %G lists the GPUs' names; set gpu in the cluster's file",
     r"time limit": "sinfo -o '%P %l' lists the limits; give a shorter --time, the run goes on in the next job",
     r"account|QOS|Qos": "sacctmgr show associations user=$USER lists yours; give --account and --option=--qos=NAME",
+    r"node name": "sinfo -N lists the names; leave this one out, or ask your site to enter it",
     r"dependency": "--after takes the number of a job that squeue or sacct knows",
     r"Unable to contact": "the controller does not answer; sinfo says when it does again",
 }

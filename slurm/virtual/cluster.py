@@ -25,7 +25,7 @@ from train.run import exit_status
 
 CONF = """\
 ClusterName=virtual
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({network}.254)
 SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
@@ -58,7 +58,9 @@ PreemptMode=REQUEUE
 AuthInfo=cred_expire=5
 SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0
 """
-NODE = "NodeName={name} NodeAddr=127.0.1.{number} Port={port} CPUs=128 Sockets=2 CoresPerSocket=64 RealMemory=1000000 "
+NODE = (
+    "NodeName={name} NodeAddr={network}.{number} Port={port} CPUs=128 Sockets=2 CoresPerSocket=64 RealMemory=1000000 "
+)
 NODE += "Gres=gpu:{kind}:{gpus}"
 PARTITIONS = """\
 PartitionName=gpu Nodes=ALL Default=YES MaxTime=7-0 PriorityTier=1 GraceTime=30
@@ -66,6 +68,16 @@ PartitionName=urgent Nodes=ALL MaxTime=1-0 PriorityTier=2
 """
 # A namespace of mounts and one of host names for each node: its daemon and its tasks are on a machine of that name.
 START = "hostname {name}; mount --bind {folder}/hosts /etc/hosts; exec slurmd -D -N {name} -f {folder}/slurm.conf"
+# Of --links: a bridge that every node has a cable to, in a namespace of networks of its own.
+BRIDGE = "ip link add {bridge} type bridge; ip address add {network}.254/24 dev {bridge}; ip link set {bridge} up"
+CABLE = """\
+ip netns add {bridge}{name}
+ip link add {bridge}{number} type veth peer name eth0 netns {bridge}{name}
+ip link set {bridge}{number} master {bridge} up
+ip -n {bridge}{name} address add {network}.{number}/24 dev eth0
+ip -n {bridge}{name} link set eth0 up
+ip -n {bridge}{name} link set lo up
+"""
 
 
 class VirtualError(UserError):
@@ -93,29 +105,45 @@ def _free_port() -> int:
         return port
 
 
-def write_configuration(folder: Path, nodes: int, kinds: Sequence[str], gpus: int) -> list[str]:
+def write_configuration(folder: Path, nodes: int, kinds: Sequence[str], gpus: int, links: bool = False) -> list[str]:
     """Write slurm.conf, gres.conf, hosts and the devices into ``folder``; return the nodes' names."""
     names = [f"node{number}" for number in range(1, nodes + 1)]
     for sub in ("state", *names):
         (folder / sub).mkdir(parents=True, exist_ok=True)
-    conf = CONF.format(host=socket.gethostname().split(".")[0], port=_free_port(), folder=folder)
+    port = _free_port()
+    network = f"10.{port >> 8}.{port & 255}" if links else "127.0.1"
+    conf = CONF.format(host=socket.gethostname().split(".")[0], network=network, port=port, folder=folder)
     generic = "AutoDetect=off\n"
     for number, name in enumerate(names, 1):
         kind = kinds[(number - 1) * len(kinds) // nodes]
-        conf += NODE.format(name=name, number=number, port=_free_port(), kind=kind, gpus=gpus) + "\n"
+        conf += NODE.format(name=name, network=network, number=number, port=_free_port(), kind=kind, gpus=gpus) + "\n"
         generic += f"NodeName={name} Name=gpu Type={kind} File={folder}/gpu[0-{gpus - 1}]\n"
     (folder / "slurm.conf").write_text(conf + PARTITIONS)
     (folder / "gres.conf").write_text(generic)
     for number in range(gpus):
         if not (folder / f"gpu{number}").exists():
             os.mknod(folder / f"gpu{number}", 0o600 | 0o020000, os.makedev(1, 3))  # /dev/null
-    hosts = [f"127.0.1.{number} {name}\n" for number, name in enumerate(names, 1)]
+    hosts = [f"{network}.{number} {name}\n" for number, name in enumerate(names, 1)]
     (folder / "hosts").write_text(Path("/etc/hosts").read_text() + "".join(hosts))
+    if links:
+        (folder / "bridge").write_text(f"v{port}-")
+        _shell(BRIDGE.format(bridge=f"v{port}-", network=network))
+        for number, name in enumerate(names, 1):
+            _shell(CABLE.format(bridge=f"v{port}-", network=network, number=number, name=name))
     return names
 
 
-def start(folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: int = 8) -> None:
+def _shell(commands: str) -> None:
+    done = subprocess.run(["bash", "-ec", commands], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise VirtualError(f"no network of virtual nodes: {done.stderr.strip()}; it needs root and Debian's iproute2")
+
+
+def start(folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: int = 8, links: bool = False) -> None:
     """Start a cluster in an empty or new folder, and wait until its nodes are idle.
+
+    Args:
+        links: give each node a network of its own, so that ``cut`` can part two of them.
 
     Raises:
         VirtualError: something is missing, or a node does not come up within 30 s.
@@ -123,21 +151,13 @@ def start(folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: 
     if why := missing():
         raise VirtualError(f"no virtual cluster: {why}")
     folder = folder.resolve()
-    names = write_configuration(folder, nodes, kinds, gpus)
-    environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf"}
-    commands = [["slurmctld", "-D", "-i", "-f", f"{folder}/slurm.conf"]]
-    isolated = ["unshare", "--mount", "--uts", "--propagation", "private", "bash", "-c"]
-    commands += [[*isolated, START.format(name=name, folder=folder)] for name in names]
-    with (folder / "daemons.log").open("ab") as log:
-        started = [
-            subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
-            for command in commands
-        ]
-    (folder / "pids").write_text(" ".join(str(process.pid) for process in started))
+    names = write_configuration(folder, nodes, kinds, gpus, links)
+    _launch(folder, "controller", ["slurmctld", "-D", "-i", "-f", f"{folder}/slurm.conf"])
+    for name in names:
+        boot(folder, name)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
+        environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf"}
         said = subprocess.run(
             ["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True, check=False
         )
@@ -148,30 +168,77 @@ def start(folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: 
     raise VirtualError(f"the nodes are not idle after 30 s: {said.stdout or said.stderr}; look at {folder}/daemons.log")
 
 
+def boot(folder: Path, name: str) -> None:
+    """Start the daemon of a node."""
+    folder = folder.resolve()
+    command = ["unshare", "--mount", "--uts", "--propagation", "private", "bash", "-c"]
+    if (folder / "bridge").exists():
+        command = ["nsenter", f"--net=/var/run/netns/{(folder / 'bridge').read_text()}{name}", *command]
+    _launch(folder, name, [*command, START.format(name=name, folder=folder)])
+
+
+def _launch(folder: Path, name: str, command: Sequence[str]) -> None:
+    environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf"}
+    with (folder / "daemons.log").open("ab") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    with (folder / "pids").open("a") as pids:
+        pids.write(f"{name} {process.pid}\n")
+
+
+def _pids(folder: Path) -> dict[str, int]:
+    if not (folder / "pids").exists():
+        raise VirtualError(f"{folder} holds no virtual cluster; name the folder that it was started in")
+    lines = (folder / "pids").read_text().splitlines()
+    return {name: int(pid) for name, pid in map(str.split, lines)}
+
+
+def kill(folder: Path, name: str) -> None:
+    """Kill all processes of a node at once, its daemon and whatever its jobs started."""
+    its = os.readlink(f"/proc/{_pids(folder)[name]}/ns/uts")
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.readlink(process / "ns" / "uts") == its:
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+def cut(folder: Path, names: Sequence[str], passes: bool = False) -> None:
+    """Let nothing pass between these nodes, of a cluster with links, or all again; the controller reaches each."""
+    bridge = (folder / "bridge").read_text()
+    for name in names:
+        port = f"{bridge}{name.removeprefix('node')}"
+        _shell(f"bridge link set dev {port} isolated {'off' if passes else 'on'}")
+
+
 def stop(folder: Path) -> None:
     """End the daemons of a folder, and whatever their jobs left running."""
     conf = f"{folder.resolve()}/slurm.conf"
-    if not (folder / "pids").exists():
-        raise VirtualError(f"{folder} holds no virtual cluster; name the folder that it was started in")
+    pids = _pids(folder)
     with suppress(FileNotFoundError, subprocess.TimeoutExpired):
         environment = {**os.environ, "SLURM_CONF": conf}
         subprocess.run(["scancel", "--full", "--signal=KILL", "--user=root"], env=environment, check=False, timeout=30)
-    for pid in (folder / "pids").read_text().split():
+    for pid in pids.values():
         with suppress(ProcessLookupError):
-            os.killpg(int(pid), signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             names = (process / "environ").read_bytes().split(b"\0")
             if f"SLURM_CONF={conf}".encode() in names and any(name.startswith(b"SLURM_JOB_ID=") for name in names):
                 os.kill(int(process.name), signal.SIGKILL)
+    if (folder / "bridge").exists():
+        bridge = (folder / "bridge").read_text()
+        for name in pids.keys() - {"controller"}:
+            _shell(f"ip netns delete {bridge}{name}")
+        _shell(f"ip link delete {bridge}")
 
 
 @contextmanager
 def virtual_cluster(
-    folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: int = 8
+    folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: int = 8, links: bool = False
 ) -> Iterator[dict[str, str]]:
     """Start a cluster and stop it at the end of the block; yields the environment of Slurm's commands."""
-    start(folder, nodes, kinds, gpus)
+    start(folder, nodes, kinds, gpus, links)
     try:
         yield {**os.environ, "SLURM_CONF": f"{folder.resolve()}/slurm.conf"}
     finally:

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = """
 set -uo pipefail
-sleep() { :; }
+sleep() { [ "$1" != 5 ] || command sleep 5; }
 getent() { :; }
 scontrol() {
     case "$1 $2" in
@@ -97,6 +97,19 @@ def test_ranks_that_are_killed_beside_an_error_are_not_what_ended_the_run(
 ) -> None:
     code, words = started(tmp_path / "run", status=137, new="4", said=said)
     assert (code, "queued again" in words) == ((137, True) if again else (1, False))
+
+
+@pytest.mark.parametrize(
+    ("said", "again"),
+    [
+        ("rank 0 ends because a peer of it did (Connection reset by peer)", True),
+        ("Traceback (most recent call last):\nrank 0 ends because a peer of it did (Broken pipe)", False),
+        ("", False),
+    ],
+)
+def test_ranks_that_tell_only_of_a_lost_peer_are_queued_again(said: str, again: bool, tmp_path: Path) -> None:
+    code, words = started(tmp_path / "run", status=1, new="4", said=said)
+    assert (code, "queued again" in words) == ((75, True) if again else (1, False))
 
 
 @pytest.mark.parametrize(("excluded", "kept_off"), [("(null)", "node3"), ("node[5-6]", "node[5-6],node3")])

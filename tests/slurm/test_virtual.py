@@ -5,14 +5,16 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from slurm import submit
 from slurm.virtual.cluster import missing, virtual_cluster
-from testing.ranks import run_ranks
-from tests.pretraining import TINY, on_rank
+from tests.endings import end
+from tests.pretraining import TINY
+from tests.slurm.test_submit import CLUSTERS, RUN
 from tests.starts import wait_until
 from train.watching.metrics import METRICS, read_metrics
 
@@ -53,6 +55,28 @@ def test_what_the_cluster_lacks_is_refused(options: list[str], words: str, slurm
     assert re.search(words, said), said
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--nodes 4", "Requested node configuration is not available; sinfo -N -o "),
+        ("--nodes 1 --partition none", "invalid partition specified: none .*; sinfo -s lists the partitions"),
+        ("--nodes 1 --time 30-0", "Requested time limit is invalid .*; sinfo -o '%P %l' lists the limits"),
+        (
+            "--nodes 1 --option=--gres=gpu:v100:8",
+            "node configuration is not available; sinfo -N -o .* gpu and gpus_per",
+        ),
+        ("--nodes 1 --option=--nodelist=node9", "Invalid node name specified; sinfo -N lists the names"),
+    ],
+)
+def test_what_slurm_refuses_is_told_in_its_words_and_with_a_hint(
+    options: str, words: str, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])
+    ending = end(submit.main, ["--cluster", str(CLUSTERS / "h100_pod.toml"), *options.split(), *RUN])
+    assert ending.status == 1
+    assert re.search(f"^error: sbatch refuses: .*{words}", ending.stderr), ending.stderr
+
+
 def flags(data: Path) -> list[str]:
     return [*TINY, "--data-path", str(data), "--tokenizer-model", f"{data}.model", "--train-iters", str(LAST)]
 
@@ -61,17 +85,12 @@ def curve(save: Path) -> list[list[float]]:
     return [[record[name] for name in EXACT] for record in read_metrics(save / METRICS)]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
-    save = tmp_path_factory.mktemp("undisturbed") / "run"
-    run_ranks(on_rank, 2, [*flags(default_data), "--save", str(save)])
-    return curve(save)
-
-
-def submitted(slurm: dict[str, str], save: Path, data: Path, *options: str, **more: str) -> str:
+def submitted(
+    slurm: dict[str, str], save: Path, data: Path, *options: str, extra: Sequence[str] = (), **more: str
+) -> str:
     """Two nodes of one rank each, by gloo, on GPUs that are only names; the job's number."""
     script = ["--nodes", "2", "--ntasks-per-node=1", "--cpus-per-task=1", "--output", f"{save}.log", "--parsable"]
-    command = [str(save), "pretrain_gpt.py", *flags(data), "--save-interval", "10"]
+    command = [str(save), "pretrain_gpt.py", *flags(data), "--save-interval", "10", *extra]
     return say(slurm, "sbatch", *script, *options, "slurm/a100.sbatch", *command, PYTHON=sys.executable, **more).strip()
 
 

@@ -1,0 +1,16 @@
+"""The run that jobs are compared with."""
+
+from pathlib import Path
+
+import pytest
+
+from testing.ranks import run_ranks
+from tests.pretraining import on_rank
+from tests.slurm.test_virtual import curve, flags
+
+
+@pytest.fixture(scope="session")
+def undisturbed(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    save = tmp_path_factory.mktemp("undisturbed") / "run"
+    run_ranks(on_rank, 2, [*flags(default_data), "--save", str(save)])
+    return curve(save)

@@ -1,0 +1,159 @@
+"""On a real Slurm of nodes with a network of each: nodes that die, hang or lose each other, and a full queue."""
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from runtime.watchdog import FOLDER
+from slurm.virtual.cluster import boot, cut, kill, missing, virtual_cluster
+from tests.slurm.test_virtual import curve, ended, say, steps_made, stub, submitted
+from tests.starts import wait_until
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no virtual cluster: {missing()}")
+WATCHED = ("--watchdog-factor", "20", "--watchdog-min-seconds", "20")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cluster")
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[dict[str, str]]:
+    with virtual_cluster(folder, nodes=3, links=True) as environment:
+        yield environment
+
+
+@pytest.fixture
+def slurm(cluster: dict[str, str]) -> dict[str, str]:
+    """The cluster, with all of its nodes free."""
+    wait_until(lambda: say(cluster, "sinfo", "-h", "-p", "gpu", "-o", "%T %D") == "idle 3\n")
+    return cluster
+
+
+def finished_as_undisturbed(
+    slurm: dict[str, str], job: str, save: Path, want: list[list[float]], restarts: str = "1"
+) -> dict[str, str]:
+    """What Slurm knows of a job that was queued again once and finished the run."""
+    known = ended(slurm, job)
+    said = Path(f"{save}.log").read_text()
+    assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("COMPLETED", "0:0", restarts), said
+    assert f"finished: {save}\n" in said
+    assert curve(save) == want
+    return known
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "dead", "away"),
+    [("ranks", 1, 60), ("ranks", 2, 60), ("torchrun", 2, 60), ("ranks", 2, 10), ("torchrun", 2, 10)],
+)
+def test_a_job_whose_node_dies_goes_on_without_it_or_with_it_if_it_is_back(
+    launcher: str,
+    dead: int,
+    away: float,
+    slurm: dict[str, str],
+    folder: Path,
+    undisturbed: list[list[float]],
+    default_data: Path,
+    tmp_path: Path,
+) -> None:
+    save = tmp_path / "run"
+    job = submitted(slurm, save, default_data, LAUNCHER=launcher)
+    wait_until(lambda: steps_made(save) > 12)
+    kill(folder, f"node{dead}")
+    time.sleep(away)  # Slurm takes a node for dead after 20 s
+    boot(folder, f"node{dead}")
+    known = finished_as_undisturbed(slurm, job, save, undisturbed)
+    assert (f"node{dead}" in say(slurm, "scontrol", "show", "hostnames", known["NodeList"])) == (away < 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["ranks", "torchrun"])
+def test_a_job_whose_nodes_lose_each_other_goes_on_without_the_one_that_does_not_answer(
+    launcher: str,
+    slurm: dict[str, str],
+    folder: Path,
+    undisturbed: list[list[float]],
+    default_data: Path,
+    tmp_path: Path,
+) -> None:
+    save = tmp_path / "run"
+    job = submitted(slurm, save, default_data, extra=WATCHED, LAUNCHER=launcher)
+    wait_until(lambda: steps_made(save) > 12)
+    cut(folder, ["node1", "node2"])
+    try:
+        known = finished_as_undisturbed(slurm, job, save, undisturbed)
+    finally:
+        cut(folder, ["node1", "node2"], passes=True)
+    assert known["ExcNodeList"] == "node2"
+    report = (save / FOLDER / "report.txt").read_text()
+    assert re.search(r"hung: no step in \d+ s; rank 1 on node2 did not answer: .*; rank 0 on node1 waits in ", report)
+    assert "without node2, where a rank hung" in Path(f"{save}.log").read_text()
+
+
+def pid_of(task: int, job: str, slurm: dict[str, str]) -> int:
+    """The process that srun started as a job's task."""
+    its = {f"SLURM_CONF={slurm['SLURM_CONF']}", f"SLURM_JOB_ID={job}", "SLURM_STEP_ID=0", f"SLURM_PROCID={task}"}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            ours = its <= set((process / "environ").read_text().split("\0"))
+            if ours and "slurmstepd" in Path(f"/proc/{parent}/comm").read_text():
+                return int(process.name)
+    raise AssertionError(f"task {task} of job {job} does not run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_job_whose_rank_is_stopped_goes_on_without_its_node(
+    stopped: int, slurm: dict[str, str], undisturbed: list[list[float]], default_data: Path, tmp_path: Path
+) -> None:
+    save = tmp_path / "run"
+    job = submitted(slurm, save, default_data, extra=WATCHED)
+    wait_until(lambda: steps_made(save) > 12)
+    os.kill(pid_of(stopped, job, slurm), signal.SIGSTOP)
+    known = finished_as_undisturbed(slurm, job, save, undisturbed)
+    assert known["ExcNodeList"] == f"node{stopped + 1}"
+    assert (save / FOLDER / "report.txt").read_text().startswith("hung: no step in ")
+
+
+@pytest.mark.slow
+def test_a_job_waits_in_a_full_queue_with_slurms_reason_and_then_trains(
+    slurm: dict[str, str], undisturbed: list[list[float]], default_data: Path, tmp_path: Path
+) -> None:
+    before = ["--exclusive", "--nodes", "3", "--output", "/dev/null", "--parsable", "--wrap", "sleep 10000"]
+    other = say(slurm, "sbatch", *before).strip()
+    wait_until(lambda: "RUNNING" in say(slurm, "squeue", "-h", "-j", other, "-o", "%T"))
+    save = tmp_path / "run"
+    job = submitted(slurm, save, default_data)
+    wait_until(lambda: say(slurm, "squeue", "-h", "-j", job, "-o", "%T %r") == "PENDING Resources\n")
+    shown = say(slurm, sys.executable, "-m", "tools.watch", "--slurm", "--once")
+    assert re.search(rf"^job {job} \(longmesh\): pending, \(?Resources", shown, re.M), shown
+    say(slurm, "scancel", other)
+    finished_as_undisturbed(slurm, job, save, undisturbed, restarts="0")
+
+
+@pytest.mark.slow
+def test_a_nodes_name_that_does_not_resolve_is_told_before_any_rank_starts(
+    slurm: dict[str, str], folder: Path, tmp_path: Path
+) -> None:
+    hosts = (folder / "hosts").read_text()
+    (folder / "hosts").write_text(hosts.replace(" node2\n", " node9\n"))
+    try:
+        job, run = stub(slurm, tmp_path)
+        assert ended(slurm, job)["ExitCode"] == "1:0"
+    finally:
+        (folder / "hosts").write_text(hosts)
+    said = (tmp_path / "run.log").read_text()
+    assert (
+        "error: node1 does not resolve the node name node2; enter it in DNS or /etc/hosts, or --exclude=node2" in said
+    )
+    assert not (run / "starts").exists()

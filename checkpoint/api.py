@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from checkpoint.drafts import Draft, check_room, make_room, own_files, publish, remove_drafts, removed_on_error
-from checkpoint.manifest import CheckpointError, Manifest, checkpoint_folder, read_manifest
+from checkpoint.drafts import check_room, own_files, publish, remove_drafts, removed_on_error, start_draft
+from checkpoint.local import bring, remove_others
+from checkpoint.manifest import METADATA, CheckpointError, Manifest, checkpoint_folder, read_manifest
 from checkpoint.search import checkpoint_of, find_checkpoint, saved_iterations
 from runtime.errors import UserError
-from runtime.together import cpu_group, from_first, gather_results, raise_together
+from runtime.together import cpu_group, gather_results, raise_together
 
 if TYPE_CHECKING:
     from checkpoint.background import Background
@@ -54,6 +55,10 @@ class CheckpointConfig:
     """Remove older checkpoints than this many newest whole ones; by default none, with --keep-every all but one."""
     keep_every: int | None = None
     """Never remove the checkpoints of iterations that this divides."""
+    non_persistent_save_interval: int | None = None
+    """Iterations between checkpoints in --non-persistent-local-ckpt-dir, of which the newest is kept."""
+    non_persistent_local_ckpt_dir: str | None = None
+    """Folder of each node, such as /dev/shm/longmesh, for the checkpoints of --non-persistent-save-interval."""
     load: str | None = None
     """Folder to resume from: its newest whole checkpoint. With --finetune also hf:FOLDER, a Hugging Face model."""
     ckpt_step: int | None = None
@@ -64,7 +69,7 @@ class CheckpointConfig:
     """Fail where --load holds no checkpoint, rather than start afresh."""
 
     def __post_init__(self) -> None:
-        for name in ("save_interval", "keep_last", "keep_every"):
+        for name in ("save_interval", "keep_last", "keep_every", "non_persistent_save_interval"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name} is {value}; it must be 1 or more, or left out")
         if self.async_save and sys.platform != "linux":
@@ -101,23 +106,25 @@ def save_checkpoint(
     group: dist.ProcessGroup | None = None,
     read: "Read | None" = None,
     beside: "Background | None" = None,
+    local: bool = False,
 ) -> Path:
     """Write ``iter_N`` into a run's folder atomically and return its path.
 
-    Every rank writes its shards into a draft that no other save writes to, and hashes them; the first rank writes the
-    manifest, renames the draft to ``iter_N`` and points ``latest_checkpointed_iteration.txt`` at it. Collective over
-    ``group`` (default: all ranks).
+    Every rank writes its shards into a draft that no other save writes to, and hashes them; the first rank, or one of
+    each node, writes the manifest, renames the draft to ``iter_N`` and points ``latest_checkpointed_iteration.txt`` at
+    it. Collective over ``group`` (default: all ranks).
     Tensors keep the plain model's parameter names, whatever wraps or shards it. The optimizer's tensors (moments, step)
     are saved; its hyperparameters are not, since they follow from the configuration and the iteration.
 
     Args:
-        directory: the run's folder, on a file system that all ranks share.
+        directory: the run's folder, on a file system that all ranks share unless ``local``.
         architecture: JSON-serialisable description of the model, compared at load.
         extra: JSON-serialisable rest of the run's state, returned by ``load_checkpoint``.
         more: further sections of tensors by name, such as averages of the weights.
         read: of weights from elsewhere, without an optimizer: ``model`` has meta tensors by name, and this returns one
             of them when it is written, so that one at a time is in memory.
         beside: write into memory, and have this write the checkpoint from there while the caller goes on.
+        local: each node's ranks write into a folder of their own, where this checkpoint, once it is whole, is alone.
 
     Raises:
         CheckpointError: the iteration has a whole checkpoint (a broken one is moved aside), or the disk refuses;
@@ -127,25 +134,25 @@ def save_checkpoint(
 
     folder = checkpoint_folder(directory, iteration)
     with cpu_group(group) as group:
-        draft = Draft(
-            path=make_room(folder, group),
-            folder=folder,
-            manifest=Manifest(iteration=iteration, architecture=architecture, extra=extra, files={}),
-        )
-        with removed_on_error(draft.path, group):
+        manifest = Manifest(iteration=iteration, architecture=architecture, extra=extra, files={})
+        draft = start_draft(folder, manifest, group, local=local)
+        with removed_on_error(draft):
             with raise_together(group):
                 json.dumps([architecture, extra])
                 of_run = {"model": dict(model)} if isinstance(model, Mapping) else tensors_of(model, optimizer)
                 state = of_run | dict(more or {})
             needed = bytes_of(state, group)
-            from_first(lambda: check_room(draft.path, needed), group)
+            gather_results(lambda: check_room(draft.path, int(needed * draft.share)) if draft.owner else None, group)
             write_shards(draft.path, state, group, needed, read, None if beside is None else beside.memory)
             if beside is None:
                 own = gather_results(lambda: own_files(draft.path, group), group)
                 files = {name: entry for of_rank in own for name, entry in of_rank}
-                from_first(lambda: publish(replace(draft, manifest=replace(draft.manifest, files=files))), group)
+                draft = replace(draft, manifest=replace(manifest, files=files))
+                gather_results(lambda: publish(draft) if draft.owner else None, group)
     if beside is not None:
         beside.begin(draft)
+    elif local and draft.owner:
+        remove_others(folder.parent, folder)
     return folder
 
 
@@ -160,8 +167,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a folder that ``find_checkpoint`` verified into the model and optimizer, bit for bit.
 
-    Works with any number of ranks and any sharding; collective over ``group`` (default: all ranks). Gradients are
-    dropped; the optimizer keeps its hyperparameters.
+    Works with any number of ranks and any sharding, and where each node has other files; collective over ``group``
+    (default: all ranks). Gradients are dropped; the optimizer keeps its hyperparameters.
 
     Args:
         more: further sections of tensors, as saved.
@@ -173,10 +180,11 @@ def load_checkpoint(
         CheckpointError: the architecture or a tensor's name, shape or dtype differs, or a file is damaged. A
             difference raises before any weight changes.
     """
-    from checkpoint.tensors import compare_tensors, read_shards, spread_copies, tensors_of
+    from checkpoint.tensors import compare_tensors, files_read, read_shards, spread_copies, tensors_of
 
     folder = Path(path)
     with cpu_group(group) as group:
+        bring(folder, [METADATA], group)
         with raise_together(group):
             manifest, metadata = _described(folder, architecture)
             optimizer.zero_grad(set_to_none=True)
@@ -185,6 +193,7 @@ def load_checkpoint(
             optimizer.state.clear()
             state = tensors_of(model, optimizer, create=stepped) | dict(more or {})
         compare_tensors(folder, state, metadata, group, exact_dtype=True)
+        bring(folder, files_read(state, metadata), group)
         read_shards(folder, state, metadata, group)
         spread_copies(model, optimizer)
     return manifest.extra

@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from checkpoint.drafts import Draft, disk_errors, publish, removed_on_error
 from checkpoint.keeping import Keeper
+from checkpoint.local import remove_others
 from runtime.beside import Beside
 from runtime.files import copy_files
-from runtime.together import cpu_group, gather_results, is_first
+from runtime.together import cpu_group, gather_results
 
 
 class Memory(FileSystem):
@@ -57,7 +58,7 @@ class Memory(FileSystem):
 
 
 class Background:
-    """One save at a time, in three steps: each rank's process copies, then the first one's publishes, and prunes.
+    """One save at a time, in three steps: each rank's process copies, then the draft's owner's publishes, and prunes.
 
     A step is taken when the one before is done on all ranks, which the caller finds out: it adds up ``ready`` in a
     reduction that it makes anyway. So no collective runs beside training, and errors come up on all ranks together.
@@ -99,18 +100,20 @@ class Background:
             with disk_errors(path):
                 return self._beside.result()
 
-        with cpu_group() as group, removed_on_error(path, group):
+        with cpu_group() as group, removed_on_error(draft):
             answers = gather_results(result, group)
         if step == "prune":
-            self._keeper = answers[0]
+            self._keeper = answers[0] or self._keeper
             return None
         job: partial[Any] = partial(self._keeper.prune_after, draft.folder)
+        if draft.local:
+            job = partial(remove_others, draft.folder.parent, draft.folder)
         if step == "copy":
             files = {name: entry for of_rank in answers for name, entry in of_rank.items()}
             draft = replace(draft, manifest=replace(draft.manifest, files=files))
             job = partial(publish, draft)
         self._draft, self._step = draft, "publish" if step == "copy" else "prune"
-        if is_first():
+        if draft.owner:
             self._beside.begin(job)
         return draft.folder if step == "publish" else None
 

@@ -3,16 +3,16 @@
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from checkpoint.manifest import CheckpointError, Manifest, describe, write_manifest
+from checkpoint.manifest import METADATA, CheckpointError, Manifest, describe, write_manifest
 from checkpoint.search import POINTER, to_stderr, what_is_broken
 from runtime.files import fsync_folder, reason, room, write_text
-from runtime.together import from_first, is_first, raise_together
+from runtime.together import from_first, gather_results, is_first, raise_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,34 @@ class Draft:
     """Its name once it is published."""
     manifest: Manifest
     """Without files until they are written."""
+    owner: bool
+    """Whether this rank publishes it: the first one, or one of each node where ``local``."""
+    local: bool
+    """Whether each node has a folder of its own, of which the newest checkpoint alone stays."""
+    share: float
+    """Of all bytes, how many are written into each folder."""
 
 
-def make_room(folder: Path, group: dist.ProcessGroup | None) -> Path:
+def start_draft(folder: Path, manifest: Manifest, group: dist.ProcessGroup | None, *, local: bool) -> Draft:
     """Free the name ``folder``, without removing any finished checkpoint, and create an empty draft for it."""
+    if not local:
+        path, owner = _make_room(folder, group), is_first(group)
+        return Draft(path=path, folder=folder, manifest=manifest, owner=owner, local=False, share=1.0)
+    path = folder.with_name(f"{folder.name}.{from_first(lambda: uuid.uuid4().hex[:8], group)}.tmp")
+    owners = gather_results(lambda: _is_made_here(path), group)
+    owner = owners[dist.get_rank(group) if dist.is_initialized() else 0]
+    return Draft(path=path, folder=folder, manifest=manifest, owner=owner, local=True, share=1 / sum(owners))
+
+
+def _is_made_here(draft: Path) -> bool:
+    with disk_errors(draft), suppress(FileExistsError):
+        draft.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft.mkdir()
+        return True
+    return False
+
+
+def _make_room(folder: Path, group: dist.ProcessGroup | None) -> Path:
     if from_first(folder.exists, group):
         problem = what_is_broken(folder, group)
         if problem is None:
@@ -81,8 +105,6 @@ def check_room(draft: Path, needed: int) -> None:
 
 def own_files(draft: Path, group: dist.ProcessGroup | None) -> list[tuple[str, tuple[int, str]]]:
     """Return name, size and SHA-256 of this rank's files, which DCP names ``__RANK_*``."""
-    from checkpoint.tensors import METADATA
-
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     with disk_errors(draft):
         paths = sorted(draft.glob(f"__{rank}_*")) + ([draft / METADATA] if rank == 0 else [])
@@ -93,7 +115,8 @@ def publish(draft: Draft) -> None:
     """Turn a draft into a checkpoint with one rename: before it there is none, after it a whole one."""
     path, folder, manifest = draft.path, draft.folder, draft.manifest
     with disk_errors(path):
-        odd = {file.name for file in path.iterdir()} ^ manifest.files.keys()
+        there = {file.name for file in path.iterdir()}
+        odd = there - manifest.files.keys() if draft.local else there ^ manifest.files.keys()
         if odd:
             raise CheckpointError(f"{path} holds other files than the ranks wrote: {', '.join(sorted(odd))}")
         write_manifest(path, manifest)
@@ -103,13 +126,13 @@ def publish(draft: Draft) -> None:
 
 
 @contextmanager
-def removed_on_error(draft: Path, group: dist.ProcessGroup | None) -> Iterator[None]:
+def removed_on_error(draft: Draft) -> Iterator[None]:
     """Remove a draft whose save fails."""
     try:
         yield
     except BaseException:
-        if is_first(group):
-            shutil.rmtree(draft, ignore_errors=True)
+        if draft.owner:
+            shutil.rmtree(draft.path, ignore_errors=True)
         raise
 
 

@@ -14,6 +14,7 @@ from runtime.files import sha256, write_text
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+METADATA = ".metadata"  # DCP's table of tensors
 
 
 class CheckpointError(UserError):

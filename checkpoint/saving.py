@@ -1,18 +1,41 @@
-"""The saves of a run, and which of them are kept."""
+"""The saves of a run, which of them are kept, and the one that it goes on from."""
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
 from checkpoint.api import CheckpointConfig, save_checkpoint
 from checkpoint.keeping import Keeper
+from checkpoint.local import local_folder, remove_others
+from checkpoint.manifest import checkpoint_folder
+from checkpoint.search import find_checkpoint, to_stderr
+from runtime.together import from_first, gather_results, is_first
 
 if TYPE_CHECKING:
     from checkpoint.background import Background
+
+
+def newest_checkpoint(config: CheckpointConfig, report: Callable[[str], None] = to_stderr) -> Path | None:
+    """Do as ``find_checkpoint`` does of ``--load`` and its run's local checkpoints.
+
+    Local ones that are not taken are removed: the run that goes on makes others of their iterations.
+    """
+    load, save = str(config.load), config.save
+    same = save is not None and os.path.realpath(save) == os.path.realpath(load) and not config.finetune
+    local = local_folder(config.non_persistent_local_ckpt_dir, load) if same else None
+    path = find_checkpoint(load, config.ckpt_step, report=report, local=local)
+    if local is not None:
+        there = gather_results(lambda: {path.parent for path in local.parent.glob("*-????????????/iter_*")})
+        others = {str(folder) for folder in set[Path]().union(*there) if folder.name != local.name}
+        for other in sorted(others) if is_first() else ():
+            report(f"passed over {other}, which is of another run; remove it if that one is over")
+        remove_others(local, path)
+    return path
 
 
 @dataclass(kw_only=True)
@@ -22,21 +45,41 @@ class Saves:
     config: CheckpointConfig
     say: Callable[[str], None]
     """Prints a line on the first rank."""
+    _owed: set[str] = field(default_factory=set, init=False)
+    """The tiers, shared or local, whose interval has come since the last save."""
 
-    def save(self, iteration: int, *run: Any, **state: Any) -> None:
-        """Write a checkpoint into the run's folder, as ``save_checkpoint`` does; remove older ones; collective.
+    def due(self, iteration: int, last: bool) -> Literal["shared", "local"] | None:
+        """Return which tier is to have a checkpoint of this iteration: a local one waits while a save is under way."""
+        intervals = {"shared": self.config.save_interval, "local": self.config.non_persistent_save_interval}
+        self._owed |= {tier for tier, every in intervals.items() if every is not None and iteration % every == 0}
+        if self.config.save is not None and (last or "shared" in self._owed):
+            return "shared"
+        busy = self._background is not None and self._background.under_way
+        return "local" if "local" in self._owed and not busy else None
+
+    def save(self, tier: Literal["shared", "local"], iteration: int, *run: Any, **state: Any) -> None:
+        """Write a checkpoint into a tier's folder, as ``save_checkpoint`` does; remove older ones; collective.
 
         With async_save it is begun, once the one before is over.
         """
-        folder = Path(str(self.config.save))
         self.wait()
-        if self._background is not None:
-            save_checkpoint(folder, iteration, *run, **state, beside=self._background)
-            return
-        path = save_checkpoint(folder, iteration, *run, **state)
-        self._tell(path)
-        self._keeper.verified.add(path)
-        self._keeper.prune(folder)
+        folder = self._local if tier == "local" else Path(str(self.config.save))
+        assert folder is not None
+        path = save_checkpoint(folder, iteration, *run, **state, beside=self._background, local=tier == "local")
+        if self._background is None:
+            self._tell(path)
+            if tier == "shared":
+                self._keeper.prune_after(path)
+
+    def holds(self, iteration: int) -> bool:
+        """Whether ``--save`` has a checkpoint of this iteration; collective."""
+        return from_first(checkpoint_folder(str(self.config.save), iteration).is_dir)
+
+    def end(self, iteration: int) -> None:
+        """Wait as ``wait`` does, and remove the local checkpoints if there is a shared one of the end; collective."""
+        self.wait()
+        if self._local is not None and self.holds(iteration):
+            remove_others(self._local, None)
 
     @property
     def ready(self) -> bool:
@@ -53,13 +96,18 @@ class Saves:
             self._tell(self._background.step())
 
     def wait(self) -> None:
-        """Wait until no save is under way; collective. Raises as ``agree`` does."""
+        """Wait until no save is under way, and none is due; collective. Raises as ``agree`` does."""
+        self._owed.clear()
         if self._background is not None:
             self._tell(self._background.wait())
 
     def _tell(self, finished: Path | None) -> None:
         if finished is not None:
             self.say(f"saved {finished}")
+
+    @cached_property
+    def _local(self) -> Path | None:
+        return local_folder(self.config.non_persistent_local_ckpt_dir, str(self.config.save))
 
     @cached_property
     def _background(self) -> "Background | None":

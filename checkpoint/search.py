@@ -1,13 +1,15 @@
 """Find the newest whole checkpoint of a run's folder and verify every byte of it."""
 
+import hashlib
 import re
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 
-from checkpoint.manifest import CheckpointError, Manifest, checkpoint_folder, describe, read_manifest
+from checkpoint.manifest import METADATA, CheckpointError, Manifest, checkpoint_folder, describe, read_manifest
 from runtime.together import from_first, gather_results, is_first
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -16,24 +18,47 @@ POINTER = "latest_checkpointed_iteration.txt"
 def what_is_broken(folder: Path, group: dist.ProcessGroup | None = None, *, read: bool = True) -> str | None:
     """Check a checkpoint folder against its manifest, its name and DCP's table of tensors.
 
-    Collective over ``group``, which shares out the files. Returns what is wrong, with the files, or None if whole.
+    Collective over ``group``, which shares out the files: a rank that sees a file looks at it, as each node may have
+    others. Returns what is wrong, with the files, or None if whole.
 
     Args:
         read: whether to read every byte; without it the files' sizes are compared.
     """
-    try:
-        manifest = from_first(lambda: read_manifest(folder), group)
-    except CheckpointError as error:
-        return str(error)
-    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    seen = gather_results(lambda: _seen(folder), group)
+    hosts = [host for host, *_ in seen]
+    on = [f" (on {host})" if len(set(hosts)) > 1 else "" for host in hosts]
+    apart = len({said for _, said, *_ in seen}) > 1
+    if unread := {said + where * apart for (_, said, *_), where in zip(seen, on, strict=True) if said}:
+        return "; ".join(sorted(unread))
+    if len({digest for _, _, digest, _ in seen}) > 1:
+        return f"{folder} is not the same checkpoint on all nodes"
+    manifest = read_manifest(folder)
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
-    mine = by_size[rank::size]
+    lookers = {}
+    for number, name in enumerate(by_size):
+        who = [other for other, (*_, there) in enumerate(seen) if name in there] or range(len(seen))
+        lookers[name] = who[number % len(who)]
+    mine = [name for name in by_size if lookers[name] == rank]
     problems = gather_results(
         lambda: [_what_differs(folder / name, *manifest.files[name], read) for name in mine], group
     )
-    named = [problem for one_rank in problems for problem in one_rank if problem]
+    named = [problem + where for one_rank, where in zip(problems, on, strict=True) for problem in one_rank if problem]
     # The table is a pickle: read it with care, and only once its bytes are verified.
-    return "; ".join(sorted(named)) or from_first(lambda: _what_is_left_out(folder, manifest), group)
+    table = lookers.get(METADATA, 0)
+    if named:
+        return "; ".join(sorted(named))
+    return gather_results(lambda: _what_is_left_out(folder, manifest) if rank == table else None, group)[table]
+
+
+def _seen(folder: Path) -> tuple[str, str, str, set[str]]:
+    """Return this host, what is wrong with the manifest that it sees, that one's digest, and the files that it sees."""
+    host = socket.gethostname()
+    try:
+        digest = hashlib.sha256(repr(read_manifest(folder)).encode()).hexdigest()
+        return host, "", digest, {path.name for path in folder.iterdir()}
+    except (CheckpointError, OSError) as error:
+        return host, str(error), "", set()
 
 
 def _what_is_left_out(folder: Path, manifest: Manifest) -> str | None:
@@ -81,6 +106,7 @@ def find_checkpoint(
     *,
     group: dist.ProcessGroup | None = None,
     report: Callable[[str], None] = to_stderr,
+    local: Path | None = None,
 ) -> Path | None:
     """Return the newest whole checkpoint of a run's folder, every byte verified; None if there are no checkpoints.
 
@@ -90,7 +116,8 @@ def find_checkpoint(
         directory: a run's folder, with ``iter_*`` folders in it.
         step: take exactly this iteration.
         report: called on the first rank for each broken checkpoint skipped, each unfinished save, and a pointer file
-            that names another iteration.
+            that names another iteration; and for each local one that is not taken.
+        local: this node's folder of the run's local checkpoints, taken where they are newer and whole.
 
     Raises:
         CheckpointError: ``step`` is missing or broken, or no checkpoint is whole: starting afresh would silently lose
@@ -101,23 +128,29 @@ def find_checkpoint(
     if step is not None and step not in found:
         held = f"it has {', '.join(map(str, found))}; name one of them" if found else "it has none at all"
         raise CheckpointError(f"ckpt_step is {step} and {directory} has no checkpoint of that iteration: {held}")
-    broken: list[str] = []
-    for iteration in found if step is None else [step]:
-        folder = checkpoint_folder(directory, iteration)
-        problem = what_is_broken(folder, group)
-        if problem is None:
-            if is_first(group):
-                for note in [f"passed over a broken one: {problem}" for problem in broken] + (
-                    [] if step is not None else _remarks(directory, iteration)
-                ):
-                    report(note)
-            return folder
-        broken.append(problem)
-    if broken:
+    shared = [checkpoint_folder(directory, iteration) for iteration in (found if step is None else [step])]
+    ours: list[Path] = []
+    if local is not None:
+        there = set[int]().union(*gather_results(lambda: saved_iterations(local), group))
+        ours = [checkpoint_folder(local, iteration) for iteration in sorted(there, reverse=True)]
+    newest_first = sorted(shared + (ours if step is None else []), key=lambda path: int(path.name[5:]), reverse=True)
+    broken: dict[Path, str] = {}
+    for folder in newest_first:
+        if (problem := what_is_broken(folder, group)) is None:
+            break
+        broken[folder] = problem
+    taken = next((folder for folder in newest_first if folder not in broken), None)
+    if taken is None and any(folder in broken for folder in shared):
         raise CheckpointError(
-            f"{directory} has no whole checkpoint to load: {'; '.join(broken)}. Load another or move it away"
+            f"{directory} has no whole checkpoint to load: {'; '.join(broken.values())}. Load another or move it away"
         )
-    return None
+    if is_first(group):
+        notes = [f"passed over a broken one: {problem}" for problem in broken.values()]
+        why = f"{taken} is {'asked for' if step is not None else 'no older'}"
+        notes += [f"passed over {path}: {why}" for path in ours if path not in (*broken, taken)]
+        for note in notes + (_remarks(directory, int(taken.name[5:])) if step is None and taken in shared else []):
+            report(note)
+    return taken
 
 
 def saved_iterations(directory: Path) -> list[int]:

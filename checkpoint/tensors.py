@@ -16,12 +16,11 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from checkpoint.manifest import CheckpointError, Manifest
+from checkpoint.manifest import METADATA, CheckpointError, Manifest
 from runtime.errors import UserError
 from runtime.files import room
 from runtime.together import from_first, gather_results
 
-METADATA = ".metadata"
 State = dict[str, dict[str, torch.Tensor]]
 Model = nn.Module | Sequence[nn.Module]
 """A model, or the parts of it that a rank holds, with parameter names as in the whole model."""
@@ -155,6 +154,13 @@ def read_shards(folder: Path, state: State, metadata: Metadata, group: dist.Proc
     """
     with _one_error(f"cannot load {folder}"):
         dcp.load(state, storage_reader=_Reader(folder, metadata), planner=_TensorPlanner(), process_group=group)
+
+
+def files_read(state: State, metadata: Metadata) -> set[str]:
+    """Return which files ``read_shards`` reads here."""
+    planner = _TensorPlanner()
+    planner.set_up_planner(state, metadata)
+    return {metadata.storage_data[item.storage_index].relative_path for item in planner.create_local_plan().items}
 
 
 def reader_of(folder: Path, metadata: Metadata, section: str) -> tuple[dict[str, torch.Tensor], Read]:

@@ -27,7 +27,7 @@ class Records(RunLog):
         """Keep a record."""
         self._records.append(record)
 
-    def sync(self) -> None:
+    def sync(self, draw: bool = True) -> None:
         """Do nothing: there is no file."""
 
 

@@ -111,7 +111,7 @@ CONTRADICTIONS = """
     --min-lr 1 --lr 0.5 | --lr-warmup-iters 10 --train-iters 5 | --lr-warmup-iters 1000
     --lr-decay-iters 5 --lr-warmup-iters 5 | --lr-decay-style WSD --lr-wsd-decay-iters 2000
     --lr-wsd-decay-iters 5 | --adam-beta1 1 | --adam-beta2 1.5 | --save-interval 5 | --wandb-exp-name x
-    --keep-last 2 | --keep-every 0
+    --keep-last 2 | --keep-every 0 | --non-persistent-save-interval 5 | --non-persistent-local-ckpt-dir x
     --split 1,0,0 | --split 0,0,0 | --split 1,2,3,4 | --split nan | --split inf,1 | --split -1,2 | --split ,,,
     --recompute-granularity selective --recompute-offload --device cpu | --loss-chunk-size 0
     --ulysses-degree 2 | --ulysses-degree 0 | --context-parallel-team-size 2 | --context-parallel-team-size 0

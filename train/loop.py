@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class Trainer:
     _begun: int = field(default=0, init=False)
     """The iteration that this start of the run goes on from."""
     _saved: int = field(default=0, init=False)
-    """The iteration of the newest checkpoint."""
+    """The iteration of the newest checkpoint, not counting local ones."""
     _last: tuple[list[Batch], int, float] = field(default=([], 0, 0.0), init=False)
     """The last step's micro-batches, all ranks' valid tokens in them, and their loss before the update."""
 
@@ -107,7 +107,7 @@ class Trainer:
             if owed and not self._is_bad():
                 self._save()
             with self._watchdog.paused():
-                self._saves.wait()
+                self._saves.end(self.progress.iteration)
         if self._ending.agreed:
             self._say(f"ended early after iteration {self.progress.iteration}: {self._ending.why()}; --load goes on")
 
@@ -115,26 +115,24 @@ class Trainer:
         """Train until the run ends, or is to roll back: then return True."""
         config, progress = self.config, self.progress
         left = max(0, config.train.train_iters - progress.iteration)
-        owed = False
         with self._local(islice(batches(self.train_data, self._batching, progress.consumed_samples), left)) as steps:
             while progress.iteration < config.train.train_iters and not self._ending.agreed:
                 self._profiler.before(progress.iteration + 1)
                 record = self._iteration(steps, peak)
                 if record is None:
                     return not self._ending.agreed
-                stop = _divides(config.train.exit_interval, progress.iteration)
+                stop = progress.iteration % (config.train.exit_interval or progress.iteration + 1) == 0
                 last = stop or progress.iteration == config.train.train_iters
                 if self.valid_data is not None and (last or progress.iteration % config.train.eval_interval == 0):
                     steps.wait()
                     record |= self._validate(self.valid_data)
                 record |= self._profiler.stragglers.step(progress.iteration, record["iteration_time_ms"], last)
                 self._report(record, lines.add(record, time.monotonic(), last))
-                owed = owed or _divides(config.checkpoint.save_interval, progress.iteration)
-                if config.checkpoint.save and (last or (owed and not progress.skipped_in_a_row)):
+                tier = self._saves.due(progress.iteration, last)
+                if tier is not None and (last or not progress.skipped_in_a_row):
                     if self._is_bad():
                         return True
-                    self._save()
-                    owed = False
+                    self._save(tier)
                 if stop:
                     break
         return False
@@ -164,9 +162,9 @@ class Trainer:
         run = (self.runner.parts, self.optimizer, self.architecture, self.contents, self.ema)
         with self._watchdog.paused():
             self.progress = rolled_back(self.config, self.progress, lambda config: resume(config, *run))
-        self._saved = self.progress.iteration
+        self._saved = self.progress.iteration if self._saves.holds(self.progress.iteration) else 0
         if self.log is not None:
-            self.log.rewind(self._saved)
+            self.log.rewind(self.progress.iteration)
 
     def _local(self, steps: Iterator[list[Batch]]) -> Ahead[list[Batch]]:
         """Return this rank's parts of the micro-batches of each step, made while the step before runs."""
@@ -326,11 +324,12 @@ class Trainer:
         if self.log is not None:
             print(line, flush=True)
 
-    def _save(self) -> None:
+    def _save(self, tier: Literal["shared", "local"] = "shared") -> None:
         if self.log is not None:
-            self.log.sync()
+            self.log.sync(draw=tier == "shared")
         with self._profiler.part(SAVING), self._watchdog.paused():
             self._saves.save(
+                tier,
                 self.progress.iteration,
                 self.runner.parts,
                 self.optimizer,
@@ -339,12 +338,9 @@ class Trainer:
                 | ({} if self.ema is None else {AVERAGED: self.ema.decay}),
                 more={} if self.ema is None else {"ema": self.ema.weights},
             )
-        self._saved = self.progress.iteration
+        if tier == "shared":
+            self._saved = self.progress.iteration
 
     @cached_property
     def _saves(self) -> Saves:
         return Saves(config=self.config.checkpoint, say=self._say)
-
-
-def _divides(interval: int | None, iteration: int) -> bool:
-    return interval is not None and iteration % interval == 0

@@ -12,12 +12,12 @@ from torch import nn
 from checkpoint.api import (
     CheckpointError,
     compare_architecture,
-    find_checkpoint,
     load_checkpoint,
     load_model,
     read_manifest,
 )
 from checkpoint.manifest import MANIFEST
+from checkpoint.saving import newest_checkpoint
 from model.config import architecture_of
 from model.hf.api import open_hf
 from model.lora import is_adapter
@@ -114,7 +114,7 @@ def _to_load(config: CommonConfig, architecture: dict[str, Any]) -> Path | None:
     load = config.checkpoint.load
     if load is None:
         return None
-    path = find_checkpoint(load, config.checkpoint.ckpt_step)
+    path = newest_checkpoint(config.checkpoint)
     if path is None:
         found = config.checkpoint
         needs = {"finetune": found.finetune, "lora_rank": "lora_rank" in architecture}

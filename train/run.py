@@ -113,6 +113,9 @@ def owning(config: CommonConfig) -> Iterator[None]:
                 except InUseError as error:
                     raise ConfigError(f"save is {folder}, and {error}, or choose another --save") from None
                 remove_drafts(folder)
+        if (local := config.checkpoint.non_persistent_local_ckpt_dir) is not None:
+            with raise_together():
+                check_writable(Path(local), "non_persistent_local_ckpt_dir")
         claim_folder(config)
         yield
 
@@ -150,7 +153,7 @@ def _claim_folder(config: CommonConfig) -> None:
 
 def check_writable(folder: Path, name: str) -> None:
     """Raise ConfigError, which names the folder as the argument ``name``, if it takes no files."""
-    if why := unwritable(folder, f"choose another --{name}"):
+    if why := unwritable(folder, f"choose another --{name.replace('_', '-')}"):
         raise ConfigError(f"{name} is {folder}, {why}")
 
 

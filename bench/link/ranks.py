@@ -158,7 +158,7 @@ class _Reporter(RunLog):
         """Send the time and wait."""
         tell(self._pipe, record["iteration_time_ms"] / 1e3)
 
-    def sync(self) -> None:
+    def sync(self, draw: bool = True) -> None:
         """Do nothing: there is no file."""
 
 

@@ -248,11 +248,15 @@ def validate_run(config: CommonConfig) -> None:
             f"{train.eval_iters}; give a split such as 95,5,0, or --eval-iters 0"
         )
     rolls = config.health.bad_step_policy == "rollback"
+    every, folder = config.checkpoint.non_persistent_save_interval, config.checkpoint.non_persistent_local_ckpt_dir
     needs = (
         ("save_interval", config.checkpoint.save_interval, "save", config.checkpoint.save),
         ("async_save", config.checkpoint.async_save, "save", config.checkpoint.save),
         ("keep_last", config.checkpoint.keep_last, "save", config.checkpoint.save),
         ("keep_every", config.checkpoint.keep_every, "save", config.checkpoint.save),
+        ("non_persistent_save_interval", every, "save", config.checkpoint.save),
+        ("non_persistent_save_interval", every, "non_persistent_local_ckpt_dir", folder),
+        ("non_persistent_local_ckpt_dir", folder, "non_persistent_save_interval", every),
         ("bad_step_policy", rolls and "rollback", "save_interval", config.checkpoint.save_interval),
         ("wandb_exp_name", config.logging.wandb_exp_name, "wandb_project", config.logging.wandb_project),
     )

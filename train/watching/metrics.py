@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from checkpoint.local import STARTS
 from runtime.errors import UserError
 from runtime.files import reason, replacing, write_text
 from train.config.flags import ConfigError
 from train.watching.stragglers import PHASES
 
-METRICS, STARTS = "metrics.jsonl", "starts.jsonl"
+METRICS = "metrics.jsonl"
 LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}
 """Name of the training loss in records, an objective's ``loss_name``, and its unit."""
 
@@ -114,13 +115,14 @@ class RunLog:
                 _rewrite(self._folder / METRICS, self._records)
                 self._file = (self._folder / METRICS).open("ab", buffering=0)
 
-    def sync(self) -> None:
+    def sync(self, draw: bool = True) -> None:
         """Flush everything to disk and redraw the curve."""
         if self._folder is None:
             return
         with disk_errors(self._folder):
             os.fsync(self._file.fileno())
-            plot_loss(self._records, self._folder / "loss.png")
+            if draw:
+                plot_loss(self._records, self._folder / "loss.png")
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:

@@ -23,13 +23,8 @@ Run = TypeVar("Run", bound=CommonConfig)
 Place = tuple[int, int, str]
 """Iteration, index into LOOKED_AT, and name."""
 LOOKED_AT = ("its share of the loss", "the gradient of ", "the weight ")
-NOT_SAVED: dict[str, Any] = {
-    "save": None,
-    "save_interval": None,
-    "async_save": False,
-    "keep_last": None,
-    "keep_every": None,
-}
+NOT_SAVED: dict[str, Any] = dict.fromkeys(("save", "save_interval", "keep_last", "keep_every")) | {"async_save": False}
+NOT_SAVED |= dict.fromkeys(("non_persistent_save_interval", "non_persistent_local_ckpt_dir"))
 
 
 class ReplayError(UserError):

@@ -247,6 +247,13 @@ def test_wrong_flags_are_refused_by_name(argv, words):
         ),
         (1, "--save-interval 5", ["save_interval is 5", "--save"]),
         (1, "--keep-last 2", ["keep_last is 2", "--save"]),
+        (1, "--non-persistent-save-interval 2", ["non_persistent_save_interval is 2, but save is not set"]),
+        (
+            1,
+            "--save x --non-persistent-save-interval 2",
+            ["non_persistent_save_interval is 2", "--non-persistent-local-ckpt-dir"],
+        ),
+        (1, "--non-persistent-local-ckpt-dir x", ["local_ckpt_dir is x", "--non-persistent-save-interval"]),
         (1, "--wandb-exp-name x", ["wandb_exp_name is x", "--wandb-project"]),
         (1, "--split 100,0,0", ["split is 100,0,0", "--eval-iters 0"]),
         (1, "--tokenizer-model none", ["tokenizer_model is not set"]),

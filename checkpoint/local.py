@@ -1,0 +1,92 @@
+"""The local tier: checkpoints in a folder of each node, a RAM disk or NVMe, of which the newest stays.
+
+Each node has the files of its own ranks, and the manifest, which lists those of all. So a local checkpoint is whole
+where the nodes have all of its files between them, and loads as any other once each node has those that it reads.
+"""
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from checkpoint.manifest import CheckpointError, read_manifest
+from runtime.together import from_first, gather_results, raise_together
+
+STARTS = "starts.jsonl"
+"""Of a run's folder: a line for each start, the first of which tells the run from all others."""
+
+
+def local_folder(directory: str | None, save: str) -> Path | None:
+    """Return the folder of a run's local checkpoints in a node's directory; None without, or before its first start.
+
+    Its name has the run's fingerprint, of the path ``save`` and the time of its first start. Collective; raises
+    CheckpointError if it is a link, or another user's.
+    """
+    name = None if directory is None else from_first(lambda: _fingerprint(Path(save)))
+    if directory is None or name is None:
+        return None
+    folder = Path(directory) / name
+    with raise_together():
+        if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != os.getuid()):
+            raise CheckpointError(f"{folder} is no folder of yours; choose another --non-persistent-local-ckpt-dir")
+    return folder
+
+
+def _fingerprint(save: Path) -> str | None:
+    with suppress(FileNotFoundError), (save / STARTS).open("rb") as starts:
+        path = os.path.realpath(save)
+        return f"{os.path.basename(path)}-{hashlib.sha256(path.encode() + starts.readline()).hexdigest()[:12]}"
+    return None
+
+
+def remove_others(local: Path, kept: Path | None) -> None:
+    """Remove all but one of this node's local checkpoints, drafts too; its ranks may do so at once."""
+    for path in local.glob("iter_*"):
+        if path != kept:
+            gone = path.with_name(f"iter_{uuid.uuid4().hex[:8]}.tmp")  # first, so that a kill leaves no broken one
+            with suppress(OSError):  # another rank was first; what is left is tried again at the next one
+                path.rename(gone)
+                shutil.rmtree(gone)
+
+
+def bring(folder: Path, names: Collection[str], group: dist.ProcessGroup | None) -> None:
+    """Copy those files of a verified checkpoint that this rank reads and its node lacks from another node; collective.
+
+    One rank of each node writes a file, beside the node's own. Raises OSError on every rank if there is no room.
+    """
+    here = {path.name for path in folder.iterdir()}
+    seen = gather_results(lambda: (here, sorted(set(names) - here), uuid.uuid4().hex[:8]), group)
+    if not any(lacking for _, lacking, _ in seen):
+        return
+    rank, mark = dist.get_rank(group), seen[0][2]
+    sizes = {name: size for name, (size, _) in read_manifest(folder).files.items()}
+
+    def claim() -> list[str]:
+        mine = []
+        for name in seen[rank][1]:
+            with suppress(FileExistsError), (folder / f"{name}.{mark}").open("xb") as file:
+                os.posix_fallocate(file.fileno(), 0, sizes[name])  # so that no write fails while another rank sends
+                mine.append(name)
+        return mine
+
+    claims = gather_results(claim, group)
+    for name in sorted(set().union(*claims)):
+        source = next(other for other, (there, *_) in enumerate(seen) if name in there)
+        for target in (other for other, claimed in enumerate(claims) if name in claimed):
+            if rank in (source, target):
+                path = folder / (name if rank == source else f"{name}.{mark}")
+                content = torch.from_file(str(path), rank == target, sizes[name], dtype=torch.uint8)
+                for block in content.split(1 << 26):
+                    if rank == source:
+                        dist.send(block, group=group, group_dst=target)
+                    else:
+                        dist.recv(block, group=group, group_src=source)
+    with raise_together(group):
+        for name in claims[rank]:
+            (folder / f"{name}.{mark}").rename(folder / name)

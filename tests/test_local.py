@@ -1,0 +1,96 @@
+"""A run that is killed between two shared checkpoints goes on from the local one, as the run that nobody disturbed."""
+
+import io
+import os
+import shutil
+import signal
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from testing.ranks import run_ranks
+from tests.pretraining import TINY, on_rank
+from train.loop import Trainer
+from train.watching.metrics import METRICS, read_metrics
+
+EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")
+
+
+def flags(data: Path, save: Path, *more: str) -> list[str]:
+    arguments = [*TINY, "--data-path", str(data), "--tokenizer-model", f"{data}.model", "--save", str(save)]
+    return [*arguments, "--load", str(save), "--train-iters", "8", "--save-interval", "4", *more]
+
+
+def _on_node(rank: int, size: int, arguments: list[str], nodes: str, at: int | None = None) -> str:
+    """Run as a rank of one of two nodes; the last rank is killed after the iteration ``at``. Return what it says."""
+    report = Trainer._report
+
+    def then_die(trainer: Trainer, *args: object) -> None:
+        report(trainer, *args)  # type: ignore[arg-type]
+        if rank == size - 1 and trainer.progress.iteration == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Trainer._report = then_die  # type: ignore[assignment, method-assign]
+    folder = f"{nodes}{2 * rank // size}"
+    tier = ["--non-persistent-save-interval", "1" if size == 2 else "3", "--non-persistent-local-ckpt-dir", folder]
+    with redirect_stderr(io.StringIO()) as notes, redirect_stdout(io.StringIO()) as said:
+        said.write(on_rank(rank, size, [*arguments, *tier]))
+    return notes.getvalue() + said.getvalue()
+
+
+def curve(save: Path) -> list[list[float]]:
+    return [[record[name] for name in EXACT] for record in read_metrics(save / METRICS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [
+        (2, ()),
+        (4, ()),
+        (4, ("--async-save",)),
+        (4, ("--data-parallel-sharding-strategy", "ddp")),
+        (4, ("--context-parallel-size", "2", "--pipeline-model-parallel-size", "2")),
+    ],
+)
+def test_a_killed_run_goes_on_from_the_local_one_and_without_a_node_from_the_shared_one(
+    size: int, more: tuple[str, ...], default_data: Path, tmp_path: Path
+) -> None:
+    whole, save, nodes = tmp_path / "whole", tmp_path / "run", str(tmp_path / "node")
+    run_ranks(_on_node, size, flags(default_data, whole, *more), str(tmp_path / "other"))
+    with pytest.raises(RuntimeError, match="rank"):
+        run_ranks(_on_node, size, flags(default_data, save, *more), nodes, 8)
+    local = 7 if size == 2 else 6
+    assert [path.name for path in Path(f"{nodes}1").glob("*/iter_*")] == [f"iter_000000{local}"]
+    for name in (save, *(Path(f"{nodes}{node}") for node in (0, 1))):
+        shutil.copytree(name, tmp_path / "kept" / name.name)
+    said = run_ranks(_on_node, size, flags(default_data, save, *more), nodes)[0]
+    assert f"resumed from {nodes}0/run-" in said
+    assert f"/iter_000000{local}, {4 * local} samples consumed" in said
+    assert curve(save) == curve(whole)
+    assert not list(tmp_path.glob("node*/*/iter_*")), "the run is over, and memory is free"
+
+    for name in ("run", "node0", "node1"):
+        shutil.rmtree(tmp_path / name)
+        shutil.copytree(tmp_path / "kept" / name, tmp_path / name)
+    shutil.rmtree(f"{nodes}1")
+    said = run_ranks(_on_node, size, flags(default_data, save, *more), nodes)[0]
+    assert f"/iter_000000{local}/manifest.json is missing" in said
+    assert f"resumed from {save}/iter_0000004, 16 samples consumed" in said
+    assert curve(save) == curve(whole)
+
+
+@pytest.mark.slow
+def test_a_smaller_world_goes_on_where_it_sees_all_and_else_says_why(default_data: Path, tmp_path: Path) -> None:
+    save, nodes = tmp_path / "run", str(tmp_path / "node")
+    with pytest.raises(RuntimeError, match="rank"):
+        run_ranks(_on_node, 4, flags(default_data, save), nodes, 8)
+    shutil.copytree(tmp_path, tmp_path.parent / "kept")
+    said = run_ranks(_on_node, 2, flags(default_data, save), nodes)[0]
+    assert f"resumed from {nodes}0/run-" in said
+    shutil.rmtree(tmp_path)
+    shutil.copytree(tmp_path.parent / "kept", tmp_path)
+    (said,) = run_ranks(_on_node, 1, flags(default_data, save), nodes)
+    assert "/iter_0000006/__2_0.distcp is missing" in said
+    assert f"resumed from {save}/iter_0000004" in said

@@ -5,12 +5,14 @@ import io
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from data.errors import DataError
 from data.text.indexed import writing
@@ -24,40 +26,19 @@ _TRAIN_CHARACTERS = 8_000_000
 _SPACE_MARK = "▁"
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """What Longmesh and Megatron's GPTDataset need of a tokenizer."""
 
-    path: str
-    """Its file."""
-    sha256: str
-    """SHA-256 of the file's content."""
-    vocab_size: int
-    """Number of ids; every id is in [0, vocab_size)."""
-    eod: int
-    """Id that ends each document."""
-    pad: int
-    """Id whose labels GPTDataset masks."""
-    unknown: int | None
-    """Id of what the vocabulary has no token for, where there is one of its own."""
-    unique_identifiers: OrderedDict[str, object]
-    """Key by which GPTDataset names its caches."""
-
-    def tokenize(self, text: str) -> list[int]:
-        """Return the ids of `text`; special tokens spelled out in it are ordinary text."""
-
-    def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
-        """Return the text of `ids`, without special tokens unless `special` and they have one."""
-
-
-class _Common:
-    # GPTDataset masks every label equal to `pad`: a real id here (many tokenizers reuse eod or unk) would silently
-    # drop real tokens from the loss. No token has id -1.
     pad = -1
+    """GPTDataset masks every label equal to it: a real id here (many tokenizers reuse eod or unk) would silently drop
+    real tokens from the loss. No token has id -1."""
     bos: int | None = None
     """Id that begins a text, where there is one."""
     unknown: int | None = None
+    """Id of what the vocabulary has no token for, where there is one of its own."""
 
     def __init__(self, path: str, content: bytes, vocab_size: int, eod: int) -> None:
+        """Set up for a file; every id is in [0, vocab_size), and ``eod`` ends each document."""
         self.path = path
         self.vocab_size = vocab_size
         self.eod = eod
@@ -69,6 +50,14 @@ class _Common:
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return _loaded_once, (self.path,)  # a process that is sent one again and again reads its file once
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of `text`; special tokens spelled out in it are ordinary text."""
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
+        """Return the text of `ids`, without special tokens unless `special` and they have one."""
 
 
 @contextmanager
@@ -83,7 +72,7 @@ def _undamaged(path: str | os.PathLike[str], kind: str) -> Iterator[None]:
         raise DataError(f"{path} is no {kind} or is damaged ({reason}); copy or train it again") from error
 
 
-class SentencePieceTokenizer(_Common):
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece `.model`. Those of `train_tokenizer` round-trip every text exactly."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -113,7 +102,7 @@ class SentencePieceTokenizer(_Common):
             return self._model.decode(list(ids))  # control pieces have no text
 
 
-class HuggingFaceTokenizer(_Common):
+class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json` of Hugging Face's `tokenizers`; code of the model's repository is never run.
 
     The end-of-text token is the `eos_token` of a `tokenizer_config.json` in the same folder, else the first well-known
@@ -237,7 +226,7 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
         raise DataError("there is no text to train a tokenizer on; check the corpus's path and suffix")
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_until_error(_chain(first, lines), errors),
+            sentence_iterator=_until_error(chain([first], lines), errors),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -293,8 +282,3 @@ def _until_error(lines: Iterator[str], errors: list[DataError]) -> Iterator[str]
         yield from lines
     except DataError as error:
         errors.append(error)
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest

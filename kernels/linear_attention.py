@@ -96,11 +96,7 @@ def check(
     state: Tensor | None = None,
     documents: Sequence[int] | None = None,
 ) -> None:
-    """Validate the arguments of ``linear_attention``.
-
-    Raises:
-        ValueError: the first argument that is wrong.
-    """
+    """Raise ValueError for the first argument of ``linear_attention`` that is wrong."""
     batch, length, heads, width = q.shape
     if k.shape != q.shape or v.shape[:3] != q.shape[:3] or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -109,7 +105,14 @@ def check(
         )
     if length == 0:
         raise ValueError("linear attention got no tokens; give at least one")
-    check_decay(log_decay, heads)
+    if len(log_decay) != heads:
+        raise ValueError(f"log_decay has {len(log_decay)} numbers for {heads} heads; give one per head")
+    for head, rate in enumerate(log_decay):
+        if not (math.isfinite(rate) and rate <= 0):
+            shown = math.inf if rate > 700 else math.exp(rate)
+            raise ValueError(
+                f"the decay of head {head} is {shown} (its logarithm {rate}); a decay lies above 0 and at most at 1"
+            )
     if state is not None:
         wanted = (batch, heads, width, v.shape[-1])
         if state.shape != wanted:
@@ -119,22 +122,6 @@ def check(
         if len(documents) < 2 or documents[0] != 0 or documents[-1] != length or not rising:
             raise ValueError(
                 f"documents is {tuple(documents)}; it must be cumulative lengths, rising from 0 to the {length} tokens"
-            )
-
-
-def check_decay(log_decay: Sequence[float], heads: int) -> None:
-    """Check for one decay in (0, 1] per head.
-
-    Raises:
-        ValueError: the number of decays, or the first one out of range.
-    """
-    if len(log_decay) != heads:
-        raise ValueError(f"log_decay has {len(log_decay)} numbers for {heads} heads; give one per head")
-    for head, rate in enumerate(log_decay):
-        if not (math.isfinite(rate) and rate <= 0):
-            shown = math.inf if rate > 700 else math.exp(rate)
-            raise ValueError(
-                f"the decay of head {head} is {shown} (its logarithm {rate}); a decay lies above 0 and at most at 1"
             )
 
 

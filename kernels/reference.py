@@ -49,7 +49,7 @@ def attention(
     scores = scores.masked_fill(~seen, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)  # [B, K, G, T]
     out = torch.einsum("bkgts,bskd->btkgd", torch.exp(scores - lse[..., None]), v)
-    return out.flatten(2, 3), _to_rows(lse)
+    return out.flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)  # lse [B, K, G, T] -> [B, T, H]
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -87,10 +87,6 @@ def _scores(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
     """Return scaled scores ``[B, K, G, T, S]``, G = H / K query heads per key/value head."""
     groups = (k.shape[2], q.shape[2] // k.shape[2])
     return torch.einsum("btkgd,bskd->bkgts", q.unflatten(2, groups), k) * scale
-
-
-def _to_rows(x: Tensor) -> Tensor:
-    return x.permute(0, 3, 1, 2).flatten(2, 3)  # [B, K, G, T] -> [B, T, H]
 
 
 def _from_rows(x: Tensor, groups: tuple[int, int]) -> Tensor:

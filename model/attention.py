@@ -130,11 +130,7 @@ class LinearAttend(Protocol):
 
 
 def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: Any = None) -> Tensor:
-    """Compute linear attention on one device that holds the whole sequence in order; shapes as in LinearAttend.
-
-    Raises:
-        UserError: a mask, which belongs to a method of context parallelism.
-    """
+    """Compute linear attention on one device that holds the whole sequence in order: a LinearAttend without masks."""
     refuse_mask(mask)
     return linear_attention(q, k, v, log_decay)[0]
 

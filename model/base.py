@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kernels.cache import States
 from model.config import ModelConfig
+from model.layers import Rotary
 from model.lora import initial_adapter, is_adapter
 
 Head = Callable[[Tensor, Tensor], Tensor]
@@ -23,8 +24,8 @@ Head = Callable[[Tensor, Tensor], Tensor]
 class LanguageModel(nn.Module):
     """Token ids -> logits. Weights are undefined until init_weights or load_state_dict.
 
-    A subclass sets the modules below and defines `hidden`. Tied embeddings have no output module, and the embedding's
-    weight is the only copy in the state dict. Modules that `keep` dropped are None.
+    A subclass sets the modules below; a layer takes (x, places, mask, states). Tied embeddings have no output module,
+    and the embedding's weight is the only copy in the state dict. Modules that `keep` dropped are None.
     """
 
     config: ModelConfig
@@ -71,14 +72,22 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None, states: States | None = None
     ) -> Tensor:
         """Return normalised hidden states [B, T, C], for `project`; arguments as in `forward`."""
-        raise TypeError(f"{type(self).__name__} defines no hidden states")
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)
+        places = self.places(positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, places, mask, states)
+        return x if self.norm is None else self.norm(x)
 
-    def embedded(self, tokens: Tensor) -> Tensor:
-        """Embed token ids as [B, T, C]; return hidden states in their place unchanged."""
-        if tokens.is_floating_point():
-            return tokens
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the first layer's input [B, T, C] of tokens [B, T] and positions [T] or [B, T]."""
         assert self.embedding is not None, "a part without an embedding takes hidden states"
         return self.embedding(tokens)
+
+    def places(self, positions: Tensor, dtype: torch.dtype) -> Any:
+        """Return what every layer is told of the positions; ``dtype`` is the activations'."""
+        return Rotary(positions, self.config.head_dim, self.config, dtype)
 
     def project(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of hidden states [..., C]."""
@@ -129,23 +138,10 @@ class RecurrentModel(LanguageModel):
     """A language model with linear attention, whose layers keep the past in a state of constant size.
 
     A state cannot leave padding out: sequences that are read together must be of one length.
-
-    A subclass sets the modules of a LanguageModel and defines `embed`; a layer takes (x, positions, mask, states).
     """
 
-    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the first layer's input [B, T, C] of tokens [B, T] and positions [T] or [B, T]."""
-        raise TypeError(f"{type(self).__name__} defines no embedding")
-
-    def hidden(
-        self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None, states: States | None = None
-    ) -> Tensor:
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)
-        for layer in self.layers:
-            x = layer(x, positions, mask, states)
-        return x if self.norm is None else self.norm(x)
+    def places(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        return positions
 
 
 def output_module(config: ModelConfig) -> nn.Linear | None:

@@ -12,6 +12,7 @@ from model.rope import RopeConfig
 from model.windows import MOST_LAYERS, Window, Windows, windows_of
 from runtime.errors import UserError
 
+Architecture = dict[str, int | float | bool | str | None]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 LINEARS = ("wq", "wk", "wv", "wu", "wo", "gate", "up", "down")
 
@@ -89,8 +90,7 @@ class ModelConfig(RopeConfig, LoraConfig):
         self._check_kind()
         self._check_softmax()
         self._check_positions()
-        softmax = not self.linear_attention or self.softmax_every is not None
-        self.check_rope(self.head_dim, rotates=softmax and not self.learned_positions)
+        self.check_rope(self.head_dim, rotates=self.some_softmax and not self.learned_positions)
         self.adapted_linears()
 
     def _check_kind(self) -> None:
@@ -145,10 +145,9 @@ class ModelConfig(RopeConfig, LoraConfig):
 
     def _check_softmax(self) -> None:
         """Check windows and sinks, which layers of softmax attention alone have."""
-        softmax = not self.linear_attention or self.softmax_every is not None
         for name in ("window_size", "softmax_type"):
             self._require(
-                softmax or getattr(self, name) == getattr(type(self), name),
+                self.some_softmax or getattr(self, name) == getattr(type(self), name),
                 name,
                 f"model_type {self.model_type} has linear attention, which divides by no softmax and keeps no keys; "
                 "leave it out, or give a transnormer layers of softmax attention by softmax_every",
@@ -160,37 +159,32 @@ class ModelConfig(RopeConfig, LoraConfig):
         )
 
     def _check_positions(self) -> None:
-        if self.linear_attention:
-            if self.softmax_every is not None:
-                self._check_rope()
+        """Check the settings of positions that softmax attention has: a table of learned ones, or rope."""
+        if not self.some_softmax:
             return
-        if self.learned_positions:
+        if not self.learned_positions:
             self._require(
-                self.model_type == "gpt",
-                "position_embedding_type",
-                f"model_type {self.model_type} has rope alone; leave it out, or set model_type to gpt",
-            )
-            self._require(
-                self.max_position_embeddings is not None,
-                "max_position_embeddings",
-                "learned_absolute positions need the length of their table; set it to the longest sequence, or "
-                "position_embedding_type to rope",
-            )
-            default = type(self).rotary_base
-            self._require(
-                self.rotary_base == default,
-                "rotary_base",
-                "learned_absolute positions turn nothing; leave it out, or set position_embedding_type to rope",
+                self.head_dim % 2 == 0,
+                "hidden_size" if self.kv_channels is None else "kv_channels",
+                f"the {self.num_attention_heads} heads are {self.head_dim} wide, which must be even: rotary positions "
+                "turn channels in pairs",
             )
             return
-        self._check_rope()
-
-    def _check_rope(self) -> None:
         self._require(
-            self.head_dim % 2 == 0,
-            "hidden_size" if self.kv_channels is None else "kv_channels",
-            f"the {self.num_attention_heads} heads are {self.head_dim} wide, which must be even: rotary positions turn "
-            "channels in pairs",
+            self.model_type == "gpt",
+            "position_embedding_type",
+            f"model_type {self.model_type} has rope alone; leave it out, or set model_type to gpt",
+        )
+        self._require(
+            self.max_position_embeddings is not None,
+            "max_position_embeddings",
+            "learned_absolute positions need the length of their table; set it to the longest sequence, or "
+            "position_embedding_type to rope",
+        )
+        self._require(
+            self.rotary_base == type(self).rotary_base,
+            "rotary_base",
+            "learned_absolute positions turn nothing; leave it out, or set position_embedding_type to rope",
         )
 
     def _require(self, ok: bool, name: str, problem: str) -> None:
@@ -202,6 +196,11 @@ class ModelConfig(RopeConfig, LoraConfig):
     def linear_attention(self) -> bool:
         """Whether attention is linear, with a state instead of keys and values; in a hybrid, in most layers."""
         return self.model_type in ("transnormer", "linear_transformer")
+
+    @property
+    def some_softmax(self) -> bool:
+        """Whether some layer has softmax attention."""
+        return not self.linear_attention or self.softmax_every is not None
 
     def has_softmax(self, layer: int) -> bool:
         """Return whether this layer, counted from 0, has softmax attention."""
@@ -266,10 +265,10 @@ class ModelConfig(RopeConfig, LoraConfig):
         return self.vocab_size
 
 
-def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str | None]:
+def architecture_of(config: ModelConfig) -> Architecture:
     """Return all that decides the model's shapes and function, defaults resolved; if equal, checkpoints fit."""
     positions = "learned_absolute" if config.learned_positions else "rope"
-    softmax: dict[str, int | float | bool | str | None] = {}  # without an entry where older checkpoints have none
+    softmax: Architecture = {}  # without an entry where older checkpoints have none
     windows = [config.window(layer) for layer in range(config.num_layers)]
     if any(windows):
         left, right = next(window for window in windows if window)
@@ -277,7 +276,7 @@ def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str |
         softmax["window_attn_skip_freq"] = f"[{','.join(str(int(window is not None)) for window in windows)}]"
     if config.softmax_type != "vanilla":
         softmax["softmax_type"] = config.softmax_type
-    linear: dict[str, int | float | bool | str | None] = {}
+    linear: Architecture = {}
     if config.linear_attention:
         positions = "lrpe" if config.model_type == "transnormer" else "sinusoidal"
         linear = {
@@ -287,7 +286,7 @@ def architecture_of(config: ModelConfig) -> dict[str, int | float | bool | str |
         if config.softmax_every is not None:
             linear["softmax_every"] = config.softmax_every
     own = {name: True for name in ("add_qkv_bias", "qk_layernorm") if getattr(config, name)}
-    adapters: dict[str, int | float | bool | str | None] = {}
+    adapters: Architecture = {}
     if config.lora_rank is not None:
         names = ",".join(config.adapted_linears())
         adapters = {"lora_rank": config.lora_rank, "lora_scale": config.lora_scale, "lora_target": names}

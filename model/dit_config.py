@@ -141,16 +141,9 @@ def _fitting(size: int) -> str:
 
 def architecture_of(config: DiTConfig) -> dict[str, int | float | bool | str | None]:
     """Return all that decides the model's shapes and function, defaults resolved; if equal, checkpoints fit."""
-    return {
+    names = ("num_layers", "hidden_size", "num_attention_heads", "patch_size", "patch_size_t", "num_classes")
+    return {name: getattr(config, name) for name in (*names, "learn_sigma", "norm_epsilon")} | {
         "model_type": "dit",
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
         "ffn_hidden_size": config.ffn_size,
-        "num_attention_heads": config.num_attention_heads,
-        "patch_size": config.patch_size,
-        "patch_size_t": config.patch_size_t,
         "latent_shape": "x".join(map(str, config.latent_shape)),
-        "num_classes": config.num_classes,
-        "learn_sigma": config.learn_sigma,
-        "norm_epsilon": config.norm_epsilon,
     }

@@ -12,12 +12,10 @@ from kernels.cache import States
 from model.attention import Attend, attention_of, sdpa
 from model.base import LanguageModel, output_module
 from model.config import ModelConfig
-from model.layers import MLP, LayerNorm, Rotary
+from model.layers import MLP, LayerNorm, PreNormLayer, Rotary
 
 
-class Layer(nn.Module):
-    """One pre-norm transformer layer: [B, T, C] -> [B, T, C]."""
-
+class Layer(PreNormLayer):
     def __init__(self, config: ModelConfig, layer: int, attend: Attend) -> None:
         super().__init__()
         width = config.hidden_size
@@ -25,10 +23,6 @@ class Layer(nn.Module):
         self.attention = attention_of(config, layer, attend, bias=True)
         self.mlp_norm = LayerNorm(width, eps=config.norm_epsilon)
         self.mlp = MLP(width, config.ffn_size)
-
-    def forward(self, x: Tensor, rotary: Rotary | None, mask: Any = None, states: States | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary, mask, states)
-        return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(LanguageModel):
@@ -53,17 +47,15 @@ class GPT(LanguageModel):
 
         Raises ValueError for more tokens than that without explicit positions.
         """
-        length, table = tokens.shape[1], self.config.position_table
-        if positions is None:
-            if table is not None and length > table:
-                raise ValueError(f"{length} tokens are more than max_position_embeddings {table}; give fewer")
-            positions = torch.arange(length, device=tokens.device)
-        x = self.embedded(tokens)  # [B, T, C]
-        if self.position_embedding is not None:
-            x = x + self.position_embedding(positions)  # [B, T, C] + [T, C] or [B, T, C]
-        rotary = None
-        if table is None:
-            rotary = Rotary(positions, self.config.head_dim, self.config, x.dtype)
-        for layer in self.layers:
-            x = layer(x, rotary, mask, states)
-        return x if self.norm is None else self.norm(x)
+        table = self.config.position_table
+        if positions is None and table is not None and tokens.shape[1] > table:
+            raise ValueError(f"{tokens.shape[1]} tokens are more than max_position_embeddings {table}; give fewer")
+        return super().hidden(tokens, positions, mask, states)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = super().embed(tokens, positions)
+        # [B, T, C] + [T, C] or [B, T, C]
+        return x if self.position_embedding is None else x + self.position_embedding(positions)
+
+    def places(self, positions: Tensor, dtype: torch.dtype) -> Rotary | None:
+        return super().places(positions, dtype) if self.config.position_table is None else None

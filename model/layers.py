@@ -3,10 +3,13 @@
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.cache import States
 from model.rope import RopeConfig, frequencies
 
 # Normalises 16-bit inputs in float32 and rounds once, at the end (Zhang & Sennrich 2019, eq. 4); the fused kernel saves
@@ -70,3 +73,19 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class PreNormLayer(nn.Module):
+    """A layer [B, T, C] -> [B, T, C] of the modules attention_norm, attention, mlp_norm and mlp.
+
+    ``places`` are what its attention is told of the tokens' positions.
+    """
+
+    attention_norm: nn.Module
+    attention: nn.Module
+    mlp_norm: nn.Module
+    mlp: nn.Module
+
+    def forward(self, x: Tensor, places: Any, mask: Any = None, states: States | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), places, mask, states)
+        return x + self.mlp(self.mlp_norm(x))

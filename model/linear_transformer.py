@@ -15,7 +15,7 @@ from kernels.cache import States
 from model.attention import LinearAttend, LinearCore, linear
 from model.base import RecurrentModel, output_module
 from model.config import ModelConfig
-from model.layers import MLP, LayerNorm
+from model.layers import MLP, LayerNorm, PreNormLayer
 
 
 def features(x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class LinearAttention(LinearCore):
         self.wq, self.wk, self.wv = (nn.Linear(width, heads * self.head_dim) for _ in range(3))
         self.wo = nn.Linear(heads * self.head_dim, width)
 
-    def forward(self, x: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]
         # An extra value channel of ones computes the normaliser z, so its state travels with the others.
         v = F.pad(v, (0, 1), value=1.0)  # [B, T, H, D + 1]
@@ -59,9 +59,7 @@ class LinearAttention(LinearCore):
         return self.wo((out[..., :-1] / out[..., -1:]).flatten(-2))
 
 
-class Layer(nn.Module):
-    """One pre-norm layer: [B, T, C] -> [B, T, C]."""
-
+class Layer(PreNormLayer):
     def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
         super().__init__()
         width = config.hidden_size
@@ -69,10 +67,6 @@ class Layer(nn.Module):
         self.attention = LinearAttention(config, layer, attend)
         self.mlp_norm = LayerNorm(width, eps=config.norm_epsilon)
         self.mlp = MLP(width, config.ffn_size)
-
-    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), mask, states)
-        return x + self.mlp(self.mlp_norm(x))
 
 
 class LinearTransformer(RecurrentModel):
@@ -88,5 +82,5 @@ class LinearTransformer(RecurrentModel):
         self.output = output_module(config)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x = self.embedded(tokens) * self.config.embedding_scale  # [B, T, C]
+        x = super().embed(tokens, positions) * self.config.embedding_scale  # [B, T, C]
         return x + self.sinusoids(positions).to(x.dtype)

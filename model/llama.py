@@ -3,21 +3,15 @@
 Shapes: B sequences, T tokens, C width of the residual stream.
 """
 
-from typing import Any
+from torch import nn
 
-import torch
-from torch import Tensor, nn
-
-from kernels.cache import States
 from model.attention import Attend, attention_of, sdpa
 from model.base import LanguageModel, output_module
 from model.config import ModelConfig
-from model.layers import RMSNorm, Rotary, SwiGLU
+from model.layers import PreNormLayer, RMSNorm, SwiGLU
 
 
-class Layer(nn.Module):
-    """One pre-norm transformer layer: [B, T, C] -> [B, T, C]."""
-
+class Layer(PreNormLayer):
     def __init__(self, config: ModelConfig, layer: int, attend: Attend) -> None:
         super().__init__()
         width = config.hidden_size
@@ -25,10 +19,6 @@ class Layer(nn.Module):
         self.attention = attention_of(config, layer, attend)
         self.mlp_norm = RMSNorm(width, eps=config.norm_epsilon)
         self.mlp = SwiGLU(width, config.ffn_size)
-
-    def forward(self, x: Tensor, rotary: Rotary, mask: Any = None, states: States | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary, mask, states)
-        return x + self.mlp(self.mlp_norm(x))
 
 
 class Llama(LanguageModel):
@@ -41,14 +31,3 @@ class Llama(LanguageModel):
         self.layers = nn.ModuleList(Layer(config, layer, attend) for layer in range(config.num_layers))
         self.norm: nn.Module | None = RMSNorm(config.hidden_size, eps=config.norm_epsilon)
         self.output = output_module(config)
-
-    def hidden(
-        self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None, states: States | None = None
-    ) -> Tensor:
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedded(tokens)  # [B, T, C]
-        rotary = Rotary(positions, self.config.head_dim, self.config, x.dtype)
-        for layer in self.layers:
-            x = layer(x, rotary, mask, states)
-        return x if self.norm is None else self.norm(x)

@@ -18,7 +18,7 @@ from kernels.cache import States
 from model.attention import HybridAttention, LinearAttend, LinearCore, attention_of, linear
 from model.base import RecurrentModel, output_module
 from model.config import ModelConfig
-from model.layers import SGLU, RMSNorm, Rotary
+from model.layers import SGLU, PreNormLayer, RMSNorm, Rotary
 
 
 def log_decay_of(config: ModelConfig, layer: int) -> tuple[float, ...]:
@@ -93,9 +93,7 @@ class TokenMixer(LinearCore):
         return self.wo(self.wu(x) * self.norm(out.flatten(-2)))
 
 
-class Layer(nn.Module):
-    """One pre-norm layer: [B, T, C] -> [B, T, C]."""
-
+class Layer(PreNormLayer):
     def __init__(self, config: ModelConfig, layer: int, attends: HybridAttention) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.norm_epsilon
@@ -108,14 +106,6 @@ class Layer(nn.Module):
         """Build the attention of this layer."""
         return TokenMixer(config, layer, attends.linear)
 
-    def mix(self, x: Tensor, positions: Tensor, mask: Any, states: States | None) -> Tensor:
-        """Apply the attention to normalised x."""
-        return self.attention(x, positions, mask, states)
-
-    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
-        x = x + self.mix(self.attention_norm(x), positions, mask, states)
-        return x + self.mlp(self.mlp_norm(x))
-
 
 class SoftmaxLayer(Layer):
     """A layer with softmax attention and rotary positions."""
@@ -124,9 +114,8 @@ class SoftmaxLayer(Layer):
         self.head_dim, self.rope = config.head_dim, config
         return attention_of(config, layer, attends.softmax)
 
-    def mix(self, x: Tensor, positions: Tensor, mask: Any, states: States | None) -> Tensor:
-        rotary = Rotary(positions, self.head_dim, self.rope, x.dtype)
-        return self.attention(x, rotary, mask, states)
+    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
+        return super().forward(x, Rotary(positions, self.head_dim, self.rope, x.dtype), mask, states)
 
 
 class TransNormer(RecurrentModel):
@@ -143,4 +132,4 @@ class TransNormer(RecurrentModel):
         self.output = output_module(config)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        return self.embedded(tokens) * self.config.embedding_scale
+        return super().embed(tokens, positions) * self.config.embedding_scale

@@ -82,11 +82,7 @@ class Cluster:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Load the cluster of a TOML file, which must give every figure but those of host memory.
-
-    Raises:
-        ClusterError: naming the file, the key and the fix.
-    """
+    """Load a TOML file with every figure but host memory's; ClusterError names the file, the key and the fix."""
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -111,11 +107,7 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def default_cluster(device_type: str) -> Cluster:
-    """Load the cluster of this machine's GPU, or of processes on a CPU, when no file is named.
-
-    Raises:
-        ClusterError: no file under configs/clusters describes this GPU.
-    """
+    """Load the cluster of this machine's GPU, or of a CPU; raise ClusterError if no file describes this GPU."""
     if device_type == "cpu":
         return load_cluster(CLUSTERS / "cpu.toml")
     try:

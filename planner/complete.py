@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from parallel.context import ContextConfig
 from planner.cluster import Cluster, ClusterError, default_cluster, load_cluster
-from planner.hybrid import faster_layout, layout_costs
+from planner.hybrid import fastest, layout_costs
 from planner.ranking import nothing_left
 from planner.search import rank
 from runtime.together import from_first, is_first, raise_together
@@ -127,17 +127,5 @@ def with_layout(config: Config, cluster: Cluster | None = None) -> Config:
             f"hybrid_softmax_layout is auto: no file under configs/clusters is about this device ({error}); "
             "give --hybrid-softmax-layout zigzag or contiguous"
         ) from error
-    tp = mesh.tensor_model_parallel_size
-    costs = layout_costs(
-        hybrid,
-        seq_len=config.joined_length,
-        size=mesh.context_parallel_size,
-        tp=tp,
-        batch=1 if config.packed else config.train.micro_batch_size,
-        heads=model.num_attention_heads // tp,
-        kv_heads=model.query_groups // tp,
-        head_dim=model.head_dim,
-        element_size=2 if config.train.bf16 else 4,
-        cluster=cluster,
-    )
-    return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout=faster_layout(costs)))
+    layout = fastest(layout_costs(config, cluster)).layout
+    return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout=layout))

@@ -42,11 +42,7 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
 
 
 def fewest(config: Config, cluster: Cluster) -> int:
-    """Return the fewest processes that hold the sequence: a power of two inside a node, else whole nodes.
-
-    Raises:
-        ConfigError: it does not fit ``MOST_PROCESSES``.
-    """
+    """Return the fewest processes that hold the sequence, a power of two or whole nodes; ConfigError above the most."""
     node = cluster.gpus_per_node
     for size in sorted({node, *(1 << power for power in range(node.bit_length()))}):
         if fits(config, size, cluster):

@@ -1,14 +1,11 @@
 """What travels, and when, where only the rows that a query sees do: packed documents, windows, exchange."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from parallel.context.plan import Plan
-from parallel.context.sparse.flow import Parcel
-from parallel.context.sparse.rows import count
-from parallel.context.traffic import Moves, Sizes, needed_traffic
+from parallel.context.traffic import Moves, Sizes, needed_traffic, parcels
 
 
 class Sent(NamedTuple):
@@ -25,13 +22,15 @@ def slots(plan: Plan, of: Sizes, moves: Moves, *, gradients: bool) -> list[Sent]
 
     A parcel's bytes are spread over the rounds until the one that needs it.
     """
-    entries: list[list[tuple[int, int, float, float]]] = [[] for _ in range(plan.flow(moves).rounds + 1)]
+    flow = plan.flow(moves)
+    entries: list[list[tuple[int, int, float, float]]] = [[] for _ in range(flow.rounds + 1)]
     for rank in range(plan.size):
-        for parcel, size, under_way in _parcels(plan, of, moves, rank, gradients=gradients):
+        for parcel, size, under_way in parcels(flow, rank, of, moves, gradients=gradients):
             part = len(under_way)
             for index in under_way:
                 entries[index].append((rank, parcel.peer, size / part, 1 / part))
-    return [_columns(found) for found in entries]
+    columns = (np.array(found, dtype=np.float64).reshape(-1, 4).T for found in entries)
+    return [Sent(ranks.astype(np.int64), peers.astype(np.int64), *rest) for ranks, peers, *rest in columns]
 
 
 def bytes_needed(plan: Plan, of: Sizes, moves: Moves | None, ranks_per_node: int) -> tuple[int, int]:
@@ -49,22 +48,3 @@ def most_rows_held(plan: Plan, moves: Moves) -> int:
     flow = plan.flow(moves)
     places = range(flow.geometry.shape.size)
     return max(sum(flow.held(index, place).length for index in range(flow.rounds)) for place in places)
-
-
-def _parcels(plan: Plan, of: Sizes, moves: Moves, rank: int, *, gradients: bool) -> Iterator[tuple[Parcel, int, range]]:
-    """Yield what a rank sends, in bytes, and the rounds in which it is under way."""
-    flow = plan.flow(moves)
-    row, gradient_row = of.payload(moves) // of.tokens, of.gradient(moves) // of.tokens
-    for parcel in flow.start(rank).sends:
-        yield parcel, count(parcel.rows) * row, range(1)
-    for index in range(flow.rounds):
-        for parcel in flow.moves(rank, index).sends:
-            yield parcel, count(parcel.rows) * row, range(index, parcel.due)
-        if gradients:
-            for parcel in flow.gradients(rank, index).sends:
-                yield parcel, count(parcel.rows) * gradient_row, range(index + 1, parcel.due + 1)
-
-
-def _columns(found: list[tuple[int, int, float, float]]) -> Sent:
-    ranks, peers, size, messages = np.array(found, dtype=np.float64).reshape(-1, 4).T
-    return Sent(ranks.astype(np.int64), peers.astype(np.int64), size, messages)

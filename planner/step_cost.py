@@ -116,7 +116,7 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     exchanged = _data(work, plan, arranged, cluster)
     hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
     seconds["data parallel"] = max(0.0, exchanged - hidden)
-    return Prediction(seconds, memory(work, plan, arranged, of, plan.backward_moves(of)), links)
+    return Prediction(seconds, memory_of(work, plan, arranged), links)
 
 
 def _mean_attention(work: Workload, plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
@@ -187,12 +187,6 @@ def _ffn_share(work: Workload) -> float:
     return inside * work.layers / (work.matrix_weights - work.vocab * work.hidden)
 
 
-def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, float]:
-    """Return the bytes of the busiest rank at the peak of a step, by cause."""
-    of = _own_sizes(work, plan, arranged.tp)
-    return memory(work, plan, arranged, of, plan.backward_moves(of))
-
-
 def offloaded(work: Workload, plan: Plan, arranged: Arrangement) -> float:
     """Return the bytes that a micro-batch keeps in host memory."""
     kept, _ = _layer_activations(work, arranged)
@@ -204,8 +198,9 @@ def _own_sizes(work: Workload, plan: Plan, tp: int) -> Sizes:
     return sizes(plan.geometry, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)
 
 
-def memory(work: Workload, plan: Plan, arranged: Arrangement, of: Sizes, moves: Moves) -> dict[str, float]:
-    """Return the bytes of a first-stage rank at the peak of a step, by cause."""
+def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, float]:
+    """Return the bytes of the busiest rank, one of the first stage, at the peak of a step, by cause."""
+    of = _own_sizes(work, plan, arranged.tp)
     own = work.parameters / (arranged.tp * arranged.pp)
     trained = own * work.trained_share
     layers = -(-work.layers // arranged.pp)
@@ -222,7 +217,7 @@ def memory(work: Workload, plan: Plan, arranged: Arrangement, of: Sizes, moves: 
     flying = min(arranged.pp, work.micro_batches)  # micro-batches waiting for their backward, in 1F1B
     scores = min(tokens, arranged.loss_chunk) if arranged.loss_chunk else tokens
     logits = scores * work.vocab * (work.element_size + 4) / arranged.tp
-    layer = (tokens * inside if again else 0.0) + _attention_buffers(plan, of, moves)
+    layer = (tokens * inside if again else 0.0) + _attention_buffers(plan, of, plan.backward_moves(of))
     return {
         "weights, gradients, optimizer": ((16 + work.averages) * trained + work.element_size * (own - trained)) / shards
         + copies,

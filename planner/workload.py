@@ -9,7 +9,7 @@ from model.dit import multiply_adds, num_dit_parameters
 from model.dit_config import DiTConfig
 from model.registry import flops_per_token, num_parameters, num_trained, softmax_layers
 from planner.cluster import Cluster
-from planner.hybrid import layout_costs
+from planner.hybrid import fastest, layout_costs
 from planner.step_cost import Workload
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
@@ -38,20 +38,7 @@ def with_softmax_layers(work: Workload, config: CommonConfig, cluster: Cluster) 
     """Return the work with the seconds of a hybrid's layers of softmax attention, in the faster of its layouts."""
     if not isinstance(config, Config) or config.model.softmax_every is None:
         return work
-    tp = config.mesh.tensor_model_parallel_size
-    costs = layout_costs(
-        config.hybrid,
-        seq_len=config.joined_length,
-        size=config.mesh.context_parallel_size,
-        tp=tp,
-        batch=work.micro_batch,
-        heads=work.heads // tp,
-        kv_heads=max(1, work.kv_heads // tp),
-        head_dim=work.head_dim,
-        element_size=work.element_size,
-        cluster=cluster,
-    )
-    seconds = min(cost.seconds for cost in costs)
+    seconds = fastest(layout_costs(config, cluster)).seconds
     return replace(work, softmax_layers=len(softmax_layers(config.model)), softmax_seconds=seconds)
 
 

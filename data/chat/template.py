@@ -120,11 +120,7 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
-    """Read the chat template of a tokenizer.json: `file`, else chat_template.jinja or tokenizer_config.json beside it.
-
-    Raises:
-        DataError: there is none, or a file cannot be read.
-    """
+    """Read `file`, else chat_template.jinja or tokenizer_config.json beside a tokenizer.json; DataError if none."""
     if Path(tokenizer).suffix != ".json":
         raise DataError(
             f"tokenizer {tokenizer} is no tokenizer.json, whose special tokens a chat template needs; give one"

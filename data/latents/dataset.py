@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,8 +12,6 @@ import torch
 from data.errors import DataError
 from data.latents.folder import LatentFolder, check_labels, locate
 from data.text.megatron import split_shares
-
-__all__ = ["DataError", "Digits", "LatentDataConfig", "LatentSamples", "build_latent_datasets", "load_source"]
 
 DIGITS = "digits"
 
@@ -42,31 +39,8 @@ class LatentDataConfig:
             raise DataError(f"num_workers is {self.num_workers}; it must be 0 or more")
 
 
-class Source(Protocol):
-    """Samples by row number."""
-
-    shape: tuple[int, ...]
-    labels: np.ndarray
-    """int64 [samples]."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def latents(self, row: int) -> np.ndarray:
-        """Return one sample, float32 [*shape]."""
-
-    def where_label(self, row: int) -> tuple[Path, int]:
-        """Return the file and row of a label, for messages."""
-
-    def check_finite(self, rank: int = 0, ranks: int = 1) -> None:
-        """Check this rank's share of the values; raise DataError for a NaN or an infinity."""
-
-    def record_checked(self) -> None:
-        """Record that all values have passed."""
-
-
 class Digits:
-    """scikit-learn's handwritten digits as latents from -1 (paper) to 1 (ink)."""
+    """scikit-learn's handwritten digits as latents from -1 (paper) to 1 (ink), with the interface of a LatentFolder."""
 
     shape: tuple[int, ...] = (1, 8, 8)
 
@@ -85,11 +59,11 @@ class Digits:
         return len(self.labels)
 
     def latents(self, row: int) -> np.ndarray:
-        """Do as in `Source`."""
+        """Return one sample, float32 [1, 8, 8]."""
         return self.images[row]
 
     def where_label(self, row: int) -> tuple[Path, int]:
-        """Do as in `Source`."""
+        """Return the file and row of a label, for messages."""
         return Path(DIGITS), row
 
     def check_finite(self, rank: int = 0, ranks: int = 1) -> None:
@@ -97,6 +71,9 @@ class Digits:
 
     def record_checked(self) -> None:
         """Do nothing."""
+
+
+Source = Digits | LatentFolder
 
 
 def load_source(path: str) -> Source:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from data.tokenizer import Tokenizer
 
-__all__ = ["BlendedDataset", "DataConfig", "DataError", "EpochedDataset", "build_datasets", "check_indexed"]
-
 SPLITS = ("train", "valid", "test")
 Samples = EpochedDataset | BlendedDataset
 
@@ -315,14 +313,13 @@ def megatron_core() -> Any:
         warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
         from megatron.core import __version__
         from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+        from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
         from megatron.core.datasets.utils import Split
 
     # It warns that each later epoch's indices are not saved, which is intended.
     logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
     return SimpleNamespace(
         version=__version__,
-        DType=DType,
         GPTDataset=GPTDataset,
         GPTDatasetConfig=GPTDatasetConfig,
         IndexedDataset=IndexedDataset,

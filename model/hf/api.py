@@ -51,7 +51,7 @@ def our_weights(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[
     }
     check_sizes(found, config.num_layers, sizes)
     shapes = shapes_of(config)
-    names = {_whole_name(name, family.PREFIX): name for name in found}
+    names = {name if name.startswith((family.PREFIX, "lm_head.")) else family.PREFIX + name: name for name in found}
     names = {whole: name for whole, name in names.items() if not family.DERIVED.fullmatch(whole)}
     if sinks := sorted(name for name in names if name.endswith(".sinks")):
         raise UserError(
@@ -89,10 +89,6 @@ class _Checked(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.names)
-
-
-def _whole_name(name: str, prefix: str) -> str:
-    return name if name.startswith((prefix, "lm_head.")) else prefix + name
 
 
 def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

@@ -114,7 +114,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def _check_read(contents: Mapping[str, Any], family: Family) -> None:
     """Raise UserError for entries of an unsupported model, or that transformers cannot read."""
-    for key, supported in family.SUPPORTED.items():
+    for key, supported in (family.SUPPORTED | {"quantization_config": (None,)}).items():
         if (value := contents.get(key, supported[0])) not in supported:
             only = " or ".join(map(shown, supported))
             raise UserError(f"{CONFIG}: {key} = {shown(value)} is not supported; only {only} is")

@@ -15,13 +15,18 @@ from torch import Tensor
 from model.dit import dit_shapes, position_embedding
 from model.dit_config import DiTConfig
 from model.hf.folder import CONFIG, check_sizes, check_state, entry, read_json, shown
+from model.hf.names import Names
 from model.hf.shards import Weights, new_folder, write_model
 from runtime.errors import UserError
 
-NAMES = {"x_embedder": "x_embedder.proj", "y_embedder": "y_embedder.embedding_table"}
-LAYER_NAMES = {"attention.wo": "attn.proj", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
-FUSED, PARTS = "attn.qkv", ("attention.wq", "attention.wk", "attention.wv")
-POSITIONS = "pos_embed"
+NAMES = Names(
+    top={"x_embedder": "x_embedder.proj", "y_embedder": "y_embedder.embedding_table"},
+    layers="blocks",
+    layer={"attention.wo": "attn.proj", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"},
+    fused="attn.qkv",
+    parts=("attention.wq", "attention.wk", "attention.wv"),
+)
+PATCHES, POSITIONS = "x_embedder.weight", "pos_embed"
 
 
 def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
@@ -41,14 +46,7 @@ def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[st
     check_state(state, known)
     if positions is not None:
         _check_positions(positions, config)
-    ours = {}
-    for name in shapes:
-        theirs, part = _their_name(name)
-        weight = state[theirs]
-        if part is not None:
-            weight = weight.chunk(3)[part].clone()
-        ours[name] = _to_linear(weight) if name == "x_embedder.weight" else weight
-    return ours
+    return NAMES.to_ours(state, shapes, lambda name, weight: _to_linear(weight) if name == PATCHES else weight)
 
 
 def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
@@ -58,7 +56,7 @@ def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str,
     """
     check_state(state, dit_shapes(config))
     positions = position_embedding(torch.arange(config.num_patches), config)[None]
-    return _to_original(state, config) | {POSITIONS: positions.to(state["x_embedder.weight"].dtype)}
+    return _to_original(state, config) | {POSITIONS: positions.to(state[PATCHES].dtype)}
 
 
 def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
@@ -100,27 +98,8 @@ def save_dit(folder: str | Path, config: DiTConfig, state: Mapping[str, Tensor])
         write_model(draft, theirs, contents)
 
 
-def _their_name(name: str) -> tuple[str, int | None]:
-    """Return their name of our parameter, and for a fused weight which third it is."""
-    module, kind = name.rsplit(".", 1)
-    if not module.startswith("layers."):
-        return f"{NAMES.get(module, module)}.{kind}", None
-    _, layer, module = module.split(".", 2)
-    part = PARTS.index(module) if module in PARTS else None
-    inside = FUSED if part is not None else LAYER_NAMES.get(module, module)
-    return f"blocks.{layer}.{inside}.{kind}", part
-
-
 def _to_original(ours: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    theirs = {}
-    for name, weight in ours.items():
-        their_name, part = _their_name(name)
-        if part == 0:
-            weight = torch.cat([ours[name.replace(PARTS[0], one)] for one in PARTS])  # [3 C, C] or [3 C]
-        elif part is not None:
-            continue
-        theirs[their_name] = _to_convolution(weight, config) if name == "x_embedder.weight" else weight
-    return theirs
+    return NAMES.to_theirs(ours, lambda name, weight: _to_convolution(weight, config) if name == PATCHES else weight)
 
 
 def _to_convolution(weight: Tensor, config: DiTConfig) -> Tensor:
@@ -138,13 +117,9 @@ def _check_positions(found: Tensor, config: DiTConfig) -> None:
     shape = (1, config.num_patches, config.hidden_size)
     if found.shape == shape:
         want = position_embedding(torch.arange(config.num_patches), config)[None]
-        if torch.allclose(found.double(), want, rtol=0, atol=_tolerance(found)):
+        if torch.allclose(found.double(), want, rtol=0, atol=max(1e-5, torch.finfo(found.dtype).eps)):
             return
     raise UserError(
         f"{POSITIONS} {tuple(found.shape)} is not the sines and cosines {shape} that the configuration makes it; "
         "positions are computed here, never learned or resized: check latent_shape and patch_size"
     )
-
-
-def _tolerance(x: Tensor) -> float:
-    return max(1e-5, torch.finfo(x.dtype).eps)

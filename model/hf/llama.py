@@ -13,24 +13,28 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.hf.folder import entry, shown
+from model.hf.names import Names
 from model.hf.rope import rope_from_hf, rope_to_hf
 from model.windows import Window
 from runtime.errors import UserError
 
-TOP_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
-LAYER_NAMES = {
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
+NAMES = Names(
+    top={"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
+    layers="model.layers",
+    layer={
+        "attention_norm": "input_layernorm",
+        "attention.wq": "self_attn.q_proj",
+        "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj",
+        "attention.wo": "self_attn.o_proj",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+    },
+)
 WHOLE, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -46,7 +50,6 @@ class Llama:
         "hidden_act": ("silu", "swish"),
         "attention_bias": (False,),
         "mlp_bias": (False,),
-        "quantization_config": (None,),
     }
     UNSAID: dict[str, Any] = {"attention_dropout": 0.0, "max_position_embeddings": 2048}
     REPLACED = {"rope_scaling", "partial_rotary_factor"}
@@ -139,18 +142,18 @@ class Llama:
 
     def to_ours(self, theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         """Return our state dict of `names`, with the same tensors."""
-        return {name: theirs[hf_name(name)] for name in names}
+        return NAMES.to_ours(theirs, names)
 
     def to_theirs(self, ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         """Return their state dict, with the same tensors."""
-        return {hf_name(name): weight for name, weight in ours.items()}
+        return NAMES.to_theirs(ours)
 
 
 class Mistral(Llama):
     """MistralForCausalLM: a LLaMA with one window in all layers, or none."""
 
     NAME = "Mistral"
-    SUPPORTED = {"model_type": ("mistral",), "hidden_act": ("silu", "swish"), "quantization_config": (None,)}
+    SUPPORTED = {"model_type": ("mistral",), "hidden_act": ("silu", "swish")}
     UNSAID = {"attention_dropout": 0.0, "max_position_embeddings": 131072}
     ARCHITECTURE = "MistralForCausalLM"
     GROUPS = 8
@@ -173,7 +176,7 @@ class Qwen2(Mistral):
     """Qwen2ForCausalLM: Qwen 2 and 2.5, with biases of q, k and v; each layer has the window or none."""
 
     NAME = "Qwen2"
-    SUPPORTED = {"model_type": ("qwen2",), "hidden_act": ("silu", "swish"), "quantization_config": (None,)}
+    SUPPORTED = {"model_type": ("qwen2",), "hidden_act": ("silu", "swish")}
     UNSAID = {"attention_dropout": 0.0, "max_position_embeddings": 32768}
     ARCHITECTURE = "Qwen2ForCausalLM"
     OWN = {"add_qkv_bias": True, "qk_layernorm": False}
@@ -219,7 +222,6 @@ class Qwen3(Qwen2):
         "model_type": ("qwen3",),
         "hidden_act": ("silu", "swish"),
         "attention_bias": (False,),
-        "quantization_config": (None,),
     }
     ARCHITECTURE = "Qwen3ForCausalLM"
     OWN = {"add_qkv_bias": False, "qk_layernorm": True}
@@ -238,12 +240,3 @@ def _window_from_hf(hf: Mapping[str, Any]) -> dict[str, str]:
     if width < 2:
         raise UserError(f"config.json: sliding_window = {width} is not supported; only 2 or more is")
     return {"window_size": f"{width - 1},0"}
-
-
-def hf_name(name: str) -> str:
-    """Return Hugging Face's name of our parameter."""
-    module, kind = name.rsplit(".", 1)
-    if module.startswith("layers."):
-        _, layer, module = module.split(".", 2)
-        return f"model.layers.{layer}.{LAYER_NAMES[module]}.{kind}"
-    return f"{TOP_NAMES[module]}.{kind}"

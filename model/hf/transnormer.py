@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from model.config import ModelConfig
 from model.hf.folder import entry, shown
+from model.hf.names import Names
 from runtime.errors import UserError
 
 # Supported values of the keys of config.json that may ask for something else; a missing key means the first.
@@ -21,22 +21,27 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "norm_type": ("simplermsnorm",),
     "linear_act_fun": ("silu",),
     "bias": (False,),
-    "quantization_config": (None,),
 }
 UNSAID: dict[str, Any] = {}
 REPLACED: set[str] = set()
 OURS = "transnormer"
 EPSILON = 1e-6
 EMBEDDING = "model.embed_tokens.weight"
-TOP_NAMES = {"embedding": "model.embed_tokens", "output": "lm_head"}
-LAYER_NAMES = {
-    "attention.wo": "token_mixer.out_proj",
-    "mlp.gate": "channel_mixer.l1",
-    "mlp.up": "channel_mixer.l2",
-    "mlp.down": "channel_mixer.l3",
-}
-FUSED, PARTS = "token_mixer.qkvu_proj", ("attention.wq", "attention.wk", "attention.wv", "attention.wu")
-THETA, THEIR_THETA = "layers.0.attention.lrpe.theta", "model.layers.0.token_mixer.lrpe.theta"  # [H * D], [H, 1, D]
+NAMES = Names(
+    top={"embedding": "model.embed_tokens", "output": "lm_head"},
+    layers="model.layers",
+    layer={
+        "attention.lrpe": "token_mixer.lrpe",
+        "attention.wo": "token_mixer.out_proj",
+        "mlp.gate": "channel_mixer.l1",
+        "mlp.up": "channel_mixer.l2",
+        "mlp.down": "channel_mixer.l3",
+    },
+    fused="token_mixer.qkvu_proj",
+    parts=("attention.wq", "attention.wk", "attention.wv", "attention.wu"),
+)
+THETA = "layers.0.attention.lrpe.theta"
+"""Ours is [H * D], theirs [H, 1, D]."""
 DERIVED = re.compile(r"(?!)")  # matches nothing
 PREFIX = "model."
 
@@ -106,39 +111,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def to_ours(theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
     """Return our state dict of `names`, with the same tensors or views of them."""
-    ours = {}
-    for name in names:
-        if name == THETA:
-            ours[name] = theirs[THEIR_THETA].flatten()
-            continue
-        module = name.removesuffix(".weight")
-        if not module.startswith("layers."):
-            ours[name] = theirs[f"{TOP_NAMES[module]}.weight"]
-            continue
-        _, layer, module = module.split(".", 2)
-        if module in PARTS:
-            fused = theirs[f"model.layers.{layer}.{FUSED}.weight"]  # [4 * H * D, C]
-            ours[name] = fused.chunk(4)[PARTS.index(module)]
-        else:
-            ours[name] = theirs[f"model.layers.{layer}.{LAYER_NAMES[module]}.weight"]
-    return ours
+    return NAMES.to_ours(theirs, names, lambda name, weight: weight.flatten() if name == THETA else weight)
 
 
 def to_theirs(ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return their state dict: the same tensors, but with the projections fused."""
-    theirs = {}
-    for name, weight in ours.items():
-        if name == THETA:
-            theirs[THEIR_THETA] = weight.view(config.num_attention_heads, 1, config.head_dim)
-            continue
-        module = name.removesuffix(".weight")
-        if not module.startswith("layers."):
-            theirs[f"{TOP_NAMES[module]}.weight"] = weight
-            continue
-        _, layer, module = module.split(".", 2)
-        if module == PARTS[0]:
-            parts = [ours[f"layers.{layer}.{part}.weight"] for part in PARTS]
-            theirs[f"model.layers.{layer}.{FUSED}.weight"] = torch.cat(parts)
-        elif module not in PARTS:
-            theirs[f"model.layers.{layer}.{LAYER_NAMES[module]}.weight"] = weight
-    return theirs
+    shape = config.num_attention_heads, 1, config.head_dim
+    return NAMES.to_theirs(ours, lambda name, weight: weight.view(shape) if name == THETA else weight)

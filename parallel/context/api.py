@@ -14,7 +14,7 @@ from kernels.linear_attention import check, linear_attention
 from parallel.context.errors import ContextError
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange, StagedExecutor
-from parallel.context.linear.state import StateExecutor, attend_linear
+from parallel.context.linear.state import StateExecutor
 from parallel.context.mask import Window
 from parallel.context.methods.registry import LINEAR_METHODS, check_kind
 from parallel.context.plan import PLANS, Plan, PlanHandle, make_plan
@@ -145,7 +145,8 @@ class ContextParallel:
         except ValueError as error:
             raise ContextError(f"attend_linear: {error}") from error
         if geometry.method.capabilities().states:
-            return attend_linear(self._state_executor, q, k, v, log_decay, handle.tensor)
+            operands = q, k, v, log_decay, self._state_executor.handle, handle.tensor
+            return torch.ops.longmesh.state_attention(*operands)[0]
         geometry.check_heads(q.shape[2], q.shape[2])
         ranks, bounds = geometry.head_group(self._rank), PLANS[handle.tensor].boundaries
         own = len(log_decay) // len(ranks)

@@ -107,7 +107,7 @@ class ContextConfig:
                 )
             arguments = self.plan_arguments(ranks_per_node) | {"causal": causal}
             plan = make_plan(method, seq_len=seq_len, size=size, **arguments)
-            plan.check_heads(heads, kv_heads)
+            plan.geometry.check_heads(heads, kv_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +148,7 @@ class HybridConfig:
         return HYBRID_LAYOUTS if self.hybrid_softmax_layout == "auto" else (self.hybrid_softmax_layout,)
 
     def check(self, *, seq_len: int, size: int, heads: int, kv_heads: int) -> None:
-        """Check that ``size`` ranks with these heads each can run this. Needs no processes.
-
-        Raises:
-            ContextError: they cannot, with the reason and the fix.
-        """
+        """Raise ContextError unless ``size`` ranks with these heads each can run this. Needs no processes."""
         if self.hybrid_softmax_layout == "zigzag" and self.hybrid_softmax_method == "ulysses":
             raise ContextError(
                 "hybrid_softmax_layout is zigzag and hybrid_softmax_method is ulysses, after whose exchange of heads "

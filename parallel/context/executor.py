@@ -22,7 +22,6 @@ from kernels.tiles import add_gradients_, attend_tiles_
 from parallel.context.circulation import Circulation, Needed, Whole
 from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
-from parallel.context.mask import Window
 from parallel.context.plan import PLANS, Plan
 from parallel.context.traffic import Moves, Sizes
 from parallel.context.transport import Arrival, Tensors, Transport
@@ -145,40 +144,15 @@ class Executor:
         return Whole(self.transport, plan.rounds(self.rank, moves), self._holders, arrival)
 
 
-def prefetch_kv(executor: Executor, k: Tensor, v: Tensor) -> Tensor:
-    """Start gathering k and v; return the handle to pass to ``attend`` with them: int64 scalar, on the CPU."""
-    return torch.ops.longmesh.prefetch_kv(k.detach(), v.detach(), executor.handle)
-
-
-def attend(
-    executor: Executor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    plan: Tensor,
-    window: Window | None = None,
-    prefetch: Tensor | None = None,
-) -> Tensor:
-    """Attend with this rank's queries to the keys of all ranks; differentiable. Shapes as above, sinks ``[H]``.
-
-    ``plan`` is a handle in ``PLANS``; the plan must have the executor's geometry. ``window`` is this layer's.
-    """
-    return torch.ops.longmesh.context_attention(
-        q, k, v, sinks, scale, executor.handle, plan, list(window or ()), prefetch
-    )[0]
-
-
 def _zeros(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     """Allocate accumulators for (dk, dv), given (k, v), or for dq, given (q, dout, out, lse)."""
     wanted = tensors if len(tensors) == 2 else tensors[:1]
     return tuple(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in wanted)
 
 
-# A custom op takes no Python object, so it takes its executor's handle. As one op, the whole attention is a single
-# node for recompute policies and torch.compile. The plan's handle is a tensor: the mask may change with every
-# micro-batch, and torch.compile would recompile for each new integer.
+# A custom op takes no Python object, so it takes its executor's handle, and a window as [], for none, or [left, right].
+# As one op, the whole attention is a single node for recompute policies and torch.compile. The plan's handle is a
+# tensor: the mask may change with every micro-batch, and torch.compile would recompile for each new integer.
 _executors: Handles[Executor] = Handles()
 _prefetches = count()
 
@@ -218,17 +192,7 @@ def _forward_op(
 
 
 @_forward_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    handle: int,
-    plan: Tensor,
-    window: list[int],
-    prefetch: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
@@ -250,18 +214,7 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    handle: int,
-    plan: Tensor,
-    window: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

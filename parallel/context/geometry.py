@@ -197,11 +197,7 @@ class Geometry:
         return np.argsort(self._places) * self.ulysses_degree
 
     def place(self, rank: int) -> int:
-        """Return the place of ``rank`` in the method.
-
-        Raises:
-            ContextError: there is no such rank.
-        """
+        """Return the place of ``rank`` in the method; raise ContextError if there is no such rank."""
         if not 0 <= rank < self.size:
             raise ContextError(f"rank {rank} is not among {self.size} ranks")
         return int(self._places[rank // self.ulysses_degree])

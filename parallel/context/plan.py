@@ -24,11 +24,10 @@ from parallel.context.traffic import (
     Cost,
     Moves,
     Sizes,
-    backward_traffic,
     cheaper_backward,
-    forward_traffic,
     needed_traffic,
     sizes,
+    whole_traffic,
 )
 from parallel.context.work import Sets, Work, work
 from runtime.handles import Handles
@@ -96,16 +95,8 @@ class Plan:
         """Return ascending global positions of ``rank``: int64 ``[local_len]``; seq_len and above are padding."""
         return torch.from_numpy(self.layout.positions(self.geometry.owner(rank)))
 
-    def check_heads(self, heads: int, kv_heads: int) -> None:
-        """Check the head counts; see ``Geometry.check_heads``."""
-        self.geometry.check_heads(heads, kv_heads)
-
     def check_fits(self, geometry: Geometry) -> None:
-        """Check that attention over ``geometry`` can follow this plan.
-
-        Raises:
-            ContextError: it is of other ranks, another length, method or layout.
-        """
+        """Raise ContextError for a plan of other ranks, another length, method or layout than ``geometry``."""
         own = self.geometry
         alone = own.size == geometry.size == 1 and own.padded_len == geometry.padded_len
         if own is not geometry and own != geometry and not alone:
@@ -116,11 +107,7 @@ class Plan:
             )
 
     def under(self, *, documents: tuple[int, ...] | None, window: Window | None) -> "Plan":
-        """Return the plan of the same geometry under another mask.
-
-        Raises:
-            ContextError: as in ``make_plan``.
-        """
+        """Return the plan of the same geometry under another mask. Raises as ``make_plan``."""
         return _plan(self.geometry, mask_of(self.causal, documents, window, self.seq_len))
 
     def windowed(self, window: Window) -> "Plan":
@@ -203,8 +190,8 @@ class Plan:
             return Cost(pairs, forward, needed_traffic(self.flow(moves), rank, of, moves), moves)
         return Cost(
             tuple(step.pairs for step in self.rounds(rank)),
-            forward_traffic(geometry, rank, of, boundaries),
-            backward_traffic(geometry, rank, of, moves, boundaries),
+            whole_traffic(geometry, rank, of, None, boundaries),
+            whole_traffic(geometry, rank, of, moves, boundaries),
             moves,
         )
 

@@ -1,12 +1,12 @@
 """Softmax attention over ranks, as a model calls it: at once, or started on k and v while the model projects q."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from parallel.context.errors import ContextError
-from parallel.context.executor import Executor, attend, prefetch_kv
+from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange
 from parallel.context.mask import Window
 from parallel.context.methods.registry import METHODS, check_kind
@@ -47,8 +47,8 @@ class SoftmaxAttention:
         self._check_keys(k, v)
         self._check_queries(q, k)
         _check_sinks(sinks, q)
-        masked = _Masked(self._plan if mask is None else mask.tensor, window, sinks)
-        return self._attend(q, self._heads.to_heads(k), self._heads.to_heads(v), None, masked)
+        keys, values = self._heads.to_heads(k), self._heads.to_heads(v)
+        return self._attend(q, keys, values, None, self._plan if mask is None else mask.tensor, window, sinks)
 
     def prefetch_kv(
         self,
@@ -68,21 +68,29 @@ class SoftmaxAttention:
             return lambda q: self(q, k, v, mask, window=window, sinks=sinks)
         self._check_keys(k, v)
         keys, values = self._heads.to_heads(k), self._heads.to_heads(v)
-        prefetch = prefetch_kv(self._executor, keys, values)
+        prefetch = torch.ops.longmesh.prefetch_kv(keys.detach(), values.detach(), self._executor.handle)
 
         def attention(q: Tensor) -> Tensor:
             self._check_queries(q, k)
             _check_sinks(sinks, q)
-            return self._attend(q, keys, values, prefetch, _Masked(self._plan, None, sinks))
+            return self._attend(q, keys, values, prefetch, self._plan, None, sinks)
 
         return attention
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, prefetch: Tensor | None, masked: "_Masked") -> Tensor:
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prefetch: Tensor | None,
+        plan: Tensor,
+        window: Window | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Compute attention; the heads of k and v are already exchanged."""
-        q, sinks = self._heads.to_heads(q), masked.sinks
-        if sinks is not None:
-            sinks = self._heads.own(sinks)
-        out = attend(self._executor, q, k, v, sinks, q.shape[-1] ** -0.5, masked.plan, masked.window, prefetch)
+        q, sinks = self._heads.to_heads(q), None if sinks is None else self._heads.own(sinks)
+        scale, handle = q.shape[-1] ** -0.5, self._executor.handle
+        out, _ = torch.ops.longmesh.context_attention(q, k, v, sinks, scale, handle, plan, list(window or ()), prefetch)
         return self._heads.to_tokens(out)
 
     def _check_keys(self, k: Tensor, v: Tensor) -> None:
@@ -105,11 +113,3 @@ class SoftmaxAttention:
 def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ContextError(f"attend: sinks {tuple(sinks.shape)} do not fit {q.shape[2]} query heads; pass one per head")
-
-
-class _Masked(NamedTuple):
-    """What is attended to besides tensors."""
-
-    plan: Tensor
-    window: Window | None
-    sinks: Tensor | None

@@ -15,7 +15,7 @@ import numpy as np
 
 from parallel.context.geometry import Geometry
 from parallel.context.linear.passages import passages
-from parallel.context.sparse.flow import Flow
+from parallel.context.sparse.flow import Flow, Parcel
 from parallel.context.sparse.rows import count
 
 Moves = Literal["kv", "queries"]
@@ -195,15 +195,11 @@ def collectives(
     return (collective for collective in found if collective.ranks.shape[1] > 1)
 
 
-def forward_traffic(geometry: Geometry, rank: int, of: Sizes, boundaries: tuple[int, ...]) -> Traffic:
-    """Return the bytes that ``rank`` sends in a forward."""
-    sent = messages(geometry, of, "kv", gradients=False, boundaries=boundaries)
-    return _sum(rank, sent, collectives(geometry, of, None))
-
-
-def backward_traffic(geometry: Geometry, rank: int, of: Sizes, moves: Moves, boundaries: tuple[int, ...]) -> Traffic:
-    """Return the bytes that ``rank`` sends in a backward that moves KV or queries."""
-    sent = messages(geometry, of, moves, gradients=True, boundaries=boundaries)
+def whole_traffic(
+    geometry: Geometry, rank: int, of: Sizes, moves: Moves | None, boundaries: tuple[int, ...]
+) -> Traffic:
+    """Return the bytes that ``rank`` sends in a backward that moves KV or queries, or (None) in a forward."""
+    sent = messages(geometry, of, moves or "kv", gradients=moves is not None, boundaries=boundaries)
     return _sum(rank, sent, collectives(geometry, of, moves))
 
 
@@ -213,18 +209,22 @@ def needed_traffic(flow: Flow, rank: int, of: Sizes, moves: Moves | None) -> Tra
     ``flow`` has the rows that travel, with these moves (in a forward, KV).
     """
     total = _sum(rank, (), collectives(flow.geometry, of, moves, holders_join=False))
-    rounds = range(flow.rounds)
-    row = of.payload(moves or "kv") // of.tokens
-    sent = [
-        (parcel, row) for some in (flow.start(rank), *(flow.moves(rank, i) for i in rounds)) for parcel in some.sends
-    ]
-    if moves is not None:
-        row = of.gradient(moves) // of.tokens
-        sent += [(parcel, row) for i in rounds for parcel in flow.gradients(rank, i).sends]
-    for parcel, size in sent:
+    for parcel, size, _ in parcels(flow, rank, of, moves or "kv", gradients=moves is not None):
         if parcel.peer != rank:
-            total.p2p[parcel.peer] += count(parcel.rows) * size
+            total.p2p[parcel.peer] += size
     return total
+
+
+def parcels(flow: Flow, rank: int, of: Sizes, moves: Moves, *, gradients: bool) -> Iterator[tuple[Parcel, int, range]]:
+    """Yield what a rank sends, in bytes, and the rounds in which it is under way."""
+    row, gradient_row = of.payload(moves) // of.tokens, of.gradient(moves) // of.tokens
+    for parcel in flow.start(rank).sends:
+        yield parcel, count(parcel.rows) * row, range(1)
+    for index in range(flow.rounds):
+        for parcel in flow.moves(rank, index).sends:
+            yield parcel, count(parcel.rows) * row, range(index, parcel.due)
+        for parcel in flow.gradients(rank, index).sends if gradients else ():
+            yield parcel, count(parcel.rows) * gradient_row, range(index + 1, parcel.due + 1)
 
 
 def _sum(rank: int, sent: Iterable[Message], joint: Iterable[Collective]) -> Traffic:

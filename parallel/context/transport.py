@@ -51,29 +51,15 @@ class Transport:
 
     def shift(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
         """Send tensors to one rank and receive the same shapes from another; change none until both are done."""
-        group = self._far if far else self._group
-        self.connect(tensors[0].device, group)
+        self.connect_all(tensors[0].device)
         if transfer.send_to == self.rank:  # then no other rank sends here
             return lambda: tensors
-        tensors = tuple(tensor.contiguous() for tensor in tensors)
-        received = tuple(torch.empty_like(tensor) for tensor in tensors)
-        # gloo wants receives posted first; there are no tags: concurrent transfers match by the plan's order
-        operations = [
-            dist.P2POp(operation, tensor, group=group, group_peer=peer)
-            for operation, peer, several in (
-                (dist.irecv, transfer.recv_from, received),
-                (dist.isend, transfer.send_to, tensors),
-            )
-            for tensor in several
-        ]
-        works = dist.batch_isend_irecv(operations)
-        self.traffic.p2p[transfer.send_to] += sum(map(_bytes, tensors))
+        received = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+        (arrival,), sent = self.post([(transfer.send_to, tensors)], [(transfer.recv_from, received)], far)
 
         def wait() -> Tensors:
-            for work in works:
-                work.wait()
-            _ = tensors  # keep them alive until sent
-            return received
+            sent()
+            return arrival()
 
         return wait
 
@@ -89,6 +75,7 @@ class Transport:
         own = iter([tensors for peer, tensors in sends if peer == self.rank])
         leaving = [(peer, tuple(x.contiguous() for x in tensors)) for peer, tensors in sends if peer != self.rank]
         coming = [(peer, tensors) for peer, tensors in receives if peer != self.rank]
+        # gloo wants receives posted first; there are no tags: concurrent transfers match by the plan's order
         operations = [
             dist.P2POp(operation, x, group=group, group_peer=peer)
             for operation, several in ((dist.irecv, coming), (dist.isend, leaving))
@@ -109,38 +96,11 @@ class Transport:
         sent = _arrival(works[used:] if apart else works, tuple(x for _, tensors in leaving for x in tensors))
         return arrivals, sent
 
-    def receive(self, like: Tensor, source: int) -> Callable[[], Tensor]:
-        """Post a receive from one rank; return a function that waits for the tensor."""
-        received = torch.empty_like(like)
-        work = dist.irecv(received, group=self._group, group_src=source)
-
-        def wait() -> Tensor:
-            assert work is not None, "this rank is of the group"
-            work.wait()
-            return received
-
-        return wait
-
-    def send(self, tensor: Tensor, target: int) -> Callable[[], None]:
-        """Send a tensor to one rank; return a function that waits. Do not change the tensor before."""
-        tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=self._group, group_dst=target)
-        self.traffic.p2p[target] += _bytes(tensor)
-
-        def wait() -> None:
-            assert work is not None, "this rank is of the group"
-            work.wait()
-            _ = tensor  # keep it alive until sent
-
-        return wait
-
     def gather(self, tensors: Tensors, ranks: tuple[int, ...]) -> Arrival:
         """Join the tensors of ``ranks`` in ascending positions: [B, T, ...] -> [B, len(ranks) * T, ...]."""
         if len(ranks) == 1:
             return lambda: tensors
-        degree = self.geometry.ulysses_degree
-        owners = tuple(rank - rank % degree + u for rank in ranks for u in range(degree))
-        order = self.geometry.gather_order(owners, tensors[0].device)
+        order = self._order(ranks, tensors[0].device)
         parts, works = [], []
         for tensor in tensors:
             part = tensor.new_empty(len(ranks), *tensor.shape)
@@ -166,12 +126,15 @@ class Transport:
         """
         if len(ranks) == 1:
             return tensor[None]
-        degree = self.geometry.ulysses_degree
-        owners = tuple(rank - rank % degree + u for rank in ranks for u in range(degree))
-        order = self.geometry.gather_order(owners, tensor.device)
+        order = self._order(ranks, tensor.device)
         if order is not None:
             tensor = torch.empty_like(tensor).index_copy_(1, order, tensor)
         return self.exchange(tensor.unflatten(1, (len(ranks), -1)).transpose(0, 1), ranks)
+
+    def _order(self, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
+        degree = self.geometry.ulysses_degree
+        owners = tuple(rank - rank % degree + u for rank in ranks for u in range(degree))
+        return self.geometry.gather_order(owners, device)
 
     def exchange(self, parts: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """All-to-all: send part i to rank i, receive part j from rank j; both [len(ranks), ...]."""
@@ -196,15 +159,11 @@ class Transport:
         return gradient if len(ranks) == 1 else self.scatter(gradient, ranks).sum(0)
 
     def connect_all(self, device: torch.device) -> None:
-        """Do as ``connect`` for every group that ``post`` uses."""
+        """Let NCCL connect each group that ``post`` uses, once, by all ranks: some may have nothing to send."""
         for group in (self._group, self._far):
-            self.connect(device, group)
-
-    def connect(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """Let NCCL connect the group once: this needs all its ranks, and some may have nothing to send."""
-        if device.type == "cuda" and group is not None and group not in self._connected:
-            self._connected.add(group)
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            if device.type == "cuda" and group is not None and group not in self._connected:
+                self._connected.add(group)
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def _count(self, ranks: Sequence[int], count: int) -> None:
         for rank in ranks:

@@ -24,7 +24,6 @@ from parallel.tensor.styles import (
     GatheredNorm,
     JointNorm,
     Matrix,
-    OneHead,
     OwnHeads,
     OwnTokens,
     Whole,
@@ -57,7 +56,8 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
     size = mesh.size()
     if size == 1:
         return
-    heads = Matrix(0) if kv_heads % size == 0 else OneHead(head_dim, mesh.get_local_rank() * kv_heads // size)
+    head = mesh.get_local_rank() * kv_heads // size
+    heads = Matrix(0) if kv_heads % size == 0 else Whole(slice(head * head_dim, (head + 1) * head_dim))
     styles: dict[str, ParallelStyle] = {
         "embedding": Entries(),
         "position_embedding": Entries(),
@@ -133,7 +133,7 @@ def _adapters(styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     """
     found: dict[str, ParallelStyle] = {}
     for name, style in styles.items():
-        if isinstance(style, Matrix | OneHead):
+        if isinstance(style, Matrix) or name in ("attention.wk", "attention.wv"):
             inputs = isinstance(style, Matrix) and style.dim == 1
             found[f"{name}.lora_A"], found[f"{name}.lora_B"] = (style, Whole()) if inputs else (Whole(), style)
     return found

@@ -102,35 +102,23 @@ def own_entries(x: DTensor) -> Tensor:
 
 
 class Whole(ParallelStyle):
-    """A replicated linear layer, embedding or RMS norm, applied to this rank's own input; its gradients are partial."""
+    """A replicated linear layer, embedding or RMS norm, applied to this rank's own input; its gradients are partial.
+
+    With ``rows``, those of its weight and bias alone are used: a key or value projection of fewer heads than ranks,
+    whose gradient is 0 on each rank except for its head, and summed over the ranks that share that head.
+    """
+
+    def __init__(self, rows: slice = slice(None)) -> None:
+        super().__init__()
+        self.rows = rows
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def forward(x: Tensor) -> Tensor:
-            own: Any = {name: p.to_local(grad_placements=[Partial()]) for name, p in module.named_parameters()}  # type: ignore[attr-defined]
+            whole: Any = dict(module.named_parameters(recurse=False))
+            own = {name: p.to_local(grad_placements=[Partial()])[self.rows] for name, p in whole.items()}
             if isinstance(module, nn.RMSNorm):
                 return F.rms_norm(x, list(module.normalized_shape), own["weight"], module.eps)
             return F.embedding(x, **own) if isinstance(module, nn.Embedding) else F.linear(x, **own)
-
-        distribute_module(module, device_mesh)
-        module.forward = forward
-        return module
-
-
-class OneHead(ParallelStyle):
-    """A key or value projection of fewer heads than ranks: its weight [G * D, C] is replicated, one head used per rank.
-
-    Each rank's gradient is partial: 0 except for its head, and summed over the ranks that share that head.
-    """
-
-    def __init__(self, head_dim: int, head: int) -> None:
-        super().__init__()
-        self.rows = slice(head * head_dim, (head + 1) * head_dim)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def forward(x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, D]
-            whole = (module.weight, module.bias)
-            own: Any = (p if p is None else p.to_local(grad_placements=[Partial()])[self.rows] for p in whole)  # type: ignore[operator, union-attr]
-            return F.linear(x, *own)
 
         distribute_module(module, device_mesh)
         module.forward = forward
@@ -141,17 +129,10 @@ class Angles(ParallelStyle):
     """Angles of positions [H * D], sharded by heads; the module's ``turn`` applies them."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def forward(q: Tensor, k: Tensor, positions: Tensor) -> Any:
-            return turn(q, k, theta().to_local(), positions)
-
-        whole: Any = module.theta
-        turn: Any = module.turn
-        module.register_parameter("theta", nn.Parameter(distribute_tensor(whole, device_mesh, [Shard(0)])))
-
-        def theta() -> Any:  # read at every call: FSDP replaces the parameter
-            return module.theta
-
-        module.forward = forward
+        part: Any = module
+        part.theta = nn.Parameter(distribute_tensor(part.theta, device_mesh, [Shard(0)]))
+        # theta is read at every call: FSDP replaces the parameter
+        part.forward = lambda q, k, positions: part.turn(q, k, part.theta.to_local(), positions)
         return module
 
 

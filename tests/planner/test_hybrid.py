@@ -5,7 +5,7 @@ Layers of linear attention go by lasp, lasp2 or ulysses, those of softmax attent
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Literal
 
 import pytest
 import torch
@@ -16,14 +16,15 @@ from parallel.context import ContextError
 from parallel.context.config import HybridConfig
 from parallel.context.linear import relayout
 from parallel.data import DataParallelConfig, Strategy
-from parallel.mesh import distributed_mesh
+from parallel.mesh import MeshConfig, distributed_mesh
 from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from planner.cluster import CLUSTERS, load_cluster
-from planner.hybrid import faster_layout, layout_costs
+from planner.hybrid import fastest, layout_costs
 from testing.ranks import run_ranks
 from tests.parallel.pipeline import test_schedule as test_pipeline
 from tests.parallel.split import PLAIN, Step, config, difference, mesh_config, plain, split_step, whole_step
+from train.config.language import Config, TrainConfig
 
 LOSS, GRADIENT = 2e-6, 1e-7
 SHAPE: ModelConfig = config(model_type="transnormer", num_query_groups=None, num_layers=3, softmax_every=2)
@@ -101,17 +102,22 @@ def test_a_pipeline_of_context_or_tensor_parallel_ranks(inner: str) -> None:
     assert test_pipeline.compare(results, shape) < GRADIENT
 
 
-SIZES: dict[str, Any] = {"tp": 1, "batch": 1, "heads": 16, "kv_heads": 16, "head_dim": 128, "element_size": 2}
+def run(length: int, size: int, method: Literal["ring", "allgather"] = "ring") -> Config:
+    return Config(
+        model=ModelConfig(model_type="transnormer", hidden_size=2048, num_attention_heads=16, softmax_every=2),
+        mesh=MeshConfig(context_parallel_size=size),
+        train=TrainConfig(seq_length=length, micro_batch_size=1, bf16=True),
+        hybrid=HybridConfig(hybrid_softmax_method=method),
+    )
 
 
 @pytest.mark.parametrize("method", ["ring", "allgather"])
 @pytest.mark.parametrize("size", [2, 8])
-def test_layouts_are_weighed_by_pairs_and_bytes(method: str, size: int) -> None:
+def test_layouts_are_weighed_by_pairs_and_bytes(method: Literal["ring", "allgather"], size: int) -> None:
     """Contiguous gives the last rank (2 P - 1) / P of the mean; an exchange sends at most all tokens."""
     length = 1024 * size
     cluster = load_cluster(CLUSTERS / "h100_pod.toml")
-    hybrid = HybridConfig(hybrid_softmax_method=method)  # type: ignore[arg-type]
-    plain_, zigzag = layout_costs(hybrid, seq_len=length, size=size, cluster=cluster, **SIZES)
+    plain_, zigzag = layout_costs(run(length, size, method), cluster)
     mean = length * (length + 1) / 2 / size
     assert plain_.pairs / mean == pytest.approx((2 * size - 1) / size, rel=1e-3)
     assert zigzag.pairs == mean
@@ -125,8 +131,8 @@ def test_auto_takes_the_faster_layout() -> None:
     for length in (1024, 1 << 20):
         for fast in ("h100_pod", "cpu"):
             cluster = load_cluster(CLUSTERS / f"{fast}.toml")
-            costs = layout_costs(HybridConfig(), seq_len=length, size=4, cluster=cluster, **SIZES)
-            chosen[length, fast] = faster_layout(costs)
+            costs = layout_costs(run(length, 4), cluster)
+            chosen[length, fast] = fastest(costs).layout
             assert chosen[length, fast] == min(costs, key=lambda cost: cost.seconds).layout
     assert chosen[1024, "h100_pod"] == "contiguous"
     assert {chosen[1 << 20, fast] for fast in ("h100_pod", "cpu")} == {"zigzag"}

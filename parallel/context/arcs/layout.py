@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel.context.arcs.needs import Pieces, Rows, in_parts, rows_needed, seen
-from parallel.context.arcs.orders import Level, Packing, best, divided
+from parallel.context.arcs.orders import Level, Packing, best, divided, in_parts, travelling
 from parallel.context.errors import ContextError
 from parallel.context.layout import Run
+from parallel.context.sparse.visible import Pieces, Seen
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,6 @@ class ArcLayout:
         documents: cumulative lengths, ``(0, l1, l1 + l2, ..., real)``.
         causal: a token sees none behind it.
         window: how many tokens before and behind itself a token sees, besides itself: -1 for all of its document's.
-
-    Raises:
-        ContextError: a field that does not fit the others.
     """
 
     seq_len: int
@@ -39,25 +36,6 @@ class ArcLayout:
 
     name = "balanced"
     stride = 1
-
-    def __post_init__(self) -> None:
-        if self.size < 1 or self.team_size < 1 or self.size % self.team_size:
-            raise ContextError(f"team size {self.team_size} does not divide the context-parallel size {self.size}")
-        if self.seq_len < 1 or self.seq_len % self.size:
-            padded = -(-max(self.seq_len, 1) // self.size) * self.size
-            raise ContextError(
-                f"the balanced layout over {self.size} ranks needs a multiple of {self.size} tokens and got "
-                f"{self.seq_len}; pad to {padded}"
-            )
-        if not 1 <= self.real <= self.seq_len:
-            raise ContextError(f"real tokens must be 1 to all of the {self.seq_len} tokens and are {self.real}")
-        _check_documents(self.documents, self.real)
-        window = self.window or (-1, 0 if self.causal else -1)
-        if len(window) != 2 or min(window) < -1 or (self.causal and window[1] != 0):
-            raise ContextError(
-                f"window must be (left, right), numbers of tokens or -1 for all, right 0 under a causal mask, "
-                f"and is {self.window}"
-            )
 
     def __hash__(self) -> int:
         return self._hash
@@ -101,23 +79,10 @@ class ArcLayout:
         return np.concatenate([np.arange(start, start + length) for start, length in self.runs(rank)])
 
 
-def _check_documents(documents: tuple[int, ...], real: int) -> None:
-    bounds = np.asarray(documents)
-    must = f"documents must be integers that ascend from 0 to the {real} real tokens"
-    if bounds.dtype.kind != "i" or bounds.ndim != 1 or len(bounds) < 2:
-        raise ContextError(f"{must} and are {documents!r}")
-    if bounds[0] != 0 or bounds[-1] != real:
-        raise ContextError(f"{must} and go from {bounds[0]} to {bounds[-1]}")
-    empty = np.flatnonzero(bounds[1:] <= bounds[:-1])
-    if len(empty):
-        raise ContextError(f"{must}, and after {bounds[empty[0]]} comes {bounds[empty[0] + 1]}")
-
-
-def transfers(layout: ArcLayout) -> Rows:
-    """Return the rows that each place's queries see and another place holds."""
-    documents = layout.packing.documents
-    pieces = in_parts(layout.pieces(), documents)
-    return rows_needed(pieces, *seen(pieces, documents, layout.reach))
+def transfers(layout: ArcLayout) -> Seen:
+    """Return the rows that each place's queries see and another place holds, as positions."""
+    packing = layout.packing
+    return travelling(in_parts(layout.pieces(), packing.documents), packing.places, packing)
 
 
 def levels(layout: ArcLayout) -> tuple[Level, ...]:

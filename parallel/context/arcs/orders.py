@@ -5,7 +5,9 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.context.arcs.circles import Beads, Circles, halve
-from parallel.context.arcs.needs import Pieces, in_parts, rows_needed, seen
+from parallel.context.sparse.line import Line
+from parallel.context.sparse.rows import union
+from parallel.context.sparse.visible import Pieces, Seen, rows_seen
 
 MOST_BEADS = 8_000
 """Documents in all orders that are tried together: above, fewer orders are. A thousand take about a millisecond."""
@@ -110,16 +112,25 @@ def _joined(circles: Circles) -> Pieces:
     place, (start, length, _, _, document) = circles.circle, circles.beads
     apart = (place[1:] != place[:-1]) | (document[1:] != document[:-1]) | (start[1:] != (start + length)[:-1])
     heads = np.flatnonzero(np.append(True, apart))
-    return Pieces(place[heads], start[heads], np.add.reduceat(length, heads), document[heads])
+    return Pieces(place[heads], start[heads], np.add.reduceat(length, heads), document[heads], start[heads])
 
 
 def _busiest(pieces: Pieces, packing: Packing, count: int) -> np.ndarray:
     """Return the most rows that a place receives or sends, for each of ``count`` orders."""
-    documents, seq_len, places, reach = packing
-    pieces = in_parts(pieces, documents)
-    pieces = pieces.take(np.argsort(pieces.place * seq_len + pieces.start))
-    low, high = seen(pieces, documents, reach)
-    order = pieces.place // places * seq_len  # so that each has positions of its own
-    rows = rows_needed(pieces._replace(start=pieces.start + order), low + order, high + order)
-    sums = [np.bincount(side, rows.end - rows.first, count * places) for side in (rows.owner, rows.reader)]
-    return np.maximum(*sums).reshape(count, places).max(axis=1)
+    pieces, places = in_parts(pieces, packing.documents), count * packing.places
+    order = pieces.place // packing.places
+    rows = travelling(pieces._replace(document=pieces.document + order * len(packing.documents)), places, packing)
+    sums = [np.bincount(side, rows.end - rows.first, places) for side in (rows.whose, rows.who)]
+    return np.maximum(*sums).reshape(count, -1).max(axis=1)
+
+
+def in_parts(pieces: Pieces, documents: np.ndarray) -> Pieces:
+    """Return the pieces of documents that several places share: only their rows travel."""
+    shared = (pieces.document >= 0) & (pieces.length < np.diff(documents)[pieces.document])
+    return pieces.take(np.flatnonzero(shared))
+
+
+def travelling(pieces: Pieces, places: int, packing: Packing) -> Seen:
+    """Return the rows that places see and others hold, each once, ascending by reader, owner and position."""
+    rows, line = rows_seen(pieces, pieces, 1, packing.reach), Line(places, packing.seq_len)
+    return line.rows(union(line.spans(*rows).where(rows.who != rows.whose)))

@@ -103,14 +103,15 @@ class StateExecutor:
             (states,) = arrival()  # [B, ranks, H, D, E]
             return results, self._sum_before(states, log_decay, ways, reverse), lambda: None
         here = ways[self.rank]
-        coming = None if here.source is None else self.transport.receive(like, here.source)
+        self.transport.connect_all(like.device)
+        coming, _ = self.transport.post([], [] if here.source is None else [(here.source, (like,))], far=False)
         results, local = intra()
-        state = None if coming is None else coming()
+        (state,) = coming[0]() if coming else (None,)
         if here.target is None:
             return results, state, lambda: None
         if state is not None and here.goes_through:
             local = local + passed_on(state, log_decay, self.geometry.local_len)
-        return results, state, self.transport.send(local, here.target)
+        return results, state, self.transport.post([(here.target, (local,))], [], far=False)[1]
 
     def _sum_before(
         self, states: Tensor, log_decay: Sequence[float], ways: tuple[Passage, ...], reverse: bool
@@ -130,16 +131,6 @@ class StateExecutor:
 
     def _backend(self, q: Tensor) -> str:
         return select_linear_backend(self.backend_name, q.device.type, q.dtype)
-
-
-def attend_linear(
-    executor: StateExecutor, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], plan: Tensor
-) -> Tensor:
-    """Attend with this rank's queries to all tokens up to them; differentiable. Shapes as above.
-
-    ``plan`` is a handle in ``PLANS``; the plan must have the executor's geometry.
-    """
-    return torch.ops.longmesh.state_attention(q, k, v, log_decay, executor.handle, plan)[0]
 
 
 def _state_like(k: Tensor, v: Tensor) -> Tensor:

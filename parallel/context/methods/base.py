@@ -89,11 +89,7 @@ class Method:
         return Capabilities()
 
     def check(self, shape: Shape, causal: bool) -> None:
-        """Check that the method supports this shape and mask.
-
-        Raises:
-            ContextError: it does not, with the reason and the fix.
-        """
+        """Raise ContextError, with the reason and the fix, unless the method supports this shape and mask."""
         mask = "causal" if causal else "full"
         if mask not in self.capabilities().masks:
             raise ContextError(f"method {self.name} has no {mask} mask; it takes {self.capabilities().masks}")

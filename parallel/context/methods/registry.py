@@ -26,11 +26,7 @@ LINEAR_METHODS: dict[str, Method] = STATE_METHODS | {
 
 
 def method_of(name: str) -> Method:
-    """Return the method of this name.
-
-    Raises:
-        ContextError: there is none.
-    """
+    """Return the method of this name; raise ContextError if there is none."""
     known = METHODS | STATE_METHODS
     if name not in known:
         raise ContextError(f"context_parallel_method {name!r} does not exist; use one of {', '.join(known)}")
@@ -38,11 +34,7 @@ def method_of(name: str) -> Method:
 
 
 def check_kind(method: Method, called: str, attention: str, fitting: dict[str, Method]) -> None:
-    """Check that the method is for this kind of attention.
-
-    Raises:
-        ContextError: ``method`` is not among ``fitting``.
-    """
+    """Raise ContextError unless the method is among those ``fitting`` this kind of attention."""
     if method.name not in fitting:
         passed = "states" if method.capabilities().states else "keys and values"
         raise ContextError(

@@ -9,7 +9,7 @@ from kernels.tiles import Tile
 from parallel.context.geometry import Geometry
 from parallel.context.mask import Reach
 from parallel.context.sparse.flow import Flow, Held, Parcels
-from parallel.context.sparse.visible import rows_seen
+from parallel.context.sparse.visible import as_columns, rows_seen
 from parallel.context.tiles import Piece, tiles
 from parallel.context.traffic import Moves
 
@@ -41,7 +41,8 @@ def flow_of(geometry: Geometry, pieces_of: PiecesOf, stride: int, reach: Reach, 
     own = [pieces_of(geometry.ranks_at((place,), place)) for place in places]
     members = geometry.method.team(np.arange(len(places)), geometry.shape)
     teams = [pieces_of(geometry.ranks_at(members, place)) for place in places]
-    return Flow(geometry, rows_seen(teams, own, stride, reach if moves == "kv" else reach[::-1]))
+    seen = rows_seen(as_columns(teams), as_columns(own), stride, reach if moves == "kv" else reach[::-1])
+    return Flow(geometry, seen)
 
 
 def course_of(flow: Flow, rank: int, pieces_of: PiecesOf, stride: int, reach: Reach, moves: Moves) -> Course:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from parallel.context.sparse.rows import Rows, Spans
+from parallel.context.sparse.visible import Seen
 
 ByPlace = dict[int, Rows]
 """Rows by place, in ascending order of places."""
@@ -22,6 +23,12 @@ class Line:
         """Return the rows ``[first, end)`` of ``owner`` at ``place``, in the order given."""
         start = (place * self.places + owner) * self._each
         return Spans(start + first, start + end)
+
+    def rows(self, spans: Spans) -> Seen:
+        """Invert ``spans``."""
+        pairs = self.pairs(spans)
+        start = pairs * self._each
+        return Seen(*np.divmod(pairs, self.places), spans.first - start, spans.end - start)
 
     def pairs(self, spans: Spans) -> np.ndarray:
         """Return place * places + owner of each interval."""

@@ -26,31 +26,35 @@ class Seen(NamedTuple):
     end: np.ndarray
 
 
-class _Pieces(NamedTuple):
-    """Pieces of several sets, one entry each."""
+class Pieces(NamedTuple):
+    """Pieces of documents and the sets, such as places, that hold them: int64 ``[pieces]`` each."""
 
-    owner: np.ndarray
+    place: np.ndarray
     start: np.ndarray
-    offset: np.ndarray
     length: np.ndarray
-    document: np.ndarray
+    document: np.ndarray  # -1: padding
+    offset: np.ndarray  # what the first row is called in ``Seen``
+
+    def take(self, index: np.ndarray) -> "Pieces":
+        """Return the pieces at ``index``, in that order."""
+        return Pieces(*(field[index] for field in self))
 
 
-def rows_seen(queries: Sequence[list[Piece]], keys: Sequence[list[Piece]], stride: int, reach: Reach) -> Seen:
+def as_columns(sets: Sequence[list[Piece]]) -> Pieces:
+    """Return the pieces of some sets, whose rows are called by their offsets."""
+    place = np.repeat(np.arange(len(sets)), [len(pieces) for pieces in sets])
+    rows = np.array([piece for pieces in sets for piece in pieces], dtype=np.int64).reshape(-1, len(Piece._fields))
+    return Pieces(place=place, **dict(zip(Piece._fields, rows.T.copy(), strict=True)))
+
+
+def rows_seen(queries: Pieces, keys: Pieces, stride: int, reach: Reach) -> Seen:
     """Return the rows of each set of keys that some of each set of queries see.
 
     Which queries see some of the keys is the same question with the sets and the reach, (ahead, behind), exchanged.
     """
-    reader, read = _flat(queries), _flat(keys)
-    found = [_seen(reader, read, *pairs, stride, reach) for pairs in _pairs(reader.document, read.document)]
+    pairs = _pairs(queries.document, keys.document)
+    found = [_seen(queries, keys, *some, stride, reach) for some in pairs]
     return Seen(*(np.concatenate(column) for column in zip(*found, strict=True)))
-
-
-def _flat(sets: Sequence[list[Piece]]) -> _Pieces:
-    owners = np.repeat(np.arange(len(sets)), [len(pieces) for pieces in sets])
-    rows = np.array([piece for pieces in sets for piece in pieces], dtype=np.int64).reshape(-1, len(Piece._fields))
-    by_name = dict(zip(Piece._fields, rows.T.copy(), strict=True))
-    return _Pieces(owners, *(by_name[name] for name in _Pieces._fields[1:]))
 
 
 def _pairs(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -66,7 +70,7 @@ def _pairs(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarra
 
 
 def _seen(
-    reader: _Pieces, read: _Pieces, query: np.ndarray, key: np.ndarray, stride: int, reach: Reach
+    reader: Pieces, read: Pieces, query: np.ndarray, key: np.ndarray, stride: int, reach: Reach
 ) -> tuple[np.ndarray, ...]:
     """Return the columns of ``Seen`` for pairs of pieces."""
     behind, ahead = reach
@@ -77,4 +81,4 @@ def _seen(
     end = np.minimum(read.length[key], reader.length[query] + farthest)
     some = (first < end) & (nearest <= farthest)
     query, key = query[some], key[some]
-    return reader.owner[query], read.owner[key], read.offset[key] + first[some], read.offset[key] + end[some]
+    return reader.place[query], read.place[key], read.offset[key] + first[some], read.offset[key] + end[some]

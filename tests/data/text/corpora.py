@@ -1,6 +1,5 @@
 """Small indexed files with known tokens, for the tests of this folder."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,17 +14,11 @@ VOCAB_SIZE = 1000
 EOD = 0
 
 
-class NumberTokenizer:
+class NumberTokenizer(Tokenizer):
     """Text is numbers separated by spaces, and these are the ids."""
 
-    eod = EOD
-    pad = -1
-
     def __init__(self, vocab_size: int = VOCAB_SIZE, eod: int = EOD) -> None:
-        self.vocab_size = vocab_size
-        self.eod = eod
-        self.path, self.sha256 = "numbers", "none"
-        self.unique_identifiers: OrderedDict[str, object] = OrderedDict({"class": "NumberTokenizer"})
+        super().__init__("numbers", b"", vocab_size, eod)
 
     def tokenize(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
-from data.text.indexed import writing
-from data.text.megatron import check_indexed
+from data.text.indexed import check_indexed, writing
 from tests.data.text.corpora import counting_documents, write_documents
 
 HEADER = 34

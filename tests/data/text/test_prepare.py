@@ -12,8 +12,8 @@ import pytest
 
 from data.errors import DataError
 from data.text import prepare as module
-from data.text.indexed import writing
-from data.text.megatron import DataConfig, build_datasets, check_indexed, megatron_core
+from data.text.indexed import check_indexed, writing
+from data.text.megatron import DataConfig, build_datasets, megatron_core
 from data.text.prepare import Prepared, Request, prepare, unigram_entropy
 from data.text.tokens import tokenized
 from data.tokenizer import load_tokenizer

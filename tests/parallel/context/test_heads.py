@@ -109,7 +109,7 @@ def test_bytes_are_the_plans_and_grow_with_the_length() -> None:
 
 def test_heads_that_the_ranks_cannot_split_are_refused() -> None:
     with pytest.raises(ContextError, match=r"ulysses_degree is 3 with 8 query and 8 key heads.*must divide"):
-        make_plan("ulysses", seq_len=16, size=3).check_heads(HEADS, HEADS)
+        make_plan("ulysses", seq_len=16, size=3).geometry.check_heads(HEADS, HEADS)
 
 
 STAGES: dict[int, list[tuple[str, dict[str, Any], int, int, int]]] = {  # method, options, heads, KV heads, stages

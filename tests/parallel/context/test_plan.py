@@ -328,9 +328,9 @@ def test_what_cannot_work_is_refused_with_the_reason(arguments: dict, message: s
 
 def test_heads_that_cannot_be_split_are_refused_with_the_degrees_that_fit() -> None:
     plan = make_plan("ring", seq_len=64, size=8, ulysses_degree=4)
-    plan.check_heads(8, 2)
-    plan.check_heads(4, 4)
+    plan.geometry.check_heads(8, 2)
+    plan.geometry.check_heads(4, 4)
     with pytest.raises(ContextError, match=r"ulysses_degree is 4 with 6 query and 2 key heads.*: 1, 2$"):
-        plan.check_heads(6, 2)
+        plan.geometry.check_heads(6, 2)
     with pytest.raises(ContextError, match=r"ulysses_degree is 4 with 12 query and 6 key heads.*: 1, 2$"):
-        plan.check_heads(12, 6)
+        plan.geometry.check_heads(12, 6)

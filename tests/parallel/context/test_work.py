@@ -9,7 +9,7 @@ import pytest
 
 from parallel.context import METHODS, ContextError, Plan, layout, make_plan
 from parallel.context.tiles import Piece, pieces, tiles
-from parallel.context.traffic import Moves, backward_traffic, bytes_of_all, forward_traffic, sizes
+from parallel.context.traffic import Moves, bytes_of_all, sizes, whole_traffic
 from parallel.context.work import Sets, Work, work
 
 MILLION = 1 << 20
@@ -105,9 +105,9 @@ def test_bytes_of_all_ranks_are_the_sum_of_each(moves: Moves | None) -> None:
         for rank in range(plan.size):
             arguments = plan.geometry, rank, of
             if moves is None:
-                sent = forward_traffic(*arguments, plan.boundaries)
+                sent = whole_traffic(*arguments, None, plan.boundaries)
             else:
-                sent = backward_traffic(*arguments, moves, plan.boundaries)
+                sent = whole_traffic(*arguments, moves, plan.boundaries)
             crossing = sent.between_nodes(rank, per_node)
             inside, between = inside + sent.total - crossing, between + crossing
         assert bytes_of_all(plan.geometry, of, moves, per_node, plan.boundaries) == (inside, between)

@@ -71,4 +71,4 @@ def of_other_shape(rank: int, world_size: int) -> str:
 
 
 def test_labels_of_another_shape_are_refused() -> None:
-    assert "labels (2, 4) and logits (2, 3, 5)" in run_ranks(of_other_shape, 2)[0]
+    assert "labels (2, 4) and logits (2, 3) x V" in run_ranks(of_other_shape, 2)[0]

@@ -170,9 +170,13 @@ def record(rank: int, world_size: int, method: str) -> list[str]:
 
         setattr(owner, name, call)
 
-    for name in ("receive", "gather"):
-        logged(Transport, name, waits=True)
-    logged(Transport, "send")
+    def posted(transport: Transport, sends: Any, receives: Any, far: bool) -> Any:
+        events.append("receive" if receives else "send")
+        arrivals, sent = post(transport, sends, receives, far)
+        return [lambda arrival=arrival: (events.append("wait"), arrival())[1] for arrival in arrivals], sent
+
+    post, Transport.post = Transport.post, posted  # type: ignore[method-assign]
+    logged(Transport, "gather", waits=True)
     for name in ("from_state", "passed_on", "local_state"):
         logged(state, name)
     scan_of = state.scan_of
@@ -211,11 +215,10 @@ def test_who_passes_what_to_whom() -> None:
 class Unseen:
     """A transport whose tensors have no numbers."""
 
-    def receive(self, like: Tensor, rank: int) -> Any:
-        return lambda: like
+    def connect_all(self, device: torch.device) -> None: ...
 
-    def send(self, state: Tensor, rank: int) -> Any:
-        return lambda: None
+    def post(self, sends: list[Any], receives: list[tuple[int, tuple[Tensor, ...]]], far: bool) -> Any:
+        return [lambda tensors=tensors: tensors for _, tensors in receives], lambda: None
 
     def gather(self, tensors: tuple[Tensor, ...], ranks: tuple[int, ...]) -> Any:
         return lambda: tuple(torch.cat([x] * len(ranks), 1) for x in tensors)

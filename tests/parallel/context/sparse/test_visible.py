@@ -9,7 +9,7 @@ import pytest
 from parallel.context import METHODS, Plan, make_plan
 from parallel.context.mask import Reach
 from parallel.context.sparse import visible as module
-from parallel.context.sparse.visible import Seen, rows_seen
+from parallel.context.sparse.visible import Seen, as_columns, rows_seen
 from parallel.context.tiles import Piece
 from tests.parallel.context.sparse.play import drawn, visible
 
@@ -25,7 +25,7 @@ def found(plan: Plan, reach: Reach, seen: np.ndarray) -> tuple[np.ndarray, np.nd
     """Which rows of each set each set sees, bool [sets, all rows of the sets]: computed, and by brute force."""
     pieces, positions = zip(*sets(plan), strict=True)
     begin = np.cumsum([0, *map(len, positions)])
-    rows = rows_seen(pieces, pieces, plan.layout.stride, reach)
+    rows = rows_seen(as_columns(pieces), as_columns(pieces), plan.layout.stride, reach)
     got = np.zeros((len(pieces), begin[-1]), dtype=bool)
     for who, whose, first, end in zip(*(column.tolist() for column in rows), strict=True):
         assert 0 <= first < end <= len(positions[whose])
@@ -56,7 +56,7 @@ def test_windows_narrower_than_the_stride_see_some_ranks_alone(window: tuple[int
 
 def test_pieces_compared_a_few_at_a_time_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan("striped", seq_len=60, size=6, documents=(0, 3, 11, 30, 31, 60), window=(20, 0))
-    everything = [plan.real_pieces((rank,)) for rank in range(6)]
+    everything, nothing = as_columns([plan.real_pieces((rank,)) for rank in range(6)]), as_columns([[]])
 
     def seen() -> list[tuple[int, ...]]:
         columns: Seen = rows_seen(everything, everything, plan.layout.stride, plan.mask.reach)
@@ -66,5 +66,5 @@ def test_pieces_compared_a_few_at_a_time_make_no_difference(monkeypatch: pytest.
     for few in (1, 2, 7, 100):
         monkeypatch.setattr(module, "AT_ONCE", few)
         assert seen() == at_once
-    assert rows_seen([[]], everything, 1, (None, 0)).who.size == 0
-    assert rows_seen(everything, [[]], 1, (None, 0)).who.size == 0
+    assert rows_seen(nothing, everything, 1, (None, 0)).who.size == 0
+    assert rows_seen(everything, nothing, 1, (None, 0)).who.size == 0

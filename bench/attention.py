@@ -7,46 +7,26 @@ With packed documents or a window: zigzag, striped, ring, and exchange and allga
 
     python -m bench.attention                              # sequence 8192, 8 heads of 64
     python -m bench.attention --documents lognormal --seq-length 16384
-    python -m bench.attention --assert --json cpu.jsonl    # exit status 1 where a target is missed
-    python -m bench.attention --device cuda                # block kernels and the compute of a ring step on one GPU
+    python -m bench.attention --json cpu.jsonl             # every figure
 """
 
 import argparse
 import os
-import sys
 import time
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
-import torch
-
 from bench.packing import LENGTHS
 from bench.processes import ONE_PROCESS, Contestants, Times
+from bench.rounds import add_json, add_rounds, add_sizes, keep, said, sizes_of, target, turns
 from bench.workload import DTYPES, Workload, check_same
 from runtime.errors import UserError
 from testing.machine import OtherLoad, describe, usable_cores
-from testing.records import write_records
-from tools.arguments import one_line_errors, parser_for, run_command
+from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 DEFAULT_METHODS = ("ring", "striped", "zigzag", "allgather")
 MASKED_METHODS = ("zigzag", "striped", "ring", "exchange", "allgather/balanced")  # of packed documents and windows
 SETTLE_SECONDS = 0.02  # OpenMP threads spin for a moment after their work ends
-MINIMUM_REPEATS = 3
-CPU_DEFAULTS: dict[str, Any] = {
-    "seq_length": 8192,
-    "num_heads": 8,
-    "head_dim": 64,
-    "dtype": "float32",
-    "context_parallel_size": 2,
-}
-CUDA_DEFAULTS: dict[str, Any] = {
-    "seq_length": 8192,
-    "num_heads": 16,
-    "head_dim": 128,
-    "dtype": "bfloat16",
-    "context_parallel_size": 8,
-}
 SOME_GAIN = 1.05  # ratio of pairs below which a share of the gain says nothing
 DISTURBED = 0.05  # share of the cores taken by others, beyond which the clock misleads
 
@@ -89,42 +69,33 @@ def measure_cpu(
 ) -> dict[str, Any]:
     """Time every contestant in turn, ``repeats`` times or until ``max_seconds`` are over (3 times at least).
 
-    Raises:
-        UserError: fewer cores than ranks, or a method that does not exist or does not take the mask.
-        MeasureError: a process failed, or a method's result differs from the one process's.
+    Raises UserError: fewer cores than ranks, or a method that does not exist or does not take the mask; MeasureError: a
+    process failed, or a method's result differs from the one process's.
     """
     cores = usable_cores()[:ranks]
     if len(cores) < ranks:
         raise UserError(f"{ranks} ranks need a core each and this process may use {len(cores)}; use fewer ranks")
     limits = {name: slowest_pairs(name, work, ranks) for name in methods}
     names = [*methods, ONE_PROCESS]
-    rounds: list[dict[str, list[Times]]] = []
+    steps: dict[str, list[list[Times]]] = {name: [] for name in names}
     with Contestants(work, methods, cores) as contestants:
         truth = contestants.fingerprint(ONE_PROCESS)
         for name in methods:
             check_same(name, contestants.fingerprint(name), truth, work.dtype)
         ceiling = contestants.matmul_tflops()
-        start, own = time.monotonic(), contestants.cpu_seconds()
-        others = OtherLoad(cores)
-        while len(rounds) < repeats:
-            spent = time.monotonic() - start
-            if len(rounds) >= MINIMUM_REPEATS and spent + spent / len(rounds) > max_seconds:
-                break
-            turn = len(rounds) % len(names)  # so that none always follows the same one
-            times: dict[str, list[Times]] = {}
-            for name in names[turn:] + names[:turn]:
-                time.sleep(SETTLE_SECONDS)
-                times[name] = contestants.step(name)
-            rounds.append(times)
+        own, others = contestants.cpu_seconds(), OtherLoad(cores)
+        for name in turns(names, repeats, max_seconds):
+            time.sleep(SETTLE_SECONDS)
+            steps[name].append(contestants.step(name))
         taken = others.cores_taken(contestants.cpu_seconds() - own)
-    found = {name: summary([times[name] for times in rounds], work, limits.get(name), ranks) for name in names}
+    found = {name: summary(times, work, limits.get(name), ranks) for name, times in steps.items()}
     return {
         "benchmark": f"attention, forward + backward, {work.masked}",
         "machine": {**describe("cpu"), "cores_used": len(cores), "pinned": hasattr(os, "sched_setaffinity")},
         "load": {"cores_taken_by_others": taken, "load_average": list(os.getloadavg())},
         "workload": vars(work),
         "ranks": ranks,
-        "rounds": len(rounds),
+        "rounds": len(steps[ONE_PROCESS]),
         "matmul_tflops": ceiling,
         "contestants": found,
         **compare(found, ranks, work),
@@ -157,8 +128,7 @@ def compare(found: dict[str, dict[str, Any]], ranks: int, work: Workload) -> dic
     of the busiest rank's CPU time, which other processes on the cores disturb less than the clock.
     """
     ratios: dict[str, dict[str, Any]] = {}
-    masked = work.documents is not None or work.window is not None
-    references = [name for name in (("zigzag", "striped") if masked else ("ring",)) if name in found]
+    references = [name for name in (("zigzag", "striped") if work.sparse else ("ring",)) if name in found]
     pairs = [(slower, name) for slower in references for name in found if name not in (slower, ONE_PROCESS)]
     for slower, faster in [*pairs, *((name, ONE_PROCESS) for name in found if name != ONE_PROCESS)]:
         a, b = found[slower], found[faster]
@@ -172,14 +142,12 @@ def compare(found: dict[str, dict[str, Any]], ranks: int, work: Workload) -> dic
             "cpu": a["cpu_median"] / b["cpu_median"],
         }
     targets = []
-    for target in MASKED_TARGETS if masked else TARGETS:
-        name = f"{target.slower}/{target.faster}"
-        ratio = ratios[name][target.field] if name in ratios and ranks == 2 else None
+    for asked in MASKED_TARGETS if work.sparse else TARGETS:
+        name = f"{asked.slower}/{asked.faster}"
+        ratio = ratios[name][asked.field] if name in ratios and ranks == 2 else None
         if ratio is not None:
-            met = (target.at_least or 0) <= ratio <= (target.at_most or float("inf"))
-            bound = f">= {target.at_least}" if target.at_least else f"<= {target.at_most}"
-            named = name if target.field == "ratio" else f"{name} {target.field}"
-            targets.append({"name": named, "ratio": ratio, "bound": bound, "met": met})
+            named = name if asked.field == "ratio" else f"{name} {asked.field}"
+            targets.append(target(named, ratio, asked.at_least, asked.at_most))
     return {"ratios": ratios, "targets": targets}
 
 
@@ -209,10 +177,7 @@ def table(result: dict[str, Any]) -> str:
         reached = "" if found["gain_reached"] is None else f"{found['gain_reached']:.0%}"
         ratio = f"{found['ratio']:8.3f}{found['limit']:10.3f}{reached:>9}{found['cpu']:13.3f}"
         lines.append(f"{name:32}{ratio}   {quartiles}")
-    targets = (
-        f"{t['name']} {t['bound']}: {t['ratio']:.3f}, {'met' if t['met'] else 'MISSED'}" for t in result["targets"]
-    )
-    lines += ["", *targets]
+    lines += ["", *said(result["targets"])]
     if taken is not None and taken > DISTURBED * machine["cores_used"]:
         lines.append(
             "note: other processes kept these cores busy; judge by CPU time, or measure again on an idle machine"
@@ -223,73 +188,27 @@ def table(result: dict[str, Any]) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
     parser = parser_for("python -m bench.attention", __doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    parser.add_argument("--seq-length", type=int, help="default: 8192; on cuda several, 2048 to 32768")
-    parser.add_argument("--num-heads", type=int, help="query heads (default: 8; on cuda 16)")
-    parser.add_argument("--kv-heads", type=int, help="key and value heads (default: as many as query heads)")
-    parser.add_argument("--head-dim", type=int, help="default: 64; on cuda 128")
-    parser.add_argument("--batch", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32; on cuda bfloat16")
-    parser.add_argument("--repeats", type=int, default=9, help="rounds of all contestants (default: %(default)s)")
-    parser.add_argument(
-        "--max-seconds", type=float, default=150, help="no further round after this long (default: %(default)s)"
-    )
-    parser.add_argument("--context-parallel-size", type=int, help="ranks (default: 2; on cuda 8, simulated)")
-    parser.add_argument("--documents", choices=tuple(LENGTHS), help="packed documents of such lengths (cpu)")
-    parser.add_argument("--window", type=int, metavar="N", help="keys that a query sees, its own among them (cpu)")
+    add_sizes(parser, seq_length=8192, num_heads=8, kv_heads=None, head_dim=64, batch=1)
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="default: %(default)s")
+    add_rounds(parser, 9, 150)
+    parser.add_argument("--context-parallel-size", type=positive, default=2, help="ranks (default: %(default)s)")
+    parser.add_argument("--documents", choices=tuple(LENGTHS), help="packed documents of such lengths")
+    parser.add_argument("--window", type=int, metavar="N", help="keys that a query sees, its own among them")
     defaults = f"{' '.join(DEFAULT_METHODS)}; with documents or a window {' '.join(MASKED_METHODS)}"
     parser.add_argument("--methods", nargs="+", help=f"METHOD or METHOD/LAYOUT (default: {defaults})")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines")
-    parser.add_argument(
-        "--assert", dest="assert_targets", action="store_true", help="exit with status 1 where a target is missed (cpu)"
-    )
+    add_json(parser)
     return parser
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure what the command line asks for, print it and return it."""
-    on_gpu = args.device == "cuda"
-    masked = args.documents is not None or args.window is not None
-    methods = tuple(dict.fromkeys(args.methods or (MASKED_METHODS if masked else DEFAULT_METHODS)))
-    if on_gpu and masked:
-        raise UserError("--documents and --window are measured on the CPU alone; leave them out with --device cuda")
-    if args.repeats < 1:
-        raise UserError(f"--repeats is {args.repeats}; it must be 1 or more")
-    chosen = dict(CUDA_DEFAULTS if on_gpu else CPU_DEFAULTS)
-    chosen |= {name: value for name, value in vars(args).items() if name in chosen and value is not None}
-    ranks = chosen.pop("context_parallel_size")
-    heads = chosen["num_heads"] if args.kv_heads is None else args.kv_heads
-    work = Workload(**chosen, batch=args.batch, kv_heads=heads, documents=args.documents, window=args.window)
-    if ranks < 1:
-        raise UserError(f"--context-parallel-size is {ranks}; it must be 1 or more")
-    if not on_gpu:
-        result = measure_cpu(work, methods, ranks, args.repeats, args.max_seconds)
-        print(table(result))
-        return result
-    from bench import gpu
-
-    lengths = gpu.LENGTHS if args.seq_length is None else (args.seq_length,)
-    result = gpu.measure("cuda", work, lengths, methods, ranks, args.repeats)
-    print(gpu.table(result))
-    return result
-
-
 @one_line_errors
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
     args = build_parser().parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("error: --device cuda needs a CUDA GPU, and torch sees none here", file=sys.stderr)
-        return 1
-    result = run(args)
-    if args.json:
-        write_records(args.json, result)
-    missed = [target for target in result.get("targets", ()) if not target["met"]]
-    if args.assert_targets and missed:
-        for target in missed:
-            print(f"error: {target['name']} is {target['ratio']:.3f}, to be {target['bound']}", file=sys.stderr)
-        return 1
-    return 0
+    work = Workload(**sizes_of(args), dtype=args.dtype, documents=args.documents, window=args.window)
+    methods = dict.fromkeys(args.methods or (MASKED_METHODS if work.sparse else DEFAULT_METHODS))
+    result = measure_cpu(work, tuple(methods), args.context_parallel_size, args.repeats, args.max_seconds)
+    print(table(result))
+    keep(args, result)
 
 
 if __name__ == "__main__":

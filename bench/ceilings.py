@@ -4,17 +4,15 @@ python -m bench.ceilings                    # this CPU, on all its cores
 python -m bench.ceilings --device cuda --json ceilings.jsonl
 """
 
-import argparse
-import sys
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from bench.rounds import add_json, keep, need_cuda
 from bench.workload import DTYPES
 from testing.machine import describe, time_steps, usable_cores
-from testing.records import write_records
+from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 # Large enough to leave the caches and to fill every multiprocessor; a second or so of work in all.
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
@@ -52,28 +50,23 @@ def measure(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.ceilings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
+    parser = parser_for("python -m bench.ceilings", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, help="of the CPU (default: one per core)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too, as JSON lines")
+    parser.add_argument("--threads", type=positive, help="of the CPU (default: one per core)")
+    add_json(parser)
     args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("error: --device cuda needs a CUDA GPU, and torch sees none here", file=sys.stderr)
-        return 1
+    need_cuda(args.device)
     torch.set_num_threads(args.threads or len(usable_cores()))
     found = {"machine": describe(args.device), "ceilings": measure(args.device, ("bfloat16", "float32"))}
     print(found["machine"]["device"])
     print(f"  copy               {found['ceilings']['copy_gb_per_s']:10.1f} GB/s")
     for name, rate in found["ceilings"]["matmul_tflops"].items():
         print(f"  matmul {name:12}{rate:10.3f} TFLOP/s")
-    if args.json:
-        write_records(args.json, found)
-    return 0
+    keep(args, found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -10,7 +10,6 @@ that step allocate at its peak; predicted is ``planner.rehearsal``, which starts
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +17,16 @@ from torch import nn
 
 import pretrain_dit
 import pretrain_gpt
+from bench.rounds import add_json, keep
 from parallel.mesh import distributed_mesh
 from planner.rehearsal import rehearse
 from runtime.errors import UserError
 from testing.machine import describe
 from testing.ranks import run_ranks
-from testing.records import write_records
 from tools.arguments import one_line_errors, parser_for, run_command
+from tools.fit import parsed
 from train.assemble import build_runner
-from train.config import diffusion, language
+from train.config.entries import Config
 from train.ema import Ema
 from train.optim import build_optimizer
 
@@ -67,15 +67,15 @@ CASES: dict[str, tuple[int, str]] = {
 """Processes and flags by name."""
 
 
-def parsed(flags: str) -> tuple[Any, Any]:
-    """Return a case's configuration, and the entry that builds it."""
-    entry, parser = (pretrain_dit, diffusion) if "--latent-shape" in flags else (pretrain_gpt, language)
-    return parser.parse_args(flags.split()), entry.computing
+def configured(flags: str) -> tuple[Any, Any]:
+    """Return a case's configuration, and what builds it."""
+    config = parsed(flags.split())
+    return config, (pretrain_gpt if isinstance(config, Config) else pretrain_dit).computing
 
 
 def measured(rank: int, world_size: int, flags: str) -> int:
     """Return the bytes of this rank at the peak of a real step, the second; collective."""
-    config, computing = parsed(flags)
+    config, computing = configured(flags)
     with distributed_mesh(config.mesh) as mesh:
         objective, parts_of = computing(config, mesh)
         parts: Sequence[nn.Module] = parts_of()
@@ -114,7 +114,7 @@ def _peak(found: torch.profiler.profile) -> int:
 
 def compare(processes: int, flags: str) -> dict[str, Any]:
     """Return predicted and measured bytes of the process that takes most, and the prediction's relative error."""
-    config, computing = parsed(flags)
+    config, computing = configured(flags)
     stages = config.mesh.pipeline_model_parallel_size
     ranks = {*range(0, processes, processes // stages), processes - 1}
     predicted = {rank: rehearse(config, computing, rank, processes, per_node=processes) for rank in sorted(ranks)}
@@ -131,11 +131,11 @@ def compare(processes: int, flags: str) -> dict[str, Any]:
 
 
 @one_line_errors
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
     parser = parser_for("python -m bench.fits", __doc__)
     parser.add_argument("--only", default="", help="only the cases whose name has this in it")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines")
+    add_json(parser)
     args = parser.parse_args(argv)
     cases, rows = {name: case for name, case in CASES.items() if args.only in name}, {}
     if not cases:
@@ -149,10 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     errors = [abs(row["error"]) for row in rows.values()]
     print(f"{len(rows)} configurations: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
-    if args.json:
-        result = {"benchmark": "memory predicted against measured", "machine": describe("cpu"), "cases": rows}
-        write_records(args.json, result)
-    return 0
+    keep(args, {"benchmark": "memory predicted against measured", "machine": describe("cpu"), "cases": rows})
 
 
 if __name__ == "__main__":

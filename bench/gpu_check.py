@@ -14,11 +14,10 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench import gpu
 from bench.attention import DEFAULT_METHODS
 from bench.errors import MeasureError
+from bench.rounds import need_cuda
 from bench.workload import Workload
 from testing.machine import device_name, slug
 from testing.records import write_records
@@ -35,8 +34,7 @@ RANKS = 8
 def run_tests(marker: str, limit: float, paths: tuple[str, ...] = ()) -> dict[str, Any]:
     """Run the tests with that marker; return counts of ``passed``, ``failed``, ``skipped``, and names of what failed.
 
-    Raises:
-        MeasureError: it took longer than ``limit`` seconds, or ended without a report.
+    Raises MeasureError: it took longer than ``limit`` seconds, or ended without a report.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -72,14 +70,12 @@ def write_result(folder: Path, tests: dict[str, Any], measured: dict[str, Any]) 
 
 
 @one_line_errors
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
     parser = parser_for("python -m bench.gpu_check", __doc__)
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="default: bench/results")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("error: gpu-check needs a CUDA GPU, and torch sees none here; nothing was written", file=sys.stderr)
-        return 1
+    need_cuda("cuda")
     print(f"{device_name('cuda')}: the tests that need a GPU", flush=True)
     tests = run_tests("gpu and not slow", TEST_SECONDS)
     print("the attention, and what the device can do at most", flush=True)
@@ -88,11 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     path = write_result(args.output, tests, measured)
     print(f"tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped; written: {path}")
     if tests["failed"] or not tests["passed"]:
-        print(
-            f"error: {tests['failed']} of the tests that need a GPU failed, {tests['passed']} passed", file=sys.stderr
-        )
-        return 1
-    return 0
+        raise MeasureError(f"{tests['failed']} of the tests that need a GPU failed, {tests['passed']} passed")
 
 
 if __name__ == "__main__":

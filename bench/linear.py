@@ -16,7 +16,6 @@ the machine does hits all alike, and chunked must equal naive before it is timed
     python -m bench.linear --results elsewhere --picture elsewhere/linear.png
 """
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -29,15 +28,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.rounds import add_rounds, add_sizes, sizes_of, turns
 from bench.workload import Workload, check_same, fingerprint
 from kernels import reference
 from kernels.linear_attention import linear_attention
 from kernels.linear_scan import SCAN_CHUNK
 from model.transnormer import alibi_slopes
 from runtime.errors import UserError
-from testing.machine import OtherLoad, describe, slug, usable_cores
+from testing.machine import OtherLoad, describe, results_file, usable_cores
 from testing.records import write_records
 from tools.arguments import one_line_errors, parser_for, positive, run_command
+from tools.results import markdown as table
 
 CONTESTANTS = ("chunked", "naive", "softmax")
 KEPT_BYTES = 1 << 30
@@ -45,7 +46,6 @@ KEPT_BYTES = 1 << 30
 SCANS = 4
 """Scans of the chunked form: one in the forward, and one each for dq, dk and dv."""
 MINIMUM_SECONDS = 0.5  # for all contestants at a length; the shortest step takes a millisecond
-MINIMUM_ROUNDS = 3
 
 
 def lengths_between(shortest: int, longest: int) -> list[int]:
@@ -103,8 +103,7 @@ def measure(lengths: Sequence[int], shape: Workload, repeats: int = 5, max_secon
         repeats: rounds at each length, and more until half a second is over.
         max_seconds: no further round at a length after this long, once there are three.
 
-    Raises:
-        MeasureError: chunked and naive differ in out, dq, dk or dv.
+    Raises MeasureError: chunked and naive differ in out, dq, dk or dv.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -130,14 +129,10 @@ def _at(work: Workload, repeats: int, max_seconds: float) -> list[dict[str, Any]
     if "naive" in prints:
         check_same("chunked", prints["chunked"], prints["naive"], work.dtype, "the naive form")
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    rounds, spent = 0, 0.0
-    while (rounds < MINIMUM_ROUNDS or spent < max_seconds) and (rounds < repeats or spent < MINIMUM_SECONDS):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - start)
-            spent += seconds[name][-1]
-        rounds += 1
+    for name in turns([*steps], repeats, max_seconds, MINIMUM_SECONDS):
+        start = time.perf_counter()
+        steps[name]()
+        seconds[name].append(time.perf_counter() - start)
     return [row(name, work, taken) for name, taken in seconds.items()]
 
 
@@ -180,12 +175,13 @@ def exponent(result: dict[str, Any], name: str) -> float | None:
 def markdown(result: dict[str, Any]) -> str:
     """Format tokens per second of each contestant at each length, growth exponents and crossovers."""
     found = {name: by_length(result, name) for name in CONTESTANTS}
-    lines = ["| tokens | chunked | naive | softmax | chunked / softmax |", "| ---: | ---: | ---: | ---: | ---: |"]
+    rows = []
     for length, ours in found["chunked"].items():
         rates = [found[name].get(length, {}).get("tokens_per_second") for name in CONTESTANTS]
         shown = ["" if rate is None else f"{rate:,.0f}" for rate in rates]
         ratio = found["softmax"][length]["median"] / ours["median"]
-        lines.append(f"| {length:,} | {' | '.join(shown)} | {ratio:.2f} |")
+        rows.append([f"{length:,}", *shown, f"{ratio:.2f}"])
+    lines = table(["tokens", *CONTESTANTS, "chunked / softmax"], rows, "---:")
     powers = {name: exponent(result, name) for name in CONTESTANTS}
     lines += [
         "",
@@ -202,7 +198,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
     """Plot tokens per second over length, both axes logarithmic."""
     from matplotlib.figure import Figure
 
-    from tools.pictures import PALETTE
+    from tools.pictures import PALETTE, plain
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -218,51 +214,39 @@ def picture(result: dict[str, Any], path: Path) -> None:
     shape = result["shape"]
     title = f"forward + backward, {shape['num_heads']} heads of {shape['head_dim']}, {shape['dtype']}, one thread"
     axes.set(xlabel="tokens in the sequence", ylabel="tokens per second", title=title)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain(axes)
     axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the command line's parser."""
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
     parser = parser_for("python -m bench.linear", __doc__)
+    add_sizes(parser, num_heads=4, head_dim=32, batch=1)
     for name, default, what in (
         ("--min-length", 256, "shortest sequence"),
-        ("--max-length", 16384, "longest; lengths double up to it"),
-        ("--num-heads", 4, "as in transnormer_tiny"),
-        ("--head-dim", 32, "of keys and values"),
-        ("--batch", 1, "sequences"),
-        ("--repeats", 5, "rounds at each length, or more until half a second is over"),
+        ("--max-length", 16384, "longest; they double"),
     ):
         parser.add_argument(name, type=positive, default=default, help=f"{what} (default: %(default)s)")
-    limit = "at a length no further round after this long, but for three (default: %(default)s)"
-    parser.add_argument("--max-seconds", type=float, default=15.0, help=limit)
+    add_rounds(parser, 5, 15.0)
     for name, kind, place, what in (
         ("--results", "FOLDER", "bench/results", "where linear-MACHINE.jsonl goes"),
         ("--picture", "FILE", "docs/images/linear_throughput.png", "where the plot goes"),
     ):
         parser.add_argument(name, type=Path, default=Path(place), metavar=kind, help=f"{what} (default: %(default)s)")
-    return parser
-
-
-@one_line_errors
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    args = build_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     if args.max_length < args.min_length:
         raise UserError(f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or more")
-    heads = {"num_heads": args.num_heads, "kv_heads": args.num_heads, "head_dim": args.head_dim}
-    shape = Workload(seq_length=args.min_length, batch=args.batch, **heads)
+    shape = Workload(seq_length=args.min_length, **sizes_of(args))
     result = measure(lengths_between(args.min_length, args.max_length), shape, args.repeats, args.max_seconds)
     machine = result["machine"]
-    path = args.results / f"linear-{slug(machine['device'])}-{machine['cores']}-cores.jsonl"
+    path = results_file(args.results, "linear", machine)
     write_records(path, result)
     picture(result, args.picture)
     print(f"{machine['device']}, torch {machine['torch']}, one thread; tokens per second\n\n{markdown(result)}")
     print(f"written: {path}, {args.picture}")
-    return 0
 
 
 if __name__ == "__main__":

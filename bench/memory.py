@@ -31,12 +31,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.errors import MeasureError
+from bench.rounds import add_json, keep, need_cuda
 from model.config import ModelConfig
 from model.llama import Llama
 from parallel.context import context_parallel
 from parallel.recompute import ATTENTION, RecomputeConfig, recompute_layers
 from testing.machine import describe
-from testing.records import write_records
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 from train.objectives.language import NextToken
 
@@ -80,8 +80,7 @@ def cases(shape: Shape) -> dict[str, RecomputeConfig]:
 def measure(shape: Shape, chosen: RecomputeConfig) -> dict[str, Any]:
     """Measure one step in this process, a fresh one: bytes, seconds, attention forwards per layer, loss.
 
-    Raises:
-        MeasureError: the recorded allocations do not add up to zero, or the loss is not finite.
+    Raises MeasureError: the recorded allocations do not add up to zero, or the loss is not finite.
     """
     tiny = Shape(**{**asdict(shape), "seq_length": 64, "num_layers": 1, "chunk_size": 32})
     for part in _step(tiny, chosen):  # what a process's first step loads and keeps is not the policy's
@@ -209,8 +208,7 @@ def status(field: str) -> int | None:
 def run(shape: Shape) -> dict[str, Any]:
     """Measure every case, each in a process of its own.
 
-    Raises:
-        MeasureError: a policy changed the loss by more than rounding.
+    Raises MeasureError: a policy changed the loss by more than rounding.
     """
     os.environ.update(ENVIRONMENT)
     results = {}
@@ -241,26 +239,21 @@ def row(name: str, found: dict[str, Any], most: int) -> str:
 
 
 @one_line_errors
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
     parser = parser_for("python -m bench.memory", __doc__)
     parser.add_argument("--device", choices=tuple(DEFAULTS), default="cpu", help="default: %(default)s")
     for name in DEFAULTS["cpu"]:
         on_cpu, on_cuda = (DEFAULTS[device][name] for device in ("cpu", "cuda"))
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive, help=f"default: {on_cpu}; on cuda {on_cuda}")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines")
+    add_json(parser)
     args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("error: --device cuda needs a CUDA GPU, and torch sees none here", file=sys.stderr)
-        return 1
+    need_cuda(args.device)
     sizes = {name: vars(args)[name] or default for name, default in DEFAULTS[args.device].items()}
     shape = Shape(**sizes, device=args.device)
     asked = ", ".join(f"{name} {size}" for name, size in sizes.items())
     print(f"{args.device}, torch {torch.__version__}: {asked}\n{HEADER}")
-    result = run(shape)
-    if args.json:
-        write_records(args.json, result)
-    return 0
+    keep(args, run(shape))
 
 
 if __name__ == "__main__":

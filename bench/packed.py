@@ -12,21 +12,19 @@ Two parts, each with contestants that take turns:
     python -m bench.packed --json bench/results/packed-MACHINE.jsonl
 """
 
-import argparse
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.attention import MASKED_METHODS, MINIMUM_REPEATS, SETTLE_SECONDS, measure_cpu, table
+from bench.attention import MASKED_METHODS, SETTLE_SECONDS, measure_cpu, table
 from bench.processes import ONE_PROCESS, Contestants
+from bench.rounds import add_json, add_rounds, add_sizes, keep, said, sizes_of, target, turns
 from bench.workload import Workload, check_same
 from runtime.errors import UserError
 from testing.machine import usable_cores
-from testing.records import write_records
-from tools.arguments import one_line_errors, parser_for, positive, run_command
+from tools.arguments import one_line_errors, parser_for, run_command
 
 ALONE = "ring"  # of one rank every method is the same
 RATE_OF_SHORT, GAIN_OF_WINDOW = 0.6, 3.0
@@ -36,8 +34,7 @@ RATE_OF_SHORT, GAIN_OF_WINDOW = 0.6, 3.0
 def alone(work: Workload, window: int, repeats: int, max_seconds: float) -> dict[str, Any]:
     """Time one rank's attention under each mask, in turns; return ``alone``, a row per mask, and ``alone_targets``.
 
-    Raises:
-        MeasureError: a process failed, or a result differs from torch's own.
+    Raises MeasureError: a process failed, or a result differs from torch's own.
     """
     masks = {"dense": work, "short": replace(work, documents="short"), "window": replace(work, window=window)}
     cores = usable_cores()[:1]
@@ -46,15 +43,10 @@ def alone(work: Workload, window: int, repeats: int, max_seconds: float) -> dict
         ranks = {name: stack.enter_context(Contestants(mask, (ALONE,), cores)) for name, mask in masks.items()}
         for name, rank in ranks.items():
             check_same(name, rank.fingerprint(ALONE), rank.fingerprint(ONE_PROCESS), work.dtype)
-        turns = [*((name, rank, ALONE) for name, rank in ranks.items()), (ONE_PROCESS, ranks["dense"], ONE_PROCESS)]
-        start = time.monotonic()
-        while (done := len(seconds["dense"])) < repeats:
-            spent = time.monotonic() - start
-            if done >= MINIMUM_REPEATS and spent + spent / done > max_seconds:
-                break
-            for name, rank, contestant in turns:
-                time.sleep(SETTLE_SECONDS)
-                seconds[name].append(rank.step(contestant)[0].wall)
+        for name in turns([*seconds], repeats, max_seconds):
+            time.sleep(SETTLE_SECONDS)
+            rank, contestant = (ranks["dense"], ONE_PROCESS) if name == ONE_PROCESS else (ranks[name], ALONE)
+            seconds[name].append(rank.step(contestant)[0].wall)
     return judge({**masks, ONE_PROCESS: work}, seconds)
 
 
@@ -78,11 +70,10 @@ def judge(masks: dict[str, Workload], seconds: dict[str, list[float]]) -> dict[s
         }
     rate = rows["short"]["tflops"] / max(rows["dense"]["tflops"], rows[ONE_PROCESS]["tflops"])
     gain = rows["dense"]["median"] / rows["window"]["median"]
-    found = (
-        ("short documents' FLOP rate / one document's", rate, RATE_OF_SHORT),
-        ("one document's time / a window's", gain, GAIN_OF_WINDOW),
-    )
-    targets = [{"name": name, "ratio": x, "bound": f">= {least}", "met": x >= least} for name, x, least in found]
+    targets = [
+        target("short documents' FLOP rate / one document's", rate, RATE_OF_SHORT),
+        target("one document's time / a window's", gain, GAIN_OF_WINDOW),
+    ]
     return {"alone": rows, "alone_targets": targets}
 
 
@@ -97,41 +88,20 @@ def alone_table(result: dict[str, Any]) -> str:
         lines.append(
             f"{name:20}{row['median']:10.3f}{row['pairs'] / 1e6:10.2f}{row['tflops']:10.4f}{tiles:>8}{cost:>11}"
         )
-    said = (f"{t['name']} {t['bound']}: {t['ratio']:.3f}, {'met' if t['met'] else 'MISSED'}" for t in _targets(result))
-    return "\n".join([*lines, "", *said])
-
-
-def _targets(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(result["alone_targets"])
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Build the command line's parser."""
-    parser = parser_for("python -m bench.packed", __doc__)
-    parser.add_argument("--seq-length", type=positive, default=16384, help="default: %(default)s")
-    parser.add_argument("--num-heads", type=positive, default=8, help="query heads (default: %(default)s)")
-    parser.add_argument("--kv-heads", type=positive, help="key and value heads (default: as many as query heads)")
-    parser.add_argument("--head-dim", type=positive, default=64, help="default: %(default)s")
-    parser.add_argument(
-        "--window", type=int, default=1024, help="keys that a query sees, its own among them (default: %(default)s)"
-    )
-    parser.add_argument("--repeats", type=positive, default=9, help="rounds of all contestants (default: %(default)s)")
-    parser.add_argument(
-        "--max-seconds",
-        type=float,
-        default=150,
-        help="no further round of a part after this long (default: %(default)s)",
-    )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines")
-    return parser
+    return "\n".join([*lines, "", *said(result["alone_targets"])])
 
 
 @one_line_errors
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    args = build_parser().parse_args(argv)
-    shape = {"seq_length": args.seq_length, "num_heads": args.num_heads, "head_dim": args.head_dim}
-    work = Workload(**shape, kv_heads=args.kv_heads or args.num_heads)
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
+    parser = parser_for("python -m bench.packed", __doc__)
+    add_sizes(parser, seq_length=16384, num_heads=8, kv_heads=None, head_dim=64)
+    window = "keys that a query sees, its own among them (default: %(default)s)"
+    parser.add_argument("--window", type=int, default=1024, help=window)
+    add_rounds(parser, 9, 150)
+    add_json(parser)
+    args = parser.parse_args(argv)
+    work = Workload(**sizes_of(args))
     if not 2 <= args.window < args.seq_length:
         raise UserError(f"--window is {args.window}; it must be 2 or more and below --seq-length {args.seq_length}")
     packed = replace(work, documents="lognormal")
@@ -139,9 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     print(table(result) + "\n", flush=True)
     result |= alone(work, args.window, args.repeats, args.max_seconds)
     print(alone_table(result))
-    if args.json:
-        write_records(args.json, result)
-    return 0
+    keep(args, result)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,11 @@ class Workload:
         return {"documents": packed, "window": None if self.window is None else (self.window - 1, 0)}
 
     @property
+    def sparse(self) -> bool:
+        """Whether a query does not see all keys before it."""
+        return self.documents is not None or self.window is not None
+
+    @property
     def masked(self) -> str:
         """What queries see, in words."""
         packed = "one document" if self.documents is None else f"{len(self.mask['documents']) - 1} documents"
@@ -85,8 +90,7 @@ class Workload:
 
         A package's is the plan of our method with the same shards.
 
-        Raises:
-            ContextError: as ``make_plan``.
+        Raises ContextError: as ``make_plan``.
         """
         method, _, layout = contestant.partition("@")[0].partition("/")
         return make_plan(method, seq_len=self.seq_length, size=size, layout=layout or "auto", **self.mask, **options)
@@ -116,8 +120,7 @@ def check_same(
 ) -> None:
     """Refuse to time what does not compute the same as ``truth``.
 
-    Raises:
-        MeasureError: the fingerprints differ by more than ``MISMATCH``.
+    Raises MeasureError: the fingerprints differ by more than ``MISMATCH``.
     """
     if not all(abs(a - b) <= MISMATCH[dtype] * abs(b) for a, b in zip(got, want, strict=True)):  # a nan differs
         raise MeasureError(

@@ -9,16 +9,28 @@ finished run is written at once, and a table that is begun goes on where it stop
     make lasp-table ARGS="--rows transnormer/ddp --iterations 5 --results runs/lasp"   # a short one
 """
 
-import sys
+import os
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from papers import table
-from papers.table import Panel, Result, Table, markdown_rows
+import pretrain_gpt
+from data.text.prepare import Request, prepare
+from papers.table import FOLDER
+from papers.table import published as rows_of
+from runtime.errors import UserError
+from testing.machine import describe, in_words
+from testing.ranks import run_ranks
+from testing.records import read_records, write_records
+from testing.training import Records, trainer_of
+from tools.arguments import one_line_errors, parser_for, run_command
+from tools.results import markdown as markdown_table
 
 NAME = "lasp_convergence"
+RESULTS = FOLDER / "results" / f"{NAME}.jsonl"
+"""A line for each run, beside the table and the picture; git ignores the curves in NAME.curves.jsonl."""
 MODELS = {"transnormer": "TransNormer", "linear_transformer": "LinearTransformer"}
 BACKENDS = {
     "ddp": "DDP",
@@ -34,14 +46,9 @@ LAST = 10
 """Final updates whose mean loss is the table's figure, besides the last loss."""
 BOUND = 0.005
 """Largest relative difference of the loss with LASP from without."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """A row of the paper's table: losses of a model of 0.4B parameters."""
-
-    without: float
-    lasp: float
+SIZES = {"ranks": RANKS, "sequences": BATCH, "seq_length": LENGTH, "vocabulary": VOCABULARY}
+Result = dict[str, Any]
+"""The settings, the machine, and each finished run's figures by name, with its losses if kept."""
 
 
 def rows() -> list[str]:
@@ -49,14 +56,15 @@ def rows() -> list[str]:
     return [f"{model}/{backend}" for model in MODELS for backend in BACKENDS]
 
 
-def published() -> dict[str, Published]:
-    """Return the paper's table by our row names."""
+def published() -> dict[str, dict[str, float]]:
+    """Return the losses of the paper's models of 0.4B parameters, with LASP and without, by our row names."""
     models, backends = ({title: name for name, title in names.items()} for names in (MODELS, BACKENDS))
     return {
-        f"{models[row['model']]}/{backends[row['backend']]}": Published(
-            without=float(row["loss_without_lasp"]), lasp=float(row["loss_with_lasp"])
-        )
-        for row in table.published(NAME)
+        f"{models[row['model']]}/{backends[row['backend']]}": {
+            "without": float(row["loss_without_lasp"]),
+            "lasp": float(row["loss_with_lasp"]),
+        }
+        for row in rows_of(NAME)
     }
 
 
@@ -96,14 +104,9 @@ def command_line(run: str, data: Path, iterations: int) -> list[str]:
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
 
-def final(losses: Sequence[float]) -> float:
-    """Return the mean loss of the last updates."""
-    return fmean(losses[-LAST:])
-
-
 def figures(losses: Sequence[float]) -> dict[str, float]:
-    """Return the table's figures of a run."""
-    return {"loss": final(losses), "last": losses[-1]}
+    """Return the table's figures of a run: the mean loss of the last updates, and the last."""
+    return {"loss": fmean(losses[-LAST:]), "last": losses[-1]}
 
 
 def difference(without: Mapping[str, float], lasp: Mapping[str, float]) -> float:
@@ -117,7 +120,7 @@ def difference(without: Mapping[str, float], lasp: Mapping[str, float]) -> float
 
 def markdown(result: Result) -> str:
     """Format our table beside the paper's."""
-    settings, machine, theirs = result["settings"], result["machine"], published()
+    settings, theirs = result["settings"], published()
     last = min(LAST, settings["iterations"])
     lines = [
         "# LASP: convergence",
@@ -129,18 +132,18 @@ def markdown(result: Result) -> str:
         f"mean or of the last, whichever is more; it must be within {BOUND:.1%}. Beside it the paper's losses, of "
         f"models of 0.4B parameters.",
         "",
-        f"{machine['device']}, {machine['cores']} cores, torch {machine['torch']}, {machine['date']}.",
+        f"{in_words(result['machine'])}.",
         "",
     ]
     body = []
     for row, pair in _pairs(result).items():
         model, backend = row.split("/")
-        paper = theirs[row]
+        without, lasp = theirs[row].values()
         ours = [f"{run['loss']:.4f} ({run['last']:.4f})" for run in pair]
-        beside = [f"{paper.without:.3f}", f"{paper.lasp:.3f}", f"{abs(paper.lasp / paper.without - 1):.1e}"]
+        beside = [f"{without:.3f}", f"{lasp:.3f}", f"{abs(lasp / without - 1):.1e}"]
         body.append([MODELS[model], BACKENDS[backend], *ours, f"{difference(*pair):.1e}", *beside])
     head = ["model", "backend", "without LASP", "with LASP", "difference", "paper: without", "with", "difference"]
-    return "\n".join([*lines, *markdown_rows(head, body)]) + "\n"
+    return "\n".join([*lines, *markdown_table(head, body)]) + "\n"
 
 
 def _pairs(result: Result) -> dict[str, list[dict[str, float]]]:
@@ -154,59 +157,131 @@ def outside(result: Result) -> list[str]:
     return [row for row, pair in _pairs(result).items() if not difference(*pair) <= BOUND]
 
 
-def wrong(result: Result) -> str:
-    """Say what is outside the bound; empty if nothing is."""
-    found = ", ".join(outside(result))
-    return f"with LASP the loss differs by more than {BOUND:.1%} in {found}" if found else ""
-
-
 def apart(without: Sequence[float], lasp: Sequence[float]) -> list[float]:
     """Return per update the relative difference with LASP from without, averaged over the last updates."""
     each = [abs(b / a - 1) for a, b in zip(without, lasp, strict=True)]
     return [fmean(each[max(0, update + 1 - LAST) : update + 1]) for update in range(len(each))]
 
 
+def train(rank: int, world_size: int, flags: Sequence[str]) -> list[float]:
+    """Train one rank of a run of pretrain_gpt.py; return the loss of each update on the first rank."""
+    log = Records()
+    with trainer_of(pretrain_gpt, flags, log) as trainer:
+        trainer.run()
+    return [record["lm_loss"] for record in log.records]
+
+
+def finished(wanted: Sequence[str], iterations: int, data: Path, path: Path) -> Result:
+    """Train the wanted rows that ``path`` lacks, saving each run; return all that ``path`` then holds.
+
+    Raises UserError: ``path`` holds runs of other settings, or another format; RuntimeError: a rank failed.
+    """
+    settings = {"iterations": iterations, **SIZES}
+    result = kept(path) or {"settings": settings, "runs": {}}
+    if result["settings"] != settings:
+        raise UserError(f"{path} holds runs of {result['settings']}, not of {settings}; give another --results")
+    names = [name for row in wanted for name in runs(row)]
+    missing = [name for name in names if name not in result["runs"]]
+    if missing:
+        prepare(Request(vocab_size=VOCABULARY, max_bytes=4 << 20), data, progress=False)
+        result["machine"] = describe("cpu")
+    else:
+        print(f"all {len(names)} runs are in {path} already, nothing trained; --results DIR starts afresh")
+    for name in missing:
+        start = time.perf_counter()
+        losses = run_ranks(train, RANKS, command_line(name, data, iterations), timeout=1800)[0]
+        found = {**figures(losses), "seconds": time.perf_counter() - start}
+        result["runs"][name] = {**found, "losses": losses}
+        curves = {key: {"losses": run["losses"]} for key, run in result["runs"].items() if "losses" in run}
+        bare = {key: {k: v for k, v in run.items() if k != "losses"} for key, run in result["runs"].items()}
+        write_records(curves_of(path), {"runs": curves})
+        write_records(path, {**result, "runs": bare})
+        row, _, way = name.rpartition("/")
+        said = f"loss {found['loss']:.6f} (last {found['last']:.6f}), {found['seconds']:.0f} s"
+        print(f"{row:32}{way:9} {said}", flush=True)
+    return result
+
+
+def curves_of(path: Path) -> Path:
+    """Return the file of all updates' losses, which stays out of the tree."""
+    return path.with_suffix(".curves.jsonl")
+
+
+def kept(path: Path) -> Result | None:
+    """Read a file of results and its curves; None if it does not exist."""
+    if not path.exists():
+        return None
+    result = {"runs": {}, **read_records(path)}
+    if "settings" not in result:
+        raise UserError(f"{path} holds no settings of runs; give another --results")
+    curves = read_records(curves_of(path)).get("runs", {}) if curves_of(path).exists() else {}
+    for name, run in result["runs"].items():
+        run |= curves.get(name, {})
+    return result
+
+
 def picture(result: Result, path: Path) -> None:
-    """Draw a column per model: the losses of all runs, and each pair's difference."""
-    panels = []
-    for model, title in MODELS.items():
+    """Draw a column per model: the losses of all runs, with LASP dotted, and below each pair's difference."""
+    from matplotlib.figure import Figure
+
+    from tools.pictures import FAINT, PALETTE, plain
+
+    figure = Figure(figsize=(10, 6.6), layout="constrained")
+    axes = figure.subplots(2, len(MODELS), sharex=True, sharey="row", height_ratios=(2, 3))
+    for (losses, differences), (model, title) in zip(axes.T, MODELS.items(), strict=True):
         curves = {name: run["losses"] for name, run in result["runs"].items() if name.startswith(f"{model}/")}
+        for name, curve in curves.items():
+            losses.plot(curve, ":" if name.endswith("/lasp") else "-", color=PALETTE[0], linewidth=1.2, alpha=0.5)
+        losses.set_title(f"{title}: loss of {len(curves)} runs", loc="left", fontsize=11)
         alike: dict[tuple[float, ...], list[str]] = {}
         for backend in BACKENDS:
             pair = [curves[name] for name in runs(f"{model}/{backend}") if name in curves]
             if len(pair) == len(WAYS):
                 alike.setdefault(tuple(apart(*pair)), []).append(BACKENDS[backend])
-        panels.append(
-            Panel(
-                title=f"{title}: loss of {len(curves)} runs",
-                losses=[(curve, name.endswith("/lasp")) for name, curve in curves.items()],
-                differences={", ".join(names): curve for curve, names in alike.items()},
-            )
-        )
-    apart_by = f"relative difference, mean of {LAST} updates"
-    title = "difference with LASP from without, by backend"
-    table.picture(panels, path, BOUND, ("loss (nats per token)", apart_by, title))
+        colours = PALETTE[:4] + PALETTE[5:6] + PALETTE[7:]
+        for colour, (difference, names) in zip(colours, alike.items(), strict=False):
+            differences.plot(difference, color=colour, linewidth=1.4, label=", ".join(names))
+        differences.axhline(BOUND, color=FAINT, linestyle="--", linewidth=1)
+        at = {"xycoords": ("axes fraction", "data"), "xytext": (-4, 4), "textcoords": "offset points"}
+        differences.annotate(f"bound {BOUND:.1%}", (1, BOUND), ha="right", color=FAINT, fontsize=9, **at)
+        differences.set(yscale="log", xlabel="update")
+        if alike:
+            differences.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(0, 0.66))
+        differences.set_title("difference with LASP from without, by backend", loc="left", fontsize=11)
+        plain(losses)
+        plain(differences)
+    axes[0, 0].set_ylabel("loss (nats per token)")
+    axes[1, 0].set_ylabel(f"relative difference, mean of {LAST} updates")
+    figure.savefig(path, dpi=110)
 
 
-CONVERGENCE = Table(
-    name=NAME,
-    ranks=RANKS,
-    sizes={"ranks": RANKS, "sequences": BATCH, "seq_length": LENGTH, "vocabulary": VOCABULARY},
-    vocabulary=VOCABULARY,
-    rows=rows(),
-    runs=runs,
-    flags=command_line,
-    figures=figures,
-    markdown=markdown,
-    picture=picture,
-    wrong=wrong,
-)
+def table(wanted: Sequence[str], iterations: int, data: Path, path: Path) -> list[str]:
+    """Train missing runs, write and print the table; return the rows outside the bound. Raises as ``finished``."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks' server
+    if iterations < 2:
+        raise UserError(f"--iterations is {iterations}; it must be 2 or more")
+    result = finished(wanted, iterations, data, path)
+    path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+    if without := [name for name, run in result["runs"].items() if "losses" not in run]:
+        print(f"no picture: the curves of {len(without)} runs are not in {curves_of(path)}; --results DIR has all")
+    else:
+        picture(result, path.with_suffix(".png"))
+    print("\n" + markdown(result))
+    return outside(result)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; exit with status 1 if a row is outside the bound, or has no figures."""
-    return table.run(CONVERGENCE, table.build_parser(CONVERGENCE, "convergence", __doc__).parse_args(argv))
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Run the command; finished runs stay, and the same command goes on. Return its exit status."""
+    parser, every, data = parser_for("python -m papers.convergence", __doc__), rows(), Path("runs/papers/stdlib")
+    parser.add_argument("--rows", nargs="+", choices=every, default=every, metavar="ROW", help="of: %(choices)s")
+    parser.add_argument("--iterations", type=int, default=300, metavar="N", help="updates (default: %(default)s)")
+    parser.add_argument("--results", type=Path, default=RESULTS.parent, metavar="FOLDER", help="default: %(default)s")
+    parser.add_argument("--data", type=Path, default=data, metavar="PREFIX", help="%(default)s")
+    args = parser.parse_args(argv)
+    if wrong := table(args.rows, args.iterations, args.data, args.results / RESULTS.name):
+        raise UserError(f"with LASP the loss differs by more than {BOUND:.1%} in {', '.join(wrong)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

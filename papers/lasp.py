@@ -18,7 +18,9 @@ from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
 from parallel.context import make_plan
 from planner.search import workload_of
 from planner.step_cost import Arrangement, Workload, memory_of
+from runtime.errors import UserError
 from testing.ranks import run_ranks
+from tools.arguments import run_command
 from train.config.language import load_config
 
 RANKS, MEMORY_GB = 4, 80.0
@@ -136,17 +138,16 @@ def _ablation_explained(found: Sequence[Row]) -> str:
 def trained(measured: bool = False) -> list[Row]:
     """Return the losses of the paper and those of the tiny models in papers/results, first training what is missing."""
     if measured:
-        args = table.build_parser(convergence.CONVERGENCE, "convergence", None).parse_args([])
         with redirect_stdout(sys.stderr):
-            if table.run(convergence.CONVERGENCE, args):
-                raise RuntimeError("the runs of the convergence table did not end well; the reason stands above")
-    kept = table.kept(table.FOLDER / "results" / f"{convergence.NAME}.jsonl") or {"runs": {}}
+            status = convergence.main([])
+        if status:
+            raise UserError("the runs of the convergence table did not end well; the reason stands above")
+    kept = convergence.kept(convergence.RESULTS) or {"runs": {}}
     where = f"; measured on {kept['machine']['device']}, tiny models" if kept["runs"] else ""
     found = []
     for name, theirs in convergence.published().items():
         own = {way: kept["runs"].get(f"{name}/{way}", {}).get("loss") for way in convergence.WAYS}
-        losses = {"without": theirs.without, "lasp": theirs.lasp}
-        found.append(Row({"row": name}, losses, {}, f"8 A100{where}", None if None in own.values() else own))
+        found.append(Row({"row": name}, theirs, {}, f"8 A100{where}", None if None in own.values() else own))
     return found
 
 
@@ -175,4 +176,4 @@ SHEETS = [
 main = partial(rows.main, "lasp", "Sun et al. 2024, arXiv:2404.02882", SHEETS, __doc__)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

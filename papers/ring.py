@@ -1,6 +1,5 @@
 """Ring Attention (Liu, Zaharia and Abbeel 2023, arXiv:2310.01889): blocks, activations, longest contexts, FLOPs."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -14,6 +13,7 @@ from parallel.context.traffic import sizes
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.search import workload_of
 from planner.step_cost import Arrangement, Workload, memory_of
+from tools.arguments import run_command
 from train.config.language import load_config
 
 K = 1024
@@ -208,4 +208,4 @@ SHEETS = [
 main = partial(rows.main, "ring", "Liu, Zaharia and Abbeel 2023, arXiv:2310.01889", SHEETS, __doc__)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -16,9 +16,10 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from papers.table import markdown_rows
 from runtime.files import write_text
-from tools.arguments import parser_for
+from testing.machine import stamp
+from tools.arguments import one_line_errors, parser_for
+from tools.results import markdown as markdown_table
 
 Figures = Mapping[str, float | int | str | None]
 """Figures by name; None where there is none."""
@@ -81,6 +82,7 @@ class Sheet:
 
 def as_json(sheet: Sheet, rows: Sequence[Row], source: str) -> list[dict[str, Any]]:
     """Return the rows as data."""
+    made = stamp()
     return [
         {
             "table": sheet.name,
@@ -89,6 +91,7 @@ def as_json(sheet: Sheet, rows: Sequence[Row], source: str) -> list[dict[str, An
             "difference": row.difference,
             "source": f"{source}, {sheet.where}",
             "hardware": row.hardware,
+            **made,
         }
         for row in rows
     ]
@@ -117,16 +120,16 @@ def _text(head: str, value: Any) -> str:
 
 def as_markdown(sheet: Sheet, rows: Sequence[Row], source: str, command: str) -> str:
     """Format a table with its source, its hardware and what holds."""
-    head, cells = flat(rows)
+    (head, cells), made = flat(rows), stamp()
     body = [[_text(name, value) for name, value in zip(head, row, strict=True)] for row in cells]
     hardware = ", ".join(dict.fromkeys(row.hardware for row in rows if row.hardware != "any"))
     about = [
         f"{source}, {sheet.where}." + (f" {hardware}." if hardware else ""),
-        f"Made by `{command}`.",
+        f"Made by `{command}` at {made['date']}, commit {made['commit']}.",
         sheet.explained(rows),
     ]
     prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
-    return "\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *markdown_rows(head, body)]) + "\n"
+    return "\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *markdown_table(head, body)]) + "\n"
 
 
 def as_csv(rows: Sequence[Row]) -> str:
@@ -142,7 +145,7 @@ def draw(curves: Curves, rows: Sequence[Row], path: Path) -> None:
     """Draw the published figures as points and the predicted ones as lines."""
     from matplotlib.figure import Figure
 
-    from tools.pictures import PALETTE
+    from tools.pictures import PALETTE, plain
 
     panels = [(name, list(found)) for name, found in groupby(rows, key=lambda row: row.of.get(curves.panel, ""))]
     figure = Figure(figsize=(1.5 + 3.5 * len(panels), 4.4), layout="constrained")
@@ -164,17 +167,17 @@ def draw(curves: Curves, rows: Sequence[Row], path: Path) -> None:
             ax.tick_params(axis="x", rotation=60)
         if curves.logarithmic:
             ax.set_yscale("log", base=2)
-        ax.grid(alpha=0.25)
-        ax.spines[["top", "right"]].set_visible(False)
+        plain(ax)
         ax.legend(frameon=False, fontsize=8)
     axes[0].set_ylabel(curves.label)
     figure.suptitle("points: published; lines: predicted", fontsize=9)
     figure.savefig(path, dpi=90)
 
 
+@one_line_errors
 def main(
     paper: str, source: str, sheets: Sequence[Sheet], description: str | None, argv: list[str] | None = None
-) -> int:
+) -> None:
     """Run the command of a paper, whose reference is ``source``; return 1 after an error."""
     parser = parser_for(f"python -m papers.{paper}", description)
     tables = {sheet.name: sheet for sheet in sheets}
@@ -185,15 +188,10 @@ def main(
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     data: list[dict[str, Any]] = []
-    try:
-        for sheet in [tables[args.table]] if args.table else sheets:
-            data += as_json(sheet, _shown(paper, source, sheet, args), source)
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    for sheet in [tables[args.table]] if args.table else sheets:
+        data += as_json(sheet, _shown(paper, source, sheet, args), source)
     if args.json:
         print(json.dumps(data, indent=1))
-    return 0
 
 
 def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> list[Row]:

@@ -1,6 +1,5 @@
 """Striped Attention (Brandon et al. 2023, arXiv:2311.09431): its speed-ups over Ring Attention, all 137 rows."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -13,6 +12,7 @@ from parallel.context import make_plan
 from planner.cluster import Cluster
 from planner.search import workload_of
 from planner.step_cost import Arrangement, Workload, predict
+from tools.arguments import run_command
 from train.config.language import load_config
 
 TILES = {"A100": (2048, 4096), "TPU": (2048, 2048)}
@@ -96,4 +96,4 @@ SHEETS = [
 main = partial(rows.main, "striped", "Brandon et al. 2023, arXiv:2311.09431", SHEETS, __doc__)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -4,7 +4,6 @@ python -m papers.wallfacer
 python -m papers.wallfacer --table volumes --measure     # bytes counted on 8 processes
 """
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -18,8 +17,9 @@ from papers.rows import Curves, Row, Sheet
 from parallel.context import Plan, context_parallel, make_plan
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.step_cost import Arrangement, Workload, memory_of, predict
-from testing.machine import describe
+from testing.machine import device_name
 from testing.ranks import run_ranks
+from tools.arguments import run_command
 
 GIB, K = 2**30, 1024
 RANKS, TOKENS, HEADS, WIDTH = 8, 1024, 4, 32
@@ -52,8 +52,7 @@ def count(rank: int, world_size: int, cases: Iterable[tuple[str, dict[str, Any],
 
 def here(ranks: int) -> str:
     """Describe where bytes were counted."""
-    machine = describe("cpu")
-    return f"{machine['device']}, {ranks} processes, {TOKENS:,} tokens, width {HEADS * WIDTH}, {machine['date']}"
+    return f"{device_name('cpu')}, {ranks} processes, {TOKENS:,} tokens, width {HEADS * WIDTH}"
 
 
 def volumes(measured: bool = False) -> list[Row]:
@@ -202,4 +201,4 @@ SHEETS = [
 main = partial(rows.main, "wallfacer", "Liu et al. 2024, arXiv:2407.00611", SHEETS, __doc__)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -53,9 +53,8 @@ def compared(
         sabotage: breaks something in each process of the mesh.
         say: takes lines about the progress.
 
-    Raises:
-        UserError: the run cannot be shrunk, or its data cannot be read.
-        RuntimeError: a process failed, with its traceback.
+    Raises UserError: the run cannot be shrunk, or its data cannot be read; RuntimeError: a process failed, with its
+    traceback.
     """
     small, alone, ranks = shrunk(asked, world_size)
     shape, batch = small.shape, small.train.batch_size(1)

@@ -15,8 +15,6 @@ is what the largest process grew by, "s" seconds per step on these cores, howeve
     python -m parity.run --only "pp 2" --kind gpt         # the meshes whose title has it
 """
 
-import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,10 +40,9 @@ from parity.modules import Piece
 from parity.rank import Found, train
 from runtime.errors import UserError
 from runtime.files import write_text
-from testing.machine import describe
+from testing.machine import describe, in_words
 from testing.ranks import run_ranks
-from tools.arguments import parser_for, run_command
-from tools.prepare_data import DEFAULT_PREFIX
+from tools.arguments import one_line_errors, parser_for, run_command
 from train.watching.metrics import loss_name
 
 LOSS, GRADIENTS, NORM = 2e-6, 1e-7, 1e-6
@@ -181,60 +178,37 @@ def rows(kinds: list[str], only: str, data: Path) -> Iterator[tuple[str, bool]]:
 
 def report(lines: list[str], failed: int, seconds: float) -> str:
     """Return the table, headed by the machine, the verdict and the bounds."""
-    machine = describe("cpu")
     verdict = f"{failed} of them not as they should be" if failed else "all as they should be"
     return (
-        f"{machine['device']}, {machine['cores']} cores, torch {machine['torch']}, {machine['date']}: "
-        f"{len(lines)} rows in {seconds / 60:.0f} minutes, {verdict}.\n"
+        f"{in_words(describe('cpu'))}: {len(lines)} rows in {seconds / 60:.0f} minutes, {verdict}.\n"
         f"Bounds: loss {LOSS:.0e}, gradients {GRADIENTS:.0e}, norm {NORM:.0e} relative; `parity/run.py` has what the "
         "columns are.\n\n" + "\n".join([HEADER, *lines]) + "\n"
     )
 
 
-def parser() -> argparse.ArgumentParser:
-    """Build the command line's parser."""
-    found = parser_for("python -m parity.run", __doc__)
-    found.add_argument(
-        "--kind",
-        nargs="+",
-        choices=(*KINDS, *LINEAR_KINDS),
-        default=["llama", "gpt"],
-        help="kinds of model (default: llama gpt)",
-    )
-    found.add_argument(
-        "--only",
-        metavar="TEXT",
-        default="",
-        help="meshes whose title has this",
-    )
-    found.add_argument(
-        "--data", type=Path, metavar="PREFIX", default=Path(DEFAULT_PREFIX), help="corpus (default: %(default)s)"
-    )
-    found.add_argument(
-        "--output", type=Path, metavar="PATH", default=Path("runs/parity.md"), help="the table (default: %(default)s)"
-    )
-    return found
-
-
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status, 1 if a row is not as it should be."""
-    args = parser().parse_args(argv)
-    kinds = list(dict.fromkeys(args.kind))
-    try:
-        if not any(chosen_cases(kind, args.only) for kind in kinds):
-            raise UserError(f"--only is {args.only!r}, which is in no mesh's title, such as {cases()[0].title}")
-        if kinds != [DIFFUSION]:
-            prepare(Request(), args.data)
-        started, lines, failed = time.monotonic(), list[str](), 0
-        print(HEADER, flush=True)
-        for line, good in rows(kinds, args.only, args.data):
-            print(line, flush=True)
-            lines.append(line)
-            failed += not good
-        write_text(args.output, report(lines, failed, time.monotonic() - started))
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    parser, kinds = parser_for("python -m parity.run", __doc__), (*KINDS, *LINEAR_KINDS)
+    add = parser.add_argument
+    add("--kind", nargs="+", choices=kinds, default=["llama", "gpt"], help="kinds of model (default: llama gpt)")
+    add("--only", metavar="TEXT", default="", help="meshes whose title has this")
+    data, output = Path("runs/data/stdlib"), Path("runs/parity.md")
+    add("--data", type=Path, metavar="PREFIX", default=data, help="corpus (default: %(default)s)")
+    add("--output", type=Path, metavar="PATH", default=output, help="the table (default: %(default)s)")
+    args = parser.parse_args(argv)
+    asked = list(dict.fromkeys(args.kind))
+    if not any(chosen_cases(kind, args.only) for kind in asked):
+        raise UserError(f"--only is {args.only!r}, which is in no mesh's title, such as {cases()[0].title}")
+    if asked != [DIFFUSION]:
+        prepare(Request(), args.data)
+    started, lines, failed = time.monotonic(), list[str](), 0
+    print(HEADER, flush=True)
+    for line, good in rows(asked, args.only, args.data):
+        print(line, flush=True)
+        lines.append(line)
+        failed += not good
+    write_text(args.output, report(lines, failed, time.monotonic() - started))
     print(f"\n{len(lines)} rows, {failed} of them not as they should be; wrote {args.output}")
     return int(failed > 0)
 

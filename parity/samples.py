@@ -30,8 +30,7 @@ def samples_of(asked: Any, small: Any, number: int) -> tuple[list[Sample], str]:
     of latents a corner. Token ids and classes are taken modulo the small numbers of them. Some carry no loss, so that
     ranks hold unequal numbers of valid tokens.
 
-    Raises:
-        DataError: data that are there and cannot be read.
+    Raises DataError: data that are there and cannot be read.
     """
     own: Any = None
     data, seed = asked.data, asked.train.seed

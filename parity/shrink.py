@@ -36,8 +36,7 @@ def shrunk(asked: CommonConfig, world_size: int | None = None) -> tuple[CommonCo
     Returns:
         The small run; the same in one process, by the plainest attention, one sample at a time; the processes.
 
-    Raises:
-        UserError: no sizes keep every kind.
+    Raises UserError: no sizes keep every kind.
     """
     sections = {name: field.section for name, field in config_fields(type(asked)).items()}
     old = {name: getattr(getattr(asked, section), name) for name, section in sections.items()}

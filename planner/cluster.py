@@ -106,6 +106,11 @@ def load_cluster(path: str | Path) -> Cluster:
         raise ClusterError(f"{path}: {error}") from None
 
 
+def device_of(named: str) -> str:
+    """Return the device that a named cluster file is of: cpu.toml is of processors, all others of GPUs."""
+    return "cpu" if Path(named).stem == "cpu" else "cuda"
+
+
 def default_cluster(device_type: str) -> Cluster:
     """Load the cluster of this machine's GPU, or of a CPU; raise ClusterError if no file describes this GPU."""
     if device_type == "cpu":

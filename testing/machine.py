@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tools.results import commit_of
+
 
 def usable_cores() -> list[int]:
     """Return the cores that this process may run on, in order."""
@@ -35,11 +37,16 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
+def stamp() -> dict[str, str]:
+    """Return the date and the commit that go with every result."""
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit_of()}
+
+
 def describe(device: str) -> dict[str, Any]:
-    """Return the device, versions and date that go with every figure; packages not installed are left out."""
+    """Return the device, versions and stamp that go with every figure; packages not installed are left out."""
     found: dict[str, Any] = {
         "device": device_name(device),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **stamp(),
         "platform": platform.platform(),
         "cores": len(usable_cores()),
         "python": platform.python_version(),
@@ -60,6 +67,18 @@ def describe(device: str) -> dict[str, Any]:
             "memory_gib": round(properties.total_memory / 2**30, 2),
         }
     return found
+
+
+def in_words(machine: dict[str, Any]) -> str:
+    """Say what ``describe`` found; earlier results have no commit."""
+    words = [machine["device"], f"{machine['cores']} cores", machine["platform"], f"torch {machine['torch']}"]
+    words += [machine["date"], *(f"commit {machine[name]}" for name in ("commit",) if name in machine)]
+    return ", ".join(words)
+
+
+def results_file(folder: Path, name: str, machine: dict[str, Any]) -> Path:
+    """Return where a benchmark's results of a machine are kept: NAME-MACHINE-N-cores.jsonl."""
+    return folder / f"{name}-{slug(machine['device'])}-{machine['cores']}-cores.jsonl"
 
 
 def time_steps(step: Callable[[], object], device: str, repeats: int, warm_up: int = 2) -> list[float]:

@@ -1,4 +1,4 @@
-"""Run a function on real gloo ranks, forked from a server that has imported torch and megatron-core already."""
+"""Run functions in processes of their own, forked from a server that has imported torch and megatron-core already."""
 
 import faulthandler
 import multiprocessing
@@ -7,19 +7,34 @@ import pickle
 import signal
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver as _forkserver
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _context = multiprocessing.get_context("forkserver")
 _PRELOADED = ["testing.preload"]
 _context.set_forkserver_preload(_PRELOADED)
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or did not answer; if it raised, the lines after the first are its traceback."""
+
+
+class Rank(NamedTuple):
+    """A started process, and our end of its pipe."""
+
+    process: Any
+    pipe: Connection
+
+
+class _End(NamedTuple):
+    """The last message of a process: the traceback of what it raised, or nothing."""
+
+    trace: str = ""
 
 
 def preload(module: str) -> None:
@@ -34,35 +49,83 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     ``fn`` is a module-level function; its result must pickle. No process outlives the call or this process, whatever
     ends it.
 
-    Raises:
-        RuntimeError: a rank raised (its traceback is in the message), died, or took longer than ``timeout`` seconds.
+    Raises RankError: a rank raised (its traceback is in the message), died, or took longer than ``timeout`` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
-        lifeline, held = _context.Pipe(duplex=False)
-        ranks = [
-            _context.Process(
-                target=_rank_main, args=(fn, rank, world_size, folder, pipes[rank][1], lifeline, args), daemon=True
-            )
-            for rank in range(world_size)
-        ]
-        try:
-            with uninterrupted():
-                for process in ranks:
-                    process.start()
-            for _, writer in pipes:
-                writer.close()
-            return _collect([reader for reader, _ in pipes], ranks, time.monotonic() + timeout)
-        finally:
-            held.close()
-            for process in ranks:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
+        bodies = [(_joined, (fn, rank, world_size, folder, args)) for rank in range(world_size)]
+        with started(bodies) as ranks:
+            return one_of_each(ranks, timeout)
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def started(bodies: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> Iterator[list[Rank]]:
+    """Run ``body(pipe, *args)`` in a process each; none outlives the context or this process, whatever ends it."""
+    ranks: list[Rank] = []
+    lifeline, held = _context.Pipe(duplex=False)
+    try:
+        with _uninterrupted():
+            for body, args in bodies:
+                ours, theirs = _context.Pipe()
+                process = _context.Process(target=_run, args=(body, theirs, lifeline, args), daemon=True)
+                process.start()
+                theirs.close()
+                ranks.append(Rank(process, ours))
+        yield ranks
+    finally:
+        held.close()
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
+
+
+def tell(pipe: Connection, value: Any) -> None:
+    """Send what pickles to the other end of a pipe, tensors by their values."""
+    pipe.send_bytes(pickle.dumps(value))
+
+
+def hear(pipe: Connection) -> Any:
+    """Receive what the other end of a pipe tells; EOFError if it is closed."""
+    return pickle.loads(pipe.recv_bytes())
+
+
+def messages(ranks: Sequence[Rank], within: float) -> Iterator[tuple[int, Any]]:
+    """Yield what ranks tell, with their numbers, until all have ended; stop at the first failure: others may hang.
+
+    Raises RankError: a rank raised, died, or none told anything ``within`` so many seconds.
+    """
+    numbers = {rank.pipe: number for number, rank in enumerate(ranks)}
+    while numbers:
+        ready = wait(list(numbers), within)
+        if not ready:
+            raise RankError(f"ranks {sorted(numbers.values())} did not answer within {within:.0f} s")
+        for pipe in [pipe for pipe in numbers if pipe in ready]:
+            number = numbers[pipe]
+            try:
+                value = hear(pipe)
+            except (EOFError, ConnectionResetError):
+                process = ranks[number].process
+                process.join(5)  # its pipe closes a moment before it ends
+                raise RankError(f"rank {number} died without a word, exit code {process.exitcode}") from None
+            if not isinstance(value, _End):
+                yield number, value
+            elif value.trace:
+                raise RankError(f"rank {number} failed:\n{value.trace}")
+            else:
+                del numbers[pipe]
+
+
+def one_of_each(ranks: Sequence[Rank], within: float) -> list[Any]:
+    """Return one message of each rank, by rank; raises as ``messages``."""
+    found: dict[int, Any] = {}
+    for number, value in messages(ranks, within):
+        found[number] = value
+        if len(found) == len(ranks):
+            break
+    return [found[number] for number in range(len(ranks))]
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
     """Defer Ctrl-C and SIGTERM: a process whose start they interrupt would run on with its id unknown."""
     _forkserver.ensure_running()  # first, or it would inherit the blocked signals
     told = {signal.SIGINT, signal.SIGTERM}
@@ -73,60 +136,46 @@ def uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _collect(readers: list[Connection], ranks: Sequence[BaseProcess], deadline: float) -> list[Any]:
-    """Return results by rank; stop at the first failure, since the other ranks may hang without that one."""
-    results: dict[int, Any] = {}
-    while len(results) < len(readers):
-        waiting = {reader: rank for rank, reader in enumerate(readers) if rank not in results}
-        ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise RuntimeError(f"ranks {sorted(waiting.values())} did not answer in time")
-        for reader in ready:
-            rank = waiting[reader]  # type: ignore[index]
-            try:
-                ok, value = pickle.loads(reader.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
-                ranks[rank].join(5)  # its pipe closes a moment before it ends
-                code = ranks[rank].exitcode
-                raise RuntimeError(f"rank {rank} died without a word, exit code {code}") from None
-            if not ok:
-                raise RuntimeError(f"rank {rank} failed:\n{value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(readers))]
-
-
-def _rank_main(
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    folder: str,
-    writer: Connection,
-    lifeline: Connection,
-    args: tuple[Any, ...],
-) -> None:
+def _run(body: Callable[..., None], pipe: Connection, lifeline: Connection, args: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starter too, which ends this process
     faulthandler.enable()  # a native crash then prints each thread's stack
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
-    import torch
-    import torch.distributed as dist
-
-    from runtime.processes import join
-
-    torch.set_num_threads(1)
+    end = _End()
     try:
-        store = dist.FileStore(str(Path(folder) / "store"), world_size)
-        join(store=store, rank=rank, world_size=world_size)
-        answer = (True, fn(rank, world_size, *args))
-        dist.barrier()
-        dist.destroy_process_group()
+        body(pipe, *args)
     except BaseException:
-        answer = (False, traceback.format_exc())
-    writer.send_bytes(pickle.dumps(answer))
-    writer.close()
+        end = _End(traceback.format_exc())
+    tell(pipe, end)
+    pipe.close()
 
 
 def _end_with(lifeline: Connection) -> None:
     """End this process when the other end closes: its parent is gone."""
     lifeline.poll(None)
     os._exit(1)
+
+
+def _joined(
+    pipe: Connection, fn: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]
+) -> None:
+    """Tell what ``fn`` returns, when all have called it."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    join_here(rank, world_size, folder)
+    value = fn(rank, world_size, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+    tell(pipe, value)
+
+
+def join_here(rank: int, world_size: int, folder: str) -> None:
+    """Join the ranks that meet in a folder of this machine."""
+    import torch.distributed as dist
+
+    from runtime.processes import join
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    join(store=dist.FileStore(str(Path(folder) / "store"), world_size), rank=rank, world_size=world_size)

@@ -16,11 +16,7 @@ DIGITS = 12
 
 
 def lines_of(result: dict[str, Any]) -> list[str]:
-    """Return the lines of a result's file.
-
-    Raises:
-        UserError: a row has a field named "of" or "key".
-    """
+    """Return the lines of a result's file. Raises UserError: a row has a field named "of" or "key"."""
     result = _short(result)
     first, rows = {}, []
     for name, value in result.items():
@@ -41,9 +37,7 @@ def write_records(path: Path, result: dict[str, Any]) -> None:
 def read_records(path: Path) -> dict[str, Any]:
     """Read the result that ``write_records`` wrote; digits of floats and the order of fields may differ.
 
-    Raises:
-        OSError: the file cannot be read.
-        UserError: a line is not JSON, or not an object.
+    Raises OSError: the file cannot be read; UserError: a line is not JSON, or not an object.
     """
     result: dict[str, Any] = {}
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

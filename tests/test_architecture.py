@@ -28,6 +28,7 @@ def _folder(purpose: str, imports: str = "") -> Folder:
 
 
 LIBRARY = "model data checkpoint parallel parallel/context kernels runtime"
+BELOW = "tools/arguments tools/results"
 FOLDERS = {
     "entry": _folder("the two programs that train", f"{LIBRARY} train planner"),
     "runtime": _folder("what every folder may use: files, errors of all ranks, processes"),
@@ -40,13 +41,17 @@ FOLDERS = {
     "train": _folder("the one loop that both entries share", LIBRARY),
     "planner": _folder("which arrangement is fastest", f"{LIBRARY} train"),
     "tools": _folder(
-        "programs beside training: prepare, sample, plan, plot, vendor", f"{LIBRARY} train planner entry parity"
+        "programs beside training: prepare, sample, plan, plot, vendor", f"{LIBRARY} train planner entry parity {BELOW}"
     ),
-    "testing": _folder("real ranks and measured machines, for tests and benchmarks", f"{LIBRARY} train planner entry"),
-    "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools testing"),
-    "papers": _folder("papers' tables row by row", f"{LIBRARY} train planner entry tools testing"),
-    "parity": _folder("every mesh equals one process", f"{LIBRARY} train planner entry tools testing"),
-    "slurm": _folder("jobs of a scheduler, and a virtual cluster", f"{LIBRARY} train planner tools"),
+    "tools/arguments": _folder("what every program's command line shares", "runtime"),
+    "tools/results": _folder("what results say of themselves", "runtime"),
+    "testing": _folder(
+        "real ranks and measured machines, for tests and benchmarks", f"{LIBRARY} train planner entry tools/results"
+    ),
+    "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools testing {BELOW}"),
+    "papers": _folder("papers' tables row by row", f"{LIBRARY} train planner entry tools testing {BELOW}"),
+    "parity": _folder("every mesh equals one process", f"{LIBRARY} train planner entry testing {BELOW}"),
+    "slurm": _folder("jobs of a scheduler, and a virtual cluster", f"{LIBRARY} train planner tools {BELOW}"),
 }
 """Each folder has one purpose, which no other has, and the others that it stands on; a row within a row is a part
 whose imports differ from the rest's."""
@@ -88,7 +93,7 @@ def wrong_imports(root: Path) -> list[str]:
     wrong = []
     for path in sources(root):
         relative = path.relative_to(root)
-        owner = row_of(relative.parent.parts) if len(relative.parts) > 1 else "entry"
+        owner = row_of(relative.with_suffix("").parts) if len(relative.parts) > 1 else "entry"
         if owner not in FOLDERS:
             continue
         full = set(imports(path, root))
@@ -203,6 +208,8 @@ def test_dependencies_point_one_way():
         ("train/a.py", "from planner import search", "train/a.py imports planner"),
         ("data/a.py", "from checkpoint import api", "data/a.py imports checkpoint"),
         ("bench/a.py", "from parity import run", "bench/a.py imports parity"),
+        ("parity/a.py", "from tools.prepare_data import main", "parity/a.py imports tools"),
+        ("tools/arguments.py", "from tools import runs", "tools/arguments.py imports tools"),
         ("tools/a.py", "from papers import lasp", "tools/a.py imports papers"),
         ("tools/a.py", "from bench.link import cases", "tools/a.py imports bench"),
         ("train/a.py", "import pretrain_gpt", "train/a.py imports entry"),
@@ -224,6 +231,7 @@ def test_right_imports_pass(tmp_path):
     plant(tmp_path, "parallel/context/methods/a.py", "from ..plan import Plan\nfrom parallel import context")
     plant(tmp_path, "parallel/a.py", "from .context import plan\nfrom .mesh import MeshConfig")
     plant(tmp_path, "tools/a.py", "import pretrain_gpt\nimport train.config.language")
+    plant(tmp_path, "parity/a.py", "from tools.arguments import parser_for")
     plant(tmp_path, "bench/a.py", "from tools import arguments\nfrom testing import ranks\nfrom bench import workload")
     plant(tmp_path, "pretrain.py", "from train.config.language import parse_args\nfrom model.llama import Llama")
     plant(tmp_path, "model/a.py", "import torch\nfrom kernels.attention import block_forward\nfrom model import layers")

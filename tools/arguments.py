@@ -41,13 +41,13 @@ def positive(text: str) -> int:
     return value
 
 
-def one_line_errors(main: Callable[P, int]) -> Callable[P, int]:
-    """Let a command print a user's or the system's error as one line and return 1; a bug keeps its traceback."""
+def one_line_errors(main: Callable[P, int | None]) -> Callable[P, int]:
+    """Let a command return its status, 0 for None; 1 and one line for a user's or the system's error, not for a bug."""
 
     @wraps(main)
     def command(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
-            return main(*args, **kwargs)
+            return main(*args, **kwargs) or 0
         except (UserError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

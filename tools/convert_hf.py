@@ -15,25 +15,28 @@ from typing import Any
 
 import torch
 
-from checkpoint.api import checkpoint_of, read_manifest, save_checkpoint, stored_weights
+from checkpoint.api import Manifest, checkpoint_of, read_manifest, save_checkpoint, stored_weights
 from checkpoint.manifest import checkpoint_folder
 from data.fingerprint import digest
 from data.text.megatron import DataConfig
 from data.tokenizer import load_tokenizer
 from model.config import architecture_of
+from model.dit_config import architecture_of as dit_architecture_of
 from model.hf import config_from_hf, config_to_hf
 from model.hf.adapter import write_adapter
 from model.hf.api import Read, our_weights, their_weights
+from model.hf.dit import load_dit, save_dit
 from model.hf.folder import CONFIG, read_json
 from model.hf.shards import TOKENIZERS, Weights, carry, inside, new_folder, write_model
 from model.lora import merge
 from model.registry import num_parameters
 from planner.complete import with_vocabulary
 from tools.arguments import one_line_errors, parser_for, run_command
-from tools.convert_dit import export_dit, import_dit, is_dit
-from train.config.flags import config_file
+from train.config.diffusion import load_config as load_dit_config
+from train.config.entries import DiTRunConfig
+from train.config.flags import config_file, write_toml
 from train.config.language import Config, load_config, to_toml
-from train.resume import IMPORTED, trained
+from train.resume import AVERAGED, IMPORTED, trained
 from train.run import KEPT
 from train.watching.health import Progress
 
@@ -47,8 +50,7 @@ def import_model(source: Path, run: Path) -> str:
     ``run`` gets config.toml, a checkpoint of iteration 0 with the dtypes as stored, and the folder ``hf`` with what the
     model came with. Code of the model's repository is neither run nor copied.
 
-    Raises:
-        UserError: ``run`` exists, or the folder is not a whole model that we have; nothing is written then.
+    Raises UserError: ``run`` exists, or the folder is not a whole model that we have; nothing is written then.
     """
     model = config_from_hf(read_json(inside(source, CONFIG)))
     weights, read = our_weights(Weights(source), model)
@@ -81,9 +83,8 @@ def export_model(
     The dtype is by default that of the imported config.json, and of a run without one that of its checkpoint; an
     import that was not trained keeps each tensor's, and so do adapters alone.
 
-    Raises:
-        UserError: ``target`` exists, the run has no whole checkpoint, or transformers cannot express the model; nothing
-            is written then.
+    Raises UserError: ``target`` exists, the run has no whole checkpoint, or transformers cannot express the model;
+    nothing is written then.
     """
     named, folder = config_file(run), checkpoint_of(run, step)
     manifest = read_manifest(folder)
@@ -152,6 +153,41 @@ def _dtype(asked: str | None, contents: dict[str, Any], *, imported: bool) -> to
     return DTYPES.get(str(said))
 
 
+def is_dit(source: Path) -> bool:
+    """Whether a folder's config.json describes a diffusion transformer. Raises UserError if it cannot be read."""
+    return read_json(inside(source, CONFIG)).get("model_type") == "dit"
+
+
+def import_dit(source: Path, run: Path) -> str:
+    """Make a run of iteration 0 of a diffusion transformer, and say what it is; its weights are in memory at once.
+
+    Raises UserError: ``run`` exists, or the folder is not a whole model; nothing is written then.
+    """
+    config, state = load_dit(source)
+    with new_folder(run) as draft:
+        (draft / "config.toml").write_text(write_toml(DiTRunConfig(model=config)), encoding="utf-8")
+        extra = {"progress": asdict(Progress()), IMPORTED: str(source)}
+        weights = {name: weight.to("meta") for name, weight in state.items()}
+        save_checkpoint(
+            draft, 0, weights, None, architecture=dit_architecture_of(config), extra=extra, read=state.__getitem__
+        )
+    count = sum(weight.numel() for weight in state.values())
+    return f"imported {source} into {run}: a diffusion transformer of {count:,} parameters"
+
+
+def export_dit(run: Path, checkpoint: Path, manifest: Manifest, target: Path) -> str:
+    """Write a run's averaged weights, or those as trained where there are no averages, and say what they are.
+
+    Raises UserError: ``target`` exists, or the checkpoint is not of the model in the run's config.toml.
+    """
+    config = load_dit_config(run / "config.toml").model
+    section = "ema" if AVERAGED in manifest.extra else "model"
+    weights, read = stored_weights(checkpoint, dit_architecture_of(config), section)
+    save_dit(target, config, {name: read(name) for name in weights})
+    which = "averages of the weights" if section == "ema" else "weights as trained"
+    return f"exported {checkpoint} to {target}: the {which} of a diffusion transformer"
+
+
 def size(text: str) -> int:
     """Parse a size such as 5GB."""
     match = re.fullmatch(r"(\d{1,6})\s*([KMG]I?B)?", text.upper())
@@ -161,8 +197,8 @@ def size(text: str) -> int:
 
 
 @one_line_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
     parser = parser_for("python -m tools.convert_hf", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     reading = commands.add_parser("import", allow_abbrev=False, help="a Hugging Face folder to a run of iteration 0")
@@ -181,7 +217,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         step, dtype, most = args.ckpt_step, args.dtype, args.max_shard_size
         print(export_model(args.run, args.target, step, dtype, most, adapter=args.adapter))
-    return 0
 
 
 if __name__ == "__main__":

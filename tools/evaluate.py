@@ -36,7 +36,8 @@ from pretrain_gpt import model_parts
 from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
 from tools.arguments import parser_for, positive
-from tools.runs import Run, add_mesh, open_run, sizes, write_results
+from tools.results import markdown, write_results
+from tools.runs import Run, add_mesh, open_run, sizes
 from train.assemble import build_runner
 from train.attention import context_of
 from train.config.language import Config, ConfigError, fitted
@@ -187,13 +188,11 @@ def _batch(row: np.ndarray, real: bool) -> Batch:
 
 
 def _write(folder: Path, run: Run, args: argparse.Namespace, count: int, found: Sequence[Bucket]) -> None:
-    table = ["| positions | tokens | loss | perplexity |", "| ---: | ---: | ---: | ---: |"]
-    table += [f"| {b.begin} to {b.end - 1} | {b.tokens:,} | {b.loss:.4f} | {b.perplexity:.2f} |" for b in found]
     tokens = sum(bucket.tokens for bucket in found)
     whole = Bucket(0, args.seq_length, tokens, sum(bucket.loss * bucket.tokens for bucket in found) / tokens)
-    table.append(f"| all | {tokens:,} | {whole.loss:.4f} | {whole.perplexity:.2f} |")
+    named = [*((f"{bucket.begin} to {bucket.end - 1}", bucket) for bucket in found), ("all", whole)]
+    rows = [[name, f"{b.tokens:,}", f"{b.loss:.4f}", f"{b.perplexity:.2f}"] for name, b in named]
     title = f"{run.folder}, iteration {run.iteration}, {count} documents of more than {args.seq_length} tokens"
-    print("\n".join((title, *table)), flush=True)
     result = {
         "run": str(run.folder),
         "iteration": run.iteration,
@@ -205,15 +204,15 @@ def _write(folder: Path, run: Run, args: argparse.Namespace, count: int, found: 
         "perplexity": whole.perplexity,
         "buckets": [asdict(bucket) | {"perplexity": bucket.perplexity} for bucket in found],
     }
-    figure = curve(found, run.trained_length)
-    write_results(folder, "perplexity", result, "\n".join((title, "", *table, "")), figure)
+    table = markdown(("positions", "tokens", "loss", "perplexity"), rows, "---:")
+    write_results(folder, "perplexity", title, table, result, curve(found, run.trained_length))
 
 
 def curve(found: Sequence[Bucket], trained: int | None) -> "Figure":
     """Draw perplexity over position, and where training ended, if that is known."""
     from matplotlib.figure import Figure
 
-    from tools.pictures import FAINT, PALETTE
+    from tools.pictures import FAINT, PALETTE, plain
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
@@ -224,8 +223,7 @@ def curve(found: Sequence[Bucket], trained: int | None) -> "Figure":
         axes.legend(frameon=False)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="position", ylabel="perplexity")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain(axes)
     return figure
 
 

@@ -10,7 +10,7 @@ command line stay.
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +18,24 @@ import torch
 
 from runtime.errors import UserError
 from train.config import diffusion, language
+from train.config.common import CommonConfig
 from train.config.flags import ConfigError
 from train.run import run_entry
 
 ON_CPU = 4
 MOST = 8
-ENTRIES: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
-    "pretrain_gpt.py": (language.parse_args, language.validate),
-    "pretrain_dit.py": (diffusion.parse_args, diffusion.validate),
-}
+ENTRIES: dict[str, Any] = {"pretrain_gpt.py": language, "pretrain_dit.py": diffusion}
+"""The modules that parse and validate each entry's flags."""
+
+
+def parsed(arguments: Sequence[str]) -> CommonConfig:
+    """Return the configuration of the entry that flags, with their file, are for. Raises UserError."""
+    try:
+        return language.parse_args(arguments)
+    except ConfigError as error:
+        if "that is for pretrain_dit.py" not in str(error):
+            raise
+    return diffusion.parse_args(arguments)
 
 
 def main(argv: list[str]) -> None:
@@ -51,8 +60,7 @@ def main(argv: list[str]) -> None:
 
 def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[str]]:
     """Return the number of processes and the flags to add; none if nothing fits, and the entry says why."""
-    parse, validate = ENTRIES[entry]
-    config = parse(flags)
+    config = ENTRIES[entry].parse_args(flags)
     on_gpu = config.mesh.device_type == "cuda"
     gpus = torch.cuda.device_count() or 1  # the entry reports a missing CUDA device
     size = processes or (min(MOST, gpus) if on_gpu else ON_CPU)
@@ -65,7 +73,7 @@ def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[
         sizes = sorted((n for n in range(1, size + 1) if size % n == 0), key=lambda n: (n != own, abs(n - own)))
     for context in sizes:
         try:
-            validate(replace(config, mesh=replace(config.mesh, context_parallel_size=context)), size)
+            ENTRIES[entry].validate(replace(config, mesh=replace(config.mesh, context_parallel_size=context)), size)
         except UserError:
             continue
         return size, more + ([] if context == own else ["--context-parallel-size", str(context)])

@@ -16,24 +16,15 @@ import sys
 from pathlib import Path
 
 from parity.own import compared, report
-from runtime.errors import UserError
 from tools.arguments import parser_for, positive, run_command
-from train.config import diffusion, language
+from tools.fit import parsed
 from train.config.common import CommonConfig
-from train.config.entries import ENTRIES, DiTRunConfig
-from train.config.flags import read_toml
 from train.run import exit_status
 
 
 def configured(path: Path, flags: list[str]) -> CommonConfig:
     """Read a configuration of either entry, or of a run's folder, and override it by flags. Raises UserError."""
-    path = path / "config.toml" if path.is_dir() else path
-    arguments = ["--config", str(path), *flags]
-    try:
-        read_toml(DiTRunConfig, path, ENTRIES)
-    except UserError:  # of a language model, or of none
-        return language.parse_args(arguments)
-    return diffusion.parse_args(arguments)
+    return parsed(["--config", str(path / "config.toml" if path.is_dir() else path), *flags])
 
 
 def parity(argv: list[str]) -> None:

@@ -18,7 +18,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
-from planner.cluster import Cluster, default_cluster, load_cluster
+from planner.cluster import Cluster, default_cluster, device_of, load_cluster
 from planner.complete import with_layout, with_vocabulary
 from planner.documents import typical_documents
 from planner.extremes import fewest, longest, of_length
@@ -39,11 +38,11 @@ from planner.search import arrangements, rank, settings, validated
 from runtime.files import write_text
 from runtime.processes import launched_world_size
 from tools.arguments import parser_for
+from tools.fit import parsed
 from tools.plan_text import Row, amount, bars, discarded, memory_of, mesh_of, method_of, table
-from train.config import diffusion
 from train.config.common import with_joined_ranks
 from train.config.entries import Config
-from train.config.language import ConfigError, parse_args, to_toml, validate
+from train.config.language import ConfigError, to_toml, validate
 from train.run import exit_status
 
 DEFAULT_TOP = 10
@@ -52,63 +51,39 @@ DEFAULT_TOP = 10
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the planner's own flags."""
     parser = parser_for("python -m tools.plan", __doc__)
-    parser.add_argument("--world-size", type=int, help="processes to plan for")
-    varied = parser.add_mutually_exclusive_group()
-    varied.add_argument(
-        "--all", action="store_true", help="vary tp, pp, cp, dp, sharding, recompute, chunks and offload too"
-    )
-    varied.add_argument("--longest", action="store_true", help="as --all, for the longest sequence that fits")
-    varied.add_argument(
-        "--fewest",
-        action="store_true",
-        help="as --all, on the fewest processes that hold it: 1, 2, 4, ..., whole nodes",
-    )
-    varied.add_argument(
-        "--fits", action="store_true", help="a process's memory by component as it is configured, and what to change"
-    )
-    parser.add_argument("--top", type=int, help=f"rows to show (default: {DEFAULT_TOP})")
-    parser.add_argument(
-        "--document-lengths",
-        type=int,
-        nargs="+",
-        default=(),
-        metavar="N",
-        help="with --reset-attention-mask: tokens of documents to draw from (default: those of --data-path)",
-    )
-    parser.add_argument("--profile", action="store_true", help="run the best candidates on the processes at hand")
-    parser.add_argument("--profile-top", type=int, default=3, help="how many to run (default: %(default)s)")
-    parser.add_argument("--profile-iters", type=int, default=3, help="iterations of each, and one before")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the winner as TOML for pretrain_gpt.py")
+    add, varied = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add("--world-size", type=int, metavar="N", help="processes to plan for")
+    every = "vary tp, pp, cp, dp, sharding, recompute, chunks and offload too"
+    varied("--all", action="store_true", help=every)
+    varied("--longest", action="store_true", help="as --all, for the longest sequence that fits")
+    fewest = "as --all, on the fewest processes that hold it: 1, 2, 4, ..., whole nodes"
+    varied("--fewest", action="store_true", help=fewest)
+    fits = "a process's memory by component as it is configured, and what to change"
+    varied("--fits", action="store_true", help=fits)
+    add("--top", type=int, metavar="N", help=f"rows to show (default: {DEFAULT_TOP})")
+    lengths = "with --reset-attention-mask: tokens of documents to draw from (default: those of --data-path)"
+    add("--document-lengths", type=int, nargs="+", default=(), metavar="N", help=lengths)
+    add("--profile", action="store_true", help="run the best candidates on the processes at hand")
+    add("--profile-top", type=int, default=3, metavar="N", help="how many to run (default: %(default)s)")
+    add("--profile-iters", type=int, default=3, metavar="N", help="iterations of each, and one before")
+    add("--write", type=Path, metavar="FILE", help="write the winner as TOML for pretrain_gpt.py")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print JSON instead of the table")
     shown.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     return parser
 
 
-def parsed(argv: Sequence[str]) -> Any:
-    """Return the configuration of the entry that these flags are for."""
-    try:
-        return parse_args(argv)
-    except ConfigError as error:
-        if "that is for pretrain_dit.py" not in str(error):
-            raise
-    return diffusion.parse_args(argv)
-
-
 def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     """Return the planner's flags, the configuration to vary, the number of processes and the cluster.
 
-    Raises:
-        UserError: flags that do not fit, or too few processes to profile on.
+    Raises UserError: flags that do not fit, or too few processes to profile on.
     """
     args, rest = build_parser().parse_known_args(argv)
-    config = parsed(rest)
+    config: Any = parsed(rest)
     named = config.context.cluster
     cluster = default_cluster(config.mesh.device_type) if named is None else load_cluster(named)
     started = "WORLD_SIZE" in os.environ
-    product = 1
-    for name in SIZES:
-        product *= getattr(config.mesh, name)
+    product = math.prod(getattr(config.mesh, name) for name in SIZES)
     world_size = args.world_size or (launched_world_size() if started else product)
     for name in ("world_size", "top", "profile_top", "profile_iters"):
         value = getattr(args, name)
@@ -153,7 +128,7 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
 
     config = with_joined_ranks(config, world_size)
     named = config.context.cluster
-    device = config.mesh.device if named is None else "cpu" if Path(named).stem == "cpu" else "cuda"
+    device = config.mesh.device if named is None else device_of(named)
     config = replace(config, mesh=replace(config.mesh, device=device), context=replace(config.context, cluster=None))
     lengths = tuple(args.document_lengths)
     documents = typical_documents(config, lengths)

@@ -72,8 +72,7 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
 def layout_figure(args: argparse.Namespace) -> "Figure":
     """Draw methods, by default ``PLAIN``, or ``PACKED`` under documents or a window.
 
-    Raises:
-        UserError: an unknown method, documents of another length, or a picture too large to read.
+    Raises UserError: an unknown method, documents of another length, or a picture too large to read.
     """
     from tools.pictures.layouts import PACKED, PLAIN, draw, drawing
 
@@ -93,11 +92,7 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
 
 
 def arcs_figure(args: argparse.Namespace) -> "Figure":
-    """Draw documents on a circle, and its cuts.
-
-    Raises:
-        UserError: a single rank, or a picture too large to read.
-    """
+    """Draw documents on a circle, and its cuts. Raises UserError: a single rank, or a picture too large to read."""
     from tools.pictures.arcs import draw
     from tools.pictures.discs import drawing
 
@@ -112,8 +107,7 @@ def arcs_figure(args: argparse.Namespace) -> "Figure":
 def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tuple[float, float]]]:
     """Read a run's (place, value) pairs by field; a repeated iteration, as after a resume, counts as last written.
 
-    Raises:
-        UserError: the file is missing, a line is not the record of an iteration, or none has the fields.
+    Raises UserError: the file is missing, a line is not the record of an iteration, or none has the fields.
     """
     from train.watching.metrics import read_metrics
 
@@ -146,12 +140,11 @@ def smoothed(values: Sequence[tuple[float, float]], share: float) -> list[tuple[
 def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: float) -> "Figure":
     """Draw training loss as a line and validation loss as marks, a colour per run; or other fields, a panel each.
 
-    Raises:
-        UserError: ``smooth`` is out of range, or as ``read_curves``.
+    Raises UserError: ``smooth`` is out of range, or as ``read_curves``.
     """
     from matplotlib.figure import Figure
 
-    from tools.pictures import PALETTE
+    from tools.pictures import PALETTE, plain
     from train.watching.metrics import LOSSES as UNITS
 
     if not 0 <= smooth < 1:
@@ -171,16 +164,15 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
                     style, drawn = ("o--", values) if checks else ("-", smoothed(values, smooth))
                     axes.plot(*zip(*drawn, strict=True), style, color=colour, label=label, linewidth=1.2, markersize=4)
         axes.set(ylabel=f"loss ({' or '.join(sorted(units))})" if units else fields[0].replace("_", " "))
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain(axes)
         axes.legend(frameon=False)
     axes.set(xlabel=BY[by])
     return figure
 
 
 @one_line_errors
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
     args = build_parser().parse_args(argv)
     if args.command == "layout":
         figure = layout_figure(args)
@@ -196,7 +188,6 @@ def main(argv: list[str] | None = None) -> int:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.output, dpi=120)
     print(f"written: {args.output}")
-    return 0
 
 
 if __name__ == "__main__":

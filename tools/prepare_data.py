@@ -1,7 +1,7 @@
 """Turn text or conversations into what training reads: a tokenizer and Megatron's .bin/.idx.
 
 Without flags it takes the Python sources of this machine's standard library, so that a first run needs no download.
-What it wrote before with the same flags is kept.
+What it wrote before with the same flags is kept, unless an input file has changed since: then it asks.
 
     python -m tools.prepare_data                                   # runs/data/stdlib.bin, .idx, .model and .json
     python -m tools.prepare_data --input books/ --suffix .txt --output-prefix runs/data/books --vocab-size 32000
@@ -30,55 +30,38 @@ DEFAULT_VOCAB_SIZE = 4096
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
     parser = parser_for("python -m tools.prepare_data", __doc__)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--stdlib", action="store_true", help="the standard library's sources without its tests, about 12 MB (default)"
+    add, source = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    stdlib = "the standard library's sources without its tests, about 12 MB (default)"
+    source("--stdlib", action="store_true", help=stdlib)
+    inputs = (
+        "text files; .jsonl, .json, .parquet and datasets' folders (--json-keys); hf:NAME:SPLIT of the hub; other "
+        "folders are searched for --suffix"
     )
-    source.add_argument(
-        "--input",
-        nargs="+",
-        metavar="PATH",
-        help="text files; .jsonl, .json, .parquet and datasets' folders (--json-keys); hf:NAME:SPLIT of the hub; other "
-        "folders are searched for --suffix",
-    )
-    source.add_argument("--check", metavar="PREFIX", help="write nothing, but read all of a prefix that is there")
-    parser.add_argument(
-        "--inspect", type=positive, metavar="N", help="with --check: show N samples; what carries loss is marked"
-    )
-    parser.add_argument(
-        "--suffix", default=".txt", help="ending of the files taken from a folder (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--json-keys",
-        nargs="+",
-        metavar="KEY",
-        help="field of the rows that holds the text (default: text); one, since a prefix holds one corpus",
-    )
-    parser.add_argument(
-        "--output-prefix", metavar="PREFIX", help=f"where to write (default: {DEFAULT_PREFIX}, for --stdlib alone)"
-    )
-    tokenizer = parser.add_mutually_exclusive_group()
-    tokenizer.add_argument("--tokenizer-model", metavar="FILE", help="use this .model or tokenizer.json")
-    tokenizer.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help=f"train a tokenizer of N entries beside the output (default: {DEFAULT_VOCAB_SIZE})",
-    )
-    parser.add_argument("--max-bytes", type=int, metavar="N", help="stop after N bytes of text (default: take all)")
-    parser.add_argument("--overwrite", action="store_true", help="write anew what is there already")
-    parser.add_argument(
-        "--workers", type=positive, metavar="N", help="processes that tokenize; the output is the same (default: cores)"
-    )
-    chat = parser.add_argument_group("conversations")
-    chat.add_argument("--chat", action="store_true", help="the input is conversations of ShareGPT or OpenAI messages")
-    chat.add_argument("--seq-length", type=positive, metavar="N", help="tokens of a sample, which holds many of them")
-    chat.add_argument("--chat-template", metavar="FILE", help="use this jinja template (default: the tokenizer's)")
+    source("--input", nargs="+", metavar="PATH", help=inputs)
+    source("--check", metavar="PREFIX", help="write nothing, but read all of a prefix that is there")
+    inspect = "with --check: show N samples; what carries loss is marked"
+    add("--inspect", type=positive, metavar="N", help=inspect)
+    add("--suffix", default=".txt", help="ending of the files taken from a folder (default: %(default)s)")
+    key = "field of the rows that holds the text (default: text); one, since a prefix holds one corpus"
+    add("--json-keys", nargs="+", metavar="KEY", help=key)
+    output = f"where to write (default: {DEFAULT_PREFIX}, for --stdlib alone)"
+    add("--output-prefix", metavar="PREFIX", help=output)
+    tokenizer = parser.add_mutually_exclusive_group().add_argument
+    tokenizer("--tokenizer-model", metavar="FILE", help="use this .model or tokenizer.json")
+    entries = f"train a tokenizer of N entries beside the output (default: {DEFAULT_VOCAB_SIZE})"
+    tokenizer("--vocab-size", type=positive, metavar="N", help=entries)
+    add("--max-bytes", type=positive, metavar="N", help="stop after N bytes of text (default: take all)")
+    add("--overwrite", action="store_true", help="write anew what is there already")
+    workers = "processes that tokenize; the output is the same (default: cores)"
+    add("--workers", type=positive, metavar="N", help=workers)
+    chat = parser.add_argument_group("conversations").add_argument
+    chat("--chat", action="store_true", help="the input is conversations of ShareGPT or OpenAI messages")
+    chat("--seq-length", type=positive, metavar="N", help="tokens of a sample, which holds many of them")
+    chat("--chat-template", metavar="FILE", help="use this jinja template (default: the tokenizer's)")
     policies = ["error", "split", "truncate-left", "truncate-right"]
-    chat.add_argument("--too-long", choices=policies, default="error", help="for more than N tokens (default: error)")
-    chat.add_argument(
-        "--skip-refused", action="store_true", help="list what cannot be used in PREFIX.refused.txt, and go on"
-    )
+    chat("--too-long", choices=policies, default="error", help="for more than N tokens (default: error)")
+    refused = "list what cannot be used in PREFIX.refused.txt, and go on"
+    chat("--skip-refused", action="store_true", help=refused)
     return parser
 
 
@@ -99,10 +82,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(
             f"--json-keys names {len(args.json_keys)} fields, and a prefix holds one corpus; prepare each on its own"
         )
-    for name in ("vocab_size", "max_bytes"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
     if args.inspect and not args.check:
         parser.error("--inspect goes with --check PREFIX: what to show")
     if args.chat and not (args.input and args.seq_length and args.tokenizer_model):

@@ -30,8 +30,8 @@ from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 
 @one_line_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
     args = _parse(argv)
     if args.check is not None:
         folder = LatentFolder(args.check)
@@ -52,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"note: {absent:,} of {classes:,} classes have no sample", file=sys.stderr)
     print(f"{folder.folder}: {len(folder):,} samples of {shape} in {len(folder.shards)} shards, {classes} classes")
     print(f"train on it with --data-path {folder.folder} --latent-shape {shape} --num-classes {classes}")
-    return 0
 
 
 def _batches(images: Path, size: int, vae: Path | None, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

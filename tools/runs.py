@@ -1,7 +1,6 @@
 """Open a run's folder to use its model at any length, on the mesh that a command line asks for."""
 
 import argparse
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 from tools.arguments import positive
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
     from train.config.language import Config
 
@@ -45,8 +42,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 def open_run(folder: Path, step: int | None = None) -> Run:
     """Open a run of a language model: its newest whole checkpoint, or that of iteration ``step``.
 
-    Raises:
-        UserError: no run or checkpoint is there, or its tokenizer is gone or another one.
+    Raises UserError: no run or checkpoint is there, or its tokenizer is gone or another one.
     """
     from checkpoint.api import checkpoint_of
     from checkpoint.manifest import read_manifest
@@ -89,15 +85,3 @@ def sizes(args: argparse.Namespace, processes: int) -> dict[str, Any]:
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
     }
-
-
-def write_results(folder: Path, name: str, found: dict[str, Any], table: str, figure: "Figure") -> None:
-    """Write what was found as NAME.json, its table as NAME.md and its picture as NAME.png."""
-    from runtime.files import replacing
-
-    paths = [folder / f"{name}.{ending}" for ending in ("json", "md", "png")]
-    with replacing(*paths) as (data, text, picture):
-        data.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        text.write_text(table, encoding="utf-8")
-        figure.savefig(picture, dpi=120, format="png")
-    print(f"written: {', '.join(map(str, paths))}", flush=True)

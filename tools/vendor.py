@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 import uuid
@@ -25,8 +24,8 @@ if not __package__:  # started as a file: the packages lie one folder up
 from runtime.errors import UserError
 from runtime.files import fsync_folder, owned, sha256, unwritable
 from tools.arguments import one_line_errors, parser_for, run_command
+from tools.results import ROOT, commit_of
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "longmesh_attention"
 PARTS = {"parallel.context": "context", "kernels": "kernels", "runtime": "runtime"}
 """Our packages, and their names inside the package."""
@@ -46,10 +45,10 @@ def package(root: Path = ROOT, namespace: str = PACKAGE) -> dict[str, bytes]:
         root: the checkout to take it from.
         namespace: of the package's custom operators.
 
-    Raises:
-        VendorError: a file imports something of ours that is not in the package, or cannot be renamed.
+    Raises VendorError: a file imports something of ours that is not in the package, or cannot be renamed.
     """
-    version, commit = _version(root), _commit(root)
+    folders = [module.replace(".", "/") for module in PARTS]
+    version, commit = _version(root), commit_of(root, *folders, "LICENSE")
     files: dict[str, bytes] = {}
     for module, part in PARTS.items():
         folder = root.joinpath(*module.split("."))
@@ -69,8 +68,7 @@ def package(root: Path = ROOT, namespace: str = PACKAGE) -> dict[str, bytes]:
 def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
     """Rename our packages and operators in a source file; every other byte stays as it is.
 
-    Raises:
-        VendorError: a relative import, or an ``import a.b`` without ``as``, whose name is used all over the file.
+    Raises VendorError: a relative import, or an ``import a.b`` without ``as``, whose name is used all over the file.
     """
     lines = source.splitlines(keepends=True)
     edits = {edit for node in ast.walk(ast.parse(source)) for edit in _edits(node, lines, path, namespace)}
@@ -162,10 +160,8 @@ def _check_imports(files: dict[str, bytes], ours: set[str]) -> None:
 def write(destination: Path, files: dict[str, bytes]) -> Path:
     """Write the package into a folder, whole or not at all; return its path.
 
-    Raises:
-        VendorError: the folder takes no files, or the target was not written by this command or was changed since.
-        InUseError: another process writes there.
-        OSError: a file cannot be written.
+    Raises VendorError: the folder takes no files, or the target was not written by this command or was changed since;
+    InUseError: another process writes there; OSError: a file cannot be written.
     """
     target = destination / PACKAGE
     if why := unwritable(destination, "name another folder"):
@@ -217,24 +213,6 @@ def _version(root: Path) -> str:
     return str(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
 
 
-def _commit(root: Path) -> str:
-    """Return the checkout's commit, with a note if the package's sources differ from it."""
-    top, head = _git(root, "rev-parse", "--show-toplevel"), _git(root, "rev-parse", "HEAD")
-    if not head or not top or Path(top).resolve() != root.resolve():
-        return "unknown (not taken from a git checkout)"
-    folders = [module.replace(".", "/") for module in PARTS]
-    return f"{head} with changes" if _git(root, "status", "--porcelain", "--", *folders, "LICENSE") else head
-
-
-def _git(root: Path, *command: str) -> str:
-    """Return git's output; an empty string if git is missing or fails."""
-    try:
-        done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
     parser = parser_for("python -m tools.vendor", __doc__)
@@ -245,14 +223,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 @one_line_errors
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
     args = build_parser().parse_args(argv)
     files = package()
     target = write(args.destination, files)
     origin = json.loads(files[ORIGIN])
     print(f"wrote {target}: {len(files)} files of longmesh {origin['version']}, commit {origin['commit']}")
-    return 0
 
 
 if __name__ == "__main__":

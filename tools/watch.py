@@ -6,12 +6,15 @@ python -m tools.watch --slurm                    the runs of your jobs in Slurm'
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 import time
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,17 +54,46 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[round((value - low) / (high - low or 1) * (len(BARS) - 1))] for value in means)
 
 
+@dataclass
+class Followed:
+    """The records of a run's metrics.jsonl, of which each look reads what is new."""
+
+    path: Path
+    file: int = 0
+    """Its inode: a run that goes on from a checkpoint writes the file anew."""
+    read: int = 0
+    """Bytes read, of whole lines."""
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def look(self) -> list[dict[str, Any]]:
+        """Return all records. Raises UserError for what no run writes."""
+        from train.watching.metrics import parse_records
+
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self.file or found.st_size < self.read:
+                self.file, self.read, self.records = found.st_ino, 0, []
+            file.seek(self.read)
+            whole, end, _ = file.read().rpartition(b"\n")
+            lines = whole.decode(errors="replace").split("\n") if end else []
+            self.records += parse_records(self.path, lines, len(self.records) + 1)
+            self.read += len(whole + end)
+        return self.records
+
+
+_followed: dict[Path, Followed] = {}
+
+
 def describe(run: Path, now: float, width: int) -> list[str]:
     """Return the lines that show a run at a time, in seconds since the epoch.
 
-    Raises:
-        UserError: its metrics cannot be read.
+    Raises UserError: its metrics cannot be read.
     """
-    from train.watching.metrics import METRICS, loss_name, read_metrics
+    from train.watching.metrics import METRICS, loss_name
 
     if not run.is_dir():
         return [f"{run}   is not there yet, or is not a folder"]
-    records = read_metrics(run / METRICS) if (run / METRICS).exists() else []
+    records = _followed.setdefault(run, Followed(run / METRICS)).look()
     lines = [f"{run}   {_who(run)}"]
     if not records:
         return [*lines, "  no iteration yet"]
@@ -131,8 +163,7 @@ def _kept(run: Path, now: float) -> str:
 def queue() -> list[tuple[str, Path | None]]:
     """Return a line for each of the user's jobs in Slurm's queue, and the folder of its run, if it has begun.
 
-    Raises:
-        UserError: Slurm is not there, or does not answer.
+    Raises UserError: Slurm is not there, or does not answer.
     """
     try:
         listed = subprocess.run(QUEUE, capture_output=True, text=True, timeout=30, check=True).stdout

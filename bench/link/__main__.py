@@ -11,14 +11,15 @@ nothing is left behind, however it ends.
 """
 
 import argparse
-import os
 import tempfile
 from pathlib import Path
 
+from bench.link import measure, report
 from bench.link.cases import CASES, LINEAR_CASES, MODELS, cases_of
-from bench.link.network import LINKS, check_permission
+from bench.link.network import LINKS, prepare_machine
+from data.text.prepare import prepare
 from runtime.errors import UserError
-from tools.arguments import one_line_errors, parser_for, run_command
+from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 PROFILED_RATE = "100mbit"  # of the cluster files
 
@@ -26,39 +27,23 @@ PROFILED_RATE = "100mbit"  # of the cluster files
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
     parser = parser_for("python -m bench.link", __doc__)
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="default: all")
-    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS), help="default: both")
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        choices=tuple(dict.fromkeys([*CASES, *LINEAR_CASES])),
-        help="configurations besides ring, or lasp of linear attention, which all are compared with (default: all)",
+    add = parser.add_argument
+    add("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="default: all")
+    add("--links", nargs="+", choices=LINKS, default=list(LINKS), help="default: both")
+    cases = "configurations besides ring, or lasp of linear attention, which all are compared with (default: all)"
+    add("--cases", nargs="+", choices=tuple(dict.fromkeys([*CASES, *LINEAR_CASES])), help=cases)
+    add("--seq-length", type=int, nargs="+", default=[1024], metavar="N", help="one or more (default: 1024)")
+    add("--tokens", type=int, default=8192, metavar="N", help="tokens of a step, in sequences (default: %(default)s)")
+    size = "sequences of a step instead, so that tokens grow with the length"
+    add("--batch-size", type=positive, metavar="N", help=size)
+    add("--rate", default=PROFILED_RATE, help="of the link or of each rail, in tc's words (default: %(default)s)")
+    add("--repeats", type=positive, default=5, help="steps of which the median counts (default: %(default)s)")
+    profile = (
+        "in each setting let the planner predict all methods, profile its N best for 3 iterations each, and say how "
+        "its choice does against the best that was measured (default: 0, none)"
     )
-    parser.add_argument(
-        "--seq-length", type=int, nargs="+", default=[1024], metavar="N", help="one or more (default: 1024)"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=8192, metavar="N", help="tokens of a step, in sequences (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="sequences of a step instead, so that tokens grow with the length"
-    )
-    parser.add_argument("--rate", default="100mbit", help="of the link or of each rail, in tc's words (%(default)s)")
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="steps of which the median counts (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--profile",
-        type=int,
-        default=0,
-        metavar="N",
-        help="in each setting let the planner predict all methods, profile its N best for 3 iterations each, and say "
-        "how its choice does against the best that was measured (default: 0, none)",
-    )
-    parser.add_argument(
-        "--results", type=Path, metavar="FOLDER", help="write JSON and Markdown here too, named after the machine"
-    )
-    parser.add_argument("--note", help="a remark for the results, such as what else the machine was doing")
+    add("--profile", type=int, default=0, metavar="N", help=profile)
+    report.add_results(parser)
     return parser
 
 
@@ -67,18 +52,13 @@ def check(args: argparse.Namespace) -> None:
 
     Removes models without any of the named cases from ``args``.
 
-    Raises:
-        UserError: with the flag, the value and what it must be.
+    Raises UserError: with the flag, the value and what it must be.
     """
-    if args.repeats < 1:
-        raise UserError(f"--repeats is {args.repeats}; it must be 1 or more")
     if args.profile < 0 or (args.profile and args.rate != PROFILED_RATE):
         raise UserError(
             f"--profile is {args.profile} with --rate {args.rate}; it must be 0 or more, and bench/link/clusters/ is "
             f"about {PROFILED_RATE}"
         )
-    if args.batch_size is not None and args.batch_size < 1:
-        raise UserError(f"--batch-size is {args.batch_size}; it must be 1 or more")
     if args.cases:
         having = [model for model in args.models if any(name in cases_of(model) for name in args.cases)]
         if not having:
@@ -92,30 +72,22 @@ def check(args: argparse.Namespace) -> None:
                 "tokens a multiple of it, or give --batch-size"
             )
     if args.results:
-        from bench.link.report import earlier, path_of
-
-        earlier(path_of(args.results), rate=args.rate, repeats=args.repeats)
+        report.earlier(report.path_of(args.results), rate=args.rate, repeats=args.repeats)
 
 
 @one_line_errors
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
     args = build_parser().parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, here and by the ranks' server
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that namespaces have no name server
     check(args)
-    check_permission()
-    from bench.link import measure, report
-    from data.text.prepare import prepare
-
+    prepare_machine()
     with tempfile.TemporaryDirectory(prefix="longmesh-link-") as folder:
         data = Path(folder) / "stdlib"
         prepare(measure.CORPUS, data, progress=False)
-        result = measure.measure(args, data, tell=lambda line: print(line, flush=True))
+        result = measure.measure(args, data)
     print("\n" + report.markdown(result))
     if args.results:
         print(f"wrote {report.write(result, args.results)} and its .jsonl")
-    return 0
 
 
 if __name__ == "__main__":

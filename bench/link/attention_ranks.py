@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bench.link.network import Network
-from bench.link.ranks import tell
+from bench.link.ranks import report
 from bench.processes import Step
 from bench.workload import Workload, check_same, fingerprint
 from parallel.context import ContextParallel, Plan
@@ -35,22 +35,17 @@ class Contestant:
     options: dict[str, Any] = field(default_factory=dict)
 
     def plan(self, work: Workload, network: Network) -> Plan:
-        """Return the plan on the ranks of a network.
-
-        Raises:
-            ContextError: as ``make_plan``.
-        """
+        """Return the plan on the ranks of a network. Raises ContextError: as ``make_plan``."""
         plan = work.plan(self.method, network.size, ranks_per_node=network.ranks_per_node, **self.options)
         return AllRows(plan.geometry, plan.mask) if self.all_rows else plan
 
 
 def attend(pipe: Connection, work: Workload, name: str, plan: Plan, truth: list[float], steps: int) -> None:
-    """Join, check the first of so many forwards and backwards against ``truth``, and tell the time of each.
+    """Join, check the first of so many forwards and backwards against ``truth``, and report the time of each.
 
     A step lasts from a barrier until its slowest rank has ended.
 
-    Raises:
-        MeasureError: the squares of out, dq, dk and dv do not sum to ``truth``.
+    Raises MeasureError: the squares of out, dq, dk and dv do not sum to ``truth``.
     """
     with process_group() as group:
         cp = ContextParallel(plan, group)
@@ -67,4 +62,4 @@ def attend(pipe: Connection, work: Workload, name: str, plan: Plan, truth: list[
                 dist.all_reduce(sums, group=group)
                 check_same(name, sums.tolist(), truth, work.dtype)
             if dist.get_rank(group) == 0:
-                tell(pipe, float(seconds))
+                report(pipe, float(seconds))

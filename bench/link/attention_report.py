@@ -3,20 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-from bench.link.report import LINK
+from bench.link.report import LINK, heading
 from runtime.files import write_text
-from testing.machine import slug
+from testing.machine import results_file
 from testing.records import write_records
+from tools.results import markdown as markdown_table
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Format the machine, what was asked, and a table per case, fastest first."""
-    machine, work = result["machine"], result["workload"]
+    work = result["workload"]
     lines = [
-        f"{machine['device']}, {machine['cores']} cores, {machine['platform']}, torch {machine['torch']}, "
-        f"{machine['date']}; load average at the end {result['load_average'][0]:.1f}.",
-        *([f"Note: {result['note']}."] if result["note"] else []),
-        "",
+        *heading(result),
         f"Two nodes of {result['ranks_per_node']} ranks, {result['rate']} between them in each direction, "
         f"{LINK[result['link']]}; {work['seq_length']} tokens, {work['num_heads']} heads of {work['head_dim']}, "
         f'float32, forward and backward, medians of {result["repeats"]} steps. "All rows" is a method that sends all '
@@ -31,19 +29,16 @@ def markdown(result: dict[str, Any]) -> str:
 
 def _table(case: str, mask: dict[str, Any], rows: list[dict[str, Any]], said: dict[str, Any]) -> list[str]:
     head = ["method", "step, s", "on the link", "without a limit, s", "crossed, MiB", "by the plan, MiB"]
-    lines = [
-        f"**{case}**: {mask['said']}, {mask['kv_heads']} KV heads",
-        "",
-        f"| {' | '.join(head)} |",
-        "| --- " * len(head) + "|",
+    cells = [
+        [row["name"], f"{row['median']:.3f}", f"{row['on_link']:.0%}", f"{row['unlimited']:.3f}"]
+        + [f"{row[bytes_sent] / 2**20:.2f}" for bytes_sent in ("crossed", "attention_by_plan")]
+        for row in sorted(rows, key=lambda row: row["median"])
     ]
-    for row in sorted(rows, key=lambda row: row["median"]):
-        cells = [row["name"], f"{row['median']:.3f}", f"{row['on_link']:.0%}", f"{row['unlimited']:.3f}"]
-        cells += [f"{row['crossed'] / 2**20:.2f}", f"{row['attention_by_plan'] / 2**20:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
     bound = "" if said["link_bound"] else ", too little: give a lower --rate"
     return [
-        *lines,
+        f"**{case}**: {mask['said']}, {mask['kv_heads']} KV heads",
+        "",
+        *markdown_table(head, cells),
         "",
         f"exchange is {said['times_as_fast']:.2f} times as fast as {said['best_of_all_rows']}, the best of the methods "
         f"that send all rows (asked: {said['asked']}, {'met' if said['met'] else 'missed'}), which spends "
@@ -54,8 +49,7 @@ def _table(case: str, mask: dict[str, Any], rows: list[dict[str, Any]], said: di
 
 def write(result: dict[str, Any], folder: Path) -> Path:
     """Write JSON lines and Markdown, named after the machine, over earlier ones; return the Markdown's path."""
-    machine = result["machine"]
-    path = folder / f"link-attention-{slug(machine['device'])}-{machine['cores']}-cores.jsonl"
+    path = results_file(folder, "link-attention", result["machine"])
     write_records(path, result)
     write_text(path.with_suffix(".md"), "# The attention alone over a slow link\n\n" + markdown(result))
     return path.with_suffix(".md")

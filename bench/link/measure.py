@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.link.cases import VOCAB_SIZE, batch_of, cases_of, command_line, reference_of
 from bench.link.network import Network
-from bench.link.planned import planned, verdict
+from bench.link.planned import planned
 from bench.link.ranks import Iteration, train
 from data.text.prepare import Request
 from parallel.context import Plan, make_plan
@@ -21,21 +21,20 @@ WARM_UP, WARM_UP_LIMITED = 2, 1  # steps: connections are made; TCP finds its wi
 FREE = 3  # counted steps without the limit
 
 
-def measure(args: argparse.Namespace, data: Path, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Measure all settings of a command line on the corpus ``data``; ``tell`` gets a line per configuration.
+def measure(args: argparse.Namespace, data: Path) -> dict[str, Any]:
+    """Measure all settings of a command line on the corpus ``data``, with a line for each configuration.
 
-    Raises:
-        MeasureError: a rank failed.
-        NetworkError: the machine does not allow the namespaces, or tc does not know the rate.
+    Raises MeasureError: a rank failed; NetworkError: the machine does not allow the namespaces, or tc does not know the
+    rate.
     """
-    settings: list[dict[str, Any]] = []
+    tables: dict[str, list[dict[str, Any]]] = {"settings": [], "cases": [], "planner": []}
     machine = describe("cpu")
     for link in args.links:
         with Network(rails=link == "rails") as network:
             network.limit(args.rate)  # fails before training if tc does not know the rate
             for model in args.models:
                 for length in args.seq_length:
-                    settings.append(_setting(network, model, link, length, data, args, tell))
+                    _setting(tables, network, model, link, length, data, args)
     return {
         "benchmark": "training steps between two emulated nodes",
         "machine": machine,
@@ -44,35 +43,34 @@ def measure(args: argparse.Namespace, data: Path, tell: Callable[[str], None]) -
         "rate": args.rate,
         "ranks_per_node": network.ranks_per_node,
         "repeats": args.repeats,
-        "settings": settings,
+        **tables,
     }
 
 
 def _setting(
+    tables: dict[str, list[dict[str, Any]]],
     network: Network,
     model: str,
     link: str,
     length: int,
     data: Path,
     args: argparse.Namespace,
-    tell: Callable[[str], None],
-) -> dict[str, Any]:
-    """Measure all configurations of one setting, including those that the planner profiles."""
-    setting: dict[str, Any] = {"model": model, "link": link, "seq_length": length, "batch": batch_of(args, length)}
+) -> None:
+    """Add the rows of one setting: all configurations, including those that the planner profiles."""
+    setting = {"model": model, "link": link, "seq_length": length, "batch": batch_of(args, length)}
     known, reference = cases_of(model), reference_of(model)
     methods = {name: known[name] for name in (reference, *(args.cases or known)) if name in known}
-    profiled = args.profile and model != "transnormer"  # for linear attention it weighs only lasp and lasp2
-    if profiled:
-        tell(f"{model:6}{link:8}{length:6} profiling the {args.profile} best predictions")
-        setting["planner"] = planned(network, model, link, data, length, args)
-        methods |= {name: entry["flags"] for name, entry in setting["planner"].items() if "profiled" in entry}
-    setting["cases"] = found = {}
+    tables["settings"].append(setting)
+    if args.profile and model != "transnormer":  # for linear attention it weighs only lasp and lasp2
+        print(f"{model:6}{link:8}{length:6} profiling the {args.profile} best predictions", flush=True)
+        for name, (flags, said) in planned(network, model, link, data, length, args).items():
+            methods |= {name: flags} if "profiled" in said else {}
+            tables["planner"].append({**setting, "name": name, **said})
+    found: dict[str, dict[str, Any]] = {}
     for name, method in methods.items():
         found[name] = one(network, model, method, data, length, args)
-        tell(_line(setting, name, found[name], found[reference]))
-    if profiled:
-        setting["verdict"] = verdict(setting["planner"], found)
-    return setting
+        tables["cases"].append({**setting, "name": name, **found[name]})
+        print(_line(setting, name, found[name], found[reference]), flush=True)
 
 
 def one(
@@ -87,11 +85,7 @@ def one(
 
 
 def medians(
-    network: Network,
-    rate: str,
-    run: Callable[[Callable[[int], None]], list[Iteration]],
-    warm_up: int,
-    free: int,
+    network: Network, rate: str, run: Callable[[Callable[[int], None]], list[Iteration]], warm_up: int, free: int
 ) -> dict[str, Any]:
     """Return the medians of the iterations of ``run(before)``: ``warm_up`` and ``free`` without the limit, then within.
 

@@ -56,11 +56,7 @@ class Namespace:
                 _call("setns", outside, NEW_NETWORK)
 
     def run(self, *command: str) -> str:
-        """Run a command inside and return what it printed.
-
-        Raises:
-            NetworkError: it failed.
-        """
+        """Run a command inside and return what it printed. Raises NetworkError: it failed."""
         with self.inside():
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -79,8 +75,7 @@ class Network:
     has its own namespace and link, plugged into its node's bridge; between the bridges each rank may send at the rate,
     whatever the destination.
 
-    Raises:
-        NetworkError: no permission, or iproute2 or a kernel module is missing.
+    Raises NetworkError: no permission, or iproute2 or a kernel module is missing.
     """
 
     def __init__(self, *, rails: bool, ranks_per_node: int = 4) -> None:
@@ -119,8 +114,7 @@ class Network:
     def limit(self, rate: str | None) -> None:
         """Limit the link, or each rail, to a rate in tc's notation, in both directions; None removes the limit.
 
-        Raises:
-            NetworkError: tc does not know the rate, or the kernel lacks tbf, htb or u32.
+        Raises NetworkError: tc does not know the rate, or the kernel lacks tbf, htb or u32.
         """
         for index, node in enumerate(self._nodes):
             if "noqueue" not in node.run("tc", "qdisc", "show", "dev", TRUNK):
@@ -165,8 +159,7 @@ def enter(path: str) -> None:
 def check_permission() -> None:
     """Check that this machine allows what the bench needs.
 
-    Raises:
-        NetworkError: it is not Linux, iproute2 is missing, or this process may not make network namespaces.
+    Raises NetworkError: it is not Linux, iproute2 is missing, or this process may not make network namespaces.
     """
     if not Path(CURRENT).exists():
         raise NetworkError("the link bench emulates nodes by Linux network namespaces, which this system does not have")
@@ -181,6 +174,13 @@ def check_permission() -> None:
             f"CAP_NET_ADMIN, and this process may not ({error.strerror}); run it as root, or, where unprivileged user "
             f"namespaces are allowed, put `{WITHOUT_ROOT}` before the command"
         ) from error
+
+
+def prepare_machine() -> None:
+    """Check the permission, and set the environment that ranks start with; raises as ``check_permission``."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that namespaces have no name server
+    check_permission()
 
 
 @contextmanager

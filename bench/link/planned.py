@@ -18,28 +18,26 @@ ITERATIONS = 3
 
 def planned(
     network: Network, model: str, link: str, data: Path, length: int, args: argparse.Namespace
-) -> dict[str, dict[str, Any]]:
-    """Return candidates by name, predicted fastest first: flags, predicted seconds and, for the best, profiled ones.
+) -> dict[str, tuple[tuple[str, ...], dict[str, float]]]:
+    """Return flags and predicted seconds by name, predicted fastest first, and of the best the profiled seconds.
 
-    Raises:
-        MeasureError: a rank failed.
+    Raises MeasureError: a rank failed.
     """
     shape: dict[str, Any] = {"size": network.size, "seq_length": length, "batch": batch_of(args, length)}
     asked = command_line(model, ("--context-parallel-method", "auto"), data, **shape, iterations=ITERATIONS + 1)
     config = with_vocabulary(parse_args(asked), VOCAB_SIZE)
-    candidates = rank([config], network.size, load_cluster(CLUSTERS / f"{link}.toml")).candidates
-    found: dict[str, dict[str, Any]] = {
-        name_of(candidate.config.context): {
-            "flags": method_flags(candidate.config.context, network.size),
-            "predicted": candidate.prediction.time,
-        }
-        for candidate in candidates
+    found = {
+        name_of(one.config.context): (
+            method_flags(one.config.context, network.size),
+            {"predicted": one.prediction.time},
+        )
+        for one in rank([config], network.size, load_cluster(CLUSTERS / f"{link}.toml")).candidates
     }
     best = list(found.values())[: args.profile]
-    lines = [command_line(model, entry["flags"], data, **shape, iterations=ITERATIONS + 1) for entry in best]
+    lines = [command_line(model, flags, data, **shape, iterations=ITERATIONS + 1) for flags, _ in best]
     network.limit(args.rate)
-    for entry, seconds in zip(best, profile(network, lines, ITERATIONS), strict=True):
-        entry["profiled"] = seconds
+    for (_, said), seconds in zip(best, profile(network, lines, ITERATIONS), strict=True):
+        said["profiled"] = seconds
     return found
 
 

@@ -3,23 +3,17 @@
 Ranks are forked from a server that has already imported torch and the entry, then enter their node.
 """
 
-import multiprocessing
 import os
-import signal
-import threading
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 
 import pretrain_gpt
-from bench.errors import MeasureError
+from bench.errors import failures_told
 from bench.link.network import Network, enter
-from testing.ranks import uninterrupted
+from testing.ranks import hear, messages, started, tell
 from testing.training import trainer_of
 from tools.profile_plan import measure
 from train.config.language import parse_args
@@ -27,8 +21,6 @@ from train.watching.metrics import RunLog
 
 PORT = 29400
 ANSWER_WITHIN = 300.0  # seconds in which the next iteration must end
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["testing.preload"])
 
 
 class Iteration(NamedTuple):
@@ -39,16 +31,8 @@ class Iteration(NamedTuple):
     back: int
 
 
-@dataclass(frozen=True)
-class Seat:
-    """A rank's namespace and the environment from its launcher."""
-
-    namespace: str
-    environment: dict[str, str]
-
-
-def seats(network: Network) -> list[Seat]:
-    """Return the ranks' seats, with the environment that a launcher with one agent per node would set."""
+def _seated(network: Network, body: Callable[..., None], *arguments: Any) -> list[tuple[Callable[..., None], Any]]:
+    """Return what ``started`` takes to run ``body(pipe, *arguments)`` on every rank, as an agent per node would."""
     common = {
         "WORLD_SIZE": str(network.size),
         "LOCAL_WORLD_SIZE": str(network.ranks_per_node),
@@ -56,10 +40,11 @@ def seats(network: Network) -> list[Seat]:
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": network.interface,
     }
-    return [
-        Seat(network.path(rank), {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % network.ranks_per_node)})
-        for rank in range(network.size)
-    ]
+    found = []
+    for rank in range(network.size):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % network.ranks_per_node)}
+        found.append((_serve, (network.path(rank), common | own, body, arguments)))
+    return found
 
 
 def train(network: Network, arguments: list[str], before: Callable[[int], None]) -> list[Iteration]:
@@ -70,82 +55,38 @@ def train(network: Network, arguments: list[str], before: Callable[[int], None])
 def iterate(
     network: Network, before: Callable[[int], None], body: Callable[..., None], *arguments: Any
 ) -> list[Iteration]:
-    """Run ``body(pipe, *arguments)`` on all ranks of the network; return its iterations, which one rank ``tell``s.
+    """Run ``body(pipe, *arguments)`` on all ranks of the network; return its iterations, which one rank ``report``s.
 
     ``before(i)`` is called while every rank waits to begin iteration i. No process outlives the call.
 
-    Raises:
-        MeasureError: a rank failed (its traceback is in the message), died or did not answer.
+    Raises MeasureError: a rank failed, died or did not answer.
     """
     found: list[Iteration] = []
     before(0)
     start = network.crossed()
-    with _seated(network, body, *arguments) as pipes:
-        for pipe, seconds in _messages(pipes):
+    with failures_told(), started(_seated(network, body, *arguments)) as ranks:
+        for rank, seconds in messages(ranks, ANSWER_WITHIN):
             now = network.crossed()
             found.append(Iteration(seconds, now[0] - start[0], now[1] - start[1]))
             before(len(found))
             start = network.crossed()
-            pipe.send("go on")
+            tell(ranks[rank].pipe, "go on")
     return found
 
 
 def profile(network: Network, candidates: list[list[str]], iterations: int) -> list[float]:
     """Return seconds per iteration for each candidate's arguments, as ``tools.plan --profile`` measures them.
 
-    Raises:
-        MeasureError: as ``train``.
+    Raises MeasureError: as ``train``.
     """
-    with _seated(network, _profile, candidates, iterations) as pipes:
-        return next(seconds for _, seconds in _messages(pipes))
+    with failures_told(), started(_seated(network, _profile, candidates, iterations)) as ranks:
+        return next(seconds for _, seconds in messages(ranks, ANSWER_WITHIN))
 
 
-def tell(pipe: Connection, seconds: float) -> None:
-    """Report an iteration's seconds, then wait for permission to go on."""
-    pipe.send(("iteration", seconds))
-    pipe.recv()
-
-
-@contextmanager
-def _seated(network: Network, body: Callable[..., None], *arguments: Any) -> Iterator[list[Connection]]:
-    """Run ``body(pipe, *arguments)`` on every rank; yield our ends of the pipes. No process outlives the context."""
-    pipes, processes = [], []
-    life, ours_alone = _context.Pipe(duplex=False)
-    try:
-        with uninterrupted():
-            for seat in seats(network):
-                ours, theirs = _context.Pipe()
-                process = _context.Process(target=_serve, args=(theirs, life, seat, body, arguments), daemon=True)
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
-        yield pipes
-    finally:
-        ours_alone.close()
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def _messages(pipes: list[Connection]) -> Iterator[tuple[Connection, Any]]:
-    """Yield the ranks' messages, with their pipes, until all are done."""
-    running = dict(zip(pipes, range(len(pipes)), strict=True))
-    while running:
-        ready = wait(list(running), timeout=ANSWER_WITHIN)
-        if not ready:
-            raise MeasureError(f"no iteration ended within {ANSWER_WITHIN:.0f} s; ranks {sorted(running.values())} run")
-        for pipe in [pipe for pipe in running if pipe in ready]:
-            try:
-                kind, value = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                raise MeasureError(f"rank {running[pipe]} died without a word") from None
-            if kind == "failed":
-                raise MeasureError(f"rank {running[pipe]} failed:\n{value}")
-            if kind == "done":
-                del running[pipe]
-                continue
-            yield pipe, value
+def report(pipe: Connection, seconds: float) -> None:
+    """Tell an iteration's seconds, then wait for permission to go on."""
+    tell(pipe, seconds)
+    hear(pipe)
 
 
 class _Reporter(RunLog):
@@ -156,25 +97,21 @@ class _Reporter(RunLog):
 
     def write(self, record: dict[str, Any]) -> None:
         """Send the time and wait."""
-        tell(self._pipe, record["iteration_time_ms"] / 1e3)
+        report(self._pipe, record["iteration_time_ms"] / 1e3)
 
     def sync(self, draw: bool = True) -> None:
         """Do nothing: there is no file."""
 
 
-def _serve(pipe: Connection, life: Connection, seat: Seat, body: Callable[..., None], arguments: Any) -> None:
-    """Run a rank; it ends, wherever it is, when the bench's end of ``life`` closes."""
-    threading.Thread(target=_end_with, args=(life,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the bench too, which ends its ranks
-    try:
-        enter(seat.namespace)
-        os.environ.update(seat.environment)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # progress lines
-        torch.set_num_threads(1)
-        body(pipe, *arguments)
-        pipe.send(("done", None))
-    except BaseException:
-        pipe.send(("failed", traceback.format_exc()))
+def _serve(
+    pipe: Connection, namespace: str, environment: dict[str, str], body: Callable[..., None], arguments: Any
+) -> None:
+    """Run a rank in its namespace, with the environment from its launcher."""
+    enter(namespace)
+    os.environ.update(environment)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # progress lines
+    torch.set_num_threads(1)
+    body(pipe, *arguments)
 
 
 def _train(pipe: Connection, arguments: list[str]) -> None:
@@ -185,9 +122,4 @@ def _train(pipe: Connection, arguments: list[str]) -> None:
 def _profile(pipe: Connection, candidates: list[list[str]], iterations: int) -> None:
     seconds = measure([parse_args(arguments) for arguments in candidates], iterations, quiet=True)
     if os.environ["RANK"] == "0":
-        pipe.send(("profiled", seconds))
-
-
-def _end_with(life: Connection) -> None:
-    wait([life])
-    os._exit(1)
+        tell(pipe, seconds)

@@ -22,7 +22,7 @@ import torch
 
 from bench.peers.packages import PACKAGES, refusal, versions
 from runtime.errors import UserError
-from testing.machine import describe, slug, usable_cores
+from testing.machine import describe, results_file, usable_cores
 from testing.records import write_records
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 
@@ -34,8 +34,7 @@ RESULTS = Path("bench/results")
 def attention(lengths: list[int], repeats: int, max_seconds: float) -> list[dict[str, Any]]:
     """Time our methods and the packages' at each length; a row has seconds by contestant, and our best against theirs.
 
-    Raises:
-        UserError, MeasureError: as ``bench.attention.measure_cpu``.
+    Raises UserError, MeasureError: as ``bench.attention.measure_cpu``.
     """
     from bench.attention import measure_cpu
     from bench.workload import Workload
@@ -94,8 +93,8 @@ def _spread(row: dict[str, Any], name: str) -> str:
 
 
 @one_line_errors
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
     parser = parser_for("python -m bench.peers", __doc__)
     parser.add_argument("--only", choices=("attention", "training"), help="measure this alone")
     parser.add_argument("--lengths", type=positive, nargs="+", default=[2048, 4096, 8192], metavar="N", help="tokens")
@@ -123,10 +122,9 @@ def main(argv: list[str] | None = None) -> int:
             found["training"].append(training(args.repeats, flags))
             print(line_of(found["training"][-1]), flush=True)
     if args.results:
-        path = args.results / f"peers-{slug(machine['device'])}-{machine['cores']}-cores.jsonl"
+        path = results_file(args.results, "peers", machine)
         write_records(path, found)
         print(f"written: {path}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pretrain_gpt
+from bench.rounds import turns
 from data.loader import batches
 from model.config import ModelConfig
 from model.hf import config_to_hf
@@ -32,16 +33,8 @@ def steps_of(packages: Sequence[str], config: Path, data: Path, flags: Sequence[
         data: prefix of the text, with its tokenizer beside it.
         flags: more of ours.
     """
-    own = [
-        "--config",
-        str(config),
-        "--data-path",
-        str(data),
-        "--tokenizer-model",
-        f"{data}.model",
-        "--save",
-        str(data.parent / "run"),
-    ]
+    own = ["--config", str(config), "--save", str(data.parent / "run")]
+    own += ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
     with trainer_of(pretrain_gpt, [*own, "--context-parallel-size", "1", *flags], Records()) as trainer:
         step = next(batches(trainer.train_data, trainer._batching, 0))
         local = [trainer.objective.local(batch) for batch in step]
@@ -61,12 +54,10 @@ def steps_of(packages: Sequence[str], config: Path, data: Path, flags: Sequence[
 def timed(steps: dict[str, Step], repeats: int, settle: int = 2) -> dict[str, list[float]]:
     """Take turns, and return each one's seconds, without its first ``settle`` steps."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for turn in range(repeats + settle):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:  # none always follows the same one
-            start = time.perf_counter()
-            steps[name]()
-            seconds[name].append(time.perf_counter() - start)
+    for name in turns([*steps], repeats + settle):
+        start = time.perf_counter()
+        steps[name]()
+        seconds[name].append(time.perf_counter() - start)
     return {name: found[settle:] for name, found in seconds.items()}
 
 

@@ -20,7 +20,7 @@ from data.chat.template import load_template
 from data.errors import DataError
 from data.text.corpus import Corpus, input_files, stdlib_files, stdlib_folder
 from data.text.indexed import LOSS_MASK, id_type, open_indexed, unwritable, write_index, writing
-from data.text.record import CHAT_ENDS, Prepared, Request, ends_of, existing, made_with_of, with_end
+from data.text.record import CHAT_ENDS, Prepared, Request, ends_of, existing, inputs_of, made_with_of, with_end
 from data.text.rows import Rows, size_of
 from data.text.spool import Spool
 from data.text.tokens import Tokens, tokenized
@@ -39,9 +39,9 @@ def prepare(
 ) -> tuple[Prepared, bool]:
     """Write `prefix`.bin and .idx, .model if a tokenizer is trained, and .json, the record of the request.
 
-    Complete data of the same request is kept. The files appear together at the end or not at all, the same for any
-    number of `workers`, the processes that tokenize (None: as many as the input keeps busy). A run that was killed is
-    gone on with.
+    Complete data of the same request and unchanged input is kept. The files appear together at the end or not at all,
+    the same for any number of `workers`, the processes that tokenize (None: as many as the input keeps busy). A run
+    that was killed is gone on with.
 
     Returns:
         Facts about the data, and whether it was kept.
@@ -71,7 +71,7 @@ def prepare(
 
 
 def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, workers: int | None) -> Prepared:
-    source = _source(request)
+    source, inputs = _source(request), inputs_of(request)
     size = _checked(request, source, progress)
     ends = ends_of(request)
     # The spool ends last, when the output is in its place.
@@ -83,13 +83,13 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
             assert isinstance(source, Corpus)
             train_tokenizer(source, draft[".model"].with_suffix(""), request.vocab_size or 4096)
         tokenizer = load_tokenizer(request.tokenizer_model or draft[".model"])
-        inputs = [(str(path), path.stat().st_mtime_ns) for path in source.files if path.exists()]
         key = json.dumps([made_with_of(request), tokenizer.sha256, inputs], sort_keys=True)
         spool = kept.enter_context(Spool(prefix, hashlib.sha256(key.encode()).hexdigest(), SPOOLED))
         busy = min(usable_cores(), 1 + sum(map(size_of, source.files)) // _BYTES_PER_WORKER)
         _tokenize(request, source, tokenizer, spool, size, progress, workers or busy)
         prepared = _finish(request, tokenizer, spool, draft, skipped=len(source.skipped))
-        record = {"made_with": made_with_of(request), "prepared": asdict(prepared), "python": sys.version}
+        record: dict[str, Any] = {"made_with": made_with_of(request), "prepared": asdict(prepared), "inputs": inputs}
+        record["python"] = sys.version
         draft[".json"].write_text(json.dumps(record, indent=1) + "\n")
         if overwrite:
             # The new .bin must never stand beside the old record, nor text beside a loss mask.

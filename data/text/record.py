@@ -10,6 +10,7 @@ from typing import Any
 from data.chat.convert import Chat
 from data.chat.template import load_template
 from data.errors import DataError
+from data.text.corpus import input_files
 from data.text.indexed import LOSS_MASK, open_indexed
 from data.text.rows import HUB
 from data.tokenizer import load_tokenizer
@@ -98,6 +99,9 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
     found = open_indexed(prefix)
     if (len(found.lengths), found.tokens) != (prepared.documents, prepared.tokens):
         raise DataError(f"{prefix}.idx and {record} disagree on the number of tokens; {remedy}")
+    was, now = content.get("inputs", {}), inputs_of(request)  # older records have none
+    if was and now and (other := sorted(name for name in was | now if was.get(name) != now.get(name))):
+        raise DataError(f"{other[0]} changed since {prefix}.bin was made of it; {remedy}")
     tokenizer = request.tokenizer_model or with_end(prefix, ".model")
     if load_tokenizer(tokenizer).sha256 != prepared.tokenizer_sha256:
         raise DataError(f"{tokenizer} is not the tokenizer that wrote {prefix}.bin; {remedy}")
@@ -114,6 +118,13 @@ def made_with_of(request: Request) -> dict[str, Any]:
             template = load_template(request.tokenizer_model, request.chat.chat_template)
             made_with["chat"]["chat_template"] = hashlib.sha256(template.source.encode()).hexdigest()
     return made_with
+
+
+def inputs_of(request: Request) -> dict[str, list[int]]:
+    """Return size and time of change, in ns, of the input's files that are there; not of the standard library's."""
+    files = input_files([path for path in request.inputs if Path(path).exists()], request.suffix)
+    found = ((os.path.abspath(path), path.stat()) for path in files)
+    return {path: [stat.st_size, stat.st_mtime_ns] for path, stat in found}
 
 
 def ends_of(request: Request) -> list[str]:

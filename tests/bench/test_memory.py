@@ -81,5 +81,5 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         main(["--seq-length", "0"])
     device, length = capsys.readouterr().err.splitlines()
-    assert device == "error: --device cuda needs a CUDA GPU, and torch sees none here"
+    assert device == "error: this needs a CUDA GPU, and torch sees none here; nothing was written"
     assert length.startswith("error: argument --seq-length: '0'")

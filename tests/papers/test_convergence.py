@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from papers import convergence as lasp
-from papers import table
 from train.config.language import parse_args, validate
 
 
@@ -14,7 +13,7 @@ def result(without: float, with_lasp: float) -> dict[str, Any]:
     runs = {"transnormer/ddp/without": [5.0, without], "transnormer/ddp/lasp": [5.0, with_lasp]}
     return {
         "settings": {"iterations": 2, "ranks": 4, "sequences": 8, "seq_length": 256, "vocabulary": 1024},
-        "machine": {"device": "a processor", "cores": 2, "torch": "2.13.0", "date": "today"},
+        "machine": {"device": "a processor", "cores": 2, "platform": "a system", "torch": "2.13.0", "date": "today"},
         "runs": {name: {**lasp.figures(losses), "losses": losses, "seconds": 1.0} for name, losses in runs.items()},
     }
 
@@ -22,7 +21,7 @@ def result(without: float, with_lasp: float) -> dict[str, Any]:
 def test_the_papers_table_has_our_rows() -> None:
     found = lasp.published()
     assert list(found) == lasp.rows()
-    assert found["transnormer/fsdp"] == lasp.Published(without=3.717, lasp=3.714)
+    assert found["transnormer/fsdp"] == {"without": 3.717, "lasp": 3.714}
 
 
 def test_every_run_is_one_that_the_entry_takes() -> None:
@@ -55,7 +54,7 @@ def test_a_row_is_trained_once_and_kept(tmp_path: Path, capsys: pytest.CaptureFi
     assert "transnormer/zero1               lasp" in capsys.readouterr().out
     path = tmp_path / "results" / "lasp_convergence.jsonl"
     assert "losses" not in path.read_text()  # a line of figures for each run; the curves lie beside it
-    kept = table.kept(path)
+    kept = lasp.kept(path)
     assert kept is not None
     without, with_lasp = (kept["runs"][f"transnormer/zero1/{way}"]["losses"] for way in lasp.WAYS)
     assert len(without) == 3
@@ -63,7 +62,7 @@ def test_a_row_is_trained_once_and_kept(tmp_path: Path, capsys: pytest.CaptureFi
     assert kept["runs"]["transnormer/zero1/lasp"]["last"] == with_lasp[-1]
     assert path.with_suffix(".png").stat().st_size > 1000
     path.with_suffix(".png").unlink()
-    table.curves_of(path).unlink()
+    lasp.curves_of(path).unlink()
     assert lasp.main([*flags, "--data", str(tmp_path / "nothing")]) == 0  # nothing is trained again, nor prepared
     assert "no picture: the curves of 2 runs" in capsys.readouterr().out
     assert not path.with_suffix(".png").exists()
@@ -91,8 +90,8 @@ def test_the_picture_shows_how_far_the_losses_are_apart(tmp_path: Path) -> None:
 
 
 def test_the_committed_table_comes_from_its_lines() -> None:
-    path = table.FOLDER / "results" / "lasp_convergence.jsonl"
-    kept = table.kept(path)
+    path = lasp.RESULTS
+    kept = lasp.kept(path)
     assert kept is not None
     assert len(kept["runs"]) == len(lasp.rows()) * len(lasp.WAYS)
     assert path.with_suffix(".md").read_text() == lasp.markdown(kept)

@@ -38,7 +38,7 @@ def test_the_quick_start_fits_any_machine(
     stub(monkeypatch, gpus)
     flags = ["--config", str(ROOT / f"configs/{QUICK[entry]}.toml")]
     assert fit(entry, flags, None) == (processes, added)
-    parse, validate = ENTRIES[entry]
+    parse, validate = ENTRIES[entry].parse_args, ENTRIES[entry].validate
     config = parse([*flags, *added])
     validate(config, processes)
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
@@ -48,7 +48,7 @@ def test_the_quick_start_fits_any_machine(
 def test_every_tiny_configuration_fits_any_number_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in sorted((ROOT / "configs").glob("*_tiny.toml")):
         entry = "pretrain_dit.py" if path.stem == "dit_tiny" else "pretrain_gpt.py"
-        parse, validate = ENTRIES[entry]
+        parse, validate = ENTRIES[entry].parse_args, ENTRIES[entry].validate
         for gpus in (1, 2, 3, 4, 8):
             stub(monkeypatch, gpus)
             processes, added = fit(entry, ["--config", str(path)], None)

@@ -130,7 +130,7 @@ def test_the_package_says_where_it_is_from_and_comes_out_the_same(tmp_path: Path
     assert not any(b"torch.ops.longmesh." in content or b'"longmesh::' in content for content in first.values())
     plain = tmp_path / "plain"
     plain.mkdir()
-    assert vendor._commit(plain).startswith("unknown")
+    assert vendor.commit_of(plain).startswith("unknown")
 
 
 def test_only_what_it_wrote_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

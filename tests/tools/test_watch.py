@@ -37,6 +37,20 @@ def test_a_run_is_shown_with_its_holder_time_left_and_last_checkpoint(tmp_path: 
     assert "nobody trains" in watch.describe(run, 1065.0, 60)[0]
 
 
+def test_a_look_reads_what_is_new_and_all_of_a_file_that_was_written_anew(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 2)
+    metrics = run / "metrics.jsonl"
+    followed, text = watch.Followed(metrics), metrics.read_text()
+    assert [record["iteration"] for record in followed.look()] == [1, 2]
+    metrics.write_text(text.replace("iteration", "ITERATION") + '{"iteration": 3, "lm_loss": 1.0}\n{"iter')
+    assert [record["iteration"] for record in followed.look()] == [1, 2, 3]  # nothing is read twice, nor half a line
+    (run / "new").write_text(text.splitlines()[0] + "\n")
+    (run / "new").replace(metrics)
+    assert [record["iteration"] for record in followed.look()] == [1]
+    metrics.write_text("")
+    assert followed.look() == []
+
+
 def test_a_killed_holder_is_nobody(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 8)
     with owned(run):

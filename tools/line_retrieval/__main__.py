@@ -21,8 +21,8 @@ from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 
 @one_line_errors
-def main(argv: list[str]) -> int:
-    """Run the command; return its exit status."""
+def main(argv: list[str]) -> None:
+    """Run the command."""
     args = _parse(argv)
     if args.command == "score":
         from tools.line_retrieval.score import score_run
@@ -36,7 +36,6 @@ def main(argv: list[str]) -> int:
         print(write_model(args.folder, args.hidden_size, args.seed))
     else:
         make(args)
-    return 0
 
 
 def make(args: argparse.Namespace) -> None:

@@ -13,7 +13,8 @@ from planner.complete import beyond_rope
 from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
 from tools.line_retrieval.lines import Maker, Task
-from tools.runs import Run, open_run, sizes, write_results
+from tools.results import markdown, write_results
+from tools.runs import Run, open_run, sizes
 from train.config.language import ConfigError
 from train.generation import opened
 from train.run import check_writable
@@ -138,8 +139,6 @@ def score_run(args: argparse.Namespace) -> None:
 
 def _write(folder: Path, run: Run, args: argparse.Namespace, cells: Sequence[Cell]) -> None:
     title = f"{run.folder}, iteration {run.iteration}: exact answers of {args.samples} at each place, {args.form}"
-    lines = table(cells)
-    print("\n".join((title, *lines)), flush=True)
     result = {
         "run": str(run.folder),
         "iteration": run.iteration,
@@ -149,19 +148,18 @@ def _write(folder: Path, run: Run, args: argparse.Namespace, cells: Sequence[Cel
         "trained_seq_length": run.trained_length,
         "cells": [asdict(cell) | {"accuracy": cell.accuracy} for cell in cells],
     }
-    figure = heat_map(cells, args.form)
-    write_results(folder, "line_retrieval", result, "\n".join((title, "", *lines, "")), figure)
+    write_results(folder, "line_retrieval", title, table(cells), result, heat_map(cells, args.form))
 
 
 def table(cells: Sequence[Cell]) -> list[str]:
     """Return the lines of a Markdown table: a row for each length, a column for each depth, and all of a length."""
     depths = sorted({cell.depth for cell in cells})
-    rows = [f"| tokens | {' | '.join(f'{depth:.0%}' for depth in depths)} | all |", "| ---: " * (len(depths) + 2) + "|"]
+    rows = []
     for length in sorted({cell.length for cell in cells}):
         row = sorted((cell for cell in cells if cell.length == length), key=lambda cell: cell.depth)
         whole = sum(cell.right for cell in row) / sum(cell.samples for cell in row)
-        rows.append(f"| {length} | {' | '.join(f'{cell.accuracy:.0%}' for cell in row)} | {whole:.1%} |")
-    return rows
+        rows.append([str(length), *(f"{cell.accuracy:.0%}" for cell in row), f"{whole:.1%}"])
+    return markdown(["tokens", *(f"{depth:.0%}" for depth in depths), "all"], rows, "---:")
 
 
 def heat_map(cells: Sequence[Cell], form: str) -> "Figure":

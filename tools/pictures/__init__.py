@@ -49,6 +49,12 @@ def ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
+def plain(axes: "Axes") -> None:
+    """Draw a light grid, and of the frame the left and the lower line alone."""
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def frameless(axes: "Axes") -> None:
     """Take the frame away."""
     for spine in axes.spines.values():

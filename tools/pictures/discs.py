@@ -105,8 +105,7 @@ class Drawing:
 def drawing(lengths: list[int], size: int, causal: bool = True, window: int | None = None) -> Drawing:
     """Divide documents of these lengths among ``size`` ranks; a token sees ``window`` others on a side.
 
-    Raises:
-        ContextError: as ``make_plan``; or a single rank, for which nothing is cut.
+    Raises ContextError: as ``make_plan``; or a single rank, for which nothing is cut.
     """
     if size < 2:
         raise ContextError(f"size is {size}: nothing is cut for a single rank; use 2 or more")

@@ -75,8 +75,7 @@ def drawing(
 ) -> Drawing:
     """Compute what to draw of a method; documents and window as for ``make_plan``.
 
-    Raises:
-        ContextError: as ``make_plan``.
+    Raises ContextError: as ``make_plan``.
     """
     plan = make_plan(method, seq_len=seq_length, size=size, causal=causal, documents=documents, window=window)
     if plan.geometry.ulysses_degree > 1:

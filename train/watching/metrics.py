@@ -172,8 +172,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         ConfigError: a line before the last is not a record of an iteration.
     """
     *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return parse_records(path, lines)
+
+
+def parse_records(path: Path, lines: Sequence[str], first: int = 1) -> list[dict[str, Any]]:
+    """Return the records of whole lines, of which ``first`` is the first one's number; raises as ``read_metrics``."""
     records = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, first):
         try:
             record = json.loads(line)
             _check_record(record)

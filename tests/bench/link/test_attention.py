@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from bench.errors import MeasureError
-from bench.link import attention, attention_cases, attention_measure, attention_ranks, attention_report
-from bench.link.attention_measure import contestants, verdict, work_of
+from bench.link import attention, attention_ranks, attention_report
+from bench.link.attention import contestants, verdict, work_of
 from bench.link.measure import plan_crossing
 from bench.link.network import Network
 from testing.records import read_records
@@ -18,7 +18,7 @@ NETWORK = Network(rails=False)  # not entered: its numbers of ranks alone
 
 def crossing(case: str, name: str) -> int:
     work = work_of(case, **SHAPE)
-    contestant = next(one for one in contestants(work, list(attention_cases.METHODS)) if one.name == name)
+    contestant = next(one for one in contestants(work, list(attention.METHODS)) if one.name == name)
     sizes = {"batch": 1, "heads": 8, "kv_heads": work.kv_heads, "head_dim": 16, "element_size": 4}
     return max(plan_crossing(contestant.plan(work, NETWORK), 4, **sizes))
 
@@ -48,10 +48,10 @@ def test_what_crosses_is_what_the_plan_says(tmp_path: Path, capsys: pytest.Captu
 @permitted
 def test_a_rank_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = attention_ranks.fingerprint
-    monkeypatch.setattr(attention_measure, "fingerprint", lambda tensors: 1.01 * sums(tensors))
+    monkeypatch.setattr(attention, "fingerprint", lambda tensors: 1.01 * sums(tensors))
     args = attention.build_parser().parse_args(["--seq-length", "256", "--cases", "one", "--methods", "ring"])
     with pytest.raises(MeasureError, match="exchange computes something else"):
-        attention_measure.measure(args, 1e8, lambda line: None)
+        attention.measure(args, 1e8)
 
 
 def test_all_rows_are_those_of_one_document_and_less_crosses_where_queries_see_less() -> None:

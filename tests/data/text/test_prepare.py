@@ -112,6 +112,10 @@ def test_preparing_again_keeps_or_refuses(tmp_path: Path, folder: Path) -> None:
         with pytest.raises(DataError, match=rf"was made with {name} .*--overwrite"):
             prepare(request_for(folder, **changes), prefix)
     assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.glob("d.*")}
+    text = (folder / "7.py").read_text()
+    (folder / "7.py").write_text(text.replace("7", "8"))
+    with pytest.raises(DataError, match=r"7\.py changed since .*d\.bin was made of it; give --overwrite"):
+        prepare(request_for(folder), prefix)
     second, kept = prepare(request_for(folder, vocab_size=310), prefix, overwrite=True)
     assert not kept
     assert second.tokenizer_sha256 != first.tokenizer_sha256

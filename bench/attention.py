@@ -14,7 +14,7 @@ import argparse
 import os
 import time
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench.packing import LENGTHS
 from bench.processes import ONE_PROCESS, Contestants, Times
@@ -23,6 +23,7 @@ from bench.workload import DTYPES, Workload, check_same
 from runtime.errors import UserError
 from testing.machine import OtherLoad, describe, usable_cores
 from tools.arguments import one_line_errors, parser_for, positive, run_command
+from tools.results import aligned
 
 DEFAULT_METHODS = ("ring", "striped", "zigzag", "allgather")
 MASKED_METHODS = ("zigzag", "striped", "ring", "exchange", "allgather/balanced")  # of packed documents and windows
@@ -31,25 +32,17 @@ SOME_GAIN = 1.05  # ratio of pairs below which a share of the gain says nothing
 DISTURBED = 0.05  # share of the cores taken by others, beyond which the clock misleads
 
 
-class Target(NamedTuple):
-    """A ratio of two contestants' medians, or another field of theirs in ``compare``, and its bounds."""
-
-    slower: str
-    faster: str
-    at_least: float | None
-    at_most: float | None
-    field: str = "ratio"
-
-
-TARGETS = (
-    Target("ring", "striped", 1.3, None),
-    Target("striped", ONE_PROCESS, None, 1.10),
-    Target("zigzag", ONE_PROCESS, None, 1.10),
+Target = tuple[str, str, float | None, float | None]
+TARGETS: tuple[Target, ...] = (
+    ("ring/striped", "ratio", 1.3, None),
+    (f"striped/{ONE_PROCESS}", "ratio", None, 1.10),
+    (f"zigzag/{ONE_PROCESS}", "ratio", None, 1.10),
 )
-MASKED_TARGETS = (
-    Target("zigzag", "exchange", 0.9, None, "gain_reached"),
-    Target("striped", "exchange", 1.0, None),
+MASKED_TARGETS: tuple[Target, ...] = (
+    ("zigzag/exchange", "gain_reached", 0.9, None),
+    ("striped/exchange", "ratio", 1.0, None),
 )
+"""Two contestants, a field of theirs in ``compare``, and the least and the most that it is to be."""
 
 
 def slowest_pairs(contestant: str, work: Workload, size: int) -> int:
@@ -142,12 +135,10 @@ def compare(found: dict[str, dict[str, Any]], ranks: int, work: Workload) -> dic
             "cpu": a["cpu_median"] / b["cpu_median"],
         }
     targets = []
-    for asked in MASKED_TARGETS if work.sparse else TARGETS:
-        name = f"{asked.slower}/{asked.faster}"
-        ratio = ratios[name][asked.field] if name in ratios and ranks == 2 else None
-        if ratio is not None:
-            named = name if asked.field == "ratio" else f"{name} {asked.field}"
-            targets.append(target(named, ratio, asked.at_least, asked.at_most))
+    for name, field, least, most in MASKED_TARGETS if work.sparse else TARGETS:
+        figure = ratios[name][field] if name in ratios and ranks == 2 else None
+        if figure is not None:
+            targets.append(target(name if field == "ratio" else f"{name} {field}", figure, least, most))
     return {"ratios": ratios, "targets": targets}
 
 
@@ -163,25 +154,22 @@ def table(result: dict[str, Any]) -> str:
         f"one process with {result['ranks']} threads; {result['rounds']} rounds; other processes took "
         f"{'an unknown share' if taken is None else f'{taken:.2f}'} of {machine['cores_used']} cores",
         "",
-        f"{'':20}{'median s':>10}{'min':>9}{'max':>9}{'CPU s':>9}{'TFLOP/s':>10}{'of matmul':>11}{'pairs, M':>10}",
     ]
+    rows = [["", "median s", "min", "max", "CPU s", "TFLOP/s", "of matmul", "pairs, M"]]
     for name, found in result["contestants"].items():
-        share = found["tflops"] / result["matmul_tflops"]
-        lines.append(
-            f"{name:20}{found['median']:10.3f}{found['min']:9.3f}{found['max']:9.3f}{found['cpu_median']:9.3f}"
-            f"{found['tflops']:10.4f}{share:11.1%}{found['slowest_pairs'] / 1e6:10.2f}"
-        )
-    lines += ["", f"{'':32}{'ratio':>8}{'by pairs':>10}{'reached':>9}{'by CPU time':>13}   {'quartiles by round'}"]
+        seconds = [f"{found[figure]:.3f}" for figure in ("median", "min", "max", "cpu_median")]
+        rates = [f"{found['tflops']:.4f}", f"{found['tflops'] / result['matmul_tflops']:.1%}"]
+        rows.append([name, *seconds, *rates, f"{found['slowest_pairs'] / 1e6:.2f}"])
+    lines += aligned(rows)
+    rows = [["", "ratio", "by pairs", "reached", "by CPU time", "quartiles by round"]]
     for name, found in result["ratios"].items():
-        quartiles = ", ".join(f"{value:.2f}" for value in found["paired"])
         reached = "" if found["gain_reached"] is None else f"{found['gain_reached']:.0%}"
-        ratio = f"{found['ratio']:8.3f}{found['limit']:10.3f}{reached:>9}{found['cpu']:13.3f}"
-        lines.append(f"{name:32}{ratio}   {quartiles}")
+        quartiles = ", ".join(f"{value:.2f}" for value in found["paired"])
+        rows.append([name, f"{found['ratio']:.3f}", f"{found['limit']:.3f}", reached, f"{found['cpu']:.3f}", quartiles])
+    lines += ["", *aligned(rows)]
     lines += ["", *said(result["targets"])]
     if taken is not None and taken > DISTURBED * machine["cores_used"]:
-        lines.append(
-            "note: other processes kept these cores busy; judge by CPU time, or measure again on an idle machine"
-        )
+        lines.append("note: others kept these cores busy; judge by CPU time, or measure again on an idle machine")
     return "\n".join(lines)
 
 

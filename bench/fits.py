@@ -10,6 +10,7 @@ that step allocate at its peak; predicted is ``planner.rehearsal``, which starts
 
 import statistics
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 import pretrain_dit
 import pretrain_gpt
+from bench.memory import allocations
 from bench.rounds import add_json, keep
 from parallel.mesh import distributed_mesh
 from planner.rehearsal import rehearse
@@ -96,20 +98,8 @@ def measured(rank: int, world_size: int, flags: str) -> int:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
                 runner.forward_backward(batches, 1)
             optimizer.zero_grad(set_to_none=True)
-            peaks.append(_peak(found))
+            peaks.append(max(accumulate(allocations(found))))
     return there + min(peaks)  # gloo's workers let go of a tensor some time after they have sent it
-
-
-def _peak(found: torch.profiler.profile) -> int:
-    """Return the most bytes that a profiled step, which leaves none, had allocated at once."""
-    assert found.profiler is not None
-    assert found.profiler.kineto_results is not None
-    events: list[Any] = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
 
 
 def compare(processes: int, flags: str) -> dict[str, Any]:

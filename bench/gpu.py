@@ -5,8 +5,9 @@ reason and has no figure.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from parallel.context.geometry import Transfer
 from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Tensors, Transport
 from testing.machine import describe, time_steps
+from tools.results import aligned
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn"), "cpu": ("aten",)}
@@ -37,23 +39,18 @@ def measure(
 ) -> dict[str, Any]:
     """Measure ceilings, kernels at every length, and simulated steps with ``work.seq_length`` positions per rank."""
     skipped: dict[str, str] = {}
+    kernels: list[dict[str, Any]] = []
     result = {
         "benchmark": "attention on one device, causal",
         "machine": describe(device),
         "ceilings": measure_ceilings(device, (work.dtype,)),
         "workload": vars(work),
         "ranks": ranks,
-    }
-    kernels: list[dict[str, Any]] = []
-    for length in lengths:
-        shape = Workload(**{**vars(work), "seq_length": length})
-        kernels += _kernels(device, shape, repeats, skipped)
-    return {
-        **result,
         "kernels": kernels,
-        **_simulate(device, work, methods, ranks, repeats, skipped),
-        "skipped": skipped,
     }
+    for length in lengths:
+        kernels += _kernels(device, replace(work, seq_length=length), repeats, skipped)
+    return {**result, **_simulate(device, work, methods, ranks, repeats, skipped), "skipped": skipped}
 
 
 def _try(label: str, skipped: dict[str, str], measured: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -138,7 +135,7 @@ def _simulate(
     device: str, local: Workload, methods: tuple[str, ...], ranks: int, repeats: int, skipped: dict[str, str]
 ) -> dict[str, Any]:
     """Time each rank's forward + backward of every method in turn; a method is as fast as its slowest rank."""
-    whole = Workload(**{**vars(local), "seq_length": local.seq_length * ranks})
+    whole = replace(local, seq_length=local.seq_length * ranks)
     tensors = local.tensors(device)
     steps: dict[str, Any] = {}
     for method in methods:
@@ -186,16 +183,14 @@ def _ratios(steps: dict[str, Any], alone: dict[str, Any] | None) -> dict[str, di
     pairs."""
     ratios = {}
     for name, step in steps.items():
+        seconds, pairs = step["slowest_seconds"], step["pairs_by_rank"]
         if "ring" in steps and name != "ring":
-            limit = max(steps["ring"]["pairs_by_rank"]) / max(step["pairs_by_rank"])
-            ratios[f"ring/{name}"] = {
-                "ratio": steps["ring"]["slowest_seconds"] / step["slowest_seconds"],
-                "limit": limit,
-            }
+            ring = steps["ring"]
+            limit = max(ring["pairs_by_rank"]) / max(pairs)
+            ratios[f"ring/{name}"] = {"ratio": ring["slowest_seconds"] / seconds, "limit": limit}
         if alone is not None:
-            total = sum(step["pairs_by_rank"]) / len(step["pairs_by_rank"])
-            limit = max(step["pairs_by_rank"]) / total
-            ratios[f"{name}/share"] = {"ratio": step["slowest_seconds"] / alone["share_seconds"], "limit": limit}
+            limit = max(pairs) / fmean(pairs)
+            ratios[f"{name}/share"] = {"ratio": seconds / alone["share_seconds"], "limit": limit}
     return ratios
 
 
@@ -208,19 +203,16 @@ def table(result: dict[str, Any]) -> str:
         f"({work['kv_heads']} of keys) of {work['head_dim']}, {work['dtype']}, causal",
         f"measured ceilings: matmul {ceiling:.1f} TFLOP/s, copy {ceilings['copy_gb_per_s']:.0f} GB/s",
         "",
-        f"{'':12}{'sequence':>9}{'forward ms':>12}{'TFLOP/s':>9}{'of matmul':>10}{'backward ms':>13}{'TFLOP/s':>9}"
-        f"{'of matmul':>10}",
     ]
+    halves = ("forward", "backward")
+    rows = [["", "sequence", *(head for half in halves for head in (f"{half} ms", "TFLOP/s", "of matmul"))]]
     for row in result["kernels"]:
-        forward, backward = (
-            (row[f"{half}_seconds"] * 1e3, row[f"{half}_tflops"], row[f"{half}_tflops"] / ceiling)
-            for half in ("forward", "backward")
-        )
-        lines.append(
-            f"{row['kernel']:12}{row['seq_length']:9}{forward[0]:12.3f}{forward[1]:9.1f}{forward[2]:10.1%}"
-            f"{backward[0]:13.3f}{backward[1]:9.1f}{backward[2]:10.1%}"
-        )
+        rows.append([row["kernel"], str(row["seq_length"])])
+        for half in halves:
+            rate = row[f"{half}_tflops"]
+            rows[-1] += [f"{row[f'{half}_seconds'] * 1e3:.3f}", f"{rate:.1f}", f"{rate / ceiling:.1%}"]
     lines += [
+        *aligned(rows),
         "",
         f"compute of {result['ranks']} ranks, {work['seq_length']} positions each, forward + backward, no traffic;",
         "share: scaled_dot_product_attention of the whole sequence on this device, divided by the ranks",

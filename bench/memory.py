@@ -174,13 +174,19 @@ def _watch_cpu() -> Iterator[dict[str, Any]]:
             found["seconds"] += resource.getrusage(resource.RUSAGE_SELF).ru_utime - begun
             # Before the profiler makes its own tables.
             found["resident"] = (status("VmHWM") or 0) - resident if resident is not None else None
-        for event in recorded.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                found["now"] += event.nbytes()
-                found["peak"] = max(found["peak"], found["now"])
+        for allocated in allocations(recorded):
+            found["now"] += allocated
+            found["peak"] = max(found["peak"], found["now"])
 
     found["after"] = after
     yield found
+
+
+def allocations(recorded: Any) -> Iterator[int]:
+    """Yield the bytes of each allocation, and of each release below 0, in a profile with memory, in their order."""
+    events = recorded.profiler.kineto_results.events()
+    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda one: one.start_ns()):
+        yield event.nbytes()
 
 
 @contextmanager

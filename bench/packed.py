@@ -25,6 +25,7 @@ from bench.workload import Workload, check_same
 from runtime.errors import UserError
 from testing.machine import usable_cores
 from tools.arguments import one_line_errors, parser_for, run_command
+from tools.results import aligned
 
 ALONE = "ring"  # of one rank every method is the same
 RATE_OF_SHORT, GAIN_OF_WINDOW = 0.6, 3.0
@@ -79,16 +80,12 @@ def judge(masks: dict[str, Workload], seconds: dict[str, list[float]]) -> dict[s
 
 def alone_table(result: dict[str, Any]) -> str:
     """Format the figures of ``alone``."""
-    lines = [
-        f"one rank on one core:\n{'':20}{'median s':>10}{'pairs, M':>10}{'TFLOP/s':>10}{'tiles':>8}{'us a tile':>11}"
-    ]
+    rows = [["", "median s", "pairs, M", "TFLOP/s", "tiles", "us a tile"]]
     for name, row in result["alone"].items():
         tiles = "" if row["tiles"] is None else str(row["tiles"])
         cost = "" if row["per_tile"] is None else f"{row['per_tile'] * 1e6:.0f}"
-        lines.append(
-            f"{name:20}{row['median']:10.3f}{row['pairs'] / 1e6:10.2f}{row['tflops']:10.4f}{tiles:>8}{cost:>11}"
-        )
-    return "\n".join([*lines, "", *said(result["alone_targets"])])
+        rows.append([name, f"{row['median']:.3f}", f"{row['pairs'] / 1e6:.2f}", f"{row['tflops']:.4f}", tiles, cost])
+    return "\n".join(["one rank on one core:", *aligned(rows), "", *said(result["alone_targets"])])
 
 
 @one_line_errors

@@ -42,6 +42,11 @@ BACKENDS = {
 }
 WAYS = ("without", "lasp")
 RANKS, CONTEXT, BATCH, LENGTH, VOCABULARY = 4, 2, 8, 256, 1024
+FLAGS = f"""
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length {LENGTH} --global-batch-size {BATCH}
+    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --eval-iters 0 --save none --save-interval none --device cpu
+    --context-parallel-method lasp
+"""
 LAST = 10
 """Final updates whose mean loss is the table's figure, besides the last loss."""
 BOUND = 0.005
@@ -79,29 +84,16 @@ def command_line(run: str, data: Path, iterations: int) -> list[str]:
     dp = RANKS // CONTEXT if way == "lasp" else RANKS
     flags = {
         "model-type": model,
-        "num-layers": 2,
-        "hidden-size": 64,
-        "num-attention-heads": 4,
         "data-path": data,
         "tokenizer-model": f"{data}.model",
-        "device": "cpu",
-        "seq-length": LENGTH,
-        "global-batch-size": BATCH,
         "micro-batch-size": BATCH // dp,
         "train-iters": iterations,
-        "lr": 2e-3,
-        "min-lr": 2e-4,
-        "lr-decay-style": "cosine",
         "lr-warmup-iters": min(10, iterations - 1),
-        "eval-iters": 0,
         "log-interval": iterations,
-        "save": "none",
-        "save-interval": "none",
         "data-parallel-sharding-strategy": backend,
         "context-parallel-size": RANKS // dp,
-        "context-parallel-method": "lasp",
     }
-    return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    return [*FLAGS.split(), *(part for name, value in flags.items() for part in (f"--{name}", str(value)))]
 
 
 def figures(losses: Sequence[float]) -> dict[str, float]:

@@ -15,23 +15,15 @@ SHARED = """
 """.split()  # noqa: SIM905
 LANGUAGE = ("--vocab-size", "4099", "--seq-length", "128")
 DIFFUSION, WINDOWS = "dit", "windows"
-KINDS: dict[str, tuple[str, ...]] = {
-    "llama": ("--num-query-groups", "2"),
-    "gpt": (
-        *("--model-type", "gpt", "--max-position-embeddings", "128"),
-        "--no-untie-embeddings-and-output-weights",
-    ),
-    WINDOWS: (
-        *("--num-query-groups", "2", "--window-size", "40,0", "--window-attn-skip-freq", "3"),
-        *("--softmax-type", "learnable"),
-    ),
-    "qwen": (
-        *("--num-query-groups", "2", "--kv-channels", "24", "--add-qkv-bias", "--qk-layernorm"),
-        *("--rope-scaling-type", "yarn", "--rope-scaling-factor", "4"),
-        *("--rope-scaling-original-max-position-embeddings", "32"),
-    ),
-    DIFFUSION: ("--latent-shape", "1", "8", "8", "--patch-size", "2", "--num-classes", "10", "--data-path", "digits"),
+_FLAGS = {
+    "llama": "--num-query-groups 2",
+    "gpt": "--model-type gpt --max-position-embeddings 128 --no-untie-embeddings-and-output-weights",
+    WINDOWS: "--num-query-groups 2 --window-size 40,0 --window-attn-skip-freq 3 --softmax-type learnable",
+    "qwen": "--num-query-groups 2 --kv-channels 24 --add-qkv-bias --qk-layernorm --rope-scaling-type yarn "
+    "--rope-scaling-factor 4 --rope-scaling-original-max-position-embeddings 32",
+    DIFFUSION: "--latent-shape 1 8 8 --patch-size 2 --num-classes 10 --data-path digits",
 }
+KINDS = {kind: tuple(flags.split()) for kind, flags in _FLAGS.items()}
 """llama: two query heads per KV head, untied. gpt: learned positions, biases, tied. The vocabulary is odd in both.
 windows: the llama with windows in all layers but the third, and sinks. qwen: the llama with all that Qwen2 and Qwen3
 have besides, and scaled rope. dit: handwritten digits in 16 patches."""

@@ -4,9 +4,10 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from types import FrameType
-from typing import NoReturn, ParamSpec
+from typing import Any, NoReturn, ParamSpec
 
 from runtime.errors import UserError
 
@@ -30,15 +31,21 @@ def parser_for(prog: str, description: str | None) -> Parser:
     )
 
 
-def positive(text: str) -> int:
-    """Parse an integer of 1 or more; argparse names the argument before the message."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
-    return value
+def at_least(least: int | float) -> Callable[[str], Any]:
+    """Return an argparse type: a number of ``least``'s type that is not below it, in 64 bits."""
+    kind = "an integer" if isinstance(least, int) else "a number"
+
+    def number(text: str) -> int | float:
+        with suppress(ValueError):
+            value = type(least)(text)
+            if least <= value < 1 << 63:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} of {least} or more")
+
+    return number
+
+
+positive = at_least(1)
 
 
 def one_line_errors(main: Callable[P, int | None]) -> Callable[P, int]:

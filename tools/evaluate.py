@@ -37,7 +37,7 @@ from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
 from tools.arguments import parser_for, positive
 from tools.results import markdown, write_results
-from tools.runs import Run, add_mesh, open_run, sizes
+from tools.runs import Run, add_mesh, mesh_of, open_run
 from train.assemble import build_runner
 from train.attention import context_of
 from train.config.language import Config, ConfigError, fitted
@@ -104,8 +104,8 @@ def main(argv: list[str]) -> None:
     args = _parse(argv)
     run = open_run(args.run, args.ckpt_step)
     processes = launched_world_size()
-    mesh_sizes = sizes(args, processes)
-    config = fitted(run.config, processes, args.context_parallel_method, args.seq_length, **mesh_sizes)
+    asked = mesh_of(args)
+    config = fitted(run.config, processes, asked.pop("context_parallel_method"), args.seq_length, **asked)
     validate_sizes(config, processes)
     folder = args.save or args.run / "evaluation"
     with distributed_mesh(config.mesh) as mesh:

@@ -9,6 +9,8 @@ from typing import Any
 from parallel.mesh import SIZES
 from planner.cluster import Cluster
 from planner.ranking import Candidate, Ranking
+from tools.results import aligned
+from tools.results import markdown as markdown_table
 
 BAR = 40
 NUMBER = re.compile(r"\d[\d,.]*(?<=\d)")
@@ -103,16 +105,8 @@ def table(rows: Sequence[Row], markdown: bool = False) -> str:
     if all(row.measured is None for row in rows):
         lines = [[cell for place, cell in enumerate(line) if place != HEADS.index("measured ms")] for line in lines]
     if markdown:
-        text = [f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines]
-        return "\n".join([text[0], "|" + " --- |" * len(lines[0]), *text[1:]])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            f"{cell:<{width}}" if 0 < place < LEFT else f"{cell:>{width}}"
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+        return "\n".join(markdown_table(lines[0], lines[1:])).replace("|  |", "| |")
+    return "\n".join(aligned(lines, range(1, LEFT)))
 
 
 def bars(parts: Mapping[str, float], cluster: Cluster) -> str:

@@ -3,7 +3,7 @@
 import gc
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 
@@ -54,7 +54,7 @@ def _short(config: Config, iterations: int) -> Config:
 
 
 def _seconds(config: Config, quiet: bool, peak_flops: float | None) -> float:
-    with distributed_mesh(config.mesh) as mesh, redirect_stdout(StringIO()) if quiet else _as_it_is():
+    with distributed_mesh(config.mesh) as mesh, redirect_stdout(StringIO()) if quiet else nullcontext():
         trainer = build_trainer(config, mesh, peak_flops)
         trainer.run()
         log = trainer.log
@@ -64,11 +64,6 @@ def _seconds(config: Config, quiet: bool, peak_flops: float | None) -> float:
             return statistics.median(record["iteration_time_ms"] for record in log.records[1:]) / 1e3
 
         return from_first(median)
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,13 @@ def _git(root: Path, *command: str) -> str:
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---") -> list[str]:
     """Return the lines of a Markdown table; ``align`` is ``---:`` for columns of numbers."""
     return [f"| {' | '.join(head)} |", f"| {align} " * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def aligned(lines: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
+    """Return the lines of a table in aligned columns, those of ``left`` to the left and numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shape = "  ".join(f"{{:{'<' if place in left else '>'}{width}}}" for place, width in enumerate(widths))
+    return [shape.format(*line) for line in lines]
 
 
 def write_results(

@@ -77,11 +77,14 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     return Run(folder, checkpoint, manifest.iteration, config, tokenizer, length)
 
 
-def sizes(args: argparse.Namespace, processes: int) -> dict[str, Any]:
-    """Return the mesh's sizes that ``add_mesh``'s arguments ask for, by field; context parallelism has what is left."""
+def mesh_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the mesh that ``add_mesh``'s arguments ask for, by field; context parallelism has the processes left."""
+    from runtime.processes import launched_world_size
+
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     return {
-        "context_parallel_size": args.context_parallel_size or max(1, processes // (tp * pp)),
+        "context_parallel_size": args.context_parallel_size or max(1, launched_world_size() // (tp * pp)),
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
+        "context_parallel_method": args.context_parallel_method,
     }

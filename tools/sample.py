@@ -9,17 +9,16 @@ Processes share the prompts (context parallelism), unless flags let them share t
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from checkpoint.api import CheckpointError
 from data.errors import DataError
 from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from model.generate import DivergedError, Draw
-from runtime.processes import launched_world_size
 from runtime.together import is_first
-from tools.arguments import parser_for
-from tools.runs import Run, add_mesh, open_run, sizes
+from tools.arguments import at_least, parser_for
+from tools.runs import Run, add_mesh, mesh_of, open_run
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
 from train.run import run_entry
@@ -32,8 +31,7 @@ def main(argv: list[str]) -> None:
     run = open_run(args.load, args.ckpt_step)
     tokenizer = run.tokenizer
     texts, stop = _prompts(args), [tokenizer.eod, *(_token(tokenizer, text) for text in args.stop)]
-    mesh = sizes(args, launched_world_size()) | {"context_parallel_method": args.context_parallel_method}
-    with opened(args.load, args.ckpt_step, **mesh) as writer:
+    with opened(args.load, args.ckpt_step, **mesh_of(args)) as writer:
         _sample(writer, run, args, texts, stop)
 
 
@@ -109,35 +107,22 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     given.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with; by default nothing")
     given.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with what the text begins with")
     parser.add_argument("--by-line", action="store_true", help="take each line of the file for a prompt")
-    parser.add_argument("--num-samples", type=_at_least(1), default=2, metavar="N", help="texts of each prompt (2)")
-    parser.add_argument("--num-tokens", type=_at_least(1), default=160, metavar="N", help="tokens of each (160)")
+    parser.add_argument("--num-samples", type=at_least(1), default=2, metavar="N", help="texts of each prompt (2)")
+    parser.add_argument("--num-tokens", type=at_least(1), default=160, metavar="N", help="tokens of each (160)")
     parser.add_argument(
-        "--temperature", type=_at_least(0.0), default=0.8, metavar="T", help="divides logits; 0: likeliest token (0.8)"
+        "--temperature", type=at_least(0.0), default=0.8, metavar="T", help="divides logits; 0: likeliest token (0.8)"
     )
-    parser.add_argument("--top-k", type=_at_least(1), metavar="K", default=50, help="of the K likeliest tokens (50)")
+    parser.add_argument("--top-k", type=at_least(1), metavar="K", default=50, help="of the K likeliest tokens (50)")
     parser.add_argument("--top-p", type=float, metavar="P", help="of the fewest of these with probability P together")
     parser.add_argument(
         "--stop", nargs="+", default=[], metavar="TOKEN", help="texts or numbers of tokens that end a text too"
     )
-    parser.add_argument("--seed", type=_at_least(0), default=1234, metavar="N", help="seed of the draws (1234)")
+    parser.add_argument("--seed", type=at_least(0), default=1234, metavar="N", help="seed of the draws (1234)")
     add_mesh(parser)
     args = parser.parse_args(argv)
     if args.by_line and args.prompt_file is None:
         parser.error("--by-line takes the lines of --prompt-file; give one")
     return args
-
-
-def _at_least(least: int | float) -> Callable[[str], int | float]:
-    """Return an argparse type: a number of `least`'s type that is not below it."""
-
-    def number(text: str) -> int | float:
-        value = type(least)(text)
-        if not least <= value < 1 << 63:  # seeds have 64 bits
-            raise argparse.ArgumentTypeError(f"{text} must be a number of {least} or more, below 2**63")
-        return value
-
-    number.__name__ = type(least).__name__  # argparse's "invalid int value"
-    return number
 
 
 if __name__ == "__main__":

@@ -117,29 +117,27 @@ def _face(root: Path, version: str, commit: str) -> str:
     tree = ast.parse((root / "parallel/context/__init__.py").read_text(encoding="utf-8"))
     listed = next(x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
     names = sorted(ast.literal_eval(listed.value))
-    lines = [
-        '"""Exact attention over sequences that several processes share.',
-        "",
-        "    with process_group() as group:                                 # started by torchrun",
-        '        cp = context_parallel("striped", seq_len=4096, group=group)',
-        "        out = cp.attend(q, k, v)                                   # [B, T_local, H, D], differentiable",
-        "",
-        f"Longmesh {version}, commit {commit}; Apache-2.0, see LICENSE.",
-        "Written by `python -m tools.vendor` of Longmesh; change it there, and write it again.",
-        '"""',
-        "",
-        f"from {PACKAGE}.context import (",
-        *(f"    {name}," for name in names),
-        ")",
-        f"from {PACKAGE}.runtime.processes import process_group",
-        "",
-        f"__version__ = {version!r}",
-        f"__commit__ = {commit!r}",
-        "__all__ = [",
-        *(f'    "{name}",' for name in sorted([*names, "process_group"])),
-        "]",
-    ]
-    return "\n".join(lines) + "\n"
+    imported = "".join(f"    {name},\n" for name in names)
+    public = "".join(f'    "{name}",\n' for name in sorted([*names, "process_group"]))
+    return f'''"""Exact attention over sequences that several processes share.
+
+    with process_group() as group:                                 # started by torchrun
+        cp = context_parallel("striped", seq_len=4096, group=group)
+        out = cp.attend(q, k, v)                                   # [B, T_local, H, D], differentiable
+
+Longmesh {version}, commit {commit}; Apache-2.0, see LICENSE.
+Written by `python -m tools.vendor` of Longmesh; change it there, and write it again.
+"""
+
+from {PACKAGE}.context import (
+{imported})
+from {PACKAGE}.runtime.processes import process_group
+
+__version__ = {version!r}
+__commit__ = {commit!r}
+__all__ = [
+{public}]
+'''
 
 
 def _check_imports(files: dict[str, bytes], ours: set[str]) -> None:

@@ -32,12 +32,12 @@ class Namespace:
     """A network namespace that lives until it is closed and no process is inside."""
 
     def __init__(self) -> None:
-        with _open(CURRENT) as outside:
+        with open(CURRENT, "rb", buffering=0) as outside:
             _call("unshare", NEW_NETWORK)
             try:
                 self._file = os.open(CURRENT, os.O_RDONLY)
             finally:
-                _call("setns", outside, NEW_NETWORK)
+                _call("setns", outside.fileno(), NEW_NETWORK)
         self.run("ip", "link", "set", "lo", "up")
 
     @property
@@ -48,12 +48,12 @@ class Namespace:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Move the calling thread, and the processes it starts, into the namespace for the context's body."""
-        with _open(CURRENT) as outside:
+        with open(CURRENT, "rb", buffering=0) as outside:
             _call("setns", self._file, NEW_NETWORK)
             try:
                 yield
             finally:
-                _call("setns", outside, NEW_NETWORK)
+                _call("setns", outside.fileno(), NEW_NETWORK)
 
     def run(self, *command: str) -> str:
         """Run a command inside and return what it printed. Raises NetworkError: it failed."""
@@ -152,8 +152,8 @@ class Network:
 
 def enter(path: str) -> None:
     """Move the calling thread, and all it starts from now on, into a namespace."""
-    with _open(path) as file:
-        _call("setns", file, NEW_NETWORK)
+    with open(path, "rb", buffering=0) as file:
+        _call("setns", file.fileno(), NEW_NETWORK)
 
 
 def check_permission() -> None:
@@ -181,15 +181,6 @@ def prepare_machine() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that namespaces have no name server
     check_permission()
-
-
-@contextmanager
-def _open(path: str) -> Iterator[int]:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        yield file
-    finally:
-        os.close(file)
 
 
 def _held(files: ExitStack) -> Namespace:

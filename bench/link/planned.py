@@ -26,13 +26,10 @@ def planned(
     shape: dict[str, Any] = {"size": network.size, "seq_length": length, "batch": batch_of(args, length)}
     asked = command_line(model, ("--context-parallel-method", "auto"), data, **shape, iterations=ITERATIONS + 1)
     config = with_vocabulary(parse_args(asked), VOCAB_SIZE)
-    found = {
-        name_of(one.config.context): (
-            method_flags(one.config.context, network.size),
-            {"predicted": one.prediction.time},
-        )
-        for one in rank([config], network.size, load_cluster(CLUSTERS / f"{link}.toml")).candidates
-    }
+    found = {}
+    for one in rank([config], network.size, load_cluster(CLUSTERS / f"{link}.toml")).candidates:
+        context = one.config.context
+        found[name_of(context)] = method_flags(context, network.size), {"predicted": one.prediction.time}
     best = list(found.values())[: args.profile]
     lines = [command_line(model, flags, data, **shape, iterations=ITERATIONS + 1) for flags, _ in best]
     network.limit(args.rate)

@@ -14,10 +14,9 @@ import pretrain_gpt
 from bench.errors import failures_told
 from bench.link.network import Network, enter
 from testing.ranks import hear, messages, started, tell
-from testing.training import trainer_of
+from testing.training import Records, trainer_of
 from tools.profile_plan import measure
 from train.config.language import parse_args
-from train.watching.metrics import RunLog
 
 PORT = 29400
 ANSWER_WITHIN = 300.0  # seconds in which the next iteration must end
@@ -89,18 +88,16 @@ def report(pipe: Connection, seconds: float) -> None:
     hear(pipe)
 
 
-class _Reporter(RunLog):
+class _Reporter(Records):
     """Report each iteration's seconds, then wait for permission: no rank gets further without the first."""
 
     def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._records = pipe, []
+        super().__init__()
+        self._pipe = pipe
 
     def write(self, record: dict[str, Any]) -> None:
-        """Send the time and wait."""
+        """Report the time and wait."""
         report(self._pipe, record["iteration_time_ms"] / 1e3)
-
-    def sync(self, draw: bool = True) -> None:
-        """Do nothing: there is no file."""
 
 
 def _serve(

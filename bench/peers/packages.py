@@ -58,6 +58,11 @@ def refusal(package: Package) -> str | None:
     return "no measurement of it is written for a GPU" if package.on_cpu else None
 
 
+def measurable(what: str) -> list[str]:
+    """Return the names of the packages whose attention, or training, is measured here."""
+    return [package.name for package in PACKAGES if what in package.measures and refusal(package) is None]
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the packages that can be measured."""
     return {package.name: version(package.name) for package in PACKAGES if refusal(package) is None}

@@ -100,30 +100,12 @@ def _transformers(model: ModelConfig, length: int) -> nn.Module:
 def _x_transformers(model: ModelConfig, length: int) -> nn.Module:
     from x_transformers import Decoder, TransformerWrapper
 
-    decoder = Decoder(
-        dim=model.hidden_size,
-        depth=model.num_layers,
-        heads=model.num_attention_heads,
-        attn_dim_head=model.head_dim,
-        attn_kv_heads=model.query_groups,
-        attn_flash=True,
-        rotary_pos_emb=True,
-        use_rmsnorm=True,
-        ff_mult=model.ffn_size / model.hidden_size,
-        ff_swish=True,
-        ff_glu=True,
-        ff_no_bias=True,
-    )
-    tied = not model.untie_embeddings_and_output_weights
-    return _WithLoss(
-        TransformerWrapper(
-            num_tokens=model.vocabulary,
-            max_seq_len=length,
-            attn_layers=decoder,
-            tie_embedding=tied,
-            use_abs_pos_emb=False,
-        )
-    )
+    on = ("attn_flash", "rotary_pos_emb", "use_rmsnorm", "ff_swish", "ff_glu", "ff_no_bias")
+    heads = {"heads": model.num_attention_heads, "attn_dim_head": model.head_dim, "attn_kv_heads": model.query_groups}
+    sizes = {"dim": model.hidden_size, "depth": model.num_layers, "ff_mult": model.ffn_size / model.hidden_size}
+    vocabulary = {"num_tokens": model.vocabulary, "tie_embedding": not model.untie_embeddings_and_output_weights}
+    decoder = Decoder(**sizes, **heads, **dict.fromkeys(on, True))
+    return _WithLoss(TransformerWrapper(max_seq_len=length, attn_layers=decoder, use_abs_pos_emb=False, **vocabulary))
 
 
 MODELS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {

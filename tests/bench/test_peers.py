@@ -39,10 +39,10 @@ def test_what_cannot_be_measured_has_a_reason() -> None:
 
 
 def test_a_line_names_the_ratio_of_the_best() -> None:
-    row = peers._summary({"zigzag": [1.0, 2.0, 3.0], "striped": [4.0, 4.0, 4.0], "ring@other": [6.0, 6.0, 9.0]})
-    against = peers._against(row, ("zigzag", "striped"), ["ring@other"])
-    assert against == 3.0
-    line = peers.line_of(row | {"length": 64, "against_best": against})
+    seconds = {"zigzag": [1.0, 2.0, 3.0], "striped": [4.0, 4.0, 4.0], "ring@other": [6.0, 6.0, 9.0]}
+    row = peers.row(seconds, ("zigzag", "striped"), ["ring@other"])
+    assert row["against_best"] == 3.0
+    line = peers.line_of(row | {"length": 64})
     assert line.startswith("64: zigzag 2.000 s (1.500 to 2.500), ")
     assert line.endswith("our best is 3.00 times as fast as theirs")
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 from data.chat.template import load_template
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from planner.complete import beyond_rope
-from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
 from tools.line_retrieval.lines import Maker, Task
 from tools.results import markdown, write_results
-from tools.runs import Run, open_run, sizes
+from tools.runs import Run, mesh_of, open_run
 from train.config.language import ConfigError
 from train.generation import opened
 from train.run import check_writable
@@ -112,14 +111,13 @@ def score_run(args: argparse.Namespace) -> None:
         )
     template = load_template(str(run.config.data.tokenizer_model), args.chat_template)
     assert isinstance(run.tokenizer, HuggingFaceTokenizer)  # or load_template would have refused it
-    folder, processes = args.save or args.run / "evaluation", launched_world_size()
+    folder = args.save or args.run / "evaluation"
     tasks = [
         Task(tokens=length, purpose="score", seed=args.seed, form=args.form, vocabulary=args.vocabulary)
         for length in lengths
     ]
     makers = [Maker(task, template, run.tokenizer) for task in tasks]
-    mesh = sizes(args, processes) | {"context_parallel_method": args.context_parallel_method}
-    with opened(args.run, args.ckpt_step, **mesh) as writer:
+    with opened(args.run, args.ckpt_step, **mesh_of(args)) as writer:
         with raise_together():
             if is_first():
                 check_writable(folder, "save")

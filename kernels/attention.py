@@ -31,10 +31,7 @@ class AttentionBackend:
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-    backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float],
-        tuple[Tensor, Tensor, Tensor],
-    ]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
     strips: Strips | None = None
     packed: Packed | None = None
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 FULL = "full"
 CAUSAL = "causal"
 ANTI = "anti"
+Block = tuple[int, int, int, int, str]
+"""A tile in numbers: first and last + 1 of the rows, of the columns; kind."""
 
 
 class Tile(NamedTuple):

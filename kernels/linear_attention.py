@@ -165,25 +165,8 @@ def scan_of(backend: str) -> Scan:
     return linear_scan.scan
 
 
-def local_state(
-    k: Tensor,
-    v: Tensor,
-    log_decay: Sequence[float],
-    documents: Sequence[int] | None = None,
-    *,
-    reverse: bool = False,
-    backend: str = "auto",
-) -> Tensor:
-    """Compute the state after these tokens from a zero state: what a rank adds to the state that it passes on.
-
-    With ``reverse``, on (q, dout): what it adds to the gradient of the state that it passes back.
-    """
-    run = scan_of(select_linear_backend(backend, k.device.type, k.dtype))
-    return run(None, k, v, log_decay, None, documents, reverse=reverse)[1]
-
-
 def passed_on(state: Tensor, log_decay: Sequence[float], tokens: int) -> Tensor:
-    """Decay a state (or its gradient) over ``tokens`` tokens of one document, without adding their ``local_state``."""
+    """Decay a state (or its gradient) over ``tokens`` tokens of one document, without adding what they leave."""
     rates = rates_of(tuple(log_decay), state.dtype, state.device)
     return state * (rates * tokens).exp()[:, None, None]
 

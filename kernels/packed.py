@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.blocks import ANTI, FULL, Tile
+from kernels.blocks import ANTI, FULL, Block, Tile
 from kernels.merge import merge_
 
 SMALL = 1 << 20
 """Most pairs of a tile that shares a launch; a larger one keeps a device busy alone, and copies no rows."""
 
 Index = slice | Tensor  # int64
-Block = tuple[int, int, int, int, str]  # a tile: first and last + 1 of the rows, of the columns; kind
 
 
 class Lengths(NamedTuple):

@@ -22,12 +22,7 @@ MODELS: dict[str, type[LanguageModel]] = {
     "transnormer": TransNormer,
     "linear_transformer": LinearTransformer,
 }
-TITLES = {
-    "llama": "LLaMA",
-    "gpt": "GPT",
-    "transnormer": "TransNormer",
-    "linear_transformer": "Linear Transformer",
-}
+TITLES = {"llama": "LLaMA", "gpt": "GPT", "transnormer": "TransNormer", "linear_transformer": "Linear Transformer"}
 
 
 def build_model(config: ModelConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> LanguageModel:

@@ -94,28 +94,23 @@ class TokenMixer(LinearCore):
 
 
 class Layer(PreNormLayer):
+    """A layer with linear attention or, in a hybrid, softmax attention and rotary positions."""
+
     def __init__(self, config: ModelConfig, layer: int, attends: HybridAttention) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.norm_epsilon
         self.attention_norm = RMSNorm(width, eps=eps, elementwise_affine=False)
-        self.attention = self.mixer(config, layer, attends)
+        self.rope, self.head_dim = config if config.has_softmax(layer) else None, config.head_dim
+        if self.rope is None:
+            self.attention = TokenMixer(config, layer, attends.linear)
+        else:
+            self.attention = attention_of(config, layer, attends.softmax)
         self.mlp_norm = RMSNorm(width, eps=eps, elementwise_affine=False)
         self.mlp = SGLU(width, config.ffn_size)
 
-    def mixer(self, config: ModelConfig, layer: int, attends: HybridAttention) -> nn.Module:
-        """Build the attention of this layer."""
-        return TokenMixer(config, layer, attends.linear)
-
-
-class SoftmaxLayer(Layer):
-    """A layer with softmax attention and rotary positions."""
-
-    def mixer(self, config: ModelConfig, layer: int, attends: HybridAttention) -> nn.Module:
-        self.head_dim, self.rope = config.head_dim, config
-        return attention_of(config, layer, attends.softmax)
-
     def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
-        return super().forward(x, Rotary(positions, self.head_dim, self.rope, x.dtype), mask, states)
+        places = positions if self.rope is None else Rotary(positions, self.head_dim, self.rope, x.dtype)
+        return super().forward(x, places, mask, states)
 
 
 class TransNormer(RecurrentModel):
@@ -126,8 +121,7 @@ class TransNormer(RecurrentModel):
         self.config = config
         attends = attend if isinstance(attend, HybridAttention) else HybridAttention(linear=attend)
         self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
-        kinds = (SoftmaxLayer if config.has_softmax(layer) else Layer for layer in range(config.num_layers))
-        self.layers = nn.ModuleList(kind(config, layer, attends) for layer, kind in enumerate(kinds))
+        self.layers = nn.ModuleList(Layer(config, layer, attends) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_epsilon, elementwise_affine=False)
         self.output = output_module(config)
 

@@ -11,17 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from parallel.context.plan import Plan
-from parallel.context.traffic import (
-    Collective,
-    Message,
-    Moves,
-    Sizes,
-    bytes_of_all,
-    collectives,
-    messages,
-)
+from parallel.context.traffic import Collective, Message, Moves, Sizes, bytes_of_all, collectives, messages
 from planner.cluster import Cluster
-from planner.needed_cost import Sent, bytes_needed, slots
+from planner.needed_cost import Sent, needed_of_all, slots
 
 FORWARD, BACKWARD = 4, 10
 """Operations per (query, key) pair and channel: 2 matrix products forward, 5 backward (Dao 2023)."""
@@ -49,20 +41,17 @@ class AttentionCost:
 
     def forward(self) -> float:
         """Return the seconds of a forward."""
-        if self.plan.geometry.method.capabilities().states:
-            return self._state_seconds(SCAN, reverse=False)
-        if self.plan.sparse:
-            return self._needed_seconds("kv", None, FORWARD)
-        return self._seconds("kv", None, FORWARD)
+        return self._seconds(None, FORWARD, SCAN)
 
     def backward(self) -> float:
         """Return the seconds of a backward, without recomputing its forward."""
+        return self._seconds(self.plan.backward_moves(self.of), BACKWARD, 3 * SCAN)
+
+    def _seconds(self, moves: Moves | None, operations: int, scan: int) -> float:
+        """Time a backward that moves KV or queries, or (None) a forward."""
         if self.plan.geometry.method.capabilities().states:
-            return self._state_seconds(3 * SCAN, reverse=True)
-        moves = self.plan.backward_moves(self.of)
-        if self.plan.sparse:
-            return self._needed_seconds(moves, moves, BACKWARD)
-        return self._seconds(moves, moves, BACKWARD)
+            return self._state_seconds(scan, reverse=moves is not None)
+        return (self._needed_seconds if self.plan.sparse else self._whole_seconds)(moves, operations)
 
     def links(self) -> Links:
         """Return the bytes on each kind of link, forward and backward, as the plan counts them."""
@@ -72,19 +61,19 @@ class AttentionCost:
 
     def _bytes(self, moves: Moves | None) -> tuple[int, int]:
         if self.plan.sparse and not self.plan.geometry.method.capabilities().states:
-            return bytes_needed(self.plan, self.of, moves, self._per_node)
+            return needed_of_all(self.plan, self.of, moves, self._per_node)
         return bytes_of_all(self.plan.geometry, self.of, moves, self._per_node, self.plan.boundaries)
 
     @property
     def _per_node(self) -> int:
         return max(1, self.cluster.gpus_per_node // self.tp)
 
-    def _seconds(self, moves: Moves, backward: Moves | None, operations: int) -> float:
+    def _whole_seconds(self, moves: Moves | None, operations: int) -> float:
         geometry, of = self.plan.geometry, self.of
         busy = self._busy(moves, operations)
         slots: list[list[tuple[int, float, float]]] = [[] for _ in range(len(geometry.hops) + 1)]
         targets = {}
-        for message in self._messages(moves, gradients=backward is not None):
+        for message in self._messages(moves):
             targets[id(message.to)] = message.to
             under_way = range(message.first, message.last + 1)
             for index in under_way:
@@ -96,23 +85,23 @@ class AttentionCost:
         }
         computing = [*busy.max(axis=1).tolist(), 0.0]
         rounds = sum(max(longest, seconds[tuple(slot)]) for longest, slot in zip(computing, slots, strict=True))
-        return rounds + sum(self._transfer(_joint(collective)) for collective in collectives(geometry, of, backward))
+        return rounds + sum(self._transfer(_joint(collective)) for collective in collectives(geometry, of, moves))
 
-    def _busy(self, moves: Moves, operations: int) -> np.ndarray:
+    def _busy(self, moves: Moves | None, operations: int) -> np.ndarray:
         """Return the seconds that every place computes in every round, float64 ``[rounds, places]``."""
-        work, of = self.plan.work(moves), self.of
+        work, of = self.plan.work(moves or "kv"), self.of
         per_pair = operations * of.batch * of.heads * of.head_dim
         launches = work.tiles * of.stages
         return work.pairs.astype(np.float64) * per_pair / self._rate + launches * self.cluster.launch_us * MICRO
 
-    def _needed_seconds(self, moves: Moves, backward: Moves | None, operations: int) -> float:
+    def _needed_seconds(self, moves: Moves | None, operations: int) -> float:
         """Time an attention of which only rows needed travel.
 
         Ranks of a method that keeps own KV in place need not keep step: the busiest rank or link decides.
         """
         geometry, busy = self.plan.geometry, self._busy(moves, operations)
-        sent = slots(self.plan, self.of, moves, gradients=backward is not None)
-        joint = collectives(geometry, self.of, backward, holders_join=False)
+        sent = slots(self.plan, self.of, moves or "kv", gradients=moves is not None)
+        joint = collectives(geometry, self.of, moves, holders_join=False)
         extra = sum(self._transfer(_joint(collective)) for collective in joint)
         if geometry.method.capabilities().needed_only:
             return max(float(busy.sum(axis=0).max()), self._transfer(*sent)) + extra
@@ -127,13 +116,14 @@ class AttentionCost:
         if geometry.method.capabilities().states == "gather":
             gathers = sum(self._transfer(_joint(collective)) for collective in collectives(geometry, of, None))
             return STATE * elements / self._rate + max(scan, gathers)
-        *_, onward = self._messages("kv", gradients=reverse)
+        *_, onward = self._messages("kv" if reverse else None)
         return scan + sum(
             self._transfer(Sent(np.array([rank]), onward.to[[rank]], of.state, 1)) for rank in range(geometry.size)
         )
 
-    def _messages(self, moves: Moves, *, gradients: bool) -> Iterator[Message]:
-        return messages(self.plan.geometry, self.of, moves, gradients=gradients, boundaries=self.plan.boundaries)
+    def _messages(self, moves: Moves | None) -> Iterator[Message]:
+        gradients, boundaries = moves is not None, self.plan.boundaries
+        return messages(self.plan.geometry, self.of, moves or "kv", gradients=gradients, boundaries=boundaries)
 
     @property
     def _rate(self) -> float:

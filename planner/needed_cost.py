@@ -33,7 +33,7 @@ def slots(plan: Plan, of: Sizes, moves: Moves, *, gradients: bool) -> list[Sent]
     return [Sent(ranks.astype(np.int64), peers.astype(np.int64), *rest) for ranks, peers, *rest in columns]
 
 
-def bytes_needed(plan: Plan, of: Sizes, moves: Moves | None, ranks_per_node: int) -> tuple[int, int]:
+def needed_of_all(plan: Plan, of: Sizes, moves: Moves | None, ranks_per_node: int) -> tuple[int, int]:
     """Return the bytes of all ranks (within nodes, between nodes), in a backward, or (None) in a forward."""
     flow, inside, between = plan.flow(moves or "kv"), 0, 0
     for rank in range(plan.size):

@@ -40,14 +40,13 @@ def predicted(
 
     ``documents`` are those of a typical micro-batch, where documents attend apart.
     """
-    work, plan = _problem(config, world_size, cluster, documents)
-    work = with_softmax_layers(work, config, cluster)
-    return predict(work, plan, _arranged(config, world_size), cluster)
+    work, plan, arranged = _numbers(config, world_size, cluster, documents)
+    return predict(with_softmax_layers(work, config, cluster), plan, arranged, cluster)
 
 
 def bytes_needed(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> float:
     """Return the bytes of the busiest rank's memory alone, which take far less to predict than the time."""
-    return sum(memory_of(*_problem(config, world_size, cluster, documents), _arranged(config, world_size)).values())
+    return sum(memory_of(*_numbers(config, world_size, cluster, documents)).values())
 
 
 def holds(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> bool:
@@ -60,13 +59,16 @@ def holds(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple
 
 
 def _bytes_moved(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> float:
-    return offloaded(*_problem(config, world_size, cluster, documents), _arranged(config, world_size))
+    return offloaded(*_numbers(config, world_size, cluster, documents))
 
 
-def _arranged(config: AnyConfig, world_size: int) -> Arrangement:
-    mesh, recompute = config.mesh, config.recompute
-    cp, tp, pp = (getattr(mesh, name) for name in ("context_parallel_size", *OTHERS))
-    return Arrangement(
+def _numbers(
+    config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
+) -> tuple[Workload, Plan, Arrangement]:
+    """Return the configuration as the cost model takes it."""
+    recompute = config.recompute
+    cp, tp, pp = (getattr(config.mesh, name) for name in ("context_parallel_size", *OTHERS))
+    arranged = Arrangement(
         pp=pp,
         dp=world_size // (cp * tp * pp),
         tp=tp,
@@ -77,12 +79,6 @@ def _arranged(config: AnyConfig, world_size: int) -> Arrangement:
         loss_chunk=recompute.loss_chunk_size,
         ffn_chunk=recompute.ffn_chunk_size,
     )
-
-
-def _problem(
-    config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
-) -> tuple[Workload, Plan]:
-    cp, tp, pp = (getattr(config.mesh, name) for name in ("context_parallel_size", *OTHERS))
     method = config.context.context_parallel_method
     if method == "none" and cp == 1:  # one rank runs every method alike
         method = next(contexts(config, 1)).context_parallel_method
@@ -95,7 +91,7 @@ def _problem(
         documents=documents,
         **config.context.plan_arguments(max(1, cluster.gpus_per_node // tp)),
     )
-    return workload_of(config, world_size // (cp * tp * pp)), plan
+    return workload_of(config, arranged.dp), plan, arranged
 
 
 def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:

@@ -46,10 +46,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
 
 
 def write_packed(
-    sources: Sequence[tuple[Path, np.dtype]],
-    pairs: Sequence[tuple[Path, Path]],
-    lengths: np.ndarray,
-    capacity: int,
+    sources: Sequence[tuple[Path, np.dtype]], pairs: Sequence[tuple[Path, Path]], lengths: np.ndarray, capacity: int
 ) -> int:
     """Write .bin/.idx pairs of packed items, in which an item is a sequence and a bin, in a random order, a document.
 

@@ -1,6 +1,7 @@
 """Endless datasets whose sample n is a pure function of n: epochs of one file, and a weighted blend of files."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -26,42 +27,35 @@ class Epoch(Protocol):
 _PERIOD = 1 << 16
 
 
+@dataclass(eq=False)
 class EpochedDataset:
     """Endless epochs: sample n is number n mod len of epoch n // len; each epoch has every token once, reshuffled.
 
     Megatron builds one index over all epochs of a run, so that its order depends on the run's length.
-
-    Args:
-        first: epoch 0.
-        build: returns epoch e, a dataset as long as `first`.
-        name: file named in messages.
-        vocab_size: token ids must be in [0, vocab_size).
-        masked_input: token at whose positions the dataset masks the loss, if any.
-        eod: token that ends a document, if samples are to tell where documents start.
-        check: called before each sample; raises DataError if the files have changed.
     """
 
-    def __init__(
-        self,
-        first: Epoch,
-        build: Callable[[int], Epoch],
-        *,
-        name: str,
-        vocab_size: int,
-        masked_input: int | None = None,
-        eod: int | None = None,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._epochs = {0: first}
-        self._build = build
-        self._length = len(first)
-        self._name = name
-        self._vocab_size = vocab_size
-        self._masked_input, self._eod, self._check = masked_input, eod, check
+    first: Epoch
+    """Epoch 0."""
+    build: Callable[[int], Epoch]
+    """Returns epoch e, a dataset as long as ``first``."""
+    _: KW_ONLY
+    name: str
+    """File named in messages."""
+    vocab_size: int
+    """Token ids must be in [0, vocab_size)."""
+    masked_input: int | None = None
+    """Token at whose positions the dataset masks the loss, if any."""
+    eod: int | None = None
+    """Token that ends a document, if samples are to tell where documents start."""
+    check: Callable[[], None] = lambda: None
+    """Called before each sample; raises DataError if the files have changed."""
+
+    def __post_init__(self) -> None:
+        self._epochs = {0: self.first}
 
     def __len__(self) -> int:
         """Return the samples of one epoch."""
-        return self._length
+        return len(self.first)
 
     def __getitem__(self, index: int | None) -> dict[str, "torch.Tensor"]:
         """Return sample `index` >= 0, or for None a filler of the same shape with all loss masked.
@@ -71,42 +65,42 @@ class EpochedDataset:
         Raises:
             DataError: a token id outside the vocabulary, or a changed file; names the file and the sample.
         """
-        epoch, within = (0, None) if index is None else divmod(index, self._length)
-        self._check()
+        epoch, within = (0, None) if index is None else divmod(index, len(self))
+        self.check()
         try:
             sample = self._epoch(epoch)[within]
         except (IndexError, OverflowError) as error:
             raise DataError(
-                f"{self._name}: sample {index} is not in the file ({error}); its cache of sample indices is damaged: "
+                f"{self.name}: sample {index} is not in the file ({error}); its cache of sample indices is damaged: "
                 "remove it, and it is written anew"
             ) from error
         tokens, labels, loss_mask = sample["tokens"], sample["labels"], sample["loss_mask"]
         for ids in (tokens, labels):
             lowest, highest = ids.aminmax()
-            if lowest < 0 or highest >= self._vocab_size:
+            if lowest < 0 or highest >= self.vocab_size:
                 worst = int(lowest if lowest < 0 else highest)
                 raise DataError(
-                    f"{self._name}: sample {index} holds token id {worst}, but the vocabulary has {self._vocab_size} "
+                    f"{self.name}: sample {index} holds token id {worst}, but the vocabulary has {self.vocab_size} "
                     f"entries; give --tokenizer-model the tokenizer that wrote the file, or write the file again"
                 )
         if "starts" in sample:
             return sample
         if index is not None:
             # GPTDataset masks labels equal to its pad id, -1, and hides them: more masks mean -1 in the file.
-            meant = 0 if self._masked_input is None else int((tokens == self._masked_input).sum())
+            meant = 0 if self.masked_input is None else int((tokens == self.masked_input).sum())
             found = int((loss_mask == 0).sum())
             if found != meant:
                 raise DataError(
-                    f"{self._name}: sample {index} holds token id -1 in {found - meant} places; write the file again"
+                    f"{self.name}: sample {index} holds token id -1 in {found - meant} places; write the file again"
                 )
-        starts = {} if self._eod is None else {"starts": document_starts(tokens, self._eod)}
+        starts = {} if self.eod is None else {"starts": document_starts(tokens, self.eod)}
         return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, **starts}
 
     def _epoch(self, epoch: int) -> Epoch:
         if epoch not in self._epochs:
             # Reading goes forward: keep epoch 0 for fillers, and the previous one, in use at the boundary.
             self._epochs = {e: dataset for e, dataset in self._epochs.items() if e in (0, epoch - 1)}
-            self._epochs[epoch] = self._build(epoch)
+            self._epochs[epoch] = self.build(epoch)
         return self._epochs[epoch]
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +13,25 @@ from data.errors import DataError
 from data.text.rows import has_rows, is_dataset, rows
 
 
+@dataclass(eq=False)
 class Corpus:
     """Iterate over the documents of `files` in order, up to `max_bytes` of UTF-8. Can be iterated repeatedly.
 
     A row of JSON lines, a JSON array, Parquet or a dataset is one document, under `json_key`; so is any other file.
     Empty documents are skipped.
 
-    Args:
-        files: files to read.
-        max_bytes: start no document once this many bytes are read; None reads all.
-        skip_undecodable: list files that are not UTF-8 in `skipped` instead of raising.
-        json_key: field of the rows that holds the text.
-
     Raises:
         DataError: while iterating, a file cannot be read; names the file and the line.
     """
 
-    def __init__(
-        self,
-        files: Sequence[Path],
-        max_bytes: int | None = None,
-        skip_undecodable: bool = False,
-        json_key: str = "text",
-    ) -> None:
-        self.files = tuple(files)
-        self.max_bytes = max_bytes
-        self.skipped: list[Path] = []
-        self._skip_undecodable, self._json_key = skip_undecodable, json_key
+    files: Sequence[Path]
+    max_bytes: int | None = None
+    """Start no document once this many bytes are read; None reads all."""
+    skip_undecodable: bool = False
+    """List files that are not UTF-8 in `skipped` instead of raising."""
+    json_key: str = "text"
+    """Field of the rows that holds the text."""
+    skipped: list[Path] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[str]:
         self.skipped.clear()
@@ -54,13 +47,13 @@ class Corpus:
     def _documents(self, path: Path) -> Iterator[str]:
         try:
             if has_rows(path):
-                yield from (_text(where, row, self._json_key) for where, row in rows(path))
+                yield from (_text(where, row, self.json_key) for where, row in rows(path))
             else:
                 yield path.read_bytes().decode()
         except OSError as error:
             raise DataError(f"cannot read {path} ({error.strerror}); remove it from the input") from error
         except UnicodeDecodeError as error:
-            if not self._skip_undecodable:
+            if not self.skip_undecodable:
                 raise DataError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
             self.skipped.append(path)
 

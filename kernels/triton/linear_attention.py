@@ -121,7 +121,7 @@ def scan_kernel(
     tl.store(final + row * D * E + d[:, None] * E + e[None, :], running, mask=held & (document == leaving))
 
 
-class Tile(NamedTuple):
+class Blocking(NamedTuple):
     """Block sizes of one program, and its launch options."""
 
     C: int
@@ -131,7 +131,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def tile_of(width: int, value_width: int, dtype: torch.dtype) -> Tile:
+def blocking_of(width: int, value_width: int, dtype: torch.dtype) -> Blocking:
     """Return sizes whose state fits the registers: compiled for sm_80 and sm_90, bfloat16 spills <= 24 bytes to D 256.
 
     float32, for tests and small exact runs, spills from a width of 128 on.
@@ -139,7 +139,7 @@ def tile_of(width: int, value_width: int, dtype: torch.dtype) -> Tile:
     rows = max(16, triton.next_power_of_2(width))
     columns = 64 if rows <= 64 and dtype != torch.float32 else 32
     columns = min(columns, max(16, triton.next_power_of_2(value_width)))
-    return Tile(32 if rows > 128 or dtype == torch.float32 else 64, rows, columns, num_warps=8, num_stages=2)
+    return Blocking(32 if rows > 128 or dtype == torch.float32 else 64, rows, columns, num_warps=8, num_stages=2)
 
 
 def scan(
@@ -169,8 +169,8 @@ def scan(
     else:
         rows, columns = value_width, 1
         state = None if state is None else state.contiguous()
-    tile = tile_of(width, value_width, k.dtype)
-    grid = (batch * heads * count, triton.cdiv(value_width, tile.BLOCK_E))
+    blocking = blocking_of(width, value_width, k.dtype)
+    grid = (batch * heads * count, triton.cdiv(value_width, blocking.BLOCK_E))
     unused: Any = k
     scan_kernel[grid](
         unused if q is None else q,
@@ -195,6 +195,6 @@ def scan(
         OUTPUT=q is not None,
         PRECISION="ieee",
         WIDEN=interpreted(),
-        **tile._asdict(),
+        **blocking._asdict(),
     )
     return out, final

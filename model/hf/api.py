@@ -3,7 +3,7 @@
 configs.py has the families and their configurations.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,8 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.hf.configs import config_from_hf, config_to_hf, families, family_of
-from model.hf.folder import (
-    CONFIG,
-    check_described,
-    check_finite,
-    check_sizes,
-    check_state,
-    described,
-    read_json,
-)
+from model.hf.folder import CONFIG, check_described, check_finite, check_sizes, check_state, described, read_json
+from model.hf.names import Read
 from model.hf.shards import Weights, inside, new_folder, write_model
 from model.registry import shapes_of
 from runtime.errors import UserError
@@ -30,10 +23,6 @@ def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
     """Return our state dict. Raises UserError for missing, unknown, misshapen, wrongly tied or non-finite weights."""
     ours, read = our_weights(state, config)
     return {name: read(name) for name in ours}
-
-
-Read = Callable[[str], Tensor]
-"""A parameter's name -> its tensor; each call may read a file."""
 
 
 def our_weights(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[str, Tensor], Read]:
@@ -65,30 +54,16 @@ def our_weights(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     metas = {whole: found[name] for whole, name in names.items()}
     check_described(metas, {name: weight.shape for name, weight in family.to_theirs(empty, config).items()})
-    checked = _Checked(state, names)
+
+    def checked(whole: str) -> Tensor:
+        weight = state[names[whole]]
+        check_finite(whole, weight)
+        return weight
 
     def read(name: str) -> Tensor:
         return family.to_ours(checked, [name])[name]
 
-    return family.to_ours(metas, shapes), read
-
-
-class _Checked(Mapping[str, Tensor]):
-    """Their weights by whole names; each is checked to be finite when it is read."""
-
-    def __init__(self, state: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-        self.state, self.names = state, names
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self.state[self.names[name]]
-        check_finite(name, weight)
-        return weight
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
+    return family.to_ours(metas.__getitem__, shapes), read
 
 
 def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

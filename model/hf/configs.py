@@ -13,6 +13,7 @@ from torch import Tensor
 from model.config import ModelConfig, architecture_of
 from model.hf import gpt2, llama, transnormer
 from model.hf.folder import CONFIG, entry, shown
+from model.hf.names import Read
 from runtime.errors import UserError
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -45,7 +46,7 @@ class Family(Protocol):
 
     def config_to_hf(self, config: ModelConfig) -> dict[str, Any]: ...
 
-    def to_ours(self, theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]: ...
+    def to_ours(self, theirs: Read, names: Iterable[str]) -> dict[str, Tensor]: ...
 
     def to_theirs(self, ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]: ...
 

@@ -46,7 +46,9 @@ def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[st
     check_state(state, known)
     if positions is not None:
         _check_positions(positions, config)
-    return NAMES.to_ours(state, shapes, lambda name, weight: _to_linear(weight) if name == PATCHES else weight)
+    return NAMES.to_ours(
+        state.__getitem__, shapes, lambda name, weight: _to_linear(weight) if name == PATCHES else weight
+    )
 
 
 def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.hf.folder import entry, shown
-from model.hf.names import Names
+from model.hf.names import Names, Read
 from model.hf.rope import rope_from_hf, rope_to_hf
 from model.windows import Window
 from runtime.errors import UserError
@@ -140,7 +140,7 @@ class Llama:
     def _windows_to_hf(self, windows: list[Window | None]) -> dict[str, Any]:
         return {}
 
-    def to_ours(self, theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    def to_ours(self, theirs: Read, names: Iterable[str]) -> dict[str, Tensor]:
         """Return our state dict of `names`, with the same tensors."""
         return NAMES.to_ours(theirs, names)
 
@@ -218,11 +218,7 @@ class Qwen3(Qwen2):
     """Qwen3ForCausalLM, the dense ones, with norms of q and k."""
 
     NAME = "Qwen3"
-    SUPPORTED = {
-        "model_type": ("qwen3",),
-        "hidden_act": ("silu", "swish"),
-        "attention_bias": (False,),
-    }
+    SUPPORTED = {"model_type": ("qwen3",), "hidden_act": ("silu", "swish"), "attention_bias": (False,)}
     ARCHITECTURE = "Qwen3ForCausalLM"
     OWN = {"add_qkv_bias": False, "qk_layernorm": True}
     HEAD_DIM = 128

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Read = Callable[[str], Tensor]
+"""A parameter's name -> its tensor; each call may read a file."""
 Change = Callable[[str, Tensor], Tensor]
 """Our name and a weight in one layout -> in the other; by default both have the same."""
 
@@ -40,14 +42,12 @@ class Names:
         inside = self.layer.get(module, module) if part is None else self.fused
         return f"{self.layers}.{layer}.{inside}.{kind}", part
 
-    def to_ours(
-        self, theirs: Mapping[str, Tensor], names: Iterable[str], change: Change = unchanged
-    ) -> dict[str, Tensor]:
+    def to_ours(self, theirs: Read, names: Iterable[str], change: Change = unchanged) -> dict[str, Tensor]:
         """Return our state dict of ``names``: the same tensors or views of them, but for what ``change`` copies."""
         ours = {}
         for name in names:
             their_name, part = self.of(name)
-            weight = theirs[their_name]
+            weight = theirs(their_name)
             ours[name] = change(name, weight if part is None else weight.chunk(len(self.parts), self.dim)[part])
         return ours
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.hf.folder import entry, shown
-from model.hf.names import Names
+from model.hf.names import Names, Read
 from runtime.errors import UserError
 
 # Supported values of the keys of config.json that may ask for something else; a missing key means the first.
@@ -109,7 +109,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def to_ours(theirs: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+def to_ours(theirs: Read, names: Iterable[str]) -> dict[str, Tensor]:
     """Return our state dict of `names`, with the same tensors or views of them."""
     return NAMES.to_ours(theirs, names, lambda name, weight: weight.flatten() if name == THETA else weight)
 

@@ -11,8 +11,7 @@ from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
 from parallel.context.methods.registry import LINEAR_METHODS, METHODS, STATE_METHODS
 from parallel.context.options import PlanOptions
-from parallel.context.plan import Plan, make_plan
-from parallel.context.rounds import Round
+from parallel.context.plan import Plan, Round, make_plan
 from parallel.context.traffic import Cost, Traffic
 
 __all__ = [

@@ -26,11 +26,7 @@ class ContextParallel:
     """One rank's shard of every sequence, and its attention to the whole sequence."""
 
     def __init__(
-        self,
-        plan: Plan,
-        group: dist.ProcessGroup | None,
-        backend: str = "auto",
-        timeout: timedelta | None = None,
+        self, plan: Plan, group: dist.ProcessGroup | None, backend: str = "auto", timeout: timedelta | None = None
     ) -> None:
         rank = dist.get_rank(group) if plan.size > 1 else 0
         geometry = plan.geometry

@@ -5,13 +5,12 @@ not depend on what arrives first.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.tiles import Tile
-from parallel.context.rounds import Round
+from parallel.context.plan import Round
 from parallel.context.sparse.courses import Course
 from parallel.context.sparse.flow import Parcels
 from parallel.context.sparse.rows import Rows, count
@@ -19,19 +18,6 @@ from parallel.context.transport import Arrival, Tensors, Transport
 
 Visit = tuple[int, tuple[Tile, ...], Tensors]
 """A round's index, its tiles, and the tensors that this rank holds in it."""
-
-
-class Circulation(Protocol):
-    """Rows that move from rank to rank, and the sums of their gradients."""
-
-    def visits(self) -> Iterator[Visit]:
-        """Yield every round with something to do, while what later ones hold is in transit."""
-
-    def send_gradient(self, index: int, moved: Tensors) -> None:
-        """Take this rank's gradient of what round ``index`` held; it may be changed."""
-
-    def home(self) -> Tensors:
-        """Return the whole gradient of this rank's own rows; () if it had no part in any."""
 
 
 class Whole:
@@ -46,6 +32,7 @@ class Whole:
         self._gradients: dict[int, list[Arrival]] = {}
 
     def visits(self) -> Iterator[Visit]:
+        """Yield every round with something to do, while what later ones hold is in transit."""
         for i, step in enumerate(self._rounds):
             held = self._due.pop(i)()
             for transfer in step.transfers:
@@ -54,6 +41,7 @@ class Whole:
                 yield i, step.tiles, held
 
     def send_gradient(self, index: int, moved: Tensors) -> None:
+        """Take this rank's gradient of what round ``index`` held; it may be changed."""
         for arrival in self._gradients.pop(index, []):
             for mine, theirs in zip(moved, arrival(), strict=True):
                 mine += theirs
@@ -63,12 +51,13 @@ class Whole:
         self._gradients.setdefault(transfer.due, []).append(sent)
 
     def home(self) -> Tensors:
+        """Return the whole gradient of this rank's own rows; () if it had no part in any."""
         (home,) = self._gradients.pop(len(self._rounds))
         return tuple(self._transport.reduced(x, self._holders) for x in home())
 
 
 class Needed:
-    """Only rows that a query sees travel (parallel/context/sparse/flow.py)."""
+    """Only rows that a query sees travel (parallel/context/sparse/flow.py); methods as in ``Whole``."""
 
     def __init__(self, transport: Transport, course: Course, own: Tensors) -> None:
         self._transport, self._course, self._own = transport, course, own

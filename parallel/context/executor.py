@@ -19,7 +19,7 @@ from kernels.attention import select_backend
 from kernels.merge import merged
 from kernels.sinks import sinks_gradient, with_sinks
 from kernels.tiles import add_gradients_, attend_tiles_
-from parallel.context.circulation import Circulation, Needed, Whole
+from parallel.context.circulation import Needed, Whole
 from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
 from parallel.context.plan import PLANS, Plan
@@ -137,7 +137,7 @@ class Executor:
             )
         return found and found[1]
 
-    def _circulation(self, plan: Plan, moving: Tensors, moves: Moves, prefetched: Arrival | None) -> Circulation:
+    def _circulation(self, plan: Plan, moving: Tensors, moves: Moves, prefetched: Arrival | None) -> Whole | Needed:
         if plan.sparse:
             return Needed(self.transport, plan.course(self.rank, moves), moving)
         arrival = prefetched or self.transport.gather(moving, self._holders)

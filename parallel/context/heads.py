@@ -77,23 +77,18 @@ def _(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] // degree, heads, x.shape[3])
 
 
-def _save_heads(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.degree, ctx.handle = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *_, ctx.degree, ctx.handle = inputs
     ctx.heads, ctx.exchange = x.shape[2], _exchanges[ctx.handle]  # keep it alive until the backward
-
-
-def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, ctx.degree, ctx.handle = inputs
-    ctx.exchange = _exchanges[ctx.handle]
 
 
 _to_heads.register_autograd(
     lambda ctx, dx: (torch.ops.longmesh.heads_to_tokens(dx, ctx.heads, ctx.degree, ctx.handle), None, None),
-    setup_context=_save_heads,
+    setup_context=_save,
 )
 _to_tokens.register_autograd(
     lambda ctx, dx: (torch.ops.longmesh.tokens_to_heads(dx, ctx.degree, ctx.handle), None, None, None),
-    setup_context=_save_tokens,
+    setup_context=_save,
 )
 
 

@@ -2,38 +2,49 @@
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.blocks import Tile
 from parallel.context.arcs import ArcLayout
 from parallel.context.errors import ContextError
-from parallel.context.geometry import Geometry
+from parallel.context.geometry import Geometry, Transfer
 from parallel.context.layout import BALANCED, Layout
-from parallel.context.mask import Mask, Window, mask_of
+from parallel.context.mask import Mask, Reach, Window, mask_of
 from parallel.context.methods.base import Ranks
 from parallel.context.methods.registry import method_of
 from parallel.context.options import PlanOptions
-from parallel.context.rounds import Round
-from parallel.context.sparse.courses import Course, course_of, flow_of
+from parallel.context.sparse.courses import Course, PiecesOf, course_of, flow_of
 from parallel.context.sparse.flow import Flow
 from parallel.context.tiles import Piece, pieces, tiles
-from parallel.context.traffic import (
-    Cost,
-    Moves,
-    Sizes,
-    cheaper_backward,
-    needed_traffic,
-    sizes,
-    whole_traffic,
-)
+from parallel.context.traffic import Cost, Moves, Sizes, cheaper_backward, needed_traffic, sizes, whole_traffic
 from parallel.context.work import Sets, Work, work
 from runtime.handles import Handles
 
 PLANS: Handles["Plan"] = Handles()
 """Plans by handle: attention operators take a handle, since the plan may change with every call."""
+
+
+class Round(NamedTuple):
+    """One round of one rank where whole tensors travel: a ``Step``, and tiles (this rank's queries, held keys).
+
+    This rank's queries are its team's, joined in ascending positions, as are the keys of ``holds`` (ranks that each
+    hold every n-th position: in the order of their first ones). A backward that moves queries holds queries, and the
+    keys are the team's.
+    """
+
+    holds: tuple[int, ...]
+    transfers: tuple[Transfer, ...]
+    gradient: Transfer | None
+    tiles: tuple[Tile, ...]
+
+    @property
+    def pairs(self) -> int:
+        """Count the unmasked (query, key) pairs computed in this round."""
+        return sum(tile.pairs for tile in self.tiles)
 
 
 @dataclass(frozen=True)
@@ -130,8 +141,7 @@ class Plan:
     def course(self, rank: int, moves: Moves = "kv") -> Course:
         """Return what ``rank`` sends, receives and computes where only the rows that a query sees travel."""
         if (rank, moves) not in self._courses:
-            settings = self.real_pieces, self.layout.stride, self.mask.reach, moves
-            self._courses[rank, moves] = course_of(self.flow(moves), rank, *settings)
+            self._courses[rank, moves] = course_of(self.flow(moves), rank, *self._visible, moves)
         return self._courses[rank, moves]
 
     @cached_property
@@ -141,9 +151,12 @@ class Plan:
     def flow(self, moves: Moves = "kv") -> Flow:
         """Return the routes of all rows that a query sees."""
         if moves not in self._flows:
-            settings = self.real_pieces, self.layout.stride, self.mask.reach, moves
-            self._flows[moves] = flow_of(self.geometry, *settings)
+            self._flows[moves] = flow_of(self.geometry, *self._visible, moves)
         return self._flows[moves]
+
+    @property
+    def _visible(self) -> tuple[PiecesOf, int, Reach]:
+        return self.real_pieces, self.layout.stride, self.mask.reach
 
     @cached_property
     def _flows(self) -> dict[Moves, Flow]:
@@ -162,27 +175,19 @@ class Plan:
         """Return the work of all ranks in all rounds: as in ``rounds``, but hundreds of times faster."""
         return _work(self, moves)
 
-    def cost(
-        self,
-        rank: int,
-        *,
-        batch: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        element_size: int,
-        value_dim: int | None = None,
-    ) -> Cost:
-        """Compute work and traffic of one attention on ``rank``; ``element_size`` is that of activations, in bytes.
-
-        ``value_dim`` is the width of v and out in linear attention, if it differs from that of q and k.
+    def cost(self, rank: int, **shape: int) -> Cost:
+        """Compute work and traffic of one attention on ``rank``.
 
         Partial results and gradients travel in float32 (float64 for float64). A collective counts the bytes sent to
         each peer.
+
+        Args:
+            shape: ``batch``, ``heads``, ``kv_heads``, ``head_dim``; ``element_size``, that of activations, in bytes;
+                and ``value_dim``, the width of v and out in linear attention, if it differs from that of q and k.
         """
         geometry, boundaries = self.geometry, self.boundaries
-        geometry.check_heads(heads, kv_heads)
-        of = sizes(geometry, batch, heads, kv_heads, head_dim, element_size, value_dim)
+        geometry.check_heads(shape["heads"], shape["kv_heads"])
+        of = sizes(geometry, **shape)
         moves = self.backward_moves(of)
         if self.sparse:
             pairs = tuple(sum(tile.pairs for tile in stop.tiles) for stop in self.course(rank).stops)

@@ -14,12 +14,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kernels.attention import ANTI, CAUSAL, FULL
-from kernels.tiles import Tile
+from kernels.blocks import ANTI, CAUSAL, FULL, Block, Tile
 from parallel.context.layout import Run
 from parallel.context.mask import Reach
-
-Block = tuple[int, int, int, int, str]  # first and last + 1 of the rows, of the columns; kind
 
 
 class Piece(NamedTuple):

@@ -185,10 +185,7 @@ def collectives(
     else:
         stays: Moves = "queries" if moves == "kv" else "kv"
         for ranks, what in ((holders, moves), (team, stays))[0 if holders_join else 1 :]:
-            found += [
-                Collective("gather", ranks, of.payload(what)),
-                Collective("exchange", ranks, of.gradient(what)),
-            ]
+            found += [Collective("gather", ranks, of.payload(what)), Collective("exchange", ranks, of.gradient(what))]
     if geometry.method.capabilities().states == "gather":
         everyone = np.broadcast_to(np.arange(geometry.size), (geometry.size, geometry.size))
         found.append(Collective("gather", everyone, of.state))

@@ -8,7 +8,7 @@ import torch
 
 from kernels import linear_attention as linear
 from kernels import linear_scan, reference
-from kernels.linear_attention import from_state, linear_attention, local_state, passed_on, select_linear_backend
+from kernels.linear_attention import from_state, linear_attention, passed_on, select_linear_backend
 from tests.kernels.linear_cases import CASES, FAR, LENGTHS, NAMES, PACKED, Case, errors, inputs, naive_errors, results
 
 BOUND = {"float64": 1e-13, "float32": 1e-5}
@@ -122,7 +122,7 @@ def test_ranks_pass_states_on_and_gradients_back(documents: tuple[int, ...] | No
             state = torch.zeros_like(state)
         out, _ = linear_scan.scan(q[:, a:b], k[:, a:b], v[:, a:b], log_decay, None, places)
         found["out"].append(out + from_state(q[:, a:b], state, log_decay, places[1]))
-        local = local_state(k[:, a:b], v[:, a:b], log_decay, places)
+        local = linear_scan.scan(None, k[:, a:b], v[:, a:b], log_decay, None, places)[1]
         state = local + passed_on(state, log_decay, b - a) if len(places) == 2 else local
     gradient = dfinal
     for (a, b), before in reversed(list(zip(ranks, entering, strict=True))):
@@ -134,7 +134,7 @@ def test_ranks_pass_states_on_and_gradients_back(documents: tuple[int, ...] | No
         found["dq"].insert(0, dq + from_state(dout[:, a:b], turned, log_decay, places[1]))
         found["dk"].insert(0, dk + from_state(part[2], gradient.transpose(-1, -2), log_decay, last, reverse=True))
         found["dv"].insert(0, dv + from_state(part[1], gradient, log_decay, last, reverse=True))
-        local = local_state(part[0], dout[:, a:b], log_decay, places, reverse=True)
+        local = linear_scan.scan(None, part[0], dout[:, a:b], log_decay, None, places, reverse=True)[1]
         gradient = local + passed_on(gradient, log_decay, b - a) if len(places) == 2 else local
     for name, parts in found.items():
         assert (torch.cat(parts, 1) - want[name]).norm() <= 1e-13 * want[name].norm(), name

@@ -9,7 +9,7 @@ from parallel.context import Plan, make_plan
 from parallel.context.traffic import sizes
 from planner.attention_cost import AttentionCost
 from planner.cluster import load_cluster
-from planner.needed_cost import bytes_needed, slots
+from planner.needed_cost import needed_of_all, slots
 
 H100 = "configs/clusters/h100_pod.toml"
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -43,7 +43,7 @@ def test_all_ranks_bytes_are_the_plan_s(method: str, options: dict[str, Any]) ->
     for moves, way, gradients in ((None, "forward", False), ("kv", "backward", True)):
         sent = [getattr(cost, way) for cost in costs]
         between = sum(traffic.between_nodes(rank, 4) for rank, traffic in enumerate(sent))
-        assert bytes_needed(plan, of, moves, 4) == (sum(traffic.total for traffic in sent) - between, between)
+        assert needed_of_all(plan, of, moves, 4) == (sum(traffic.total for traffic in sent) - between, between)
         found = slots(plan, of, "kv", gradients=gradients)
         apart = [(slot.size[slot.ranks != slot.peers]).sum() for slot in found]  # type: ignore[index]
         assert sum(apart) == pytest.approx(sum(traffic.p2p.total() for traffic in sent))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.linear_attention import from_state, local_state, passed_on, scan_of, select_linear_backend
+from kernels.linear_attention import Scan, from_state, passed_on, scan_of, select_linear_backend
 from parallel.context.geometry import Geometry
 from parallel.context.linear.passages import Passage, passages
 from parallel.context.plan import PLANS, Plan
@@ -39,15 +39,15 @@ class StateExecutor:
 
     def forward(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> tuple[Tensor, Tensor]:
         """Return out ``[B, T, H, E]`` in v's dtype, and the incoming state, zero if there is none."""
-        backend, ways = self._backend(q), self._ways(plan, reverse=False)
+        run, ways = self._scan(q), self._ways(plan, reverse=False)
         here = ways[self.rank]
 
         def intra() -> tuple[Tensors, Tensor]:
-            out, local = scan_of(backend)(q, k, v, log_decay, None, here.documents, wide=True)
+            out, local = run(q, k, v, log_decay, None, here.documents, wide=True)
             return (out,), local
 
         def alone() -> Tensor:
-            return local_state(k, v, log_decay, here.documents, backend=backend)
+            return run(None, k, v, log_decay, None, here.documents)[1]
 
         (out,), state, finish = self._pass_states(intra, alone, _state_like(k, v), log_decay, ways, reverse=False)
         if state is None:
@@ -61,9 +61,9 @@ class StateExecutor:
         self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Sequence[float]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv in the dtypes of q, k and v; ``state`` is the one that forward returned."""
-        backend, ways = self._backend(q), self._ways(plan, reverse=True)
+        run, ways = self._scan(q), self._ways(plan, reverse=True)
         here = ways[self.rank]
-        run, documents = scan_of(backend), here.documents
+        documents = here.documents
         entered = None if self._ways(plan, reverse=False)[self.rank].source is None else state.transpose(-1, -2)
 
         def intra() -> tuple[Tensors, Tensor]:
@@ -73,7 +73,7 @@ class StateExecutor:
             return (dq, dk, dv), local
 
         def alone() -> Tensor:
-            return local_state(q, dout, log_decay, documents, reverse=True, backend=backend)
+            return run(None, q, dout, log_decay, None, documents, reverse=True)[1]
 
         (dq, dk, dv), dstate, finish = self._pass_states(intra, alone, _state_like(k, v), log_decay, ways, reverse=True)
         if dstate is not None:
@@ -129,8 +129,8 @@ class StateExecutor:
     def _ways(self, plan: Plan, *, reverse: bool) -> tuple[Passage, ...]:
         return passages(self.geometry.size, self.geometry.local_len, plan.boundaries, reverse)
 
-    def _backend(self, q: Tensor) -> str:
-        return select_linear_backend(self.backend_name, q.device.type, q.dtype)
+    def _scan(self, q: Tensor) -> Scan:
+        return scan_of(select_linear_backend(self.backend_name, q.device.type, q.dtype))
 
 
 def _state_like(k: Tensor, v: Tensor) -> Tensor:

@@ -79,9 +79,9 @@ def compiled(capability: int, width: int, value_width: int, dtype: torch.dtype, 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kernels.triton.linear_attention import scan_kernel, tile_of
+    from kernels.triton.linear_attention import blocking_of, scan_kernel
 
-    tile = tile_of(width, value_width, dtype)
+    tile = blocking_of(width, value_width, dtype)
     constants = {
         "C": tile.C,
         "BLOCK_D": tile.BLOCK_D,

@@ -177,7 +177,7 @@ def record(rank: int, world_size: int, method: str) -> list[str]:
 
     post, Transport.post = Transport.post, posted  # type: ignore[method-assign]
     logged(Transport, "gather", waits=True)
-    for name in ("from_state", "passed_on", "local_state"):
+    for name in ("from_state", "passed_on"):
         logged(state, name)
     scan_of = state.scan_of
     state.scan_of = lambda name: lambda *a, **n: (events.append("scan"), scan_of(name)(*a, **n))[1]
@@ -194,8 +194,8 @@ def test_what_needs_no_other_rank_is_computed_while_the_state_is_on_its_way() ->
     forward = ["receive", "scan", "wait", "passed_on", "send", "from_state"]
     assert middle == [*forward, "backward", "receive", *["scan"] * 3, *forward[2:], "from_state"]
     middle = run_ranks(record, 3, "lasp2")[1]
-    forward = ["local_state", "gather", "scan", "wait", "from_state"]
-    backward = ["local_state", "gather", *["scan"] * 3, "wait", "from_state", "from_state"]
+    forward = ["scan", "gather", "scan", "wait", "from_state"]
+    backward = ["scan", "gather", *["scan"] * 3, "wait", "from_state", "from_state"]
     assert middle == [*forward, "backward", *backward]
 
 

@@ -151,12 +151,12 @@ class Watchdog:
             words.append(f"{self._named(ranks)} {waits} (at {places[ranks[0]][1]})")
         said = f"hung: no step in {waited:.0f} s; {'; '.join(words)}; stacks of all in {self._folder / FOLDER}"
         print(said, file=sys.stderr, flush=True)
-        knows = answers or lost  # else it guesses that the store's node hangs, unless that has told of another one
-        nodes = sorted({self._ranks[rank][0] for rank in (lost if knows else [0])})
+        # A silent store hangs with its node, which overrules that only if it misses ranks: once woken it hears all.
+        nodes = sorted({self._ranks[rank][0] for rank in lost or ([] if answers else [0])})
         with suppress(OSError):
             with (self._folder / FOLDER / "report.txt").open("a", encoding="utf-8") as report:
                 report.write(f"{said}\n")
-            with (self._folder / EXCLUDE).open("w" if knows else "x", encoding="utf-8") as file:
+            with (self._folder / EXCLUDE).open("w" if lost else "x", encoding="utf-8") as file:
                 file.write("".join(f"{node}\n" for node in nodes))
 
     def _named(self, ranks: list[int]) -> str:

@@ -91,10 +91,14 @@ state_of() {
     echo "${state:-unknown}"
 }
 
-# Keep the job $1 off the nodes $2, besides those that it is kept off. Slurm takes it once the job is queued again.
+# Keep the job $1 off the nodes $2, besides those that it is kept off. Slurm takes it once the job is queued again, and
+# also if too few nodes are left; the job would wait for ever.
 exclude() {
-    local before
+    local before gres
     before=$(scontrol show job -o "$1" | sed -n 's/.*ExcNodeList=\([^ (]\+\).*/\1,/p')
+    gres=$(scontrol show job -o "$1" | sed -n 's/.*TresPerNode=gres[:\/]\([^ ]*\).*/\1/p')
+    sbatch --test-only --exclusive --nodes="$SLURM_NNODES" --partition="$SLURM_JOB_PARTITION" ${gres:+--gres="$gres"} \
+        --exclude="$before$2" --wrap=true || { echo "a rank hung on $2, and there are too few nodes without it" && return; }
     for _ in {1..30}; do
         scontrol update JobId="$1" ExcNodeList="$before$2" && echo "without $2, where a rank hung" && return
         sleep 1

@@ -140,10 +140,7 @@ def _shell(commands: str) -> None:
 
 
 def start(folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: int = 8, links: bool = False) -> None:
-    """Start a cluster in an empty or new folder, and wait until its nodes are idle.
-
-    Args:
-        links: give each node a network of its own, so that ``cut`` can part two of them.
+    """Start a cluster in an empty or new folder, and wait until its nodes are idle. With ``links``, ``cut`` works.
 
     Raises:
         VirtualError: something is missing, or a node does not come up within 30 s.
@@ -207,8 +204,7 @@ def cut(folder: Path, names: Sequence[str], passes: bool = False) -> None:
     """Let nothing pass between these nodes, of a cluster with links, or all again; the controller reaches each."""
     bridge = (folder / "bridge").read_text()
     for name in names:
-        port = f"{bridge}{name.removeprefix('node')}"
-        _shell(f"bridge link set dev {port} isolated {'off' if passes else 'on'}")
+        _shell(f"bridge link set dev {bridge}{name.removeprefix('node')} isolated {'off' if passes else 'on'}")
 
 
 def stop(folder: Path) -> None:

@@ -17,6 +17,7 @@ scontrol() {
     *) echo "scontrol $*" ;;
     esac
 }
+sbatch() { [ -z "$FEW" ]; }
 srun() {
     echo "srun $*"
     echo "$SAID" >>"$RUN/logs/7/task-1.log"
@@ -24,19 +25,27 @@ srun() {
     [ -z "$NEW" ] || echo "$NEW" >"$RUN/latest_checkpointed_iteration.txt"
     return $STATUS
 }
+export SLURM_NNODES=1 SLURM_JOB_PARTITION=gpu
 export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node1 GPUS_PER_NODE= LAUNCHER=ranks PYTHON=python CONTAINER=
 source slurm/job.sh
 """
 
 
 def started(
-    run: Path, *flags: str, status: int = 0, new: str = "", said: str = "", hung: str = "", excluded: str = "(null)"
+    run: Path,
+    *flags: str,
+    status: int = 0,
+    new: str = "",
+    said: str = "",
+    hung: str = "",
+    excluded: str = "(null)",
+    few: str = "",
 ) -> tuple[int, str]:
     """The exit status and the words of one start of a job."""
     run.mkdir(exist_ok=True)
     (run / "config.toml").write_text("train_iters = 9\n")
     settings = {"RUN": str(run), "STATUS": str(status), "NEW": new, "SAID": said}
-    settings |= {"HUNG_ON": hung, "EXCLUDED": excluded}
+    settings |= {"HUNG_ON": hung, "EXCLUDED": excluded, "FEW": few}
     done = subprocess.run(
         ["bash", "-c", STAND_IN + 'train "$RUN" pretrain_gpt.py "$@"', "job", *flags],
         cwd=ROOT,
@@ -123,4 +132,7 @@ def test_a_job_whose_rank_hung_is_queued_again_without_its_node(
     assert f"scontrol update JobId=7 ExcNodeList={kept_off}\n" in said
     assert not (tmp_path / "run" / "logs" / "7" / "stuck").read_text().strip("0\n")
     _, said = started(tmp_path / "run", new="6")
+    assert "ExcNodeList" not in said
+    _, said = started(tmp_path / "run", status=status, new="7", hung="node3", few="yes")
+    assert "queued again" in said
     assert "ExcNodeList" not in said

@@ -136,7 +136,7 @@ def test_a_job_waits_in_a_full_queue_with_slurms_reason_and_then_trains(
     job = submitted(slurm, save, default_data)
     wait_until(lambda: say(slurm, "squeue", "-h", "-j", job, "-o", "%T %r") == "PENDING Resources\n")
     shown = say(slurm, sys.executable, "-m", "tools.watch", "--slurm", "--once")
-    assert re.search(rf"^job {job} \(longmesh\): pending, \(?Resources", shown, re.M), shown
+    assert re.search(rf"^job {job} \(longmesh\): pending \(Resources\)$", shown, re.M), shown
     say(slurm, "scancel", other)
     finished_as_undisturbed(slurm, job, save, undisturbed, restarts="0")
 
@@ -157,3 +157,14 @@ def test_a_nodes_name_that_does_not_resolve_is_told_before_any_rank_starts(
         "error: node1 does not resolve the node name node2; enter it in DNS or /etc/hosts, or --exclude=node2" in said
     )
     assert not (run / "starts").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "kept_off"), [("2", "node2"), ("3", "(null)")])
+def test_a_hung_node_is_left_out_where_enough_others_are_there(
+    nodes: str, kept_off: str, slurm: dict[str, str], tmp_path: Path
+) -> None:
+    job, _ = stub(slurm, tmp_path, "--nodes", nodes, HUNG_ON="node2")
+    known = ended(slurm, job)
+    said = (tmp_path / "run.log").read_text()
+    assert (known["JobState"], known["Restarts"], known["ExcNodeList"]) == ("COMPLETED", "1", kept_off), said

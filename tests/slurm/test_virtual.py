@@ -170,6 +170,10 @@ STUB = """#!/bin/bash
 run=${@: -1}
 echo "train_iters = 2" > $run/config.toml
 [ "$SLURM_PROCID" -ne 0 ] || echo start >> $run/starts
+if [ -n "$HUNG_ON" ] && [ "$SLURM_PROCID" -eq 0 ] && [ ! -e $run/was-hung ]; then
+    echo $HUNG_ON | tee $run/was-hung > $run/hung_nodes.txt
+    exit 75
+fi
 [ -z "$FAILING" ] || { echo "error: broken"; exit 3; }
 [ $(cat $run/starts 2>/dev/null | wc -l) -lt 2 ] || { echo 2 > $run/latest_checkpointed_iteration.txt; exit 0; }
 trap 'echo 1 > $run/latest_checkpointed_iteration.txt; exit 0' USR1 TERM

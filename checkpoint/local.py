@@ -50,9 +50,11 @@ def remove_others(local: Path, kept: Path | None) -> None:
     for path in local.glob("iter_*"):
         if path != kept:
             gone = path.with_name(f"iter_{uuid.uuid4().hex[:8]}.tmp")  # first, so that a kill leaves no broken one
-            with suppress(OSError):  # another rank was first; what is left is tried again at the next one
+            with suppress(OSError):  # another rank was first
                 path.rename(gone)
-                shutil.rmtree(gone)
+                shutil.rmtree(
+                    gone, ignore_errors=True
+                )  # files go under two ranks' hands; the last name's folder goes too
 
 
 def bring(folder: Path, names: Collection[str], group: dist.ProcessGroup | None) -> None:

@@ -4,7 +4,6 @@ torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/dit_ti
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from model.dit_config import architecture_of
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh, distributed_mesh
 from planner.dry_run import dry_run
-from runtime.processes import launched_world_size
+from planner.resize import sized
 from runtime.signals import listening
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import build_parts, build_runner, summary
@@ -39,24 +38,28 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     Args:
         peak_flops: FLOP/s that MFU is measured against; by default what a process can reach.
     """
-    asked = replaying(parse_args(arguments))
-    if asked.dry.dry_run:
-        dry_run(arguments, asked, "pretrain_dit.py", validate, computing)
+    config = replaying(parse_args(arguments))
+    if config.dry.dry_run:
+        dry_run(arguments, config, "pretrain_dit.py", validate, computing)
         return
-    processes = launched_world_size()
-    validate(asked, processes)
-    config = with_joined_ranks(asked, processes)
-    with listening() as notice, distributed_mesh(config.mesh) as mesh, owning(config):
-        trainer = build_trainer(asked, mesh, peak_flops)
-        if asked.health.replay_step is None:
+    with (
+        listening() as notice,
+        sized(config, validate) as (config, asked),
+        distributed_mesh(config.mesh) as mesh,
+        owning(config),
+    ):
+        trainer = build_trainer(config, mesh, peak_flops, asked)
+        if config.health.replay_step is None:
             trainer.run(notice)
         else:
             replay(trainer)
 
 
-def build_trainer(asked: DiTRunConfig, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
-    """Build and load everything for training; collective."""
-    config = with_joined_ranks(asked, dist.get_world_size())
+def build_trainer(
+    config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = None, asked: DiTRunConfig | None = None
+) -> Trainer:
+    """Build and load everything for training; collective. ``asked``: as ``planner.resize.sized`` yields it."""
+    asked, config = asked or config, with_joined_ranks(config, dist.get_world_size())
     with raise_together():
         cp, attend = diffusion_context(config, mesh.cp.get_group())
     model, seed = config.model, config.train.seed
@@ -82,8 +85,8 @@ def build_trainer(asked: DiTRunConfig, mesh: Mesh, peak_flops: float | None = No
         valid_data=valid_data if config.train.eval_iters else None,
         architecture=architecture,
         flops_per_token=lambda length: flops,
-        # As asked for: another number of processes may have other ranks to join.
-        log=open_log(replace(config, mesh=asked.mesh, train=asked.train), progress),
+        # As asked for: another number of processes may have another mesh, and other ranks to join.
+        log=open_log(asked, progress),
         ema=ema,
         after_validation=pictures(config, mesh, cp, parts),
         progress=progress,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
@@ -18,7 +19,7 @@ from model.registry import TITLES, attention_title, build_model, flops_per_token
 from parallel.mesh import Mesh, distributed_mesh
 from planner.complete import complete
 from planner.dry_run import dry_run
-from runtime.processes import launched_world_size
+from planner.resize import sized
 from runtime.signals import listening
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import build_parts, build_runner, summary
@@ -42,20 +43,24 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     if config.dry.dry_run:
         dry_run(arguments, config, "pretrain_gpt.py", validate, computing)
         return
-    validate(config, launched_world_size())
-    with listening() as notice, distributed_mesh(config.mesh) as mesh, owning(config):
-        trainer = build_trainer(config, mesh, peak_flops)
+    with (
+        listening() as notice,
+        sized(config, validate) as (config, asked),
+        distributed_mesh(config.mesh) as mesh,
+        owning(config),
+    ):
+        trainer = build_trainer(config, mesh, peak_flops, asked)
         if config.health.replay_step is None:
             trainer.run(notice)
         else:
             replay(trainer)
 
 
-def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None) -> Trainer:
-    """Build and load everything for training; collective."""
+def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None, asked: Config | None = None) -> Trainer:
+    """Build and load everything for training; collective. ``asked``: as ``planner.resize.sized`` yields it."""
     with raise_together():
         tokenizer = load_tokenizer(str(config.data.tokenizer_model))
-    asked, config = config, complete(config, tokenizer.vocab_size)
+    asked, config = asked or config, complete(config, tokenizer.vocab_size)
     objective, parts_of = computing(config, mesh)
     train_data, valid_data, _ = build_datasets(config.data, config.train.seq_length, config.train.seed, tokenizer)
     frequencies = corpus_entropy(config.data) if is_first() else {}
@@ -103,7 +108,10 @@ def computing(config: Config, mesh: Mesh) -> tuple[NextToken, Callable[[], list[
 def as_asked(config: Config, asked: Config) -> Config:
     """Return the configuration to write: another run may have other processes to lay out and join, and lengths."""
     model = replace(config.model, rope_scaling_seq_length=asked.model.rope_scaling_seq_length)
-    return replace(config, model=model, hybrid=asked.hybrid, mesh=asked.mesh, train=asked.train)
+    kept = {name: getattr(asked, name) for name in ("hybrid", "mesh", "train", "data_parallel", "recompute")}
+    if asked.mesh.joined(dist.get_world_size()) != config.mesh:
+        kept["context"] = asked.context
+    return replace(config, model=model, **kept)
 
 
 def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend | HybridAttention) -> list[LanguageModel]:

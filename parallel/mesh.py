@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -40,6 +40,12 @@ class MeshConfig:
     """Over whom the tokens of packed documents are shared and balanced: the context-parallel processes of each
     micro-batch, or, as one micro-batch, all data-parallel ones too; dp_cp needs reset_attention_mask or
     pack_samples."""
+    allow_resize: bool = field(default=False, compare=False)
+    """Go on with other processes than full_world_size: the planner chooses the sizes above and the micro-batch, and
+    the global batch and the order of the samples stay."""
+    full_world_size: int | None = field(default=None, compare=False)
+    """Processes that the sizes above are for, where allow_resize is set; by default those that the run's config.toml
+    has: of its last start without allow_resize, or of its first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that every process computes on; auto takes cuda where it is available."""
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -48,9 +54,9 @@ class MeshConfig:
     """How long a collective may wait for its peers before the run fails."""
 
     def __post_init__(self) -> None:
-        for name in SIZES:
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in (*SIZES, "full_world_size"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise UserError(f"{name} is {size}; it must be 1 or more")
         if not SHORTEST_TIMEOUT <= self.distributed_timeout_minutes <= LONGEST_TIMEOUT:
             raise UserError(
                 f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; it must be from "

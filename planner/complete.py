@@ -11,7 +11,7 @@ from planner.hybrid import fastest, layout_costs
 from planner.ranking import nothing_left
 from planner.search import rank
 from runtime.together import from_first, is_first, raise_together
-from train.config.common import with_joined_ranks
+from train.config.common import CommonConfig, with_joined_ranks
 from train.config.entries import Config
 from train.config.flags import ConfigError
 from train.config.language import load_config
@@ -95,10 +95,7 @@ def _choice(config: Config, world_size: int) -> tuple[ContextConfig, str]:
         alike = (before.mesh.joined(world_size), before.train.seq_length) == (config.mesh, config.train.seq_length)
         if alike and before.context.context_parallel_method != "auto":
             return before.context, f"context parallelism: {before.context.title}, as {earlier} has it"
-    named, per_node = config.context.cluster, config.mesh.context_ranks_per_node
-    cluster = default_cluster(config.mesh.device_type) if named is None else load_cluster(named)
-    if named is None and per_node is not None:
-        cluster = replace(cluster, gpus_per_node=per_node * config.mesh.tensor_model_parallel_size)
+    cluster = cluster_of(config)
     found = rank([config], world_size, cluster)
     if not found.candidates:
         raise ConfigError(nothing_left(found, cluster))
@@ -107,6 +104,19 @@ def _choice(config: Config, world_size: int) -> tuple[ContextConfig, str]:
         f"context parallelism: {best.config.context.title}, predicted to take {1e3 * best.prediction.time:.4g} ms per "
         f"iteration on {cluster.name}, the least of {others + 1}"
     )
+
+
+def cluster_of(config: CommonConfig) -> Cluster:
+    """Return the cluster that is named or, with as many processes per node as launched, the one at hand.
+
+    Raises:
+        ClusterError: its file is invalid, or none is about this device.
+    """
+    named, per_node = config.context.cluster, config.mesh.context_ranks_per_node
+    cluster = default_cluster(config.mesh.device_type) if named is None else load_cluster(named)
+    if named is None and per_node is not None:
+        cluster = replace(cluster, gpus_per_node=per_node * config.mesh.tensor_model_parallel_size)
+    return cluster
 
 
 def with_layout(config: Config, cluster: Cluster | None = None) -> Config:

@@ -264,7 +264,7 @@ def changes(config: CommonConfig, extra: dict[str, Any], contents: dict[str, str
     # Earlier versions kept only an entry's own settings, as drawn_by.
     before = {**extra.get("drawn_by", {}), **extra.get("settings", {})}
     for name, now in settings(config).items():
-        if (was := before.get(name, now)) != now:
+        if (was := before.get(name, now)) != now and not (name == "micro_batch_size" and config.mesh.allow_resize):
             joined = name == "micro_batch_size" and config.mesh.balance_over == "dp_cp"
             keeps = ", of all data-parallel processes together" if joined else f"; {spelled(name, was)} keeps it"
             lines.append(f"note: {name} was {was} and is {now}{keeps}")

@@ -89,7 +89,7 @@ class ContextConfig:
         if self.cluster is not None and method != "auto":
             raise ContextError(
                 f"cluster is {self.cluster} and context_parallel_method is {method}, which leaves nothing to choose; "
-                "leave it out, or use method auto"
+                "leave it out, use method auto, or give --allow-resize"
             )
         if method in ("none", "auto") and shape != ContextConfig().plan_arguments(None):
             reason = "chooses them itself" if method == "auto" else "takes none"

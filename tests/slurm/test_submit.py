@@ -36,6 +36,13 @@ def test_the_script_has_what_was_asked_for_once(capsys: pytest.CaptureFixture[st
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
 
+def test_a_job_may_take_fewer_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    resizing = ["--allow-resize", "--full-world-size", "32"]
+    text = printed(capsys, "--nodes", "4", "--option=--nodes=2-4", *RUN, *resizing)
+    assert re.findall(r"^#SBATCH --nodes.*", text, re.M) == ["#SBATCH --nodes=2-4"]
+    assert text.endswith(f" {' '.join(resizing)}\n")
+
+
 def test_a_sweep_is_an_array_with_a_folder_for_each(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--nodes", "1", "--array", "--lr 1e-3", "--lr 3e-4 --seed 2", "--", *RUN, cluster="a100_pod")
     assert "#SBATCH --array=0-1\n" in text

@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 
 from parallel.context.config import HybridConfig
 from parallel.context.errors import ContextError
@@ -180,7 +181,9 @@ def _validate_hybrid(config: Config) -> None:
 def _validate_context(config: CommonConfig) -> None:
     """Check that the method fits its ranks, and the heads that tensor parallelism leaves to each."""
     model, mesh, tp = config.shape, config.mesh, config.mesh.tensor_model_parallel_size
-    config.context.check(
+    # With allow_resize the cluster is what the mesh is chosen for.
+    context = replace(config.context, cluster=None) if mesh.allow_resize else config.context
+    context.check(
         seq_len=config.joined_length,
         size=mesh.context_parallel_size,
         heads=model.num_attention_heads // tp,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from runtime import versions
-from runtime.processes import join
+from runtime.processes import join, leave
 from testing.ranks import run_ranks
 from tests.starts import free_port
 from train.run import exit_status
@@ -20,7 +20,7 @@ from train.run import exit_status
 
 def joined(rank: int, world_size: int, port: int, torch_of: tuple[str, ...], sources_of: tuple[str, ...]) -> tuple:
     """Join through the launcher's store as a rank that has these; return the status and what was said."""
-    dist.destroy_process_group()
+    leave()  # once both have joined
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     said, met = io.StringIO(), []
 

@@ -10,7 +10,7 @@ import pytest
 
 from checkpoint.search import POINTER
 from testing.ranks import run_ranks
-from tests.pretraining import TINY, on_rank, pretrain
+from tests.pretraining import TINY, on_rank, pretrain, pretrain_digits
 from train.config.language import load_config
 from train.loop import Trainer
 
@@ -44,6 +44,17 @@ def test_one_of_two_processes_goes_on_and_then_both(
     got = pretrain(2, default_data, save, *flags, "--load", str(save))
     assert "resized" not in capsys.readouterr().out
     assert apart(got, whole[1:]) <= BOUND
+
+
+@pytest.mark.slow
+def test_a_diffusion_transformer_goes_on_with_fewer(tmp_path: Path) -> None:
+    flags = ("--train-iters", "4", "--tensor-model-parallel-size", "2")
+    whole = pretrain_digits(4, tmp_path / "whole", *flags)
+    pretrain_digits(4, tmp_path / "run", *flags, "--exit-interval", "2")
+    resizing = (*flags, "--load", str(tmp_path / "run"), "--allow-resize")
+    got = pretrain_digits(3, tmp_path / "run", *resizing)
+    assert [record["consumed_samples"] for record in got] == [record["consumed_samples"] for record in whole]
+    assert max(abs(a["diffusion_loss"] - b["diffusion_loss"]) for a, b in zip(got, whole, strict=True)) <= BOUND
 
 
 def killed_on_rank(rank: int, world_size: int, arguments: list[str], before: int) -> None:

@@ -63,6 +63,7 @@ class Diffusion:
                 "or objective to ddpm or v_prediction"
             )
         self.schedule = Schedule.of(linear_betas(config.num_timesteps).double())
+        self._placed: dict[torch.device, Schedule] = {}
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -133,13 +134,19 @@ class Diffusion:
             sigma = times.double() / self.config.num_timesteps
             signal = 1 - sigma
         else:
-            kept = self.schedule.kept.to(times.device)[times.long()]
+            kept = self._schedule_on(times.device).kept[times.long()]
             signal, sigma = kept.sqrt(), (1 - kept).sqrt()
         return broadcast(signal, like), broadcast(sigma, like)
 
+    def _schedule_on(self, device: torch.device) -> "Schedule":
+        """Return the schedule there; it is copied once, since a copy makes the device wait for the host."""
+        if device not in self._placed:
+            self._placed[device] = self.schedule.to(device)
+        return self._placed[device]
+
     def _bound(self, prediction: Tensor, variance: Tensor, x0: Tensor, x_t: Tensor, times: Tensor) -> Tensor:
         """Return the bound's term at ``times``, in bits: a KL divergence; at time 0, the likelihood of 8-bit data."""
-        schedule, index = self.schedule.to(times.device), times.long()
+        schedule, index = self._schedule_on(times.device), times.long()
         guessed, _ = self.data_and_noise(prediction, x_t, times)
         log_variance = schedule.log_variance(variance, index)
         true_mean, mean = schedule.mean(x0, x_t, index), schedule.mean(guessed, x_t, index)

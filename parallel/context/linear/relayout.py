@@ -77,6 +77,7 @@ class Relayout:
         """Set up both directions; ``transport`` is that of either geometry and counts the bytes."""
         self.transport = transport
         self._ways = tuple(token_route(*pair, transport.rank) for pair in ((outside, inside), (inside, outside)))
+        self._placed: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         self.handle = _exchanges.add(self)
 
     def inward(self, x: Tensor) -> Tensor:
@@ -89,10 +90,12 @@ class Relayout:
 
     def exchange(self, x: Tensor, way: int) -> Tensor:
         """Exchange tokens; ``way`` 0 is inward, 1 outward."""
-        order, sends, receives, places = self._ways[way]
-        leaving = x.transpose(0, 1).index_select(0, order.to(x.device))  # [T, B, ...]
-        come = self.transport.exchange_tokens(leaving, sends, receives)
-        return torch.empty_like(come).index_copy_(0, places.to(x.device), come).transpose(0, 1).contiguous()
+        if x.device not in self._placed:  # once, since a copy in a layer makes the device wait for the host
+            self._placed[x.device] = [(way.order.to(x.device), way.places.to(x.device)) for way in self._ways]
+        order, places = self._placed[x.device][way]
+        leaving = x.transpose(0, 1).index_select(0, order)  # [T, B, ...]
+        come = self.transport.exchange_tokens(leaving, self._ways[way].sends, self._ways[way].receives)
+        return torch.empty_like(come).index_copy_(0, places, come).transpose(0, 1).contiguous()
 
 
 class InsideAttention:

@@ -1,0 +1,162 @@
+"""Nothing in a step waits for the host: no number is read from the device, and no tensor is made for it anew."""
+
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.utils._pytree import tree_leaves
+
+import pretrain_dit
+import pretrain_gpt
+from parallel.mesh import Mesh
+from planner import rehearsal
+from planner.rehearsal import Recorder, rehearse
+from train.config import diffusion, language
+
+SMALL = (
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "64"),
+    *("--vocab-size", "64", "--device", "cpu", "--context-parallel-size", "4"),
+)
+PACKED = ("--reset-attention-mask", "--reset-position-ids")
+METHODS = ("ring", "striped", "zigzag", "wallfacer", "ulysses", "exchange")
+LINEAR = ("--model-type", "transnormer", "--context-parallel-method")
+CASES = {
+    **{method: ("--context-parallel-method", method) for method in METHODS},
+    **{f"{method}, packed": ("--context-parallel-method", method, *PACKED) for method in METHODS},
+    "gpt": (*("--model-type", "gpt", "--max-position-embeddings", "64"), "--context-parallel-method", "zigzag"),
+    "tensor": ("--tensor-model-parallel-size", "2", "--context-parallel-method", "zigzag"),
+    "full recompute": ("--recompute-granularity", "full", "--loss-chunk-size", "16", "--ffn-chunk-size", "16"),
+    "lasp": (*LINEAR, "lasp"),
+    "lasp2": (*LINEAR, "lasp2"),
+    "lasp, packed": (*LINEAR, "lasp", *PACKED),
+    "hybrid": (
+        "--config",
+        "configs/transnormer_hybrid_tiny.toml",
+        "--softmax-every",
+        "2",
+        "--hybrid-softmax-layout",
+        "zigzag",
+    ),
+    "window": ("--window-size", "16,0", "--softmax-type", "learnable", "--context-parallel-method", "zigzag"),
+}
+
+DIT = ("--config", "configs/dit_tiny.toml", "--device", "cpu", "--micro-batch-size", "4", "--global-batch-size", "4")
+DEFAULT = ("zigzag, packed", "lasp")
+
+
+class Made(Recorder):
+    """Note the host's tensors that meet those of the device, or are copied to it, in a second pass alone.
+
+    What is cached there was in the first pass.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.passes, self.known, self.anew = 0, dict[int, Tensor](), list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(isinstance(x, FakeTensor) and not x.is_meta for x in tensors):
+            for x in tensors:
+                if type(x) is Tensor and not x.is_meta and x.dim() and x.numel():
+                    self._met(x, func)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if any(type(x) is Tensor and x.untyped_storage().data_ptr() in self.known for x in tensors):
+            self.know(out)
+        return out
+
+    def know(self, tree: Any) -> None:
+        """Take what is there for granted; it is kept, so that its place is not given to another."""
+        self.known |= {x.untyped_storage().data_ptr(): x for x in tree_leaves(tree) if type(x) is Tensor}
+
+    def _met(self, x: Tensor, func: Any) -> None:
+        place = x.untyped_storage().data_ptr()
+        if place not in self.known:
+            self.know(x)
+            self._note(f"{func.name()} {list(x.shape)}")
+
+    def _note(self, what: str) -> None:
+        if self.passes:
+            frames = [frame for frame in traceback.extract_stack() if "/site-packages/" not in frame.filename]
+            own = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[-12:-2]]
+            self.anew.append(f"{what} at {' < '.join(reversed(own))}")
+
+    def to(self, plain: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Do as Tensor.to, which says nothing to the dispatcher where the device is the host."""
+        if type(x) is Tensor and x.dim() and any(isinstance(to, torch.device) for to in (*args, *kwargs.values())):
+            self._note(f"to {list(x.shape)}")
+        return plain(x, *args, **kwargs)
+
+
+def made_anew(parse: Callable[..., Any], build: Any, flags: Sequence[str], change: Any = None) -> list[str]:
+    """Return the host's tensors that the second micro-batch of a step takes into its layers and was made for them."""
+    recorders: list[Made] = []
+
+    def recorder(*args: Any) -> Made:
+        recorders.append(Made(*args))
+        return recorders[-1]
+
+    def twice(plain: Callable[..., Tensor], part: nn.Module, batch: Any) -> Tensor:
+        own = recorders[-1]
+        batch = {name: x if name == "plan" else own._fake.from_tensor(x) for name, x in batch.items()}
+        own.know(vars(plain.__self__))  # type: ignore[attr-defined]  (the objective's own, made once)
+        to = Tensor.to
+        with patch.object(Tensor, "to", lambda *args, **kwargs: own.to(to, *args, **kwargs)):
+            for own.passes in (0, 1):
+                out = plain(part, batch)
+                out.backward(torch.ones_like(out))
+        own.passes = 0
+        return plain(part, batch)
+
+    def built(config: Any, mesh: Mesh) -> Any:
+        objective, parts_of = build(config, mesh)
+        objective.loss_sum = partial(twice, objective.loss_sum)
+
+        def parts() -> Any:
+            made = parts_of()
+            for part in made:
+                for layer in part.layers if change else []:
+                    layer.register_forward_hook(change)
+            return made
+
+        return objective, parts
+
+    config = parse([*flags])
+    world_size = config.mesh.context_parallel_size * config.mesh.tensor_model_parallel_size
+    with patch.object(rehearsal, "Recorder", recorder):
+        rehearse(config, built, 1, world_size, per_node=2)
+    return recorders[-1].anew
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_layers_make_and_read_nothing(name: str) -> None:
+    assert made_anew(language.parse_args, pretrain_gpt.computing, [*SMALL, *CASES[name]]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["ddpm", "rectified_flow"])
+@pytest.mark.parametrize("method", ["ring", "striped", "wallfacer"])
+def test_those_of_a_diffusion_transformer_neither(method: str, objective: str) -> None:
+    flags = [*DIT, "--context-parallel-method", method, "--objective", objective]
+    assert made_anew(diffusion.parse_args, pretrain_dit.computing, flags) == []
+
+
+def test_what_waits_is_found() -> None:
+    gpt = partial(made_anew, language.parse_args, pretrain_gpt.computing, [*SMALL, *CASES["zigzag"]])
+    anew = gpt(change=lambda module, inputs, out: out.index_select(1, torch.tensor([*range(out.shape[1])])))
+    assert len(anew) == 2
+    assert all("test_waits.py" in line for line in anew)
+    cached = torch.arange(16)
+    anew = gpt(change=lambda module, inputs, out: out.index_select(1, cached.to(out.device)))
+    assert len(anew) == 2
+    assert all(line.startswith("to [16] at test_waits.py") for line in anew)
+    with pytest.raises(DataDependentOutputException):
+        gpt(change=lambda module, inputs, out: out * out.sum().item())

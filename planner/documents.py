@@ -1,11 +1,15 @@
-"""Documents of a typical micro-batch, for which a method is chosen: cut from the lengths of the run's data."""
+"""Documents of a micro-batch: of a typical one, for which a method is chosen, and of the one that takes most memory."""
 
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 
+from data.loader import Batching, batches
+from data.text.documents import cumulative_lengths
 from data.text.indexed import open_indexed
-from data.text.megatron import blend
+from data.text.megatron import blend, build_datasets
+from data.tokenizer import load_tokenizer
 from runtime.errors import UserError
 from train.config.common import CommonConfig
 from train.config.entries import DiTRunConfig
@@ -14,6 +18,8 @@ MOST = 1 << 20
 """Documents of a file to look at; of more, evenly spaced ones."""
 DRAWN = 1 << 16
 """Documents to draw from, of all files together."""
+FIRST = 32
+"""Micro-batches of a run to read for the one that takes most memory."""
 
 
 class DocumentsError(UserError):
@@ -45,6 +51,25 @@ def typical_documents(config: CommonConfig, lengths: tuple[int, ...] = ()) -> tu
         )
     draw = np.array(lengths) if lengths else _lengths(config.data.data_path)
     return _cut(np.random.default_rng(0), draw, config.sequence_length, config.joined_length)
+
+
+def hardest_documents(config: CommonConfig) -> tuple[int, ...] | None:
+    """Return as `typical_documents` does what the run itself reads: the micro-batch with the longest documents.
+
+    It is the one of the run's first FIRST whose squared lengths add up to most: a long document's rows travel farthest.
+
+    Raises:
+        DataError: data or tokenizer are missing or broken.
+    """
+    if not config.packed or isinstance(config, DiTRunConfig):
+        return typical_documents(config)
+    tokenizer, size = load_tokenizer(str(config.data.tokenizer_model)), config.train.micro_batch_size
+    samples, _, _ = build_datasets(config.data, config.sequence_length, config.train.seed, tokenizer)
+    reads = config.train.train_iters * (config.train.global_batch_size or size) // size
+    steps = batches(samples, Batching(global_batch_size=size, micro_batch_size=size), 0)
+    read = islice(steps, min(FIRST, reads))
+    ends = [tuple(cumulative_lengths(step[0]["starts"].view(-1))) for step in read]
+    return max(ends, key=lambda bounds: np.square(np.diff(bounds)).sum())
 
 
 @lru_cache(maxsize=4)

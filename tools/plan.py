@@ -139,6 +139,7 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     build: Any = pretrain_dit.computing
     if isinstance(config, Config):
         config, build = with_layout(config, cluster), pretrain_gpt.computing
+    print(f"running the code of {world_size} processes without memory, which may take a minute", file=sys.stderr)
     one = busiest(validated(config, world_size), build, world_size, cluster, documents)
     parts = {name: one.memory[name] for name in CAUSES if one.memory.get(name)}
     room = 1e9 * cluster.memory_gb

@@ -56,7 +56,9 @@ def exit_status(
         return 1
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print("interrupted; --load goes on from the run's last checkpoint, if one was saved", file=sys.stderr)
+            print(
+                "interrupted; with --load SAVE it goes on from its last checkpoint, if one was saved", file=sys.stderr
+            )
         return 130
     return 0
 
@@ -142,7 +144,8 @@ def _claim_folder(config: CommonConfig) -> None:
     goes_on = same and not config.checkpoint.finetune
     if not goes_on and (iterations or (folder / METRICS).exists()):
         held = f"a run with a checkpoint of iteration {iterations[-1]}" if iterations else "a run without a checkpoint"
-        raise ConfigError(f"save is {folder}, which holds {held}; go on with --load {folder}, or choose another --save")
+        how = f"--load {folder}{' and without --finetune' * config.checkpoint.finetune}"
+        raise ConfigError(f"save is {folder}, which holds {held}; go on with {how}, or choose another --save")
     step = config.checkpoint.ckpt_step
     if goes_on and step is not None and iterations and iterations[-1] > step:
         raise ConfigError(

@@ -77,9 +77,16 @@ class ChatTemplate:
         marks_hold = self._check(turns, text)
         ids, places = tokenizer.tokenize_special(text)
         offsets = np.array(places, dtype=np.int64).reshape(-1, 2)
+        across = None
         for spans in self._spans(turns, text, marks if marks_hold else None):
             if (learned := _tokens_of(offsets, spans, len(text))) is not None:
                 return np.array(ids, dtype=np.int64), learned
+            across = across or _across(places, spans)
+        if across is not None:
+            raise DataError(
+                f"the token of {text[slice(*across)]!r} lies across the edge of an assistant's turn, so that it would "
+                "be learned in part; set turns apart in the template, as by a special token"
+            )
         raise DataError(
             f"the chat template {self.name} does not say exactly which tokens are the assistant's: neither by "
             "generation marks around its turns alone, nor by turns that only add text; put {% generation %} and "
@@ -205,6 +212,12 @@ def _without_marks(text: str) -> tuple[str, Spans]:
         else:
             spans.append((begin, at[number]))
     return "".join(pieces[::2]), spans
+
+
+def _across(places: Sequence[tuple[int, int]], spans: Spans) -> tuple[int, int] | None:
+    """Return where the first token lies that is in a span in part, if one is."""
+    edges = [edge for span in spans for edge in span]
+    return next((place for place in places if any(place[0] < edge < place[1] for edge in edges)), None)
 
 
 def _tokens_of(offsets: np.ndarray, spans: Spans, length: int) -> np.ndarray | None:

@@ -37,7 +37,7 @@ def check_prefix(prefix: str, tokenizer: Tokenizer) -> str:
     conversations = Conversations(prefix, tokenizer.vocab_size, np.iinfo(np.int64).max, check=True)
     longest, samples = conversations.longest, len(conversations)
     return (
-        f"{found} in {samples:,} samples of at most {longest:,}, {1 - indexed.tokens / samples / longest:.2%} padding; "
+        f"{found} in {samples:,} samples, {1 - indexed.tokens / samples / longest:.2%} less than {longest:,} each; "
         f"{int(mask.sum(dtype=np.int64)):,} tokens carry loss"
     )
 

@@ -173,7 +173,11 @@ def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[st
     lengths, dtype = np.fromfile(spool.paths["lengths"], np.int32), id_type(tokenizer.vocab_size)
     conversations = None
     if not len(lengths):
-        raise DataError("there is nothing to write; check the input")
+        refused = spool.paths["refused"].read_text().splitlines() if spool.counts["refused"] else []
+        why = (
+            f"all {len(refused)} conversations were refused, the first: {refused[0]}" if refused else "check the input"
+        )
+        raise DataError(f"there is nothing to write; {why}")
     if request.chat is None:
         os.replace(spool.paths["bin"], draft[".bin"])
         write_index(draft[".idx"], dtype, lengths)

@@ -99,10 +99,15 @@ class Maker:
     """Make the conversations of a task for a tokenizer and its chat template."""
 
     def __init__(self, task: Task, template: ChatTemplate, tokenizer: HuggingFaceTokenizer) -> None:
-        """Estimate a line's tokens. Raises DataError if not even the asked lines fit."""
+        """Estimate a line's tokens. Raises DataError if not even the asked lines fit, or the tokenizer lacks words."""
         self.task, self.template, self.tokenizer = task, template, tokenizer
         self._least = least = 2 if task.form == "repeat" else task.questions
         self._words = _words_for(least + _PROBE)
+        if tokenizer.unknown in self.prompt(self._turns(0, least + _PROBE, None)):
+            raise DataError(
+                f"vocabulary is {task.vocabulary}, and the tokenizer does not know all of its words; a model of the "
+                "small vocabulary's words takes --vocabulary small"
+            )
         few, more = (self._tokens(self._turns(0, lines, None)) for lines in (least, least + _PROBE))
         if few > task.tokens:
             raise DataError(

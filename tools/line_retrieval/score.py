@@ -136,7 +136,8 @@ def score_run(args: argparse.Namespace) -> None:
 
 
 def _write(folder: Path, run: Run, args: argparse.Namespace, cells: Sequence[Cell]) -> None:
-    title = f"{run.folder}, iteration {run.iteration}: exact answers of {args.samples} at each place, {args.form}"
+    where, asked = f"{run.folder}, iteration {run.iteration}", f"{args.form}, {args.vocabulary} vocabulary"
+    title = f"{where}: exact answers of {args.samples} at each place, {asked}"
     result = {
         "run": str(run.folder),
         "iteration": run.iteration,

@@ -218,6 +218,13 @@ def test_a_broken_file_is_named(name: str, content: bytes, message: str, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_where_all_are_refused_the_first_says_why(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"all 2 conversations were refused, the first: .*in\.jsonl, line 2: has no turns"
+    ):
+        prepared(tmp_path, write_lines(tmp_path / "in", [{}, {}]), skip_refused=True)
+
+
 def test_parquet_that_is_cut_off(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "in", [SHAREGPT] * 500)
     path.write_bytes(path.read_bytes()[:-100])

@@ -1,6 +1,11 @@
 """The tiny model's tokens are the words of short lines, and it is imported as any other model."""
 
+from dataclasses import replace
+
+import pytest
+
 from data.chat.template import load_template
+from data.errors import DataError
 from data.tokenizer import load_tokenizer
 from tools.convert_hf import main as convert
 from tools.line_retrieval import __main__ as command
@@ -24,6 +29,8 @@ def test_a_line_is_three_tokens_and_a_question_ends_with_its_name(tmp_path, caps
         part for turn in made.turns[1::2] for part in (turn["content"], "<|end|>")
     ]
     assert "<|unknown|>" not in words
+    with pytest.raises(DataError, match="vocabulary is full, and the tokenizer does not know all of its words"):
+        Maker(replace(task, vocabulary="full"), template, tokenizer)
     assert convert(["import", str(folder), str(tmp_path / "run")]) == 0
     assert command.main(["model", str(folder)]) == 1
     assert "exists; choose a new folder" in capsys.readouterr().err

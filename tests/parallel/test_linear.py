@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,13 +79,13 @@ def steps(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Step, int
     """The step of every case and how many states this rank sent in it to its neighbours."""
     found = []
     sent: list[int] = []
-    send = Transport.send
+    post = Transport.post
 
-    def counted(self: Transport, tensor: Tensor, target: int) -> Any:
-        sent.append(target)
-        return send(self, tensor, target)
+    def counted(self: Transport, sends: list[tuple[int, Any]], *rest: Any, **more: Any) -> Any:
+        sent.extend(peer for peer, _ in sends)
+        return post(self, sends, *rest, **more)
 
-    Transport.send = counted  # type: ignore[method-assign]
+    Transport.post = counted  # type: ignore[method-assign]
     for kind, method, tp, cp, strategy, policy in cases:
         sent.clear()
         recompute = PLAIN if policy == "none" else RecomputeConfig(recompute_granularity=policy)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Helpers for command lines: a parser, argument types, and a clean end on signals."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -71,6 +72,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     try:
         sys.exit(main())
     except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted", file=sys.stderr)
         sys.exit(130)
 
 

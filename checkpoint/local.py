@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint.manifest import CheckpointError, read_manifest
+from checkpoint.manifest import CheckpointError, describe, read_manifest
 from runtime.together import from_first, gather_results, raise_together
 
 STARTS = "starts.jsonl"
@@ -67,7 +67,8 @@ def bring(folder: Path, names: Collection[str], group: dist.ProcessGroup | None)
     if not any(lacking for _, lacking, _ in seen):
         return
     rank, mark = dist.get_rank(group), seen[0][2]
-    sizes = {name: size for name, (size, _) in read_manifest(folder).files.items()}
+    files = read_manifest(folder).files
+    sizes = {name: size for name, (size, _) in files.items()}
 
     def claim() -> list[str]:
         mine = []
@@ -91,4 +92,9 @@ def bring(folder: Path, names: Collection[str], group: dist.ProcessGroup | None)
                         dist.recv(block, group=group, group_src=source)
     with raise_together(group):
         for name in claims[rank]:
-            (folder / f"{name}.{mark}").rename(folder / name)
+            path = folder / f"{name}.{mark}"
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            if describe(path) != files[name]:
+                raise CheckpointError(f"{path} did not come over whole; start again, or remove {folder} on all nodes")
+            path.rename(folder / name)

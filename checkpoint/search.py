@@ -1,21 +1,34 @@
 """Find the newest whole checkpoint of a run's folder and verify every byte of it."""
 
 import hashlib
+import json
 import re
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
 
-from checkpoint.manifest import METADATA, CheckpointError, Manifest, checkpoint_folder, describe, read_manifest
+from checkpoint.local import STARTS
+from checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    CheckpointError,
+    Manifest,
+    checkpoint_folder,
+    describe,
+    read_manifest,
+)
 from runtime.together import from_first, gather_results, is_first
 
 POINTER = "latest_checkpointed_iteration.txt"
 
 
-def what_is_broken(folder: Path, group: dist.ProcessGroup | None = None, *, read: bool = True) -> str | None:
+def what_is_broken(
+    folder: Path, group: dist.ProcessGroup | None = None, *, read: bool = True, copies: bool = False
+) -> str | None:
     """Check a checkpoint folder against its manifest, its name and DCP's table of tensors.
 
     Collective over ``group``, which shares out the files: a rank that sees a file looks at it, as each node may have
@@ -23,42 +36,65 @@ def what_is_broken(folder: Path, group: dist.ProcessGroup | None = None, *, read
 
     Args:
         read: whether to read every byte; without it the files' sizes are compared.
+        copies: whether nodes may have a copy each of a file, of which every one is looked at.
     """
     seen = gather_results(lambda: _seen(folder), group)
-    hosts = [host for host, *_ in seen]
+    hosts, nodes = [host for host, *_ in seen], [(host, place) for host, place, *_ in seen]
     on = [f" (on {host})" if len(set(hosts)) > 1 else "" for host in hosts]
-    apart = len({said for _, said, *_ in seen}) > 1
-    if unread := {said + where * apart for (_, said, *_), where in zip(seen, on, strict=True) if said}:
+    apart = len({said for _, _, said, *_ in seen}) > 1
+    if unread := {said + where * apart for (_, _, said, *_), where in zip(seen, on, strict=True) if said}:
         return "; ".join(sorted(unread))
-    if len({digest for _, _, digest, _ in seen}) > 1:
+    if len({digest for *_, digest, _ in seen}) > 1:
         return f"{folder} is not the same checkpoint on all nodes"
     manifest = read_manifest(folder)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
-    lookers = {}
+    lookers: dict[str, list[int]] = {}
     for number, name in enumerate(by_size):
         who = [other for other, (*_, there) in enumerate(seen) if name in there] or range(len(seen))
-        lookers[name] = who[number % len(who)]
-    mine = [name for name in by_size if lookers[name] == rank]
+        turn = number % len(who)
+        several = {nodes[other]: other for other in [*who[turn:], *who[:turn]]}  # a rank of each node
+        lookers[name] = list(several.values()) if copies else [who[turn]]
+    mine = [name for name in by_size if rank in lookers[name]]
     problems = gather_results(
         lambda: [_what_differs(folder / name, *manifest.files[name], read) for name in mine], group
     )
     named = [problem + where for one_rank, where in zip(problems, on, strict=True) for problem in one_rank if problem]
     # The table is a pickle: read it with care, and only once its bytes are verified.
-    table = lookers.get(METADATA, 0)
+    table = lookers.get(METADATA, [0])[0]
     if named:
         return "; ".join(sorted(named))
     return gather_results(lambda: _what_is_left_out(folder, manifest) if rank == table else None, group)[table]
 
 
-def _seen(folder: Path) -> tuple[str, str, str, set[str]]:
-    """Return this host, what is wrong with the manifest that it sees, that one's digest, and the files that it sees."""
+def _seen(folder: Path) -> tuple[str, int, str, str, set[str]]:
+    """Return this host, the folder's number there, what is wrong with the manifest, its digest, and the files seen."""
     host = socket.gethostname()
     try:
         digest = hashlib.sha256(repr(read_manifest(folder)).encode()).hexdigest()
-        return host, "", digest, {path.name for path in folder.iterdir()}
+        return host, folder.stat().st_ino, "", digest, {path.name for path in folder.iterdir()}
     except (CheckpointError, OSError) as error:
-        return host, str(error), "", set()
+        return host, 0, str(error), "", set()
+
+
+def _abandoned(directory: Path, written: dict[int, float]) -> set[int]:
+    """Return the iterations written (at these times) that a later start did not go on from, but from one before."""
+    starts = list[dict[str, float]]()
+    with suppress(OSError):
+        for line in (directory / STARTS).read_text().splitlines():
+            with suppress(ValueError):  # a line that a kill cut off
+                starts.append(json.loads(line))
+    return {
+        iteration
+        for iteration, time in written.items()
+        if any(start["time"] > time and start["iteration"] < iteration for start in starts)
+    }
+
+
+def _times(local: Path) -> dict[int, float]:
+    """Return when each of a node's local checkpoints was written, in seconds."""
+    manifests = {found: checkpoint_folder(local, found) / MANIFEST for found in saved_iterations(local)}
+    return {found: (path if path.exists() else path.parent).stat().st_mtime for found, path in manifests.items()}
 
 
 def _what_is_left_out(folder: Path, manifest: Manifest) -> str | None:
@@ -131,12 +167,13 @@ def find_checkpoint(
     shared = [checkpoint_folder(directory, iteration) for iteration in (found if step is None else [step])]
     ours: list[Path] = []
     if local is not None:
-        there = set[int]().union(*gather_results(lambda: saved_iterations(local), group))
-        ours = [checkpoint_folder(local, iteration) for iteration in sorted(there, reverse=True)]
+        there = dict(item for times in gather_results(lambda: _times(local), group) for item in times.items())
+        left = from_first(lambda: _abandoned(directory, there), group)
+        ours = [checkpoint_folder(local, iteration) for iteration in sorted(there.keys() - left, reverse=True)]
     newest_first = sorted(shared + (ours if step is None else []), key=lambda path: int(path.name[5:]), reverse=True)
     broken: dict[Path, str] = {}
     for folder in newest_first:
-        if (problem := what_is_broken(folder, group)) is None:
+        if (problem := what_is_broken(folder, group, copies=folder in ours)) is None:
             break
         broken[folder] = problem
     taken = next((folder for folder in newest_first if folder not in broken), None)
@@ -148,6 +185,9 @@ def find_checkpoint(
         notes = [f"passed over a broken one: {problem}" for problem in broken.values()]
         why = f"{taken} is {'asked for' if step is not None else 'no older'}"
         notes += [f"passed over {path}: {why}" for path in ours if path not in (*broken, taken)]
+        if local is not None:
+            gone = [checkpoint_folder(local, iteration) for iteration in sorted(left)]
+            notes += [f"passed over {path}: the run went on from an earlier iteration since" for path in gone]
         for note in notes + (_remarks(directory, int(taken.name[5:])) if step is None and taken in shared else []):
             report(note)
     return taken

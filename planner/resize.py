@@ -79,7 +79,13 @@ def recorded(config: CommonConfig) -> int | None:
 
 def _chosen(asked: C, processes: int, validate: Callable[[C, int], None]) -> tuple[int, C, str]:
     """Return full_world_size, the configuration for these processes, and a line that says why if it is another."""
-    full = asked.mesh.full_world_size or recorded(asked) or processes
+    full = asked.mesh.full_world_size or recorded(asked)
+    if full is None and not asked.checkpoint.finetune and (Path(asked.checkpoint.load or "") / CONFIG).is_file():
+        raise ConfigError(
+            f"allow_resize is set, and the config.toml in {asked.checkpoint.load} does not say for how many processes "
+            "its sizes and batch are; give --full-world-size N"
+        )
+    full = full or processes
     if full == processes:
         return full, _of(asked, full), ""
     validate(asked, full)

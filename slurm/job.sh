@@ -74,7 +74,7 @@ sort_flags() {
 
 # How many errors the tasks have told of, besides those of ranks that lost another one; and how many lost one.
 errors_told() {
-    cat "$LOGS"/task-*.log 2>/dev/null | grep -E '^(error: |Traceback)' | grep -cvE "$LOST"
+    cat "$LOGS"/task-*.log 2>/dev/null | grep -E '^(\[rank[0-9]+\]: *)?(error: |Traceback)' | grep -cvE "$LOST"
 }
 losses_told() {
     cat "$LOGS"/task-*.log 2>/dev/null | grep -cE "$LOST"

@@ -87,6 +87,8 @@ class Trainer:
         notice.works = True
         self._ending = Ending(notice, config.train.exit_duration_in_mins)
         self._begun = self._saved = progress.iteration
+        if config.checkpoint.non_persistent_save_interval and not self._saves.holds(progress.iteration):
+            self._saved = 0  # it went on from a local one
         good = self.log.good_steps(self.objective.loss_name) if self.log else []
         self._health = Health(config.health, config.checkpoint.save, self._begun, self.mesh.device, good)
         if self.peak_flops is None:

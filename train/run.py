@@ -144,8 +144,9 @@ def _claim_folder(config: CommonConfig) -> None:
     goes_on = same and not config.checkpoint.finetune
     if not goes_on and (iterations or (folder / METRICS).exists()):
         held = f"a run with a checkpoint of iteration {iterations[-1]}" if iterations else "a run without a checkpoint"
-        how = f"--load {folder}{' and without --finetune' * config.checkpoint.finetune}"
-        raise ConfigError(f"save is {folder}, which holds {held}; go on with {how}, or choose another --save")
+        how = f"go on with --load {folder}{' and without --finetune' * config.checkpoint.finetune}"
+        how = how if iterations or not config.checkpoint.finetune else "move it away"
+        raise ConfigError(f"save is {folder}, which holds {held}; {how}, or choose another --save")
     step = config.checkpoint.ckpt_step
     if goes_on and step is not None and iterations and iterations[-1] > step:
         raise ConfigError(

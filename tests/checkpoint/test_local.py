@@ -1,5 +1,6 @@
 """The local tier: parts of a checkpoint on several nodes, which are folders of pairs of ranks here."""
 
+import json
 import os
 import re
 import statistics
@@ -16,6 +17,7 @@ from checkpoint import saving
 from checkpoint.api import CheckpointConfig, load_checkpoint
 from checkpoint.manifest import CheckpointError
 from checkpoint.saving import Saves, newest_checkpoint
+from checkpoint.search import _abandoned
 from runtime.together import from_first
 from testing.ranks import run_ranks
 from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, save, train, whole_tensors
@@ -88,6 +90,13 @@ def _all_that_can_happen(rank: int, size: int, folder: Path, sharded: bool, besi
     dist.barrier()
     assert ".metadata" in {file.name for file in path.iterdir()}, "brought from the other node"
     assert not [file for file in path.iterdir() if "distcp." in file.name]
+
+    dist.barrier()
+    if rank == 2:
+        flip(path / ".metadata")
+    again, said = found(settings)
+    assert again == folder / "run" / "iter_0000001", "each node's copy is looked at"
+    assert rank or "node1" in said
 
     saves.save("shared", 4, model, optimizer, architecture=ARCHITECTURE, extra={})
     saves.end(4)
@@ -241,3 +250,10 @@ def test_a_local_save_stalls_training_for_less_time_than_a_shared_one(tmp_path: 
     print(f"beside training: shared {shared_beside:.3f} s, local {local_beside:.3f} s")
     assert local < shared
     assert local_beside < 0.3 * shared
+
+
+def test_one_that_the_run_has_left_behind_is_abandoned(tmp_path: Path) -> None:
+    lines = ({"time": 10.0, "iteration": 0}, {"time": 30.0, "iteration": 4}, {"time": 50.0, "iteration": 8})
+    (tmp_path / "starts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"time": 70')
+    assert _abandoned(tmp_path, {7: 20.0, 4: 15.0, 8: 45.0, 9: 60.0, 3: 20.0}) == {7}
+    assert _abandoned(tmp_path / "none", {7: 20.0}) == set()

@@ -113,6 +113,7 @@ def test_ranks_that_are_killed_beside_an_error_are_not_what_ended_the_run(
     [
         ("rank 0 ends because a peer of it did (Connection reset by peer)", True),
         ("Traceback (most recent call last):\nrank 0 ends because a peer of it did (Broken pipe)", False),
+        ("[rank1]: Traceback (most recent call last):\nrank 0 ends because a peer of it did (Broken pipe)", False),
         ("", False),
     ],
 )

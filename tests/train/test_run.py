@@ -68,7 +68,7 @@ def test_another_run_is_not_written_over(names: tuple[str, ...], held: str, tmp_
     for load in (None, str(tmp_path / "other")):
         with pytest.raises(ConfigError, match=f"save is {save}, which holds {held}; go on with --load {save}, or"):
             claim_folder(with_checkpoint(save=save, load=load))
-    with pytest.raises(ConfigError, match=f"go on with --load {save} and without --finetune, or"):
+    with pytest.raises(ConfigError, match="; move it away, or" if "without" in held else " and without --finetune, or"):
         claim_folder(with_checkpoint(save=save, load=save, finetune=True))
     claim_folder(with_checkpoint(save=save, load=save))
 

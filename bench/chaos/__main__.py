@@ -20,8 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
 from bench.chaos.victim import HOOKS, PLAN, marked
-from checkpoint.manifest import read_manifest
 from checkpoint.search import POINTER, find_checkpoint, saved_iterations
 from data.text.prepare import prepare
 from data.text.record import Request
@@ -123,11 +125,22 @@ def differs(save: Path, ranks: int = RANKS) -> str:
     at, found = newest(save), []
     for run in (save, save.parent / f"whole-{ranks}"):
         curve = [[record[name] for name in EXACT] for record in (read_metrics(run / METRICS)[:at] if at else [])]
-        files = read_manifest(run / f"iter_{at:07d}").files if at == LAST else {}
-        found.append((curve, {name: entry for name, entry in files.items() if name.endswith(".distcp")}))
+        found.append((curve, tensors(run / f"iter_{at:07d}") if at == LAST else {}))
     if found[0][0] != found[1][0] or len(found[0][0]) != at:
         return f"records 1 to {at} are not those of the undisturbed run"
-    return "" if found[0] == found[1] else "weights or moments are not those of the undisturbed run"
+    (_, ours), (_, theirs) = found
+    equal = ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    return "" if equal else "weights or moments are not those of the undisturbed run"
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors: an asynchronous save lays the same ones out in other bytes."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with tempfile.TemporaryDirectory() as scratch:
+        dcp_to_torch_save(folder, file := f"{scratch}/whole.pt")
+        leaves, _ = tree_flatten_with_path(torch.load(file, weights_only=True))
+    return {keystr(path): value for path, value in leaves if isinstance(value, torch.Tensor)}
 
 
 def planned(kind: str, number: int, draw: random.Random) -> Row:

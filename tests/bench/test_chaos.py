@@ -8,27 +8,28 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint import save
 
 import bench.chaos.__main__ as chaos
 from bench.chaos import victim
 from bench.chaos.__main__ import EXACT, HOOKS, KILL, LAST, SIGNAL, differs, ended, mark, planned, table, tried
-from checkpoint.manifest import Manifest, write_manifest
 from tests.starts import PATIENCE, wait_until
 
 
-def run_of(folder: Path, weights: str = "a" * 64, loss: float = 1.0) -> Path:
+def run_of(folder: Path, weight: float = 1.0, loss: float = 1.0) -> Path:
     (folder / f"iter_{LAST:07d}").mkdir(parents=True)
+    state = {"model": {"weight": torch.tensor([weight, 2.0])}, str(folder): "not a tensor"}
+    save(state, checkpoint_id=folder / f"iter_{LAST:07d}", no_dist=True)
     records = [dict.fromkeys(EXACT, 1.0) | {"iteration": n, "lm_loss": loss} for n in range(1, LAST + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    files = {"__0_0.distcp": (1, weights), ".metadata": (1, str(folder))}
-    write_manifest(folder / f"iter_{LAST:07d}", Manifest(iteration=LAST, architecture={}, extra={}, files=files))
     return folder
 
 
 def test_what_differs_is_told(tmp_path: Path) -> None:
     run_of(tmp_path / "whole-4")
     assert differs(run_of(tmp_path / "same")) == ""
-    assert differs(run_of(tmp_path / "other", weights="b" * 64)).startswith("weights or moments")
+    assert differs(run_of(tmp_path / "other", weight=1.0 + 2**-23)).startswith("weights or moments")
     assert differs(run_of(tmp_path / "curve", loss=2.0)).startswith(f"records 1 to {LAST} ")
     lost = run_of(tmp_path / "lost") / "metrics.jsonl"
     lost.write_text("".join(line + "\n" for line in lost.read_text().splitlines()[:-1]))

@@ -96,5 +96,5 @@ def bring(folder: Path, names: Collection[str], group: dist.ProcessGroup | None)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
             if describe(path) != files[name]:
-                raise CheckpointError(f"{path} did not come over whole; start again, or remove {folder} on all nodes")
+                raise CheckpointError(f"{path} arrived damaged; start again, or remove {folder} on all nodes")
             path.rename(folder / name)

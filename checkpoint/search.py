@@ -36,7 +36,7 @@ def what_is_broken(
 
     Args:
         read: whether to read every byte; without it the files' sizes are compared.
-        copies: whether nodes may have a copy each of a file, of which every one is looked at.
+        copies: whether each node may have its own copy of a file; then every copy is checked.
     """
     seen = gather_results(lambda: _seen(folder), group)
     hosts, nodes = [host for host, *_ in seen], [(host, place) for host, place, *_ in seen]
@@ -49,26 +49,26 @@ def what_is_broken(
     manifest = read_manifest(folder)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
-    lookers: dict[str, list[int]] = {}
+    readers: dict[str, list[int]] = {}
     for number, name in enumerate(by_size):
         who = [other for other, (*_, there) in enumerate(seen) if name in there] or range(len(seen))
         turn = number % len(who)
-        several = {nodes[other]: other for other in [*who[turn:], *who[:turn]]}  # a rank of each node
-        lookers[name] = list(several.values()) if copies else [who[turn]]
-    mine = [name for name in by_size if rank in lookers[name]]
+        of_each_node = {nodes[other]: other for other in [*who[turn:], *who[:turn]]}
+        readers[name] = list(of_each_node.values()) if copies else [who[turn]]
+    mine = [name for name in by_size if rank in readers[name]]
     problems = gather_results(
         lambda: [_what_differs(folder / name, *manifest.files[name], read) for name in mine], group
     )
     named = [problem + where for one_rank, where in zip(problems, on, strict=True) for problem in one_rank if problem]
     # The table is a pickle: read it with care, and only once its bytes are verified.
-    table = lookers.get(METADATA, [0])[0]
+    table = readers.get(METADATA, [0])[0]
     if named:
         return "; ".join(sorted(named))
     return gather_results(lambda: _what_is_left_out(folder, manifest) if rank == table else None, group)[table]
 
 
 def _seen(folder: Path) -> tuple[str, int, str, str, set[str]]:
-    """Return this host, the folder's number there, what is wrong with the manifest, its digest, and the files seen."""
+    """Return this host, the folder's inode, what is wrong with its manifest, the manifest's digest, and the files."""
     host = socket.gethostname()
     try:
         digest = hashlib.sha256(repr(read_manifest(folder)).encode()).hexdigest()
@@ -78,7 +78,7 @@ def _seen(folder: Path) -> tuple[str, int, str, str, set[str]]:
 
 
 def _abandoned(directory: Path, written: dict[int, float]) -> set[int]:
-    """Return the iterations written (at these times) that a later start did not go on from, but from one before."""
+    """Return the iterations, with the times of their writing, that a later start left behind: it began before them."""
     starts = list[dict[str, float]]()
     with suppress(OSError):
         for line in (directory / STARTS).read_text().splitlines():

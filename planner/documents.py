@@ -53,7 +53,7 @@ def typical_documents(config: CommonConfig, lengths: tuple[int, ...] = ()) -> tu
     return _cut(np.random.default_rng(0), draw, config.sequence_length, config.joined_length)
 
 
-def hardest_documents(config: CommonConfig) -> tuple[int, ...] | None:
+def heaviest_documents(config: CommonConfig) -> tuple[int, ...] | None:
     """Return as `typical_documents` does what the run itself reads: the micro-batch with the longest documents.
 
     It is the one of the run's first FIRST whose squared lengths add up to most: a long document's rows travel farthest.

@@ -30,7 +30,7 @@ from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
 from planner.cluster import Cluster, default_cluster, device_of, load_cluster
 from planner.complete import with_layout, with_vocabulary
-from planner.documents import hardest_documents, typical_documents
+from planner.documents import heaviest_documents, typical_documents
 from planner.extremes import fewest, longest, of_length
 from planner.fits import busiest, changes
 from planner.ranking import nothing_left
@@ -133,7 +133,7 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     config = replace(config, mesh=replace(config.mesh, device=device), context=replace(config.context, cluster=None))
     lengths = tuple(args.document_lengths)
     known = not lengths and config.data.data_path and config.data.tokenizer_model
-    documents = hardest_documents(config) if known else typical_documents(config, lengths)
+    documents = heaviest_documents(config) if known else typical_documents(config, lengths)
     if config.context.context_parallel_method == "auto":
         config = _chosen(config, world_size, cluster, lengths)
     build: Any = pretrain_dit.computing
@@ -153,8 +153,8 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     print(f"{cluster.name}, {world_size} processes, sequences of {config.sequence_length} tokens: {settled}")
     if documents:
         most = max(end - start for start, end in pairwise(documents))
-        drawn = "the hardest that the run reads first" if known else "drawn at random"
-        print(f"documents of a micro-batch, {drawn}: {len(documents) - 1}, of {most} tokens at most")
+        which = "of the run's first micro-batches, the heaviest" if known else "a micro-batch drawn at random"
+        print(f"{which}: {len(documents) - 1} documents, the longest of {most} tokens")
     print(bars(parts, cluster))
     if one.bytes <= room:
         print("fits" + (", with less than the tenth that an allocator may need" if one.bytes > 0.9 * room else ""))

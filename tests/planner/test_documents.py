@@ -10,7 +10,7 @@ from data.errors import DataError
 from data.text.megatron import DataConfig, build_datasets
 from data.tokenizer import load_tokenizer
 from planner.cluster import load_cluster
-from planner.documents import DocumentsError, hardest_documents, typical_documents
+from planner.documents import DocumentsError, heaviest_documents, typical_documents
 from planner.search import rank
 from tests.data.text.corpora import write_documents
 from tests.planner.test_search import config
@@ -64,7 +64,7 @@ def test_an_exchange_is_chosen_for_packed_documents_over_nodes_and_offered_for_n
     assert "exchange" not in {c.config.context.context_parallel_method for c in rank([whole], 16, cluster).candidates}
 
 
-def test_the_hardest_micro_batch_is_the_one_of_the_run_s_first_with_the_longest_document(
+def test_the_heaviest_micro_batch_is_the_one_of_the_run_s_first_with_the_longest_document(
     default_data: Path,
 ) -> None:
     asked = packed(data_path=(str(default_data),), seq_length=2048, micro_batch_size=2, train_iters=3)
@@ -75,7 +75,7 @@ def test_the_hardest_micro_batch_is_the_one_of_the_run_s_first_with_the_longest_
     for begin in (0, 2, 4):
         starts = [np.flatnonzero(samples[n]["starts"]) for n in (begin, begin + 1)]
         longest.append(max(np.diff([*each, 2048]).max() for each in starts))
-    found = hardest_documents(asked)
+    found = heaviest_documents(asked)
     assert found is not None
     assert max(np.diff(found)) == max(longest) != min(longest)
     assert found[-1] == 4096

@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runtime.watchdog import FOLDER
 from slurm.virtual.cluster import boot, cut, kill, missing, virtual_cluster
-from tests.slurm.test_virtual import curve, ended, say, steps_made, stub, submitted
+from tests.slurm.test_virtual import curve, ended, of_step, say, steps_made, stub, submitted
 from tests.starts import wait_until
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no virtual cluster: {missing()}")
@@ -50,6 +51,13 @@ def finished_as_undisturbed(
     return known
 
 
+def under_way(slurm: dict[str, str], save: Path, data: Path, **more: Any) -> str:
+    """A job that has trained for some steps; its number."""
+    job = submitted(slurm, save, data, **more)
+    wait_until(lambda: steps_made(save) > 12)
+    return job
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "dead", "away"),
@@ -66,8 +74,7 @@ def test_a_job_whose_node_dies_goes_on_without_it_or_with_it_if_it_is_back(
     tmp_path: Path,
 ) -> None:
     save = tmp_path / "run"
-    job = submitted(slurm, save, default_data, LAUNCHER=launcher)
-    wait_until(lambda: steps_made(save) > 12)
+    job = under_way(slurm, save, default_data, LAUNCHER=launcher)
     kill(folder, f"node{dead}")
     time.sleep(away)  # Slurm takes a node for dead after 20 s
     boot(folder, f"node{dead}")
@@ -86,8 +93,7 @@ def test_a_job_whose_nodes_lose_each_other_goes_on_without_the_one_that_does_not
     tmp_path: Path,
 ) -> None:
     save = tmp_path / "run"
-    job = submitted(slurm, save, default_data, extra=WATCHED, LAUNCHER=launcher)
-    wait_until(lambda: steps_made(save) > 12)
+    job = under_way(slurm, save, default_data, extra=WATCHED, LAUNCHER=launcher)
     cut(folder, ["node1", "node2"])
     try:
         known = finished_as_undisturbed(slurm, job, save, undisturbed)
@@ -101,13 +107,11 @@ def test_a_job_whose_nodes_lose_each_other_goes_on_without_the_one_that_does_not
 
 def pid_of(task: int, job: str, slurm: dict[str, str]) -> int:
     """The process that srun started as a job's task."""
-    its = {f"SLURM_CONF={slurm['SLURM_CONF']}", f"SLURM_JOB_ID={job}", "SLURM_STEP_ID=0", f"SLURM_PROCID={task}"}
-    for process in Path("/proc").glob("[0-9]*"):
+    for pid in of_step(slurm, job, f"SLURM_PROCID={task}"):
         with suppress(OSError):
-            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
-            ours = its <= set((process / "environ").read_text().split("\0"))
-            if ours and "slurmstepd" in Path(f"/proc/{parent}/comm").read_text():
-                return int(process.name)
+            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+            if "slurmstepd" in Path(f"/proc/{parent}/comm").read_text():
+                return pid
     raise AssertionError(f"task {task} of job {job} does not run")
 
 
@@ -117,8 +121,7 @@ def test_a_job_whose_rank_is_stopped_goes_on_without_its_node(
     stopped: int, slurm: dict[str, str], undisturbed: list[list[float]], default_data: Path, tmp_path: Path
 ) -> None:
     save = tmp_path / "run"
-    job = submitted(slurm, save, default_data, extra=WATCHED)
-    wait_until(lambda: steps_made(save) > 12)
+    job = under_way(slurm, save, default_data, extra=WATCHED)
     os.kill(pid_of(stopped, job, slurm), signal.SIGSTOP)
     known = finished_as_undisturbed(slurm, job, save, undisturbed)
     assert known["ExcNodeList"] == f"node{stopped + 1}"

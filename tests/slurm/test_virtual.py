@@ -114,9 +114,9 @@ def preempt(slurm: dict[str, str], folder: Path) -> None:
     say(slurm, "sbatch", *where, "--wrap", "sleep 1")
 
 
-def of_step(slurm: dict[str, str], job: str) -> list[int]:
-    """The processes of a job's step: launchers and ranks."""
-    its, found = {f"SLURM_CONF={slurm['SLURM_CONF']}", f"SLURM_JOB_ID={job}", "SLURM_STEP_ID=0"}, []
+def of_step(slurm: dict[str, str], job: str, *more: str) -> list[int]:
+    """The processes of a job's step, launchers and ranks, with ``more`` in their environment."""
+    its, found = {f"SLURM_CONF={slurm['SLURM_CONF']}", f"SLURM_JOB_ID={job}", "SLURM_STEP_ID=0", *more}, []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if its <= set((process / "environ").read_text().split("\0")):

@@ -99,7 +99,7 @@ def check_room(draft: Path, needed: int) -> None:
     if size.total and size.free < needed:
         raise CheckpointError(
             f"cannot write {draft}: {room(draft.parent, needed)}; remove older checkpoints (--keep-last N does), or "
-            "choose another --save"
+            "write to another folder"
         )
 
 
@@ -143,4 +143,4 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         said = reason(error, path.parent)
-        raise CheckpointError(f"cannot write {path}: {said}; make room for it or choose another --save") from error
+        raise CheckpointError(f"cannot write {path}: {said}; make room for it or write to another folder") from error

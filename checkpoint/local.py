@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from checkpoint.manifest import CheckpointError, describe, read_manifest
 from runtime.together import from_first, gather_results, raise_together
@@ -79,17 +80,23 @@ def bring(folder: Path, names: Collection[str], group: dist.ProcessGroup | None)
         return mine
 
     claims = gather_results(claim, group)
-    for name in sorted(set().union(*claims)):
-        source = next(other for other, (there, *_) in enumerate(seen) if name in there)
+    source = {
+        name: next(rank for rank, (there, *_) in enumerate(seen) if name in there) for name in set().union(*claims)
+    }
+    content: dict[str, Tensor] = {}
+    with raise_together(group):  # no rank sends before all files are open
+        for name in source:
+            if rank == source[name] or name in claims[rank]:
+                path = folder / (name if rank == source[name] else f"{name}.{mark}")
+                content[name] = torch.from_file(str(path), name in claims[rank], sizes[name], dtype=torch.uint8)
+    for name in sorted(source):
         for target in (other for other, claimed in enumerate(claims) if name in claimed):
-            if rank in (source, target):
-                path = folder / (name if rank == source else f"{name}.{mark}")
-                content = torch.from_file(str(path), rank == target, sizes[name], dtype=torch.uint8)
-                for block in content.split(1 << 26):
-                    if rank == source:
-                        dist.send(block, group=group, group_dst=target)
-                    else:
-                        dist.recv(block, group=group, group_src=source)
+            if rank == source[name]:
+                for block in content[name].split(1 << 26):
+                    dist.send(block, group=group, group_dst=target)
+            elif rank == target:
+                for block in content[name].split(1 << 26):
+                    dist.recv(block, group=group, group_src=source[name])
     with raise_together(group):
         for name in claims[rank]:
             path = folder / f"{name}.{mark}"

@@ -141,7 +141,7 @@ def write_shards(
             dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointError as error:
         free = from_first(lambda: room(folder, needed), group)
-        raise CheckpointError(f"{error}; {free}: free some or choose another --save") from error
+        raise CheckpointError(f"{error}; {free}: free some or write to another folder") from error
     finally:
         torch.serialization.set_crc32_options(before)
 

@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from runtime.versions import check_alike
 NODE = "longmesh/node of rank {}"
 """Store key under which a rank puts its hostname."""
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+HELLO, WELCOME = "longmesh/hello of rank {}", "longmesh/welcome {}"
+"""Store keys of a start's ranks, and of a rank's name."""
 SECONDS_TO_ANSWER = 10.0
 
 
@@ -95,7 +98,36 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
             f"({str(error).splitlines()[0]}); check that WORLD_SIZE of them were started"
         ) from error
     store.set_timeout(timeout)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = _of_this_start(store, rank, size, timeout)
     return store, rank, size
+
+
+def _of_this_start(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """Return a part of torchrun's store that this start alone knows: it has the keys of the starts before, still.
+
+    Its name is rank 0's. A rank is told under a name of its own, which no earlier start knew, until it has answered.
+    """
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    store.set(HELLO.format(rank), own)
+    if rank > 0:
+        try:
+            part = dist.PrefixStore(store.get(WELCOME.format(own)).decode(), store)
+        except dist.DistError as error:
+            raise LaunchError(f"rank {rank} met the launcher's store and waited in vain for rank 0") from error
+        part.set(HELLO.format(rank), "")
+        return part
+    part, missing, welcomed = dist.PrefixStore(own, store), set(range(1, size)), set[bytes]()
+    while missing := {other for other in missing if not part.check([HELLO.format(other)])}:
+        for other in missing:
+            if store.check([HELLO.format(other)]) and (name := store.get(HELLO.format(other))) not in welcomed:
+                store.set(WELCOME.format(name.decode()), own)
+                welcomed.add(name)
+        if time.monotonic() > deadline:
+            ranks = ", ".join(str(other) for other in sorted(missing)[:8])
+            raise LaunchError(f"rank 0 waited in vain for rank {ranks}; check that {size} processes were started")
+        time.sleep(0.01)
+    return part
 
 
 def _resolve(address: str) -> None:

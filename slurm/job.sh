@@ -91,25 +91,40 @@ state_of() {
     echo "${state:-unknown}"
 }
 
+# What Slurm knows of the job $1 under the name $2; nothing where it is unset.
+known_of() {
+    scontrol show job -o "$1" | sed -n "s/.* $2=\([^ (]\+\).*/\1/p"
+}
+
 # Keep the job $1 off the nodes $2, besides those that it is kept off. Slurm takes it once the job is queued again, and
 # also if too few nodes are left; the job would wait for ever.
 exclude() {
-    local before gres
-    before=$(scontrol show job -o "$1" | sed -n 's/.*ExcNodeList=\([^ (]\+\).*/\1,/p')
-    gres=$(scontrol show job -o "$1" | sed -n 's/.*TresPerNode=gres[:\/]\([^ ]*\).*/\1/p')
-    sbatch --test-only --exclusive --nodes="$SLURM_NNODES" --partition="$SLURM_JOB_PARTITION" ${gres:+--gres="$gres"} \
-        --exclude="$before$2" --wrap=true || { echo "a rank hung on $2, and there are too few nodes without it" && return; }
+    local before gres account qos said
+    before=$(known_of "$1" ExcNodeList) account=$(known_of "$1" Account) qos=$(known_of "$1" QOS)
+    before=${before:+$before,}
+    gres=$(known_of "$1" TresPerNode)
+    said=$(sbatch --test-only --exclusive --nodes="$SLURM_NNODES" --partition="$SLURM_JOB_PARTITION" \
+        ${account:+--account="$account"} ${qos:+--qos="$qos"} ${gres:+--gres="${gres#gres[:/]}"} --exclude="$before$2" \
+        --wrap=true 2>&1) ||
+        { echo "a rank hung on $2, which stays: Slurm would not start the job without it ($said)" && return; }
     for _ in {1..30}; do
         scontrol update JobId="$1" ExcNodeList="$before$2" && echo "without $2, where a rank hung" && return
         sleep 1
     done
 }
 
-# Queue the job $1 again, without the nodes $4. Ends it where that would go in circles: the newest checkpoint is still
-# $3, as at the start.
+# How far the run in the folder $1 is: its newest checkpoint, and where its last start went on from, which may be a
+# node's own checkpoint.
+progress_of() {
+    cat "$1/$POINTER" 2>/dev/null
+    sed -n '$s/.*"iteration": *\([0-9]*\).*/\1/p' "$1/starts.jsonl" 2>/dev/null
+}
+
+# Queue the job $1 again, without the nodes $4. Ends it where that would go in circles: its progress is still $3, as at
+# the start.
 queue_again() {
     local job=$1 run=$2 before=$3 nodes=$4 stuck=0
-    [ "$(cat "$run/$POINTER" 2>/dev/null)" != "$before" ] || stuck=$(($(cat "$LOGS/stuck" 2>/dev/null || echo 0) + 1))
+    [ "$(progress_of "$run")" != "$before" ] || stuck=$(($(cat "$LOGS/stuck" 2>/dev/null || echo 0) + 1))
     echo "$stuck" >"$LOGS/stuck"
     [ "$stuck" -lt "$MOST_STUCK" ] || fail "$MOST_STUCK starts in a row without a new checkpoint in $run;" \
         "give the job more time, lower --save-interval, or look for errors in $LOGS"
@@ -127,13 +142,13 @@ queue_again() {
 # Exits with the training's status.
 train() {
     [ $# -ge 2 ] || fail "give the run's folder, the entry and its flags: runs/NAME pretrain_gpt.py --config FILE"
-    local run=$1 status told='' rang='' before wrong lost begin flags nodes=''
+    local run=$1 status told='' rang='' newest before wrong lost begin flags nodes=''
     LOGS=$run/logs/$SLURM_JOB_ID
     mkdir -p "$LOGS" || exit 1
     shift
     sort_flags "$@"
-    before=$(cat "$run/$POINTER" 2>/dev/null)
-    [ -z "$before" ] && [[ " ${begin[*]}" == *" --load"* ]] || begin=(--load "$run")
+    newest=$(cat "$run/$POINTER" 2>/dev/null) before=$(progress_of "$run")
+    [ -z "$newest" ] && [[ " ${begin[*]}" == *" --load"* ]] || begin=(--load "$run")
     check_nodes
     arrange
     echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST; logs of all tasks in $LOGS"

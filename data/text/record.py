@@ -101,7 +101,8 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
         raise DataError(f"{prefix}.idx and {record} disagree on the number of tokens; {remedy}")
     was, now = content.get("inputs", {}), inputs_of(request)  # older records have none
     if was and now and (other := sorted(name for name in was | now if was.get(name) != now.get(name))):
-        raise DataError(f"{other[0]} changed since {prefix}.bin was made of it; {remedy}")
+        how = "is gone" if other[0] not in now else "has changed" if other[0] in was else "is new"
+        raise DataError(f"{other[0]} {how} since {prefix}.bin was made; {remedy}")
     tokenizer = request.tokenizer_model or with_end(prefix, ".model")
     if load_tokenizer(tokenizer).sha256 != prepared.tokenizer_sha256:
         raise DataError(f"{tokenizer} is not the tokenizer that wrote {prefix}.bin; {remedy}")

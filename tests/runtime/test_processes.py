@@ -296,3 +296,26 @@ def aborts(seconds: float, *flags: str) -> bool:
 def test_the_heap_with_and_without_the_remedy() -> None:
     assert sum(aborts(10) for _ in range(20)) == 0
     assert any(aborts(10, "--two-workers") for _ in range(20))
+
+
+def test_a_start_does_not_see_the_keys_of_the_one_before_in_torchruns_store() -> None:
+    store, parts = dist.HashStore(), dict[tuple[int, int], dist.Store]()
+    store.set_timeout(timedelta(seconds=20))
+
+    def start(number: int, rank: int) -> None:
+        part = parts[number, rank] = processes._of_this_start(store, rank, 3, timedelta(seconds=20))
+        part.set(f"said by {rank}", str(number))
+
+    for number in range(2):
+        ranks = [threading.Thread(target=start, args=(number, rank)) for rank in range(3)]
+        for thread in reversed(ranks):
+            thread.start()
+        for thread in ranks:
+            thread.join()
+    with pytest.raises(LaunchError, match="rank 0 waited in vain for rank 1, 2"):
+        processes._of_this_start(store, 0, 3, SOON)  # the names of dead ranks are there
+    for number in range(2):
+        assert {parts[number, rank].get(f"said by {2 - rank}") for rank in range(3)} == {str(number).encode()}
+    store.set_timeout(SOON)
+    with pytest.raises(LaunchError, match="rank 1 met the launcher's store and waited in vain for rank 0"):
+        processes._of_this_start(store, 1, 3, SOON)

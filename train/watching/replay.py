@@ -99,7 +99,7 @@ def _before(path: Path, past: Sequence[dict[str, Any]], now: dict[str, Any]) -> 
     for name in now:
         if (name.endswith("_loss") or name == "grad_norm") and now[name] != then.get(name):
             was = f"; the run recorded {name} {then.get(name)}, and now it is {now[name]}"
-            return f"{was}: it had other devices, another mesh or other software, or a fault"
+            return f"{was}: it had other devices, another mesh, other software or a rollback in between, or a fault"
     return " and as the run recorded it: if it is bad, no device is to blame"
 
 

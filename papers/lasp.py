@@ -12,8 +12,9 @@ from contextlib import redirect_stdout
 from functools import lru_cache, partial
 
 from papers import convergence, rows, table
+from papers.jobs import Figures, Job, Runs, lengths, longest_run, shown
 from papers.ring import CONFIGS, K
-from papers.rows import Curves, Figures, Row, Sheet
+from papers.rows import Curves, Row, Sheet
 from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
 from parallel.context import make_plan
 from planner.search import workload_of
@@ -83,13 +84,42 @@ def scalability() -> list[Row]:
     found = []
     for backend in ("DDP", "FSDP"):
         for row in sorted(table.published("lasp_scalability"), key=lambda row: int(row["gpus"])):
-            size = memory_gb(int(row["seq_len"]), backend, int(row["gpus"]))
-            theirs = row[f"{backend.lower()}_memory_gb"]
-            of = {"backend": backend, "gpus": int(row["gpus"]), "seq_len": int(row["seq_len"])}
-            published: Figures = {"gb": "OOM" if theirs == "OOM" else float(theirs)}
+            tokens, gpus = int(row["seq_len"]), int(row["gpus"])
+            size = memory_gb(tokens, backend, gpus)
+            theirs, rate = (row[f"{backend.lower()}_{name}"] for name in ("memory_gb", "tokens_per_s"))
+            of = {"backend": backend, "gpus": gpus, "seq_len": tokens}
+            published: Figures = {
+                name: "OOM" if value == "OOM" else float(value)
+                for name, value in (("gb", theirs), ("tokens_per_s", rate))
+            }
             ours: Figures = {"gb": round(size, 1) if size <= MEMORY_GB else "OOM"}
-            found.append(Row(of, published, ours, "A100 of 80 GB"))
+            measures = job(backend, gpus, lasp=True, cases={"run": f"--seq-length {tokens}"})
+            found.append(Row(of, published, ours, "A100 of 80 GB", job=measures))
     return found
+
+
+def job(backend: str, gpus: int, *, lasp: bool, cases: dict[str, str], recompute: str = "none") -> Job:
+    """Return what measures a row of TransNormer 1B, of one run or, looking for the longest, of ``lengths``."""
+    strategy = f"--data-parallel-sharding-strategy {backend.lower()} --recompute-granularity {recompute}"
+    return Job(
+        gpu="a100",
+        memory_gb=int(MEMORY_GB),
+        gpus=gpus,
+        config="transnormer_1b",
+        flags=f"--context-parallel-size {gpus if lasp else 1} {strategy}",
+        cases=cases,
+        figures=_ran if len(cases) == 1 else _longest,
+    )
+
+
+def _ran(runs: Runs) -> Figures:
+    run = runs["run"]
+    return {"gb": shown(run.memory_gb), "tokens_per_s": shown(run.tokens_per_s)}
+
+
+def _longest(runs: Runs) -> Figures:
+    """Return the longest length of a row, and tokens/s at the published one, which is the second."""
+    return {"ktokens": longest_run(runs), "tokens_per_s": shown([*runs.values()][1].tokens_per_s)}
 
 
 def above_floor(found: Sequence[Row], backend: str) -> list[Row]:
@@ -122,7 +152,10 @@ def ablation() -> list[Row]:
         needed = partial(memory_gb, backend=backend, gpus=8, lasp="LASP" in ways, recompute=recompute)
         longest = bisect_right(range(K, 2048 * K, K), MEMORY_GB, key=needed)
         theirs = int(row["max_sequence_ktokens_8xA100_80GB"])
-        found.append(Row({"method": row["method"]}, {"ktokens": theirs}, {"ktokens": longest}, "8 A100 of 80 GB"))
+        published = {"ktokens": theirs, "tokens_per_s": float(row["tokens_per_s"])}
+        cases = lengths("--seq-length", theirs * K)
+        measures = job(backend, 8, lasp="LASP" in ways, cases=cases, recompute=recompute)
+        found.append(Row({"method": row["method"]}, published, {"ktokens": longest}, "8 A100 of 80 GB", job=measures))
     return found
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from model.config import ModelConfig
 from papers import rows, table
+from papers.jobs import Figures, Job, Runs, lengths, longest_run, shown
 from papers.rows import Curves, Row, Sheet
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
@@ -153,8 +154,28 @@ def max_context() -> list[Row]:
         theirs = {column: int(row[f"{column}_ktokens"]) for column in COLUMNS}
         ours = {column: longest(row["model"], column, devices, memory) // K for column in COLUMNS}
         of: dict[str, str | int] = {"hardware": row["hardware"], "model": row["model"], "devices": devices}
-        found.append(Row(of, theirs, ours, row["hardware"]))
+        measures = job(row["model"], devices, theirs[COLUMNS[-1]] * K) if "A100" in name else None
+        found.append(Row(of, theirs, ours, row["hardware"], job=measures))
     return found
+
+
+def job(size: str, gpus: int, tokens: int) -> Job:
+    """Return what measures a row: Ring Attention's context, and half and twice as long, as ``longest`` has them."""
+    return Job(
+        gpu="a100",
+        memory_gb=80,
+        gpus=gpus,
+        config=MODELS[size],
+        flags=f"--no-bf16 --context-parallel-size {gpus} --context-parallel-method ring --context-parallel-layout "
+        "contiguous --recompute-granularity full --loss-chunk-size 2048 --ffn-chunk-size 2048",
+        cases=lengths("--seq-length", tokens),
+        figures=_longest_context,
+    )
+
+
+def _longest_context(runs: Runs) -> Figures:
+    """Return the longest context, and tokens/s at the published one, which is the second."""
+    return {COLUMNS[-1]: longest_run(runs), "tokens_per_s": shown([*runs.values()][1].tokens_per_s)}
 
 
 def within(row: Row, column: str = COLUMNS[-1]) -> bool:

@@ -10,19 +10,19 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, groupby
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from papers.jobs import Figures, Job, measured, submit_row
+from runtime.errors import UserError
 from runtime.files import write_text
-from testing.machine import stamp
+from testing.machine import slug, stamp
 from tools.arguments import one_line_errors, parser_for
 from tools.results import markdown as markdown_table
 
-Figures = Mapping[str, float | int | str | None]
-"""Figures by name; None where there is none."""
 COLUMNS = ("published", "analytic", "measured")
 
 
@@ -36,6 +36,13 @@ class Row:
     hardware: str
     """Of the published figures, and of the measured ones."""
     measured: Figures | None = None
+    job: Job | None = None
+    """What measures the row on the paper's hardware; None if no GPU does."""
+
+    @property
+    def name(self) -> str:
+        """Name the row in a path."""
+        return slug(" ".join(map(str, self.of.values())))
 
     @property
     def difference(self) -> dict[str, float]:
@@ -185,8 +192,21 @@ def main(
     parser.add_argument("--measure", action="store_true", help="also measure here what this machine can")
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="also write Markdown, CSV and pictures there")
+    parser.add_argument("--submit", metavar="CLUSTER", help="a Slurm job for each row that this cluster can measure")
+    parser.add_argument("--dry-run", action="store_true", help="with --submit: print the scripts, submit nothing")
+    parser.add_argument("--row", default="", metavar="TEXT", help="with --submit: rows alone whose name contains this")
+    parser.add_argument("--runs", type=Path, default=Path("runs/papers"), metavar="FOLDER", help="default: %(default)s")
     args = parser.parse_args(argv)
+    if args.submit is None and (args.dry_run or args.row):
+        parser.error("--dry-run and --row are of --submit CLUSTER; give it too")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if args.submit is not None:
+        chosen = [tables[args.table]] if args.table else sheets
+        if not sum(_submit(sheet, args.runs / paper / sheet.name, args) for sheet in chosen):
+            raise UserError(
+                f"--row is {args.row}, and no row of {', '.join(s.name for s in chosen)} has it in its name"
+            )
+        return
     data: list[dict[str, Any]] = []
     for sheet in [tables[args.table]] if args.table else sheets:
         data += as_json(sheet, _shown(paper, source, sheet, args), source)
@@ -194,13 +214,33 @@ def main(
         print(json.dumps(data, indent=1))
 
 
+def _submit(sheet: Sheet, folder: Path, args: argparse.Namespace) -> int:
+    """Submit the jobs of a table's rows, and say in a line why others have none; return the number of lines."""
+    rows = sheet.rows()
+    if not any(row.job for row in rows):
+        print(f"{sheet.name}: no row has a job: it needs {sheet.needs or 'no GPU, --measure counts here'}")
+        return not args.row
+    wanted = [row for row in rows if args.row in row.name]
+    for row in wanted:
+        why = f"not submitted: no job measures it ({row.hardware})"
+        said = submit_row(row.job, folder / row.name, args.submit, args.dry_run) if row.job else why
+        print(f"{sheet.name}/{row.name}: {said}", flush=True)
+    return len(wanted)
+
+
+def _with_runs(row: Row, folder: Path) -> Row:
+    """Return a row with what its job has measured, if it has."""
+    found = measured(row.job, folder / row.name) if row.job and row.measured is None else None
+    return replace(row, measured=found) if found else row
+
+
 def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> list[Row]:
     """Make a table's rows, measured if asked; print it, and write its files."""
     if args.measure and sheet.measure is None:
         print(f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr)
-    measured = args.measure and sheet.measure is not None
-    rows = sheet.measure() if measured and sheet.measure else sheet.rows()
-    command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * measured}"
+    here = sheet.measure if args.measure else None
+    rows = [_with_runs(row, args.runs / paper / sheet.name) for row in (here or sheet.rows)()]
+    command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * (here is not None)}"
     text = as_markdown(sheet, rows, source, command)
     if not args.json:
         print(text)

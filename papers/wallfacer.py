@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from papers import ring, rows, table
+from papers.jobs import Figures, Job, Runs
 from papers.rows import Curves, Row, Sheet
 from parallel.context import Plan, context_parallel, make_plan
 from planner.cluster import CLUSTERS, Cluster, load_cluster
@@ -135,8 +136,46 @@ def gains() -> list[Row]:
         of: dict[str, str | int] = {"cluster": cluster.name, "run": f"{work}, {ranks} GPUs", "ktokens": length}
         theirs = {"team": BEST.get(name), "gain_percent": STATED.get((name, ranks))}
         ours = {"team": apart, "gain_percent": most, "team_hidden": together, "gain_hidden_percent": least}
-        found.append(Row(of, theirs, ours, cluster.name))
+        found.append(Row(of, theirs, ours, cluster.name, job=job(work, cluster, ranks, length)))
     return found
+
+
+SHARDED, CHUNKED = "--data-parallel-sharding-strategy zero2 --recompute-granularity attention_boundary", 2048
+VIDEOS = {128: (16, 32, 128, 128), 512: (16, 32, 256, 256)}
+"""Latents of so many thousand patches of 2 x 2."""
+
+
+def job(name: str, cluster: Cluster, ranks: int, ktokens: int) -> Job:
+    """Return what measures a gain: a run with Ring, and of each team size with both placements."""
+    causal = name.startswith("GPT")
+    length = f" --seq-length {ktokens * K} --loss-chunk-size {CHUNKED}" if causal else ""
+    teams = {
+        f"{team} {placement}": f"--context-parallel-method wallfacer --context-parallel-team-size {team} "
+        f"--context-parallel-placement {placement}"
+        for team in (2, 4)
+        for placement in ("collect_intra", "p2p_intra")
+    }
+    method = "zigzag" if causal else "ring"
+    return Job(
+        gpu="h100" if cluster.peak_tflops > 500 else "a100",
+        memory_gb=int(cluster.memory_gb),
+        gpus=ranks,
+        per_node=cluster.gpus_per_node,
+        config=f"wallfacer_{name.lower().replace(' ', '_')}",
+        flags=f"--context-parallel-size {ranks} {SHARDED}{length}",
+        cases={"ring": f"--context-parallel-method {method} --context-parallel-team-size 1", **teams},
+        figures=_gained,
+        latents=() if causal else VIDEOS[ktokens],
+    )
+
+
+def _gained(runs: Runs) -> Figures:
+    rates = {name: run.tokens_per_s for name, run in runs.items() if run.tokens_per_s}
+    base = rates.pop("ring", None)
+    if base is None or not rates:
+        return {"team": None, "gain_percent": "OOM"}
+    best = max(rates, key=lambda name: rates[name])
+    return {"team": int(best.split()[0]), "gain_percent": round(100 * (rates[best] / base - 1), 1)}
 
 
 def _gains_explained(found: Sequence[Row]) -> str:
@@ -168,8 +207,25 @@ def supported() -> list[Row]:
             need[way] = sum(memory_of(work, plan, arranged).values()) / 1e9
         ours = {way: "yes" if size <= 80 else "no" for way, size in need.items()}
         ours |= {f"{way}_gb": f"{size:.1f}" for way, size in need.items()}
-        found.append(Row({"model": row["model"], "ktokens": length}, {way: row[way] for way in need}, ours, "8 A100"))
+        of: dict[str, str | int] = {"model": row["model"], "ktokens": length}
+        measures = fitting_job(row["model"], length)
+        found.append(Row(of, {way: row[way] for way in need}, ours, "8 A100", job=measures))
     return found
+
+
+def fitting_job(model: str, ktokens: int) -> Job:
+    """Return what measures whether a length fits: a run with Ring Attention, and one with a team of 2."""
+    team = "--context-parallel-method wallfacer --context-parallel-team-size"
+    return Job(
+        gpu="a100",
+        memory_gb=80,
+        gpus=8,
+        config=ring.MODELS[model],
+        flags=f"--context-parallel-size 8 --seq-length {ktokens * K} {SHARDED} --loss-chunk-size {CHUNKED} "
+        f"--ffn-chunk-size {CHUNKED}",
+        cases={"ring_attention": f"{team} 1", "wallfacer": f"{team} 2"},
+        figures=lambda runs: {way: "yes" if run.fits else "no" for way, run in runs.items()},
+    )
 
 
 SHEETS = [

@@ -11,6 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from checkpoint.api import CheckpointConfig, remove_drafts
 from model.hf.folder import CONFIG
 from model.hf.shards import carry, new_folder
@@ -176,7 +178,8 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
     with raise_together():
         if is_first():
             folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-            log = RunLog(folder, config.logging, asdict(config), progress.iteration)
+            device = torch.cuda.get_device_name() if config.mesh.device_type == "cuda" else "cpu"
+            log = RunLog(folder, config.logging, asdict(config), progress.iteration, device)
             if folder is not None and progress.iteration < config.train.train_iters:
                 with disk_errors(folder):
                     write_text(folder / "config.toml", write_toml(config))

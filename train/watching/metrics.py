@@ -54,10 +54,12 @@ class RunLog:
     Only the first rank has one. With ``folder`` None nothing is kept on disk.
     """
 
-    def __init__(self, folder: Path | None, config: LoggingConfig, settings: dict[str, Any], iteration: int) -> None:
+    def __init__(
+        self, folder: Path | None, config: LoggingConfig, settings: dict[str, Any], iteration: int, device: str = "cpu"
+    ) -> None:
         """Start after ``iteration``; drop later records of metrics.jsonl, left by a run that was cut off.
 
-        ``settings`` is the resolved configuration, for the services to show.
+        ``settings`` is the resolved configuration, for the services to show; ``device`` the name of the GPU.
         """
         self._folder = folder
         self._records: list[dict[str, Any]] = []
@@ -70,7 +72,7 @@ class RunLog:
                 self._records = cut_back(folder / METRICS, iteration)
                 self._file = (folder / METRICS).open("ab", buffering=0)
                 with (folder / STARTS).open("a") as starts:
-                    starts.write(json.dumps({"time": time.time(), "iteration": iteration}) + "\n")
+                    starts.write(json.dumps({"time": time.time(), "iteration": iteration, "device": device}) + "\n")
 
     @property
     def records(self) -> list[dict[str, Any]]:

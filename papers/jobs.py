@@ -1,0 +1,244 @@
+"""Rows that a paper measured on GPUs: a Slurm job for each, and what its runs gave.
+
+A row's folder is RUNS/PAPER/TABLE/ROW, with metrics.jsonl of its run, or folders 0, 1, ... of several in the order of
+``Job.cases``; each has a file ``commit`` that the job wrote at its start. ``job`` in the row's has sbatch's words.
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from checkpoint.local import STARTS
+from data.latents.writer import write_latents
+from data.text.indexed import open_indexed, write_index, writing
+from data.text.prepare import Request, prepare
+from planner.cluster import load_cluster
+from slurm.submit import Site, build_parser, checked, read_site, script, submit
+from tools.results import commit_of
+from train.watching.metrics import METRICS, read_metrics
+
+Figures = Mapping[str, float | int | str | None]
+"""Figures by name; None where there is none."""
+ITERATIONS, WARM_UP = 12, 4
+"""Of a run, and those before the ones that count."""
+LIMIT = "2:00:00"
+TOKENS = 1 << 24
+"""Of the text that runs read, at least: more than the longest sequence has."""
+SAMPLES = 4
+OUT_OF_MEMORY = "out of memory"
+"""What torch says, in the log of a task."""
+
+
+class Run(NamedTuple):
+    """What a run gave; None if it was out of memory."""
+
+    tokens_per_s: float | None
+    memory_gb: float | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run was not out of memory."""
+        return self.tokens_per_s is not None
+
+
+Runs = Mapping[str, Run]
+"""A row's runs by the name of their case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What measures a row: the paper's hardware, and runs of the entry with a configuration of configs/."""
+
+    gpu: str
+    """a100 or h100."""
+    memory_gb: int
+    gpus: int
+    per_node: int = 8
+    """GPUs of a node, where the row has as many."""
+    config: str
+    flags: str = ""
+    """More flags of all runs."""
+    cases: Mapping[str, str]
+    """A run for each of these flags, by its name."""
+    figures: Callable[[Runs], Figures]
+    """The row's measured figures, comparable to published ones of the same name."""
+    latents: tuple[int, ...] = ()
+    """Shape of a sample of a diffusion transformer; empty for a language model."""
+
+    @property
+    def hardware(self) -> str:
+        """Name what the job needs."""
+        return f"{self.gpus} {self.gpu.upper()} of {self.memory_gb} GB, {self.in_node} in a node"
+
+    @property
+    def in_node(self) -> int:
+        """Return the GPUs of a node that the job takes."""
+        return min(self.gpus, self.per_node)
+
+    def runs(self, row: Path) -> dict[str, Path]:
+        """Return the folder of each case."""
+        return {name: row / str(n) if len(self.cases) > 1 else row for n, name in enumerate(self.cases)}
+
+    def command(self, data: Path) -> list[str]:
+        """Return the entry and the flags of all runs but --save."""
+        entry = "pretrain_dit.py" if self.latents else "pretrain_gpt.py"
+        named = ["--config", f"configs/{self.config}.toml", *self.flags.split()]
+        if self.latents:
+            reads = ["--data-path", str(latents_of(data, self.latents)), "--split", "1,0"]
+            reads += ["--latent-shape", *map(str, self.latents)]
+        else:
+            reads = ["--data-path", str(data / "long"), "--tokenizer-model", str(data / "text.model")]
+            reads += ["--split", "1,0,0"]
+        short = ["--train-iters", str(ITERATIONS), "--eval-iters", "0", "--log-interval", "1"]
+        return [entry, *named, *reads, *short, *([] if len(self.cases) > 1 else self.only.split())]
+
+    @property
+    def only(self) -> str:
+        """Return the flags of the first case."""
+        return next(iter(self.cases.values()))
+
+    def misfit(self, site: Site, cluster: str) -> str:
+        """Say why a cluster is not the paper's hardware; empty if it is."""
+        has, kind = load_cluster(cluster), (site.gpu or site.script).lower()
+        if self.gpu not in kind or abs(has.memory_gb / self.memory_gb - 1) > 0.15:
+            return f"it needs {self.hardware}; {cluster} has {kind} of {has.memory_gb:g} GB"
+        if has.gpus_per_node < self.in_node:
+            return f"it needs {self.hardware}; {cluster} has {has.gpus_per_node} in a node"
+        return ""
+
+
+def lengths(flag: str, published: int) -> dict[str, str]:
+    """Return cases that look for the longest sequence: half, once and twice the published length in tokens."""
+    return {str(tokens): f"{flag} {tokens}" for tokens in (published // 2, published, 2 * published)}
+
+
+def longest_run(runs: Runs) -> int:
+    """Return the longest of ``lengths`` that ran, in 1,024 tokens; 0 if none did."""
+    return max((int(name) // 1024 for name, run in runs.items() if run.fits), default=0)
+
+
+def shown(value: float | None, digits: int = 1) -> float | str:
+    """Return a figure to print, OOM for none."""
+    return "OOM" if value is None else round(value, digits)
+
+
+def run_of(folder: Path) -> Run | None:
+    """Read a run's folder; None if it is not finished and does not say that it was out of memory."""
+    records = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
+    if records and records[-1]["iteration"] >= ITERATIONS:
+        counted = [record["tokens_per_second"] for record in records if record["iteration"] > WARM_UP]
+        return Run(median(counted), records[-1]["memory_gb"])
+    logs = (path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("logs/*/task-*.log"))
+    return Run(None, None) if any(OUT_OF_MEMORY in text.lower() for text in logs) else None
+
+
+def measured(job: Job, row: Path) -> Figures | None:
+    """Return what a row's runs gave and on what; None if not all have ended."""
+    found = {name: run_of(folder) for name, folder in job.runs(row).items()}
+    runs = {name: run for name, run in found.items() if run is not None}
+    if len(runs) < len(found):
+        return None
+    origins = dict.fromkeys(origin(job, folder) for folder in job.runs(row).values())
+    return {**job.figures(runs), "on": " / ".join(origins)}
+
+
+def origin(job: Job, folder: Path) -> str:
+    """Return the device, date and commit of a run, and in which of them it is not the paper's, or of this commit."""
+    lines = (folder / STARTS).read_text(encoding="utf-8").splitlines() if (folder / STARTS).exists() else []
+    start = json.loads(lines[-1]) if lines else {}
+    device = start.get("device", "unknown device")
+    date = datetime.fromtimestamp(start["time"], UTC).date().isoformat() if start else "unknown date"
+    commit = (folder / "commit").read_text().strip() if (folder / "commit").exists() else "unknown"
+    words = [device, date, f"commit {commit}"]
+    memory = "GB" not in device or f"{job.memory_gb}GB" in device
+    if job.gpu not in device.lower() or not memory:
+        words.append(f"ANOTHER DEVICE than {job.gpu.upper()} of {job.memory_gb} GB")
+    if commit != commit_of().removesuffix(" with changes"):
+        words.append("ANOTHER COMMIT than this one")
+    return ", ".join(words)
+
+
+def latents_of(data: Path, shape: tuple[int, ...]) -> Path:
+    """Return the folder of latents of a shape."""
+    return data / f"latents_{'x'.join(map(str, shape))}"
+
+
+def write_data(job: Job, data: Path) -> None:
+    """Write what the job's runs read, where it is not there: the standard library over and over, or noise."""
+    if job.latents:
+        if not (folder := latents_of(data, job.latents)).exists():
+            noise, labels = np.random.default_rng(0), np.arange(SAMPLES)
+            print(f"writing {SAMPLES * prod(job.latents) >> 20} million random latents to {folder}", file=sys.stderr)
+            write_latents(folder, ((noise.standard_normal((1, *job.latents)), labels[n : n + 1]) for n in labels))
+        return
+    prepare(Request(), data / "text", progress=False)
+    if not (data / "long.idx").exists():
+        text = open_indexed(data / "text")
+        times = -(-TOKENS // text.tokens)
+        with writing(data / "long.bin", data / "long.idx") as (binary, index):
+            np.tile(text.token_ids(), times).tofile(binary)
+            write_index(index, text.dtype, np.tile(text.lengths, times))
+
+
+def script_of(job: Job, row: Path, data: Path, cluster: str) -> str:
+    """Return the job's script, that of ``slurm.submit``; it notes the commit, and removes the runs' checkpoints.
+
+    Raises:
+        UserError: as ``slurm.submit.checked``.
+    """
+    nodes, several = job.gpus // job.in_node, len(job.cases) > 1
+    own = ["--cluster", cluster, "--nodes", str(nodes), "--time", LIMIT, "--name", "-".join(row.parts[-3:])]
+    cases = ["--array", *job.cases.values(), "--"] if several else []
+    args = build_parser().parse_args([*own, *cases, *job.command(data), "--save", str(row)])
+    site, _ = read_site(cluster)
+    save, command = checked(args, job.in_node)
+    text = script(args, site, job.in_node, save, command)
+    head, mark, start = text.rpartition("\ntrain ")
+    folder = shlex.quote(str(row)) + ('/"$SLURM_ARRAY_TASK_ID"' if several else "")
+    notes = [
+        f"measured={folder}",
+        'mkdir -p "$measured" && git describe --always --dirty=" with changes" --abbrev=40 --exclude="*" '
+        '>"$measured/commit"',
+        "# Measured runs are not gone on with: their last checkpoint would only fill the disk.",
+        """trap 'finished "$measured" && rm -rf "$measured"/iter_*' EXIT""",
+    ]
+    return "\n".join([head, *notes]) + mark + start
+
+
+def submit_row(job: Job, row: Path, cluster: str, dry_run: bool) -> str:
+    """Submit a row's job, or return its script; say in a line what hinders it. Writes nothing into a folder that is.
+
+    Raises:
+        UserError: as ``slurm.submit``'s functions.
+    """
+    if why := job.misfit(read_site(cluster)[0], cluster):
+        return f"not submitted: {why}"
+    if (found := measured(job, row)) is not None:
+        return f"not submitted: measured already on {found['on']}"
+    if (row / "job").exists():
+        said = (row / "job").read_text(encoding="utf-8").strip()
+        return f"not submitted: it was before ({said}) and has no result yet; to do it again, move {row} away"
+    if row.exists():
+        return f"not submitted: {row} is there and no job of this program made it; move it away"
+    data = row.parents[2] / "data"
+    text = script_of(job, row, data, cluster)
+    if dry_run:
+        return text
+    write_data(job, data)
+    row.mkdir(parents=True)
+    try:
+        said = submit(text)
+    except BaseException:
+        row.rmdir()
+        raise
+    (row / "job").write_text(said + "\n", encoding="utf-8")
+    return said

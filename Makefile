@@ -15,7 +15,7 @@ CONFIG ?= configs/llama_tiny.toml
 NPROC  ?=
 ARGS   ?=
 EXTRAS ?=
-PAPERS ?= striped ring wallfacer lasp
+PAPERS ?= striped ring wallfacer lasp records
 
 # The stamp holds the TORCH that is installed. Asking for another one replaces it, and pip must be told to: to it, 2.13.0 is
 # satisfied by 2.13.0+cpu.

@@ -28,9 +28,9 @@ from train.watching.metrics import METRICS, read_metrics
 
 Figures = Mapping[str, float | int | str | None]
 """Figures by name; None where there is none."""
-ITERATIONS, WARM_UP = 12, 4
-"""Of a run, and those before the ones that count."""
-LIMIT = "2:00:00"
+SHORT, LONG = 12, 2
+"""Iterations of a run, of which the first third, or the first, does not count: LONG where a step may take hours."""
+LIMIT = "24:00:00"
 TOKENS = 1 << 24
 """Of the text that runs read, at least: more than the longest sequence has."""
 SAMPLES = 4
@@ -71,6 +71,7 @@ class Job:
     """A run for each of these flags, by its name."""
     figures: Callable[[Runs], Figures]
     """The row's measured figures, comparable to published ones of the same name."""
+    iterations: int = SHORT
     latents: tuple[int, ...] = ()
     """Shape of a sample of a diffusion transformer; empty for a language model."""
 
@@ -98,7 +99,7 @@ class Job:
         else:
             reads = ["--data-path", str(data / "long"), "--tokenizer-model", str(data / "text.model")]
             reads += ["--split", "1,0,0"]
-        short = ["--train-iters", str(ITERATIONS), "--eval-iters", "0", "--log-interval", "1"]
+        short = ["--train-iters", str(self.iterations), "--eval-iters", "0", "--log-interval", "1"]
         return [entry, *named, *reads, *short, *([] if len(self.cases) > 1 else self.only.split())]
 
     @property
@@ -131,11 +132,11 @@ def shown(value: float | None, digits: int = 1) -> float | str:
     return "OOM" if value is None else round(value, digits)
 
 
-def run_of(folder: Path) -> Run | None:
+def run_of(folder: Path, iterations: int) -> Run | None:
     """Read a run's folder; None if it is not finished and does not say that it was out of memory."""
     records = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
-    if records and records[-1]["iteration"] >= ITERATIONS:
-        counted = [record["tokens_per_second"] for record in records if record["iteration"] > WARM_UP]
+    if records and records[-1]["iteration"] >= iterations:
+        counted = [record["tokens_per_second"] for record in records[max(1, iterations // 3) :]]
         return Run(median(counted), records[-1]["memory_gb"])
     logs = (path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("logs/*/task-*.log"))
     return Run(None, None) if any(OUT_OF_MEMORY in text.lower() for text in logs) else None
@@ -143,7 +144,7 @@ def run_of(folder: Path) -> Run | None:
 
 def measured(job: Job, row: Path) -> Figures | None:
     """Return what a row's runs gave and on what; None if not all have ended."""
-    found = {name: run_of(folder) for name, folder in job.runs(row).items()}
+    found = {name: run_of(folder, job.iterations) for name, folder in job.runs(row).items()}
     runs = {name: run for name, run in found.items() if run is not None}
     if len(runs) < len(found):
         return None

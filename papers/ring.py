@@ -7,7 +7,7 @@ from pathlib import Path
 
 from model.config import ModelConfig
 from papers import rows, table
-from papers.jobs import Figures, Job, Runs, lengths, longest_run, shown
+from papers.jobs import LONG, Figures, Job, Runs, lengths, longest_run, shown
 from papers.rows import Curves, Row, Sheet
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
@@ -170,6 +170,7 @@ def job(size: str, gpus: int, tokens: int) -> Job:
         "contiguous --recompute-granularity full --loss-chunk-size 2048 --ffn-chunk-size 2048",
         cases=lengths("--seq-length", tokens),
         figures=_longest_context,
+        iterations=LONG,
     )
 
 

@@ -107,16 +107,14 @@ def test_lengths_that_ran_and_runs_that_were_out_of_memory(tmp_path: Path) -> No
     assert row.job
     for n, folder in enumerate(row.job.runs(tmp_path).values()):
         (folder / "logs" / "7").mkdir(parents=True)
-        lines = [
-            {"iteration": i, "lm_loss": 1.0, "tokens_per_second": 100.0 * i, "memory_gb": 9.0} for i in range(1, 13)
-        ]
+        lines = [{"iteration": i, "lm_loss": 1.0, "tokens_per_second": 100.0 * i, "memory_gb": 9.0} for i in (1, 2)]
         if n < 2:
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert jobs.measured(row.job, tmp_path) is None
     (tmp_path / "2" / "logs" / "7" / "task-0.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried\n")
     found = jobs.measured(row.job, tmp_path)
     assert found
-    assert (found["ktokens"], found["tokens_per_s"]) == (120, 850.0)
+    assert (found["ktokens"], found["tokens_per_s"]) == (120, 200.0)
     assert str(found["on"]).startswith(
         "unknown device, unknown date, commit unknown, ANOTHER DEVICE than A100 of 80 GB"
     )

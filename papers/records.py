@@ -1,0 +1,107 @@
+"""The longest sequences on one node: UPipe (Ghadia et al. 2026, arXiv:2602.21196), Llama3-8B on 8 H100, 5M tokens."""
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+from papers import rows, table
+from papers.jobs import LONG, Figures, Job, Runs, shown
+from papers.ring import CONFIGS, K
+from papers.rows import Row, Sheet
+from parallel.context import make_plan
+from planner.cluster import CLUSTERS, load_cluster
+from planner.search import FFN_CHUNK, LOSS_CHUNK
+from planner.step_cost import Arrangement, Workload, memory_of, offloaded
+from planner.workload import workload_of
+from tools.arguments import run_command
+from train.config.language import load_config
+
+STAGES = 4
+"""A rank of 8 has 4 of Llama 3's 32 query heads; in a stage, one."""
+LEANEST = Arrangement(recompute="full", offload=True, loss_chunk=LOSS_CHUNK, ffn_chunk=FFN_CHUNK)
+"""Layers computed again from inputs that lie in host memory, as the paper's runs do; all weights are sharded."""
+CLUSTER = load_cluster(CLUSTERS / "h100_pod.toml")
+
+
+@lru_cache
+def model(name: str) -> Workload:
+    """Return the work of a step of one sequence."""
+    return workload_of(load_config(CONFIGS / f"{name}.toml"), 1)
+
+
+def gb(work: Workload, gpus: int, tokens: int, stages: int) -> float:
+    """Return a GPU's predicted peak in 10^9 bytes, of Ulysses whose heads are exchanged in so many stages."""
+    plan = make_plan("ulysses", seq_len=tokens, size=gpus, ulysses_head_chunks=stages)
+    return sum(memory_of(work, plan, LEANEST).values()) / 1e9
+
+
+def projections_gb(work: Workload, gpus: int, tokens: int) -> float:
+    """Return what all heads' q, k and v, before rotary and after, take while a layer is computed again."""
+    width = 2 * (work.heads + work.kv_heads) * work.head_dim
+    return tokens // gpus * width * work.element_size / 1e9
+
+
+def job(config: str, gpus: int, tokens: int) -> Job:
+    """Return what measures a row: Ulysses at once and in stages."""
+    return Job(
+        gpu="h100",
+        memory_gb=80,
+        gpus=gpus,
+        config=config,
+        flags=f"--context-parallel-size {gpus} --seq-length {tokens} --context-parallel-method ulysses "
+        f"--recompute-granularity full --recompute-offload --loss-chunk-size {LOSS_CHUNK} --ffn-chunk-size {FFN_CHUNK}",
+        cases={"upipe": f"--ulysses-head-chunks {STAGES}", "ulysses": "--ulysses-head-chunks 1"},
+        figures=_ran,
+        iterations=LONG,
+    )
+
+
+def _ran(runs: Runs) -> Figures:
+    found: Figures = {"supported": "yes" if runs["upipe"].fits else "no"}
+    return {
+        **found,
+        **{f"{name}_{part}": shown(getattr(run, part)) for name, run in runs.items() for part in run._fields},
+    }
+
+
+def supported() -> list[Row]:
+    """Return whether each length fits a GPU, with its predicted memory."""
+    found = []
+    for row in table.published("records"):
+        work, gpus, tokens = model(row["model"]), int(row["gpus"]), int(row["ktokens"]) * K
+        plan = make_plan("ulysses", seq_len=tokens, size=gpus)
+        ways = {"upipe_gb": gb(work, gpus, tokens, STAGES), "ulysses_gb": gb(work, gpus, tokens, 1)}
+        ours: Figures = {
+            "supported": "yes" if ways["upipe_gb"] <= CLUSTER.memory_gb else "no",
+            **{name: round(size, 1) for name, size in ways.items()},
+            "host_gb": round(offloaded(work, plan, LEANEST) / 1e9, 1),
+        }
+        of: dict[str, str | int] = {"record": row["record"], "model": row["model"], "ktokens": int(row["ktokens"])}
+        measures = job(row["model"], gpus, tokens)
+        found.append(Row(of, {"supported": row["supported"]}, ours, f"{gpus} {row['gpu']} of 80 GB", job=measures))
+    return found
+
+
+def _explained(found: Sequence[Row]) -> str:
+    alike = sum(row.published["supported"] == row.analytic["supported"] for row in found)
+    last, tokens = found[-1].analytic, int(found[-1].of["ktokens"]) * K
+    work = model(str(found[-1].of["model"]))
+    saved = float(last["ulysses_gb"] or 0) - float(last["upipe_gb"] or 0)
+    return (
+        f"{alike} of {len(found)} lengths as published: at 5M tokens {last['upipe_gb']} GB are predicted, of a GPU's "
+        "80. Predicted for bfloat16, weights sharded over 8 GPUs, full recomputation from inputs in host memory "
+        f"({last['host_gb']} GB for each GPU), loss and feed-forward in chunks, and Ulysses in {STAGES} stages of one "
+        f"head (UPipe) or at once. At 5M stages save {saved:.1f} GB of our peak: a rank has one KV head, and q, k and "
+        "v of all heads are made before the first stage. The paper's code projects a stage's heads in that stage "
+        "(untied_ulysses/fully_fused_attn.py at e465aa8); of our peak q, k and v of all heads, before rotary and "
+        f"after, are {projections_gb(work, 8, tokens):.1f} GB. What fits by less than a tenth of the memory leaves the "
+        "allocator no room."
+    )
+
+
+SHEETS = [
+    Sheet("upipe", "UPipe: longest sequence on one node", "abstract", supported, _explained, needs="8 H100 of 80 GB")
+]
+main = partial(rows.main, "records", "Ghadia et al. 2026, arXiv:2602.21196", SHEETS, __doc__)
+
+if __name__ == "__main__":
+    run_command(main)

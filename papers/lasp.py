@@ -7,12 +7,12 @@ python -m papers.lasp --table convergence --measure     # trains what is not in 
 
 import sys
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import lru_cache, partial
 
 from papers import convergence, rows, table
-from papers.jobs import Figures, Job, Runs, lengths, longest_run, shown
+from papers.jobs import LONG, SHORT, Figures, Job, Runs, lengths, longest_run, shown
 from papers.ring import CONFIGS, K
 from papers.rows import Curves, Row, Sheet
 from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
@@ -22,6 +22,7 @@ from planner.step_cost import Arrangement, Workload, memory_of
 from runtime.errors import UserError
 from testing.ranks import run_ranks
 from tools.arguments import run_command
+from tools.results import commit_of
 from train.config.language import load_config
 
 RANKS, MEMORY_GB = 4, 80.0
@@ -109,6 +110,7 @@ def job(backend: str, gpus: int, *, lasp: bool, cases: dict[str, str], recompute
         flags=f"--context-parallel-size {gpus if lasp else 1} {strategy}",
         cases=cases,
         figures=_ran if len(cases) == 1 else _longest,
+        iterations=SHORT if len(cases) == 1 else LONG,
     )
 
 
@@ -168,6 +170,13 @@ def _ablation_explained(found: Sequence[Row]) -> str:
     )
 
 
+def _trained_on(machine: Mapping[str, str]) -> str:
+    """Name the device, commit and date of kept runs, and whether the commit is another than this one."""
+    commit = machine.get("commit", "unknown")
+    other = "" if commit == commit_of().removesuffix(" with changes") else ", ANOTHER COMMIT than this one"
+    return f"{machine['device']}, {machine['date'][:10]}, commit {commit}{other}"
+
+
 def trained(measured: bool = False) -> list[Row]:
     """Return the losses of the paper and those of the tiny models in papers/results, first training what is missing."""
     if measured:
@@ -176,7 +185,7 @@ def trained(measured: bool = False) -> list[Row]:
         if status:
             raise UserError("the runs of the convergence table did not end well; the reason stands above")
     kept = convergence.kept(convergence.RESULTS) or {"runs": {}}
-    where = f"; measured on {kept['machine']['device']}, tiny models" if kept["runs"] else ""
+    where = f"; measured on {_trained_on(kept['machine'])}, tiny models" if kept["runs"] else ""
     found = []
     for name, theirs in convergence.published().items():
         own = {way: kept["runs"].get(f"{name}/{way}", {}).get("loss") for way in convergence.WAYS}

@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from testing.machine import slug, stamp
 from tools.arguments import one_line_errors, parser_for
 from tools.results import markdown as markdown_table
 
-COLUMNS = ("published", "analytic", "measured")
+COLUMNS, MADE_BY = ("published", "analytic", "measured"), "made by"
 
 
 @dataclass(frozen=True)
@@ -139,13 +140,46 @@ def as_markdown(sheet: Sheet, rows: Sequence[Row], source: str, command: str) ->
     return "\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *markdown_table(head, body)]) + "\n"
 
 
-def as_csv(rows: Sequence[Row]) -> str:
-    """Format a table with a line per row, floats with 6 digits."""
+def as_csv(rows: Sequence[Row], made: str) -> str:
+    """Format a table with a line per row, floats with 6 digits, and last who ``made`` it."""
     head, cells = flat(rows)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerows([head, *([f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in cells)])
+    lines = [[f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in cells]
+    writer.writerows([[*head, MADE_BY], *([*line, made] for line in lines)])
     return out.getvalue()
+
+
+def made_by(path: Path) -> str:
+    """Return the commit and date of the program that wrote a table's CSV; empty if there is none, or it tells none."""
+    if not path.exists():
+        return ""
+    with path.open(encoding="utf-8", newline="") as file:
+        return next(csv.DictReader(file), {}).get(MADE_BY) or ""
+
+
+def _words(text: str) -> str:
+    """Return a table's Markdown without the sentence that says when and by which commit it was made."""
+    return re.sub(
+        r" Made by .*? commit \w+( with changes| \(not taken from a git checkout\))?\.", "", " ".join(text.split())
+    )
+
+
+def write(base: Path, sheet: Sheet, rows: Sequence[Row], text: str) -> None:
+    """Write a table's files, and say which commit wrote them before; equal ones stay that commit's, untouched."""
+    paths, now = {end: base.with_suffix(end) for end in (".csv", ".md", ".png")}, stamp()
+    made, before = f"{now['commit']}, {now['date'][:10]}", made_by(paths[".csv"])
+    if before and paths[".md"].exists() and (paths[".png"].exists() or not sheet.curves):
+        same = paths[".csv"].read_text(encoding="utf-8") == as_csv(rows, before)
+        same &= _words(paths[".md"].read_text(encoding="utf-8")) == _words(text)
+        said = "equal, kept" if same else "other figures or words now, written anew"
+        print(f"{paths['.csv']} was made by {before}: {said}", file=sys.stderr)
+        if same:
+            return
+    write_text(paths[".md"], text)
+    write_text(paths[".csv"], as_csv(rows, made))
+    if sheet.curves:
+        draw(sheet.curves, rows, paths[".png"])
 
 
 def draw(curves: Curves, rows: Sequence[Row], path: Path) -> None:
@@ -245,9 +279,5 @@ def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> l
     if not args.json:
         print(text)
     if args.results and sheet.writes:
-        base = args.results / f"{paper}_{sheet.name}"
-        write_text(base.with_suffix(".md"), text)
-        write_text(base.with_suffix(".csv"), as_csv(rows))
-        if sheet.curves:
-            draw(sheet.curves, rows, base.with_suffix(".png"))
+        write(args.results / f"{paper}_{sheet.name}", sheet, rows, text)
     return rows

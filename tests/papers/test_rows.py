@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from papers import ring
-from papers.rows import Row, as_csv, flat
+from papers.rows import Row, as_csv, flat, made_by
 from papers.table import FOLDER
+from testing.machine import stamp
+from tools.results import commit_of
 
 ROWS = [
     Row({"model": "1B"}, {"speedup": 2.0, "gain": None}, {"speedup": 2.5}, "a GPU"),
@@ -23,7 +25,7 @@ def test_what_is_published_and_predicted_is_compared() -> None:
     assert head[:4] == ["model", "published: speedup", "published: gain", "analytic: speedup"]
     assert head[4:] == ["measured: bytes", "difference: speedup"]
     assert cells == [["1B", 2.0, None, 2.5, None, 0.25], ["3B", None, 1, None, 8, None]]
-    assert as_csv(ROWS).splitlines()[1] == "1B,2,,2.5,,0.25"
+    assert as_csv(ROWS, "a commit").splitlines()[1] == "1B,2,,2.5,,0.25,a commit"
 
 
 def test_json_has_every_row_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,6 +44,27 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert ring.main(["--table", "flops", "--results", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ring_flops.csv", "ring_flops.md", "ring_flops.png"]
     assert (tmp_path / "ring_flops.md").read_text().strip() == capsys.readouterr().out.strip()
+    assert made_by(tmp_path / "ring_flops.csv").startswith(commit_of())
+
+
+@pytest.mark.parametrize("changed", ["", "figure", "words"])
+def test_equal_files_stay_those_of_the_commit_that_made_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: str
+) -> None:
+    given = ["--table", "minimal_block", "--results", str(tmp_path)]
+    assert ring.main(given) == 0
+    table, page = tmp_path / "ring_minimal_block.csv", tmp_path / "ring_minimal_block.md"
+    table.write_text(table.read_text().replace(made_by(table), "0123abc, 2026-01-02"))
+    page.write_text(page.read_text().replace(stamp()["commit"].split()[0], "0123abc"))
+    if changed:
+        one = {"figure": (table, "149.5", "149.6"), "words": (page, "24.5 is", "24.5 was")}[changed]
+        one[0].write_text(one[0].read_text().replace(*one[1:]))
+    before = page.read_text()
+    assert ring.main(given) == 0
+    said = capsys.readouterr().err
+    assert f"{table} was made by 0123abc, 2026-01-02: {'other' if changed else 'equal'}" in said
+    assert (page.read_text() == before) == (not changed)
+    assert (made_by(table) == "0123abc, 2026-01-02") == (not changed)
 
 
 def test_an_unknown_table_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import cycle, groupby
 from pathlib import Path
 from textwrap import fill
@@ -20,8 +21,9 @@ from typing import Any
 from papers.jobs import Figures, Job, measured, submit_row
 from runtime.errors import UserError
 from runtime.files import write_text
-from testing.machine import slug, stamp
+from testing.machine import slug
 from tools.arguments import one_line_errors, parser_for
+from tools.results import ROOT, commit_of
 from tools.results import markdown as markdown_table
 
 COLUMNS, MADE_BY = ("published", "analytic", "measured"), "made by"
@@ -88,6 +90,11 @@ class Sheet:
     """Whether its files are written from its rows; otherwise its measurement writes them."""
 
 
+def stamp() -> dict[str, str]:
+    """Return the date, and the commit with a note if anything but results differs from it."""
+    return {"date": datetime.now(UTC).date().isoformat(), "commit": commit_of(ROOT, ".", ":(exclude)*/results/*")}
+
+
 def as_json(sheet: Sheet, rows: Sequence[Row], source: str) -> list[dict[str, Any]]:
     """Return the rows as data."""
     made = stamp()
@@ -133,7 +140,7 @@ def as_markdown(sheet: Sheet, rows: Sequence[Row], source: str, command: str) ->
     hardware = ", ".join(dict.fromkeys(row.hardware for row in rows if row.hardware != "any"))
     about = [
         f"{source}, {sheet.where}." + (f" {hardware}." if hardware else ""),
-        f"Made by `{command}` at {made['date']}, commit {made['commit']}.",
+        f"Made by `{command}` on {made['date']}, commit {made['commit']}.",
         sheet.explained(rows),
     ]
     prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
@@ -168,7 +175,7 @@ def _words(text: str) -> str:
 def write(base: Path, sheet: Sheet, rows: Sequence[Row], text: str) -> None:
     """Write a table's files, and say which commit wrote them before; equal ones stay that commit's, untouched."""
     paths, now = {end: base.with_suffix(end) for end in (".csv", ".md", ".png")}, stamp()
-    made, before = f"{now['commit']}, {now['date'][:10]}", made_by(paths[".csv"])
+    made, before = f"{now['commit']}, {now['date']}", made_by(paths[".csv"])
     if before and paths[".md"].exists() and (paths[".png"].exists() or not sheet.curves):
         same = paths[".csv"].read_text(encoding="utf-8") == as_csv(rows, before)
         same &= _words(paths[".md"].read_text(encoding="utf-8")) == _words(text)

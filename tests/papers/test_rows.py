@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from papers import ring
-from papers.rows import Row, as_csv, flat, made_by
+from papers.rows import Row, as_csv, flat, made_by, stamp
 from papers.table import FOLDER
-from testing.machine import stamp
-from tools.results import commit_of
 
 ROWS = [
     Row({"model": "1B"}, {"speedup": 2.0, "gain": None}, {"speedup": 2.5}, "a GPU"),
@@ -44,7 +42,7 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert ring.main(["--table", "flops", "--results", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ring_flops.csv", "ring_flops.md", "ring_flops.png"]
     assert (tmp_path / "ring_flops.md").read_text().strip() == capsys.readouterr().out.strip()
-    assert made_by(tmp_path / "ring_flops.csv").startswith(commit_of())
+    assert made_by(tmp_path / "ring_flops.csv").startswith(stamp()["commit"])
 
 
 @pytest.mark.parametrize("changed", ["", "figure", "words"])

@@ -1,11 +1,13 @@
 """Other packages beside ours: the same shapes and tokens, whose losses can be compared, and reasons for the rest."""
 
+import csv
 import math
 from pathlib import Path
 
 import pytest
 
 from bench.peers import __main__ as peers
+from bench.peers import features
 from bench.peers.packages import PACKAGES, Package, refusal
 from bench.peers.training import steps_of, timed
 from bench.processes import Contestants
@@ -58,3 +60,14 @@ def test_ring_attention_pytorch_computes_the_same_with_its_last_pass_mended() ->
             contestants.fingerprint("one_process"),
             work.dtype,
         )
+
+
+def test_every_cell_of_the_features_has_a_source_and_the_page_is_theirs() -> None:
+    with features.TABLE.open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    packages, names = ({cell[name] for cell in cells} for name in ("package", "feature"))
+    assert len(cells) == len(packages) * len(names) == 9 * 8
+    for cell in cells:
+        assert all(cell.values()), cell
+        assert cell["source"].startswith("https://") or cell["package"] == "Longmesh", cell
+    assert features.PAGE.read_text() == features.page(), "run python -m bench.peers.features"

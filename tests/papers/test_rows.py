@@ -1,14 +1,12 @@
 """Tables row by row: differences, columns, files, and what the commands say of a wrong or unmeasurable table."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from papers import ring
 from papers.rows import Row, as_csv, flat, made_by, stamp
-from papers.table import FOLDER
 
 ROWS = [
     Row({"model": "1B"}, {"speedup": 2.0, "gain": None}, {"speedup": 2.5}, "a GPU"),
@@ -70,21 +68,3 @@ def test_an_unknown_table_lists_those_there_are(capsys: pytest.CaptureFixture[st
         ring.main(["--table", "nothing"])
     assert "minimal_block" in (said := capsys.readouterr().err)
     assert said.count("\n") == 1
-
-
-def strange_figures(page: str, results: str) -> list[str]:
-    """Decimal figures of a page, and counts "N of M", that stand in no result; those of code and links left out."""
-    prose = re.sub(r"^```.*?^```$|`[^`]*`|\]\([^)]*\)", "", page, flags=re.M | re.S)
-    number = r"\d+\.\d+(?:e-\d+)?"
-    figures = re.findall(rf"(?<![\w.]){number}(?![\w.])|(?<![\w.,])\d+ of \d+", prose)
-    known = {f"{float(x):g}" for x in re.findall(number, results)}
-    known |= {f"{100 * float(x):g}" for x in re.findall(r"\d\.\de-\d+", results)}  # in percent
-    return [x for x in figures if (x not in results if " of " in x else f"{float(x):g}" not in known)]
-
-
-def test_the_page_has_no_figure_that_is_in_no_result() -> None:
-    """In prose beside the tables, only what a result has: rounded as it is there."""
-    results = "\n".join(path.read_text() for path in sorted((FOLDER / "results").glob("*")) if path.suffix != ".png")
-    page = (FOLDER.parent / "docs" / "tasks" / "papers.md").read_text()
-    assert strange_figures(page, results) == []
-    assert strange_figures("It is 99.97 %, in 136 of 137 rows; `0.5` and 162.6.", results) == ["99.97", "136 of 137"]

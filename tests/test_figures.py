@@ -1,0 +1,216 @@
+"""Figures in the pages of evidence and of the papers: each stands in a result file that its page leads to.
+
+A page's result files are those that it links to, and those of ``bench/results`` that its README says are told there. A
+figure is a decimal, a power of ten or an integer such as 12,345; code, links and multiples of 256, which are sizes, are
+left out. It must be what a result rounds to: in a row of a table, of the records that have the row's first cell as a
+name, where there are any. Where a column's head says that it compares, it may be a quotient of the result's figures
+that belong together, or of the row's own.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGES = [*sorted((ROOT / "docs" / "evidence").glob("*.md")), ROOT / "docs" / "tasks" / "papers.md"]
+NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+"
+FIGURE = re.compile(rf"(?<![\w.,^/-])({NUMBER})(?![\w^]|[.,]\d)(?= ?(%)?)")
+NOT_PROSE = re.compile(r"^```.*?^```$|`[^`]*`|\]\([^)]*\)", flags=re.M | re.S)
+COMPARES = re.compile(r"/|\b(of|by)\b|faster|difference|error")
+SCALES, PERCENT, AS_IT_IS = (1.0, 1e-6, 2.0**-20), (100.0, 1.0), (1.0,)
+"""To units on a page: seconds, MB and MiB of bytes, percent."""
+TOGETHER = ("of", "length", "seq_length", "patches")
+"""Records that have these in common belong together."""
+OTHERS = {"machine", "load", "load_average", "min", "max", "cpu_median"}
+BY_TESTS = "what tests print, which assert the bounds beside it; no file keeps it"
+LEFT_OUT = {
+    ("features.md", ""): "versions and bounds of other packages, each with its source",
+    ("exactness.md", "Exactness"): BY_TESTS,
+    ("linear_attention.md", "Errors of the kernels"): BY_TESTS,
+}
+"""Sections by page and title, a page's whole where there is none, that have no figure of a result."""
+ALLOWED = {
+    "attention.md": {"7.0": "a setting", "1,197": "rows counted on a plan", "1.33": "pairs counted on plans"},
+    "linear_attention.md": {"1.09 1.94": "logarithms of the table's quotients", "1.38": "the paper's"},
+    "memory.md": {"32.5": "bytes added up in the sentence"},
+    "peers.md": {"1.31": "a version"},
+    "video.md": {"6e-8": "the difference of losses that have 8 digits in the file"},
+}
+"""Other figures, several of one reason at once, that no result has and why they may stand."""
+
+
+@dataclass
+class Record:
+    """A line of a result: its names, its numbers, and how many digits those have that are printed only."""
+
+    names: set[str]
+    values: set[float] = field(default_factory=set)
+    printed: set[str] = field(default_factory=set)
+
+    def has(self, figure: str, scales: Iterable[float]) -> bool:
+        return any(rounds_to(value, figure, scales) for value in self.values) or any(
+            digits(text) >= digits(figure) and rounds_to(number(text), figure, scales if "e" in text else AS_IT_IS)
+            for text in self.printed
+        )
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def digits(text: str) -> int:
+    """Digits behind the point, and those of the power of ten."""
+    mantissa, _, power = text.partition("e")
+    return len(mantissa.partition(".")[2]) - (int(power) if power else 0)
+
+
+def rounds_to(value: float, figure: str, scales: Iterable[float]) -> bool:
+    """Whether a value is the figure once it has as many digits."""
+    mantissa, _, power = figure.replace(",", "").partition("e")
+    places = len(mantissa.partition(".")[2])
+    if power:
+        return float(f"{value:.{places}e}") == float(figure)
+    return any(f"{abs(value) * scale:.{places}f}" == mantissa for scale in scales)
+
+
+def results_of(page: Path) -> list[Path]:
+    """The result files of a page; of a table with its Markdown that alone."""
+    found = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#]*/results/[^)#]+)\)", page.read_text())}
+    readme = RESULTS / "README.md"
+    for names, told in re.findall(r"^\| (.+?) \|.*\| (.+?) \|$", readme.read_text(), flags=re.M):
+        for stem in re.findall(r"`(.*?)\.(?:jsonl|md)`", names) if f"/{page.name}" in told else ():
+            pattern = stem.replace("MACHINE", r"(?:amd|intel|nvidia)-[\w-]+")
+            found |= {path for path in readme.parent.iterdir() if re.fullmatch(pattern, path.stem)}
+    return sorted(p for p in found if p.suffix == ".md" or (p.suffix == ".jsonl" and not p.with_suffix(".md").exists()))
+
+
+def walk(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Strings and numbers of a record by the first name on their way, without samples: lists of more than 3."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key not in OTHERS:
+                yield from walk(inner, name or key)
+    elif isinstance(value, list) and len(value) <= 3:
+        for inner in value:
+            yield from walk(inner, name)
+    elif isinstance(value, int | float | str) and not isinstance(value, bool):
+        yield name, value
+
+
+def read(files: Iterable[Path]) -> tuple[list[Record], Record]:
+    """Return the records of results, and the quotients of those that belong together."""
+    records, quotients = [], Record(set())
+    for path in files:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if path.suffix == ".md":
+            for line in lines:
+                printed = set(re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?", line))
+                records.append(Record({cell.strip() for cell in line.split("|")}, printed=printed))
+            continue
+        groups: dict[Any, set[float]] = defaultdict(set)
+        head = json.loads(lines[0])
+        for line in map(json.loads, lines):
+            parts = list(walk(line))
+            names = {part for _, x in parts if isinstance(x, str) for part in (x, *x.split("/"))}
+            records.append(Record(names, {float(x) for _, x in parts if not isinstance(x, str)}))
+            for name, x in parts:
+                if not isinstance(x, str):
+                    groups[name, *map(line.get, TOGETHER)].add(float(x))
+            if "tflops" in line and "matmul_tflops" in head:
+                quotients.values.add(line["tflops"] / head["matmul_tflops"])
+        for same in groups.values():
+            quotients.values |= {a / b for a, b in permutations(same, 2) if b} if len(same) <= 8 else set()
+    return records, quotients
+
+
+def sections(page: Path) -> Iterator[str]:
+    """The text of a page without code, the targets of links, and what is left out."""
+    for part in re.split(r"^#+ ", NOT_PROSE.sub("", page.read_text(encoding="utf-8")), flags=re.M)[1:]:
+        if not {(page.name, ""), (page.name, part.partition("\n")[0])} & LEFT_OUT.keys():
+            yield part
+
+
+def figures(text: str) -> Iterator[tuple[str, bool, str, str]]:
+    """Each figure of a text, whether in percent, its line, and the head of its column."""
+    head: list[str] = []
+    for line in text.splitlines():
+        cells = line.split("|") if line.startswith("|") else [line]
+        head = head if len(cells) > 1 and head else cells
+        for place, cell in enumerate(cells):
+            for figure, percent in FIGURE.findall(cell):
+                if "," not in figure or number(figure) % 256:
+                    yield figure, bool(percent), line, head[place] if len(head) == len(cells) > 1 else ""
+        head = head if len(cells) > 1 else []
+
+
+def is_known(found: tuple[str, bool, str, str], records: list[Record], quotients: Record) -> bool:
+    figure, percent, line, head = found
+    name = line.split("|")[1].strip(" *") if line.startswith("|") else ""
+    own = [one for one in records if name in one.names and one.values | one.printed] if name else []
+    scales = PERCENT if percent else SCALES
+    if any(record.has(figure, scales) for record in own or records):
+        return True
+    row = {number(x) for x in re.findall(rf"{NUMBER}|\d+", line)} if head else set()
+    same = {a / b for a, b in permutations(row, 2) if b}
+    compares = not head or COMPARES.search(head)
+    return bool(compares) and (quotients.has(figure, scales) or Record(set(), same).has(figure, AS_IT_IS))
+
+
+def checked(page: Path) -> Iterator[tuple[str, bool, list[bool]]]:
+    """Each figure of a page, whether a result has it, and whether one has it with its first or last digit changed."""
+    records, quotients = read(results_of(page))
+    for figure, percent, line, head in (one for part in sections(page) for one in figures(part)):
+        changed = []
+        for place in {0, len(figure.partition("e")[0]) - 1}:
+            wrong = figure[:place] + str((int(figure[place]) + 3) % 10) + figure[place + 1 :]
+            changed.append(is_known((wrong, percent, line.replace(figure, wrong, 1), head), records, quotients))
+        yield figure, is_known((figure, percent, line, head), records, quotients), changed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_figure_stands_in_a_result_and_most_changed_digits_are_refused(page: Path) -> None:
+    """A result has many numbers, of which another may round to what is wrong: half are refused at least."""
+    found = list(checked(page))
+    allowed = " ".join(ALLOWED.get(page.name, {})).split()
+    unknown = sorted({figure for figure, known, _ in found if not known})
+    assert unknown == sorted(allowed), "take the result's figure, or leave it out; what is allowed must be needed"
+    accepted = [known for _, _, changed in found for known in changed]
+    assert sum(accepted) <= 0.5 * len(accepted)
+
+
+def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    record = {"of": "rows", "key": "ring", "length": 2048, "median": 0.19287, "peak": 3 << 20, "seconds": [0.5] * 9}
+    lines = [{"benchmark": "one"}, record, record | {"key": "zigzag", "median": 0.38577, "peak": 7 << 20}]
+    (tmp_path / "results" / "one.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = """# One [figures](../one/results/one.jsonl)
+
+| | s | MiB | ring / it |
+| --- | --- | --- | --- |
+| ring | 0.193 | 3.0 | 1 |
+| zigzag | {} | 7.0 | {} |
+
+`0.777` of 2,048 tokens took {} s, 12 %, or 1.93e-1 s.
+"""
+    page, whole = tmp_path / "one.md", text.format("0.386", "0.50", "0.39").replace("../one/", "./")
+    page.write_text(whole)
+    assert [figure for figure, known, _ in checked(page) if not known] == []
+    for right, wrong in (("| 0.386", "| 0.193"), ("| 0.50", "| 0.51"), ("0.39 s", "0.40 s"), ("1.93e-1", "1.94e-1")):
+        page.write_text(whole.replace(right, wrong))
+        assert [figure for figure, known, _ in checked(page) if not known] == [wrong.strip("| s")]
+
+
+def test_counts_of_the_papers_stand_in_a_result() -> None:
+    page = PAGES[-1]
+    results = " ".join(" ".join(path.read_text().split()) for path in results_of(page))
+    counts = re.findall(r"(?<![\w.,])\d+ of \d+(?= )", " ".join(NOT_PROSE.sub("", page.read_text()).split()))
+    assert len(counts) > 5
+    assert [count for count in counts if count not in results] == []

@@ -198,11 +198,12 @@ def script_of(job: Job, row: Path, data: Path, cluster: str) -> str:
     """
     nodes, several = job.gpus // job.in_node, len(job.cases) > 1
     own = ["--cluster", cluster, "--nodes", str(nodes), "--time", LIMIT, "--name", "-".join(row.parts[-3:])]
+    own.append(f"--option=--ntasks-per-node={job.in_node}")  # of all GPUs of a node, which the job has for itself
     cases = ["--array", *job.cases.values(), "--"] if several else []
     args = build_parser().parse_args([*own, *cases, *job.command(data), "--save", str(row)])
-    site, _ = read_site(cluster)
+    site, gpus = read_site(cluster)
     save, command = checked(args, job.in_node)
-    text = script(args, site, job.in_node, save, command)
+    text = script(args, site, gpus, save, command)
     head, mark, start = text.rpartition("\ntrain ")
     folder = shlex.quote(str(row)) + ('/"$SLURM_ARRAY_TASK_ID"' if several else "")
     notes = [

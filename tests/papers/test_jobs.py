@@ -1,7 +1,9 @@
 """Rows as Slurm jobs: scripts, what does not fit, what is there already, and runs' folders read as measured."""
 
 import json
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from papers import jobs, lasp, ring, striped, wallfacer
 from papers.rows import Row
 from planner.cluster import CLUSTERS
+from slurm.virtual.cluster import missing, virtual_cluster
 from tests.pretraining import pretrain
+from tests.starts import wait_until
 from tools.results import commit_of
 
 A100, NODES_OF_16 = (str(CLUSTERS / f"{name}.toml") for name in ("a100_pod", "wallfacer_a100_16"))
@@ -151,3 +155,43 @@ def test_what_runs_read_is_as_long_as_the_longest(tmp_path: Path) -> None:
     assert row.job
     jobs.write_data(row.job, tmp_path)
     assert jobs.open_indexed(tmp_path / "long").tokens >= jobs.TOKENS > 2 * 4096 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=f"no virtual cluster: {missing()}")
+def test_a_row_on_a_virtual_cluster_is_measured_once_its_job_has_ended(
+    default_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of a node's GPUs, which are only names: an array of two runs, by Slurm's own controller."""
+    tiny = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --global-batch-size 2"
+    job = jobs.Job(
+        gpu="a100",
+        memory_gb=80,
+        gpus=2,
+        config="llama_tiny",
+        flags=f"{tiny} --context-parallel-size 2 --micro-batch-size 1 --save-interval 6 --lr-warmup-iters 1",
+        cases={name: f"--context-parallel-method {name}" for name in ("ring", "striped")},
+        figures=lambda runs: {name: run.tokens_per_s for name, run in runs.items()},
+    )
+    row, data = tmp_path / "runs" / "paper" / "table" / "row", tmp_path / "runs" / "data"
+    data.mkdir(parents=True)
+    for end in ("bin", "idx"):
+        shutil.copy(f"{default_data}.{end}", data / f"long.{end}")
+    shutil.copy(f"{default_data}.model", data / "text.model")
+    monkeypatch.setattr(jobs, "write_data", lambda job, data: None)
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(Path(A100).read_text() + "cpus_per_gpu = 1\n")
+    with virtual_cluster(tmp_path / "slurm", nodes=1) as environment:
+        monkeypatch.setenv("SLURM_CONF", environment["SLURM_CONF"])
+        monkeypatch.setenv("PYTHON", sys.executable)
+        monkeypatch.setenv("SBATCH_OUTPUT", str(tmp_path / "%A_%a.log"))
+        said = jobs.submit_row(job, row, str(cluster), dry_run=False)
+        assert said.startswith("Submitted batch job ")
+        wait_until(lambda: not subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout)
+    found = jobs.measured(job, row)
+    logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
+    assert found, logs
+    assert str(found["on"]).startswith("cpu, 20")
+    assert commit_of().split()[0] in str(found["on"])
+    assert [*row.glob("*/iter_*")] == [], logs
+    assert "measured already" in jobs.submit_row(job, row, str(cluster), dry_run=False)

@@ -29,7 +29,7 @@ def local_folder(directory: str | None, save: str) -> Path | None:
     Its name has the run's fingerprint, of the path ``save`` and the time of its first start. Collective; raises
     CheckpointError if it is a link, or another user's.
     """
-    name = None if directory is None else from_first(lambda: _fingerprint(Path(save)))
+    name = None if directory is None else from_first(lambda: fingerprint(Path(save)))
     if directory is None or name is None:
         return None
     folder = Path(directory) / name
@@ -39,7 +39,8 @@ def local_folder(directory: str | None, save: str) -> Path | None:
     return folder
 
 
-def _fingerprint(save: Path) -> str | None:
+def fingerprint(save: Path) -> str | None:
+    """Return the name of a run's folder with a digest of its path and first start; None before that."""
     with suppress(FileNotFoundError), (save / STARTS).open("rb") as starts:
         path = os.path.realpath(save)
         return f"{os.path.basename(path)}-{hashlib.sha256(path.encode() + starts.readline()).hexdigest()[:12]}"

@@ -217,7 +217,7 @@ train() {
     if [ -n "$told" ]; then # before there were ranks to tell
         status=138
     else
-        run_step "${flags[@]}" --save "$run" "${begin[@]}"
+        run_step "${flags[@]}" "${begin[@]}" --save "$run"
         judge "$wrong" "$lost"
     fi
 

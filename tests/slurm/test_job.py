@@ -66,11 +66,11 @@ def test_the_first_start_begins_where_the_flags_say_and_later_ones_in_their_own_
     run = tmp_path / "run"
     flags = ("--finetune", "--load", "base", "--ckpt-step=3", "--lr", "1e-4")
     _, first = started(run, *flags, new="4")
-    assert f"pretrain_gpt.py --lr 1e-4 --save {run} --finetune --load base --ckpt-step=3\n" in first
+    assert f"pretrain_gpt.py --lr 1e-4 --finetune --load base --ckpt-step=3 --save {run}\n" in first
     _, second = started(run, *flags, new="8")
-    assert f"pretrain_gpt.py --lr 1e-4 --save {run} --load {run} --no-finetune --ckpt-step none\n" in second
+    assert f"pretrain_gpt.py --lr 1e-4 --load {run} --no-finetune --ckpt-step none --save {run}\n" in second
     _, plain = started(tmp_path / "other", "--lr", "1e-4", new="4")
-    assert f"--save {tmp_path / 'other'} --load {tmp_path / 'other'}\n" in plain
+    assert f"--load {tmp_path / 'other'} --save {tmp_path / 'other'}\n" in plain
     (tmp_path / "asked.toml").write_text('[checkpoint]\nload = "base"\nfinetune = true\n')
     for flags in (("--config", str(tmp_path / "asked.toml")), (f"--config={tmp_path / 'asked.toml'}",)):
         _, said = started(tmp_path / "asked", *flags, status=137)

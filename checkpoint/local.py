@@ -54,9 +54,7 @@ def remove_others(local: Path, kept: Path | None) -> None:
             gone = path.with_name(f"iter_{uuid.uuid4().hex[:8]}.tmp")  # first, so that a kill leaves no broken one
             with suppress(OSError):  # another rank was first
                 path.rename(gone)
-                shutil.rmtree(
-                    gone, ignore_errors=True
-                )  # files go under two ranks' hands; the last name's folder goes too
+                shutil.rmtree(gone, ignore_errors=True)  # another rank may be at it too
 
 
 def bring(folder: Path, names: Collection[str], group: dist.ProcessGroup | None) -> None:

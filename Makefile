@@ -128,7 +128,7 @@ peers: $(PEERS) ## Measure attention and training by us and by other packages, i
 linear-bench: $(READY) ## Linear attention against quadratic over length on one CPU thread: a table, a JSON and a plot (a minute)
 	$(PY) -m bench.linear $(ARGS)
 
-lasp-table: $(READY) ## LASP's table of convergence at small scale: 24 runs of 300 updates, into papers/results/ (20 minutes)
+lasp-table: $(READY) ## LASP's table of convergence at small scale: 26 runs of 300 updates, into papers/results/ (20 minutes)
 	@OMP_NUM_THREADS=1 exec $(PY) -m papers.convergence $(ARGS)
 
 papers: $(READY) ## The papers' tables, published and predicted and, where it is cheap here, measured, into papers/results/; PAPERS="ring" chooses
@@ -137,7 +137,7 @@ papers: $(READY) ## The papers' tables, published and predicted and, where it is
 chaos: $(READY) ## Kill, signal and start twice runs of 4 processes, compared with an undisturbed one, into bench/results/chaos.md (hours)
 	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(ARGS)
 
-gpu-check: $(DEV) ## On one CUDA device: its tests and the attention bench, into bench/results/
+gpu-check: $(DEV) ## On one CUDA device, in steps of under 8 minutes: kernels, ranks, waits, rates, a run of 1B; into bench/results/
 	$(PY) -m bench.gpu_check $(ARGS)
 
 hooks: $(DEV) ## Let git run the checks before each commit

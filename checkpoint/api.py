@@ -65,6 +65,8 @@ class CheckpointConfig:
     """Load exactly this iteration from --load, and fail if it is broken."""
     finetune: bool = False
     """Take only the weights from --load, for a new run: optimizer, schedule, counters and data begin afresh."""
+    allow_changed: tuple[str, ...] = ()
+    """Settings and files that may be others than those that the checkpoint was trained with; all allows any."""
     exit_on_missing_checkpoint: bool = False
     """Fail where --load holds no checkpoint, rather than start afresh."""
 

@@ -29,7 +29,7 @@ def local_folder(directory: str | None, save: str) -> Path | None:
     Its name has the run's fingerprint, of the path ``save`` and the time of its first start. Collective; raises
     CheckpointError if it is a link, or another user's.
     """
-    name = None if directory is None else from_first(lambda: _fingerprint(Path(save)))
+    name = None if directory is None else from_first(lambda: fingerprint(Path(save)))
     if directory is None or name is None:
         return None
     folder = Path(directory) / name
@@ -39,7 +39,8 @@ def local_folder(directory: str | None, save: str) -> Path | None:
     return folder
 
 
-def _fingerprint(save: Path) -> str | None:
+def fingerprint(save: Path) -> str | None:
+    """Return the name of a run's folder with a digest of its path and first start; None before that."""
     with suppress(FileNotFoundError), (save / STARTS).open("rb") as starts:
         path = os.path.realpath(save)
         return f"{os.path.basename(path)}-{hashlib.sha256(path.encode() + starts.readline()).hexdigest()[:12]}"
@@ -53,9 +54,7 @@ def remove_others(local: Path, kept: Path | None) -> None:
             gone = path.with_name(f"iter_{uuid.uuid4().hex[:8]}.tmp")  # first, so that a kill leaves no broken one
             with suppress(OSError):  # another rank was first
                 path.rename(gone)
-                shutil.rmtree(
-                    gone, ignore_errors=True
-                )  # files go under two ranks' hands; the last name's folder goes too
+                shutil.rmtree(gone, ignore_errors=True)  # another rank may be at it too
 
 
 def bring(folder: Path, names: Collection[str], group: dist.ProcessGroup | None) -> None:

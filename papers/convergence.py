@@ -4,7 +4,7 @@ A tiny TransNormer and a tiny Linear Transformer train on the standard library's
 data parallel 4, and data parallel 2 x context parallel 2 with LASP, each with the same batches of the same tokens. A
 finished run is written at once, and a table that is begun goes on where it stopped.
 
-    python -m papers.convergence                                           # 24 runs
+    python -m papers.convergence                                           # 26 runs
     python -m papers.convergence --rows transnormer/fsdp transnormer/ddp   # some of them; the table has what there is
     make lasp-table ARGS="--rows transnormer/ddp --iterations 5 --results runs/lasp"   # a short one
 """
@@ -12,6 +12,7 @@ finished run is written at once, and a table that is begun goes on where it stop
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,8 +21,9 @@ import pretrain_gpt
 from data.text.prepare import Request, prepare
 from papers.table import FOLDER
 from papers.table import published as rows_of
+from parallel.context.linear import state
 from runtime.errors import UserError
-from testing.machine import describe, in_words
+from testing.machine import describe, in_words, stamp
 from testing.ranks import run_ranks
 from testing.records import read_records, write_records
 from testing.training import Records, trainer_of
@@ -41,6 +43,10 @@ BACKENDS = {
     "zero3": "ZeRO-3",
 }
 WAYS = ("without", "lasp")
+CONTROL = "dropped"
+"""With LASP, but no rank gets the state of the one before: what a table must tell apart to mean anything."""
+CONTROLLED = "ddp"
+"""The backend of the rows that have such a run besides."""
 RANKS, CONTEXT, BATCH, LENGTH, VOCABULARY = 4, 2, 8, 256, 1024
 FLAGS = f"""
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length {LENGTH} --global-batch-size {BATCH}
@@ -74,14 +80,14 @@ def published() -> dict[str, dict[str, float]]:
 
 
 def runs(row: str) -> list[str]:
-    """Return the names of a row's two runs."""
-    return [f"{row}/{way}" for way in WAYS]
+    """Return the names of a row's two runs, and of its control if it has one."""
+    return [f"{row}/{way}" for way in (*WAYS, *[CONTROL] * row.endswith(f"/{CONTROLLED}"))]
 
 
 def command_line(run: str, data: Path, iterations: int) -> list[str]:
     """Return the flags of pretrain_gpt.py for a run: a row of the table, with LASP or without."""
     model, backend, way = run.split("/")
-    dp = RANKS // CONTEXT if way == "lasp" else RANKS
+    dp = RANKS if way == "without" else RANKS // CONTEXT
     flags = {
         "model-type": model,
         "data-path": data,
@@ -135,18 +141,37 @@ def markdown(result: Result) -> str:
         beside = [f"{without:.3f}", f"{lasp:.3f}", f"{abs(lasp / without - 1):.1e}"]
         body.append([MODELS[model], BACKENDS[backend], *ours, f"{difference(*pair):.1e}", *beside])
     head = ["model", "backend", "without LASP", "with LASP", "difference", "paper: without", "with", "difference"]
-    return "\n".join([*lines, *markdown_table(head, body)]) + "\n"
+    return "\n".join([*lines, *markdown_table(head, body), *_controls(result)]) + "\n"
+
+
+def _controls(result: Result) -> list[str]:
+    """Say what the loss is where states are dropped between ranks, for each model whose runs there are."""
+    done, found = result["runs"], []
+    for model, title in MODELS.items():
+        without, dropped = (done.get(f"{model}/{CONTROLLED}/{way}") for way in ("without", CONTROL))
+        if without and dropped:
+            told = f"{dropped['loss']:.4f} ({dropped['last']:.4f}), {difference(without, dropped):.1e} apart"
+            found.append(f"* {title}, {BACKENDS[CONTROLLED]}: {told}")
+    return ["", "Control: the same with LASP where no rank gets the state of the one before.", "", *found] * bool(found)
 
 
 def _pairs(result: Result) -> dict[str, list[dict[str, float]]]:
     """Return the two runs of each finished row, in the paper's order."""
     done = result["runs"]
-    return {row: [done[name] for name in runs(row)] for row in rows() if all(name in done for name in runs(row))}
+    pairs = {row: [f"{row}/{way}" for way in WAYS] for row in rows()}
+    return {row: [done[name] for name in pair] for row, pair in pairs.items() if all(name in done for name in pair)}
 
 
 def outside(result: Result) -> list[str]:
-    """Return the finished rows whose losses differ by more than the bound."""
-    return [row for row, pair in _pairs(result).items() if not difference(*pair) <= BOUND]
+    """Return the finished rows whose losses differ by more than the bound, and the controls that differ no more."""
+    done, pairs = result["runs"], _pairs(result)
+    wrong = [row for row, pair in pairs.items() if not difference(*pair) <= BOUND]
+    for model in MODELS:
+        row = f"{model}/{CONTROLLED}"
+        if row in pairs and (control := done.get(f"{row}/{CONTROL}")):
+            exact, dropped = difference(*pairs[row]), difference(pairs[row][0], control)
+            wrong += [f"{row}/{CONTROL}"] * (not dropped > 100 * exact)
+    return wrong
 
 
 def apart(without: Sequence[float], lasp: Sequence[float]) -> list[float]:
@@ -155,9 +180,12 @@ def apart(without: Sequence[float], lasp: Sequence[float]) -> list[float]:
     return [fmean(each[max(0, update + 1 - LAST) : update + 1]) for update in range(len(each))]
 
 
-def train(rank: int, world_size: int, flags: Sequence[str]) -> list[float]:
-    """Train one rank of a run of pretrain_gpt.py; return the loss of each update on the first rank."""
+def train(rank: int, world_size: int, flags: Sequence[str], dropped: bool = False) -> list[float]:
+    """Train one rank of a run of pretrain_gpt.py, with states dropped if asked; return the first rank's losses."""
     log = Records()
+    if dropped:  # in this rank's process alone
+        plain = state.passages
+        state.passages = lambda *given: tuple(replace(one, source=None, target=None) for one in plain(*given))  # type: ignore[assignment]
     with trainer_of(pretrain_gpt, flags, log) as trainer:
         trainer.run()
     return [record["lm_loss"] for record in log.records]
@@ -176,13 +204,14 @@ def finished(wanted: Sequence[str], iterations: int, data: Path, path: Path) -> 
     missing = [name for name in names if name not in result["runs"]]
     if missing:
         prepare(Request(vocab_size=VOCABULARY, max_bytes=4 << 20), data, progress=False)
-        result["machine"] = describe("cpu")
+        result.setdefault("machine", describe("cpu"))  # of the first runs; each has its date and commit
     else:
         print(f"all {len(names)} runs are in {path} already, nothing trained; --results DIR starts afresh")
     for name in missing:
         start = time.perf_counter()
-        losses = run_ranks(train, RANKS, command_line(name, data, iterations), timeout=1800)[0]
-        found = {**figures(losses), "seconds": time.perf_counter() - start}
+        flags = command_line(name, data, iterations)
+        losses = run_ranks(train, RANKS, flags, name.endswith(f"/{CONTROL}"), timeout=1800)[0]
+        found = {**figures(losses), "seconds": time.perf_counter() - start, **stamp()}
         result["runs"][name] = {**found, "losses": losses}
         curves = {key: {"losses": run["losses"]} for key, run in result["runs"].items() if "losses" in run}
         bare = {key: {k: v for k, v in run.items() if k != "losses"} for key, run in result["runs"].items()}
@@ -221,13 +250,14 @@ def picture(result: Result, path: Path) -> None:
     figure = Figure(figsize=(10, 6.6), layout="constrained")
     axes = figure.subplots(2, len(MODELS), sharex=True, sharey="row", height_ratios=(2, 3))
     for (losses, differences), (model, title) in zip(axes.T, MODELS.items(), strict=True):
-        curves = {name: run["losses"] for name, run in result["runs"].items() if name.startswith(f"{model}/")}
+        own = [name for name in result["runs"] if name.startswith(f"{model}/") and not name.endswith(CONTROL)]
+        curves = {name: result["runs"][name]["losses"] for name in own}
         for name, curve in curves.items():
             losses.plot(curve, ":" if name.endswith("/lasp") else "-", color=PALETTE[0], linewidth=1.2, alpha=0.5)
         losses.set_title(f"{title}: loss of {len(curves)} runs", loc="left", fontsize=11)
         alike: dict[tuple[float, ...], list[str]] = {}
         for backend in BACKENDS:
-            pair = [curves[name] for name in runs(f"{model}/{backend}") if name in curves]
+            pair = [curves[name] for way in WAYS if (name := f"{model}/{backend}/{way}") in curves]
             if len(pair) == len(WAYS):
                 alike.setdefault(tuple(apart(*pair)), []).append(BACKENDS[backend])
         colours = PALETTE[:4] + PALETTE[5:6] + PALETTE[7:]

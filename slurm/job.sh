@@ -2,15 +2,15 @@
 #
 #   GPUS_PER_NODE      what a node must have; not checked if empty
 #   LAUNCHER           ranks: srun starts one per GPU (default). torchrun: srun starts one torchrun per node
-#   PYTHON             .venv/bin/python, or python3 where there is none
+#   PYTHON             .venv/bin/python, or python3 where there is none and in a container
 #   CONTAINER          image; CONTAINER_RUNTIME is pyxis (default) or apptainer, CONTAINER_MOUNTS more folders, A:B,C:D
 #   MOST_REQUEUES      a job that was queued again so often ends; 100
 
-POINTER=latest_checkpointed_iteration.txt
 MOST_STUCK=3 # starts in a row without a new checkpoint
 HUNG=75      # status of ranks that a watchdog ended; in the run's folder it left the nodes to do without
 HUNG_NODES=hung_nodes.txt
-LOST='did not answer|because a peer of it did|waited in vain' # words of ranks that lost another one
+# Words of ranks that lost another one, or found this job's last start still dying.
+LOST='did not answer|because a peer of it did|waited in vain|finds nobody at|not all processes came'
 
 fail() {
     echo "error: $*" >&2
@@ -32,7 +32,7 @@ check_nodes() {
 # The command of one task, in the array `task`, and srun's options for it, in `how`.
 arrange() {
     how=(--kill-on-bad-exit=1 --open-mode=append --output="$LOGS/task-%t.log")
-    task=("${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}")
+    task=("${PYTHON:-$([ -z "$CONTAINER" ] && [ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}")
     case ${LAUNCHER:-ranks} in
     ranks) how+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}") ;;
     torchrun)
@@ -40,7 +40,8 @@ arrange() {
         how+=(--ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task=$((ranks * ${SLURM_CPUS_PER_TASK:-1})))
         task+=(-m slurm.agent --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" --rdzv-backend c10d
             --rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 12000))"
-            --rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}") ;;
+            --rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --log-dir "$LOGS" --tee 3)
+        export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}]: ' ;;
     *) fail "LAUNCHER is $LAUNCHER; it must be ranks or torchrun" ;;
     esac
     [ -z "$CONTAINER" ] || case ${CONTAINER_RUNTIME:-pyxis} in
@@ -51,19 +52,27 @@ arrange() {
     esac
 }
 
+# The iteration of the newest checkpoint in the folder $1; nothing without one. The pointer is written after it.
+newest_of() {
+    ls "$1" 2>/dev/null | sed -n 's/^iter_0*\([0-9][0-9]*\)$/\1/p' | sort -n | tail -n 1
+}
+
 # Whether the newest checkpoint in the folder $1 is of the run's last iteration.
 finished() {
     local last wanted
-    last=$(cat "$1/$POINTER" 2>/dev/null) || return 1
-    wanted=$(sed -n "s/^train_iters = //p" "$1/config.toml")
-    [ "$last" -ge "$wanted" ]
+    last=$(newest_of "$1")
+    wanted=$(sed -n "s/^train_iters = //p" "$1/config.toml" 2>/dev/null)
+    [ "${last:--1}" -ge "${wanted:-0}" ]
 }
 
-# Put the flags of a start that has no checkpoint yet into the array `begin`, all others into `flags`.
+# Put the flags of a start that has no checkpoint yet into the array `begin`, all others into `flags`, and the
+# configuration's file into `config`.
 sort_flags() {
-    begin=() flags=()
+    begin=() flags=() config=
     while [ $# -gt 0 ]; do
         case $1 in
+        --config) config=${2-} ;;&
+        --config=*) config=${1#*=} ;;&
         --load | --ckpt-step) begin+=("$1" "$2") && shift ;;
         --load=* | --ckpt-step=* | --finetune | --exit-on-missing-checkpoint) begin+=("$1") ;;
         *) flags+=("$1") ;;
@@ -74,10 +83,11 @@ sort_flags() {
 
 # How many errors the tasks have told of, besides those of ranks that lost another one; and how many lost one.
 errors_told() {
-    cat "$LOGS"/task-*.log 2>/dev/null | grep -E '^(\[rank[0-9]+\]: *)?(error: |Traceback)' | grep -cvE "$LOST"
+    cat "$LOGS"/task-*.log 2>/dev/null | grep -E '^(\[rank[0-9]+\]: *)?(error: |Traceback)' |
+        grep -cvE "$LOST|Slurm job $SLURM_JOB_ID\b"
 }
 losses_told() {
-    cat "$LOGS"/task-*.log 2>/dev/null | grep -cE "$LOST"
+    cat "$LOGS"/task-*.log 2>/dev/null | grep -cE "$LOST|Slurm job $SLURM_JOB_ID\b"
 }
 
 # The job's state, asked for some minutes where the controller does not answer.
@@ -97,15 +107,17 @@ known_of() {
 }
 
 # Keep the job $1 off the nodes $2, besides those that it is kept off. Slurm takes it once the job is queued again, and
-# also if too few nodes are left; the job would wait for ever.
+# also if too few nodes are left; the job would wait for ever. So ask for a job like it first.
 exclude() {
-    local before gres account qos said
-    before=$(known_of "$1" ExcNodeList) account=$(known_of "$1" Account) qos=$(known_of "$1" QOS)
+    local before nodes name value like=() said
+    before=$(known_of "$1" ExcNodeList) nodes=$(known_of "$1" NumNodes)
     before=${before:+$before,}
-    gres=$(known_of "$1" TresPerNode)
-    said=$(sbatch --test-only --exclusive --nodes="$SLURM_NNODES" --partition="$SLURM_JOB_PARTITION" \
-        ${account:+--account="$account"} ${qos:+--qos="$qos"} ${gres:+--gres="${gres#gres[:/]}"} --exclude="$before$2" \
-        --wrap=true 2>&1) ||
+    for name in account:Account qos:QOS reservation:Reservation constraint:Features time:TimeLimit gres:TresPerNode; do
+        value=$(known_of "$1" "${name#*:}")
+        [ -z "$value" ] || like+=("--${name%:*}=${value#gres[:/]}")
+    done
+    said=$(sbatch --test-only --exclusive --nodes="${nodes:-$SLURM_NNODES}" --partition="$SLURM_JOB_PARTITION" \
+        "${like[@]}" --exclude="$before$2" --wrap=true 2>&1) ||
         { echo "a rank hung on $2, which stays: Slurm would not start the job without it ($said)" && return; }
     for _ in {1..30}; do
         scontrol update JobId="$1" ExcNodeList="$before$2" && echo "without $2, where a rank hung" && return
@@ -116,8 +128,9 @@ exclude() {
 # How far the run in the folder $1 is: its newest checkpoint, and where its last start went on from, which may be a
 # node's own checkpoint.
 progress_of() {
-    cat "$1/$POINTER" 2>/dev/null
-    sed -n '$s/.*"iteration": *\([0-9]*\).*/\1/p' "$1/starts.jsonl" 2>/dev/null
+    local newest from
+    newest=$(newest_of "$1") from=$(sed -n '$s/.*"iteration": *\([0-9]*\).*/\1/p' "$1/starts.jsonl" 2>/dev/null)
+    echo "${newest:-0} ${from:-0}"
 }
 
 # Queue the job $1 again, without the nodes $4. Ends it where that would go in circles: its progress is still $3, as at
@@ -138,62 +151,85 @@ queue_again() {
     fail "not finished, and scontrol requeue $job is refused; submit the command again, which goes on"
 }
 
-# train RUN ENTRY FLAG...: the run in the folder RUN, from its newest checkpoint on; without one as the flags say.
-# Exits with the training's status.
-train() {
-    [ $# -ge 2 ] || fail "give the run's folder, the entry and its flags: runs/NAME pretrain_gpt.py --config FILE"
-    local run=$1 status told='' rang='' newest before wrong lost begin flags nodes=''
-    LOGS=$run/logs/$SLURM_JOB_ID
-    mkdir -p "$LOGS" || exit 1
-    shift
-    sort_flags "$@"
-    newest=$(cat "$run/$POINTER" 2>/dev/null) before=$(progress_of "$run")
-    [ -z "$newest" ] && [[ " ${begin[*]}" == *" --load"* ]] || begin=(--load "$run")
-    check_nodes
-    arrange
-    echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST; logs of all tasks in $LOGS"
-
-    rm -f "$run/$HUNG_NODES"
-    wrong=$(errors_told) lost=$(losses_told)
+# Start the ranks and wait for them; their status in `status`. A signal is passed on, and noted in `told`.
+run_step() {
+    local showing step patience rang
     # The first task's lines are those for people. Its log goes on over starts, of which this one's lines are shown.
     touch "$LOGS/task-0.log"
     tail -n 0 -F "$LOGS/task-0.log" 2>/dev/null &
-    local showing=$!
-    srun "${how[@]}" "${task[@]}" "${flags[@]}" --save "$run" "${begin[@]}" &
-    local step=$!
+    showing=$!
+    srun "${how[@]}" "${task[@]}" "$@" &
+    step=$!
     # Over a link that is cut srun never hears that the tasks have ended, and waits for ever.
     { until [ -e "$run/$HUNG_NODES" ]; do sleep 5; done && sleep 60 && kill -KILL $step; } &>/dev/null &
-    local patience=$!
+    patience=$!
     # The time is nearly over (USR1), or another job has precedence (TERM). The ranks save and end; twice ends at once.
     trap 'told=1 rang=1; kill -USR1 $step 2>/dev/null' USR1 TERM
+    [ -z "$told" ] || kill -USR1 $step # it came while srun began
     while rang=''; do
         wait $step
         status=$?
         [ -n "$rang" ] || break # a signal ends a wait, and not the step
     done
     trap '' USR1 TERM
-    # srun returns the highest status: 143 is of tasks that it ended because another had failed, with 1.
-    [ "$status" -ne 143 ] || [ -n "$told" ] || status=1
-    # So may 137 be; it is also of a rank that the kernel killed, which tells nothing.
-    [ "$status" -lt 128 ] || [ -n "$told" ] || [ "$(errors_told)" -eq "$wrong" ] || status=1
-    # A node that went away and is back tells nothing either: its peers alone do, with 1.
-    [ "$status" -ne 1 ] || [ "$(errors_told)" -ne "$wrong" ] || [ "$(losses_told)" -eq "$lost" ] || status=$HUNG
-    if [ -e "$run/$HUNG_NODES" ]; then # the ranks of one task may be killed by those of another
-        status=$HUNG nodes=$(paste -sd, "$run/$HUNG_NODES")
-    fi
     sleep 1
     kill $showing $patience 2>/dev/null
     wait $showing $patience 2>/dev/null
+}
 
-    local job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID} state
+# Set `status` to what the ranks' own words say of it: before this start they had told of $1 errors and $2 lost ranks.
+judge() {
+    local errors
+    errors=$(($(errors_told) - $1))
+    # srun returns the highest status: 143 and 137 are of tasks that were ended because another had failed, with 1. They
+    # are also of ranks that somebody else ended, which tells nothing.
+    [ "$status" -lt 128 ] || [ -n "$told" ] || [ $errors -eq 0 ] || status=1
+    # A node that went away and is back tells nothing either: its peers alone do, with 1.
+    [ "$status" -ne 1 ] || [ $errors -ne 0 ] || [ "$(losses_told)" -eq "$2" ] || status=$HUNG
+    if [ -e "$run/$HUNG_NODES" ]; then # the ranks of one task may be killed by those of another
+        status=$HUNG nodes=$(paste -sd, "$run/$HUNG_NODES")
+    fi
+}
+
+# train RUN ENTRY FLAG...: the run in the folder RUN, from its newest checkpoint on; without one as the flags say.
+# Exits with the training's status.
+train() {
+    local told=''
+    trap 'told=1' USR1 TERM
+    [ $# -ge 2 ] || fail "give the run's folder, the entry and its flags: runs/NAME pretrain_gpt.py --config FILE"
+    local run=$1 status before wrong lost begin flags config nodes='' job state
+    LOGS=$run/logs/$SLURM_JOB_ID
+    mkdir -p "$LOGS" || exit 1
+    shift
+    sort_flags "$@"
+    before=$(progress_of "$run")
+    if [ -n "$(newest_of "$run")" ]; then # whatever a file says
+        begin=(--load "$run" --no-finetune --ckpt-step none)
+    elif [[ " ${begin[*]}" != *" --load"* ]] && ! grep -qs '^ *load *=' "$config"; then
+        begin=(--load "$run")
+    fi
+    check_nodes
+    arrange
+    echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST; logs of all tasks in $LOGS"
+
+    rm -f "$run/$HUNG_NODES"
+    wrong=$(errors_told) lost=$(losses_told)
+    if [ -n "$told" ]; then # before there were ranks to tell
+        status=138
+    else
+        run_step "${flags[@]}" "${begin[@]}" --save "$run"
+        judge "$wrong" "$lost"
+    fi
+
+    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
     if [ $status -gt 0 ] && [ $status -lt 128 ] && [ $status -ne $HUNG ]; then
-        cat "$LOGS"/task-*.log | grep '^error: ' | sort | uniq -c | sort -rn | head -n 5 >&2
+        cat "$LOGS"/task-*.log | grep -E '^(\[rank[0-9]+\]: *)?error: ' | sort | uniq -c | sort -rn | head -n 5 >&2
         exit $status # the same error would come again
     fi
     state=$(state_of "$job")
-    if finished "$run"; then
+    if [ $status -eq 0 ] && finished "$run"; then
         echo "finished: $run"
-    elif [ "$state" != RUNNING ]; then
+    elif [ "$state" != RUNNING ] && [ "$state" != unknown ]; then
         echo "not finished, and not queued again: the job is $state" # scancel would otherwise only restart it
     else
         queue_again "$job" "$run" "$before" "$nodes" # told to end, or a rank was killed or hung

@@ -9,6 +9,7 @@ newest checkpoint and is queued again until it is finished; an array's runs are 
 """
 
 import argparse
+import math
 import re
 import shlex
 import subprocess
@@ -137,7 +138,22 @@ def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[
         if match is None:
             raise SubmitError(f"option is {option}; write it as sbatch takes it, --option=--KEY=VALUE")
         wanted[match[1]] = match[2] or ""
+    if wanted["time"] is not None and _seconds(wanted["time"]) <= args.lead:
+        raise SubmitError(
+            f"time is {wanted['time']}, and the ranks are told to save {args.lead} s before it is over; give more "
+            "--time, or less --lead"
+        )
     return {key: value for key, value in wanted.items() if value is not None}
+
+
+def _seconds(limit: str) -> float:
+    """Return the seconds of a limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, or a word for none."""
+    days, dash, rest = limit.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in (*parts, days or "0")):
+        return math.inf
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(unit * int(part) for unit, part in zip(units, parts, strict=False))
 
 
 def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: Sequence[str]) -> str:

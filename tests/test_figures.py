@@ -33,6 +33,7 @@ OTHERS = {"machine", "load", "load_average", "min", "max", "cpu_median"}
 BY_TESTS = "what tests print, which assert the bounds beside it; no file keeps it"
 LEFT_OUT = {
     ("features.md", ""): "versions and bounds of other packages, each with its source",
+    ("not_measured.md", ""): "what is wanted of a figure once it is measured",
     ("exactness.md", "Exactness"): BY_TESTS,
     ("linear_attention.md", "Errors of the kernels"): BY_TESTS,
 }

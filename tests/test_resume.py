@@ -125,7 +125,8 @@ def test_a_finished_run_has_nothing_left_to_do_and_a_longer_one_no_jump(
     again = pretrain(1, default_data, tmp_path / "run", *flags, "--train-iters", "3")
     assert again == first
     assert "note:" not in capsys.readouterr().out
-    longer = pretrain(1, default_data, tmp_path / "run", *flags, "--train-iters", "5", "--weight-decay", "0")
+    flags += ("--train-iters", "5", "--weight-decay", "0", "--allow-changed", "weight_decay")
+    longer = pretrain(1, default_data, tmp_path / "run", *flags)
     assert [record["learning_rate"] for record in longer[2:]] == [1e-4] * 3
     said = capsys.readouterr().out
     assert "note: lr at iteration 4 is 1.000000E-04 by the checkpoint's schedule (1.000000E-04 after iteration" in said

@@ -38,6 +38,7 @@ REFITTED = ("rotary_base", "rope_scaling_", "window_", ADAPTED)
 """What names of an architecture's settings begin with that finetuning may change."""
 IMPORTED = "imported_from"
 """Of a checkpoint's ``extra``: the model came from Hugging Face, and no run has trained it."""
+MICRO = "micro_batch_size"
 AVERAGED = "ema_decay"
 """Key of the averages' decay in a checkpoint with averages of the weights."""
 
@@ -80,6 +81,8 @@ def resume(
     _check_adapters(path, manifest.architecture, architecture, begin=False)
     progress = progress_of(path, manifest.extra)
     _check_aim(path, manifest.extra, config)
+    changed = changes(config, manifest.extra, contents)
+    _check_allowed(path, changed, config.checkpoint.allow_changed)
     config, scheduled = continued(config, path, manifest.extra, progress.iteration)
     decay = manifest.extra.get(AVERAGED)
     averaged = ema is not None and decay is not None
@@ -89,7 +92,7 @@ def resume(
         ema.restart()
     notes = [f"resumed from {path}, {progress.consumed_samples} samples consumed", *_averages(decay, ema)]
     notes += [] if scheduled is None else [scheduled]
-    _tell(notes + changes(config, manifest.extra, contents))
+    _tell(notes + [f"note: {line}" for line in changed.values()])
     return config, progress
 
 
@@ -258,29 +261,41 @@ def continued(config: Run, path: Path, extra: dict[str, Any], iteration: int) ->
     return replace(config, optimizer=optimizer), note
 
 
-def changes(config: CommonConfig, extra: dict[str, Any], contents: dict[str, str]) -> list[str]:
-    """Return a note for each setting and file that changed, with the flag that keeps the old value."""
-    lines = []
+def changes(config: CommonConfig, extra: dict[str, Any], contents: dict[str, str]) -> dict[str, str]:
+    """Return, by name, what is said of each setting and file that changed, with the flag that keeps the old value."""
+    lines = {}
     # Earlier versions kept only an entry's own settings, as drawn_by.
     before = {**extra.get("drawn_by", {}), **extra.get("settings", {})}
     for name, now in settings(config).items():
-        if (was := before.get(name, now)) != now and not (name == "micro_batch_size" and config.mesh.allow_resize):
-            joined = name == "micro_batch_size" and config.mesh.balance_over == "dp_cp"
+        if (was := before.get(name, now)) != now and not (name == MICRO and config.mesh.allow_resize):
+            joined = name == MICRO and config.mesh.balance_over == "dp_cp"
             keeps = ", of all data-parallel processes together" if joined else f"; {spelled(name, was)} keeps it"
-            lines.append(f"note: {name} was {was} and is {now}{keeps}")
+            lines[name] = f"{name} was {was} and is {now}{keeps}"
     for name, now in config.sample_order().items():
         if (was := extra.get("sample_order", {}).get(name, now)) != now:
-            lines.append(
-                f"note: {name} was {was} and is {now}: the samples to come may repeat consumed ones; "
+            lines[name] = (
+                f"{name} was {was} and is {now}: the samples to come may repeat consumed ones; "
                 f"{spelled(name, was)} keeps it"
             )
     for name, now in contents.items():
         if (was := extra.get("contents", {}).get(name, now)) != now:
-            lines.append(
-                f"note: {name} holds something else than when the run began (digest {was!s:.8}, now {now:.8}); "
+            lines[name] = (
+                f"{name} holds something else than when the run began (digest {was!s:.8}, now {now:.8}); "
                 "put the old file in its place to keep it"
             )
     return lines
+
+
+def _check_allowed(path: Path, changed: Mapping[str, str], allowed: Sequence[str]) -> None:
+    """Raise CheckpointError if a setting changed that is not named; a micro-batch changes sums alone, and may."""
+    by_setting = {name: name.split()[0] for name in changed}  # a file's name follows its setting
+    free = {*allowed, MICRO}
+    refused = [name for name, setting in by_setting.items() if "all" not in free and setting not in free]
+    if refused:
+        raise CheckpointError(
+            f"{path} was trained otherwise: {'. '.join(changed[name] for name in refused)}. Keep it, or give "
+            f"--allow-changed {' '.join(dict.fromkeys(by_setting[name] for name in refused))}"
+        )
 
 
 def with_rope_length(config: Config) -> Config:

@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 
 from checkpoint.api import CheckpointConfig, remove_drafts
+from checkpoint.local import fingerprint
 from model.hf.folder import CONFIG
 from model.hf.shards import carry, new_folder
 from runtime.errors import LaunchError, UserError
@@ -22,7 +23,8 @@ from runtime.lost import tell_lost
 from runtime.signals import end_with_launcher
 from runtime.together import from_first, is_first, one_voice, raise_together
 from train.config.common import CommonConfig
-from train.config.flags import ConfigError, write_toml
+from train.config.entries import ENTRIES
+from train.config.flags import ConfigError, read_toml, write_toml
 from train.watching.health import Progress
 from train.watching.metrics import METRICS, RunLog, check_services, disk_errors
 
@@ -144,8 +146,11 @@ def _claim_folder(config: CommonConfig) -> None:
     load = config.checkpoint.load
     same = load is not None and os.path.realpath(load) == os.path.realpath(folder)  # Path.resolve fails on a loop
     goes_on = same and not config.checkpoint.finetune
-    if not goes_on and (iterations or (folder / METRICS).exists()):
-        held = f"a run with a checkpoint of iteration {iterations[-1]}" if iterations else "a run without a checkpoint"
+    begun = iterations or ((folder / METRICS).exists() and not _begins_again(config, folder))
+    if not goes_on and begun:
+        name = fingerprint(folder)
+        held = f"with a checkpoint of iteration {iterations[-1]}" if iterations else "without a checkpoint"
+        held = f"a run {f'({name}) ' if name else ''}{held}"
         how = f"go on with --load {folder}{' and without --finetune' * config.checkpoint.finetune}"
         how = how if iterations or not config.checkpoint.finetune else "move it away"
         raise ConfigError(f"save is {folder}, which holds {held}; {how}, or choose another --save")
@@ -155,6 +160,17 @@ def _claim_folder(config: CommonConfig) -> None:
             f"ckpt_step is {step} and {folder} holds a checkpoint of iteration {iterations[-1]}, which going on from "
             f"there would meet; choose another --save"
         )
+
+
+def _begins_again(config: CommonConfig, folder: Path) -> bool:
+    """Return whether a folder is of an earlier start of this run, killed before its first checkpoint.
+
+    That is, of the same schedule, batches and steps.
+    """
+    if not (file := folder / "config.toml").is_file():
+        return False
+    there, here = read_toml(type(config), file, ENTRIES), asdict(config.optimizer) | asdict(config.train)
+    return all(there.get(name) == (list(value) if isinstance(value, tuple) else value) for name, value in here.items())
 
 
 def check_writable(folder: Path, name: str) -> None:
@@ -172,7 +188,7 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
     """
     once = replace(config.optimizer, override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False)
     given, source = config.checkpoint, config.checkpoint.hugging_face
-    lasting = replace(given, finetune=False, load=given.load if source is None else None)
+    lasting = replace(given, finetune=False, allow_changed=(), load=given.load if source is None else None)
     config = replace(config, optimizer=once, checkpoint=lasting)
     log: RunLog | None = None
     with raise_together():

@@ -1,16 +1,18 @@
 """What needs a GPU, through the same code on the CPU: kernels, simulated steps, ceilings, and the report's plumbing."""
 
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from bench import ceilings, gpu, gpu_check
+from bench import ceilings, gpu, gpu_check, gpu_steps
 from bench.workload import Workload
+from parallel.context import METHODS as METHODS_OF_PLANS
 from testing import machine
 from testing.records import read_records
-from tests.starts import PATIENCE
 
 METHODS = ("ring", "striped", "zigzag", "allgather")
 WORK = Workload(seq_length=64, num_heads=4, kv_heads=2, head_dim=16)
@@ -70,31 +72,70 @@ def test_without_a_gpu_one_line_and_nothing_written(tmp_path: Path, capsys: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_result_is_named_by_the_device(tmp_path: Path) -> None:
-    measured = gpu.measure("cpu", WORK, (32,), (), 2, 1)
-    measured["machine"]["device"] = "NVIDIA H100 80GB HBM3"
-    tests = {"passed": 3, "failed": 0, "skipped": 0, "failures": [], "seconds": 1.0}
-    path = gpu_check.write_result(tmp_path / "results", tests, measured)
-    assert path.name == "nvidia-h100-80gb-hbm3.jsonl"
-    assert list(path.parent.iterdir()) == [path]
-    written = read_records(path)
-    assert written["tests"] == tests
-    assert {"device", "date", "python", "torch"} <= set(written["machine"])
-    assert written["ceilings"]["copy_gb_per_s"] > 0
-    assert written["ceilings"]["matmul_tflops"]["float32"] > 0
+@pytest.mark.slow
+def test_every_step_runs_on_a_cpu_and_is_written_as_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    ends = {line.split(":")[0]: line.partition(": ")[2] for line in lines if line.endswith(" s)")}
+    assert list(ends) == list(gpu_steps.STEPS)
+    assert {name for name, said in ends.items() if not said.startswith("right")} == {"waits"}
+    (path,) = tmp_path.iterdir()
+    steps = read_records(path)["steps"]
+    assert steps["ranks"]["cases"] == 4 * len(METHODS_OF_PLANS)
+    assert steps["environment"]["ceilings"]["matmul_tflops"]["float32"] > 0
+    assert steps["training"]["tokens_per_second"] > 0
 
 
-def test_pytest_is_run_and_its_outcome_counted(tmp_path: Path) -> None:
-    (tmp_path / "test_small.py").write_text(
-        "import pytest\n"
-        "@pytest.mark.gpu\ndef test_good(): pass\n"
-        "@pytest.mark.gpu\ndef test_bad(): assert False\n"
-        "@pytest.mark.gpu\ndef test_not_here(): pytest.skip('why')\n"
-        "def test_unmarked(): assert False\n"
-    )
-    found = gpu_check.run_tests("gpu and not slow", int(PATIENCE), (str(tmp_path), "-p", "no:cacheprovider"))
-    assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 1)
-    assert found["failures"][0].endswith("test_bad")
+def test_a_step_that_dies_hangs_or_is_wrong_leaves_the_others_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, said = gpu_check.subprocess.run, iter(("dies", "hangs", {"wrong": ["a tile"]}, {"worst": 0.5}))
+
+    def run(command: list[str], **given: Any) -> Any:
+        if "bench.gpu_check" not in command:
+            return plain(command, **given)
+        what = next(said)
+        if what == "hangs":
+            raise subprocess.TimeoutExpired(command, 1)
+        if isinstance(what, dict):
+            Path(command[-1]).write_text(json.dumps(what))
+        return subprocess.CompletedProcess(command, -6, stderr="a traceback\nCUDA error: an illegal access\n")
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    steps = ["environment", "backends", "ranks", "attention"]
+    assert gpu_check.main(["--device", "cpu", "--output", str(tmp_path), "--steps", *steps]) == 1
+    printed = capsys.readouterr()
+    for words in (
+        "environment: failed: CUDA error: an illegal access (",
+        "backends: failed: it took longer than 60 s (",
+        "ranks: WRONG: a tile (",
+        "attention: right, worst 0.5 (",
+    ):
+        assert words in printed.out
+    assert "not as it must be: environment, backends, ranks; " in printed.err
+    assert list(read_records(next(tmp_path.iterdir()))["steps"]) == steps
+
+
+def test_what_a_step_needs_and_is_not_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def needs_more(device: str, folder: Path) -> dict[str, Any]:
+        raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
+
+    monkeypatch.setitem(gpu_steps.STEPS, "waits", gpu_steps.Step(needs_more, 1))
+    gpu_check.in_process("waits", "cpu", tmp_path / "figures.json")
+    assert json.loads((tmp_path / "figures.json").read_text()) == {"not_run": "megatron is not installed"}
+
+
+def test_backends_that_are_wrong_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert gpu_steps.backends("cpu", tmp_path)["wrong"] == []
+    plain = gpu_steps.block_forward
+    monkeypatch.setattr(gpu_steps, "block_forward", lambda q, k, *rest: plain(q, k.flip(1), *rest))
+    assert gpu_steps.backends("cpu", tmp_path)["wrong"][0].startswith("aten, width 16, 50 tokens, full: ")
+
+
+def test_junit_is_counted(tmp_path: Path) -> None:
+    cases = "<testcase classname='a' name='good'/><testcase classname='a' name='bad'><failure/></testcase>"
+    (tmp_path / "report.xml").write_text(f"<r>{cases}<testcase classname='a' name='away'><skipped/></testcase></r>")
+    assert gpu_steps.count(tmp_path / "report.xml") == {"passed": 1, "skipped": 1, "wrong": ["a::bad"]}
 
 
 def test_ceilings_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,14 @@ def test_a_loss_outside_the_bound_is_named(loss: float, wrong: list[str]) -> Non
     assert lasp.outside(result(4.0, loss)) == wrong
 
 
+def test_a_control_that_is_no_further_off_than_lasp_is_named() -> None:
+    found = result(4.0, 4.00001)
+    for last, wrong in ((4.00002, ["transnormer/ddp/dropped"]), (4.1, [])):
+        found["runs"]["transnormer/ddp/dropped"] = lasp.figures([5.0, last])
+        assert lasp.outside(found) == wrong
+    assert "* TransNormer, DDP: 4.5500 (4.1000), 2.5e-02 apart\n" in lasp.markdown(found)
+
+
 @pytest.mark.slow
 def test_a_row_is_trained_once_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--rows", "transnormer/zero1", "--iterations", "3", "--results", str(tmp_path / "results")]
@@ -93,6 +101,6 @@ def test_the_committed_table_comes_from_its_lines() -> None:
     path = lasp.RESULTS
     kept = lasp.kept(path)
     assert kept is not None
-    assert len(kept["runs"]) == len(lasp.rows()) * len(lasp.WAYS)
+    assert len(kept["runs"]) == len(lasp.rows()) * len(lasp.WAYS) + len(lasp.MODELS)
     assert path.with_suffix(".md").read_text() == lasp.markdown(kept)
     assert lasp.outside(kept) == []

@@ -1,5 +1,6 @@
 """The job's shell functions, with functions in the place of Slurm's commands."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -9,43 +10,47 @@ ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = """
 set -uo pipefail
 sleep() { [ "$1" != 5 ] || command sleep 5; }
-getent() { :; }
+getent() { [ -z "$SIGNALLED" ] || kill -USR1 $$; }
 scontrol() {
     case "$1 $2" in
     "show hostnames") echo node1 ;;
-    "show job") echo "JobState=RUNNING ExcNodeList=$EXCLUDED Features=(null)" ;;
+    "show job") [ -n "$AWAY" ] || echo "JobId=7 JobState=RUNNING $KNOWN ExcNodeList=$EXCLUDED Features=(null)" ;;
     *) echo "scontrol $*" ;;
     esac
 }
-sbatch() { [ -z "$FEW" ]; }
+sbatch() {
+    echo "sbatch $*" >"$RUN/asked"
+    [ -z "$FEW" ] || { echo "sbatch: error: too few" && false; }
+}
 srun() {
     echo "srun $*"
     echo "$SAID" >>"$RUN/logs/7/task-1.log"
+    [ -z "$NEW" ] || mkdir "$RUN/iter_$(printf %07d "$NEW")"
+    [ -z "$FROM" ] || echo '{"time": 1.0, "iteration": '"$FROM}" >>"$RUN/starts.jsonl"
     [ -z "$HUNG_ON" ] || echo "$HUNG_ON" >"$RUN/hung_nodes.txt"
-    [ -z "$NEW" ] || echo "$NEW" >"$RUN/latest_checkpointed_iteration.txt"
     return $STATUS
 }
 export SLURM_NNODES=1 SLURM_JOB_PARTITION=gpu
-export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node1 GPUS_PER_NODE= LAUNCHER=ranks PYTHON=python CONTAINER=
+export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node1 GPUS_PER_NODE= SLURM_NTASKS_PER_NODE=8
+[ -n "$CONTAINER" ] || export PYTHON=python
 source slurm/job.sh
 """
 
 
 def started(
-    run: Path,
-    *flags: str,
-    status: int = 0,
-    new: str = "",
-    said: str = "",
-    hung: str = "",
-    excluded: str = "(null)",
-    few: str = "",
+    run: Path, *flags: str, status: int = 0, hung: str = "", excluded: str = "(null)", **more: str
 ) -> tuple[int, str]:
-    """The exit status and the words of one start of a job."""
+    """The exit status and the words of one start of a job.
+
+    Args:
+        more: what the ranks' start says, the iterations of its new checkpoint and that it went on from; what Slurm
+            knows; whether it is away, has too few nodes, or signals the job at its start; variables of the job.
+    """
     run.mkdir(exist_ok=True)
     (run / "config.toml").write_text("train_iters = 9\n")
-    settings = {"RUN": str(run), "STATUS": str(status), "NEW": new, "SAID": said}
-    settings |= {"HUNG_ON": hung, "EXCLUDED": excluded, "FEW": few}
+    names = ("said", "new", "from", "known", "few", "signalled", "away", "container", "launcher")
+    settings = {name.upper(): more.get(name, more.get(name + "_", "")) for name in names}
+    settings |= {"RUN": str(run), "STATUS": str(status), "HUNG_ON": hung, "EXCLUDED": excluded}
     done = subprocess.run(
         ["bash", "-c", STAND_IN + 'train "$RUN" pretrain_gpt.py "$@"', "job", *flags],
         cwd=ROOT,
@@ -61,11 +66,15 @@ def test_the_first_start_begins_where_the_flags_say_and_later_ones_in_their_own_
     run = tmp_path / "run"
     flags = ("--finetune", "--load", "base", "--ckpt-step=3", "--lr", "1e-4")
     _, first = started(run, *flags, new="4")
-    assert f"pretrain_gpt.py --lr 1e-4 --save {run} --finetune --load base --ckpt-step=3\n" in first
+    assert f"pretrain_gpt.py --lr 1e-4 --finetune --load base --ckpt-step=3 --save {run}\n" in first
     _, second = started(run, *flags, new="8")
-    assert f"pretrain_gpt.py --lr 1e-4 --save {run} --load {run}\n" in second
+    assert f"pretrain_gpt.py --lr 1e-4 --load {run} --no-finetune --ckpt-step none --save {run}\n" in second
     _, plain = started(tmp_path / "other", "--lr", "1e-4", new="4")
-    assert f"--save {tmp_path / 'other'} --load {tmp_path / 'other'}\n" in plain
+    assert f"--load {tmp_path / 'other'} --save {tmp_path / 'other'}\n" in plain
+    (tmp_path / "asked.toml").write_text('[checkpoint]\nload = "base"\nfinetune = true\n')
+    for flags in (("--config", str(tmp_path / "asked.toml")), (f"--config={tmp_path / 'asked.toml'}",)):
+        _, said = started(tmp_path / "asked", *flags, status=137)
+        assert f"pretrain_gpt.py {' '.join(flags)} --save {tmp_path / 'asked'}\n" in said, "the file says where"
 
 
 @pytest.mark.parametrize(("status", "again"), [(0, True), (137, True), (1, False)])
@@ -80,6 +89,26 @@ def test_a_run_that_was_told_or_killed_is_queued_again_and_an_error_is_not(
 def test_a_finished_run_is_not_queued_again(tmp_path: Path) -> None:
     assert "queued again" not in (said := started(tmp_path / "run", new="9")[1])
     assert "finished: " in said
+    assert "queued again" in started(tmp_path / "run", status=138)[1], "the next stage of it, ended in its start-up"
+
+
+def test_a_signal_before_there_are_ranks_queues_the_job_again(tmp_path: Path) -> None:
+    code, said = started(tmp_path / "run", signalled="yes", new="4")
+    assert (code, "queued again" in said, "srun" in said) == (138, True, False)
+
+
+def test_a_job_whose_controller_is_away_is_queued_again(tmp_path: Path) -> None:
+    assert "queued again" in started(tmp_path / "run", new="4", away="yes")[1]
+
+
+def test_a_container_has_a_python_of_its_own(tmp_path: Path) -> None:
+    _, said = started(tmp_path / "run", new="9", container="image.sqsh")
+    assert re.search(r"--container-image=image.sqsh .* python3 pretrain_gpt.py", said), said
+
+
+def test_torchrun_writes_a_log_per_rank(tmp_path: Path) -> None:
+    _, said = started(tmp_path / "run", new="9", launcher="torchrun")
+    assert f"--log-dir {tmp_path / 'run' / 'logs' / '7'} --tee 3 pretrain_gpt.py" in said
 
 
 def test_a_job_that_makes_no_progress_ends(tmp_path: Path) -> None:
@@ -93,19 +122,34 @@ def test_a_job_that_makes_no_progress_ends(tmp_path: Path) -> None:
     assert "queued again" in started(run, status=138, new="5")[1], "progress counts anew"
 
 
+def test_a_start_from_a_later_local_checkpoint_is_progress(tmp_path: Path) -> None:
+    for number, later in enumerate(("0", "2", "4", "4", "4")):
+        code, said = started(tmp_path / "run", status=138, from_=later)
+        assert "queued again" in said, number
+    code, said = started(tmp_path / "run", status=138, from_="4")
+    assert (code, "error: 3 starts in a row" in said) == (1, True)
+    assert "queued again" in started(tmp_path / "other", status=138, from_="0")[1]
+    assert "queued again" in started(tmp_path / "other", status=138, from_="0")[1]
+    assert started(tmp_path / "other", status=138, from_="0")[0] == 1
+
+
 @pytest.mark.parametrize(
     ("said", "again"),
     [
         ("", True),
         ("error: rank 3 on node2 did not answer (Connection reset by peer): stopped, hanging or lost", True),
         ("error: loss is not finite", False),
+        ("error: rank 3 finds nobody at MASTER_ADDR node1, MASTER_PORT 20007 (refused)", True),
+        ("error: save is runs/x, and rank 0 (pid 5 on node1, Slurm job 7, since noon) has it", True),
+        ("error: save is runs/x, and rank 0 (pid 5 on node1, Slurm job 71, since noon) has it", False),
     ],
 )
 def test_ranks_that_are_killed_beside_an_error_are_not_what_ended_the_run(
     said: str, again: bool, tmp_path: Path
 ) -> None:
-    code, words = started(tmp_path / "run", status=137, new="4", said=said)
-    assert (code, "queued again" in words) == ((137, True) if again else (1, False))
+    for status in (137, 143):
+        code, words = started(tmp_path / f"run-{status}", status=status, new="4", said=said)
+        assert (code, "queued again" in words) == ((status, True) if again else (1, False))
 
 
 @pytest.mark.parametrize(
@@ -134,6 +178,14 @@ def test_a_job_whose_rank_hung_is_queued_again_without_its_node(
     assert not (tmp_path / "run" / "logs" / "7" / "stuck").read_text().strip("0\n")
     _, said = started(tmp_path / "run", new="6")
     assert "ExcNodeList" not in said
-    _, said = started(tmp_path / "run", status=status, new="7", hung="node3", few="yes")
+    known = "Account=us QOS=night Reservation=(null) NumNodes=2-4 TimeLimit=1-00:00:00 TresPerNode=gres:gpu:8"
+    _, said = started(tmp_path / "run", status=status, new="7", hung="node3", few="yes", known=known)
     assert "queued again" in said
+    assert (
+        "a rank hung on node3, which stays: Slurm would not start the job without it (sbatch: error: too few)" in said
+    )
     assert "ExcNodeList" not in said
+    asked = (tmp_path / "run" / "asked").read_text()
+    assert (
+        "--nodes=2-4 --partition=gpu --account=us --qos=night --time=1-00:00:00 --gres=gpu:8 --exclude=node3" in asked
+    )

@@ -83,6 +83,7 @@ def test_nodes_of_16(capsys: pytest.CaptureFixture[str]) -> None:
             "context_parallel_size is 3, which does not divide the 8",
         ),
         (["--nodes", "1", *RUN, "--save", "none"], "save is not set"),
+        (["--nodes", "1", "--time", "10", *RUN], "time is 10, and the ranks are told to save 600 s before it is over"),
         (["--nodes", "1", "--option", "quick", *RUN], "option is quick; write it as sbatch takes it"),
     ],
 )
@@ -132,3 +133,12 @@ def test_without_slurm_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(submit.SubmitError, match="no sbatch here; start on a login node, or print"):
         submit.submit("")
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("5", 300), ("5:30", 330), ("1:00:00", 3600), ("1-2", 93600), ("1-2:30", 95400), ("2-0:0:1", 172801)],
+)
+def test_a_limit_is_read_as_sbatch_reads_it(limit: str, seconds: int) -> None:
+    assert submit._seconds(limit) == seconds
+    assert submit._seconds("UNLIMITED") == float("inf")

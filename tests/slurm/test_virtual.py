@@ -203,8 +203,8 @@ if [ -n "$HUNG_ON" ] && [ "$SLURM_PROCID" -eq 0 ] && [ ! -e $run/was-hung ]; the
     exit 75
 fi
 [ -z "$FAILING" ] || { echo "error: broken"; exit 3; }
-[ "${SLURM_RESTART_COUNT:-0}" -lt 1 ] || { echo 2 > $run/latest_checkpointed_iteration.txt; exit 0; }
-trap 'echo 1 > $run/latest_checkpointed_iteration.txt; exit 0' USR1 TERM
+[ "${SLURM_RESTART_COUNT:-0}" -lt 1 ] || { mkdir $run/iter_0000002; exit 0; }
+trap 'mkdir -p $run/iter_0000001; exit 0' USR1 TERM
 touch $run/ready-$SLURM_PROCID
 sleep 100 & wait
 """

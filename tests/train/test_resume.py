@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
-from checkpoint.api import CheckpointError
+from checkpoint.api import CheckpointConfig, CheckpointError
 from data.text.megatron import DataConfig
 from parallel.mesh import MeshConfig
 from train.config.entries import DiTRunConfig
+from train.config.flags import ConfigError
 from train.config.language import Config, TrainConfig, parse_args
 from train.optim import OptimizerConfig
-from train.resume import IMPORTED, changes, continued, kept, trained
+from train.resume import IMPORTED, _check_allowed, changes, continued, kept, trained
+from train.run import claim_folder, open_log
 from train.schedule import schedule_of
+from train.watching.health import Progress
 
 PATH = Path("runs/x/iter_0000120")
 
@@ -113,7 +116,7 @@ def test_nothing_is_said_where_nothing_changes_or_nothing_is_left_to_train() -> 
     for before, now, iteration in ((120, 120, 60), (120, 120, 120), (120, 60, 60), (240, 120, 120), (240, 120, 180)):
         assert continued(config(now), PATH, saved(config(before)), iteration) == (config(now), None)
     same = config()
-    assert changes(same, saved(same, {"data_path a": "1"}), {"data_path a": "1"}) == []
+    assert changes(same, saved(same, {"data_path a": "1"}), {"data_path a": "1"}) == {}
 
 
 def test_a_run_cut_short_with_its_warm_up_keeps_the_shorter_one() -> None:
@@ -124,7 +127,7 @@ def test_a_run_cut_short_with_its_warm_up_keeps_the_shorter_one() -> None:
 def test_a_checkpoint_of_an_earlier_version_is_gone_on_with_in_silence() -> None:
     early = {"sample_order": config().sample_order(), "trained_for": {}, "drawn_by": {}}
     assert continued(config(240), PATH, early, 120) == (config(240), None)
-    assert changes(config(240), early, {"data_path a": "1"}) == []
+    assert changes(config(240), early, {"data_path a": "1"}) == {}
     asked = config(240, use_checkpoint_opt_param_scheduler=True)
     assert continued(asked, PATH, early, 120) == (
         asked,
@@ -161,13 +164,14 @@ def test_a_schedule_that_makes_no_sense_is_refused_by_name(broken: Any) -> None:
 def test_what_changes_is_told_with_the_flag_that_keeps_it(flags: str, line: str) -> None:
     before = replace(Config(), data=DataConfig(data_path=("a",)))
     now = parse_args(["--data-path", "a", *flags.split()])
-    assert changes(now, saved(before), {}) == [f"note: {line}"]
+    assert [*changes(now, saved(before), {}).values()] == [line]
 
 
 def test_a_batch_that_follows_the_number_of_processes_is_compared_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 data-parallel processes had a batch of 4; one process has a batch of 1."""
     extra = saved(Config(mesh=MeshConfig(), train=TrainConfig(global_batch_size=4)))
-    assert changes(Config(), extra, {}) == ["note: global_batch_size was 4 and is 1; --global-batch-size 4 keeps it"]
+    line = "global_batch_size was 4 and is 1; --global-batch-size 4 keeps it"
+    assert changes(Config(), extra, {}) == {"global_batch_size": line}
 
 
 def test_joined_micro_batches_are_not_taken_for_those_of_a_process() -> None:
@@ -176,9 +180,10 @@ def test_joined_micro_batches_are_not_taken_for_those_of_a_process() -> None:
         Config(mesh=MeshConfig(balance_over="dp_cp"), train=TrainConfig(micro_batch_size=size, global_batch_size=8))
         for size in (8, 4)
     )
-    assert changes(now, saved(before), {}) == [
-        "note: micro_batch_size was 8 and is 4, of all data-parallel processes together"
-    ]
+    line = "micro_batch_size was 8 and is 4, of all data-parallel processes together"
+    changed = changes(now, saved(before), {})
+    assert changed == {"micro_batch_size": line}
+    _check_allowed(PATH, changed, ())
 
 
 def test_files_that_hold_something_else_are_told_by_name(tmp_path: Path) -> None:
@@ -187,22 +192,29 @@ def test_files_that_hold_something_else_are_told_by_name(tmp_path: Path) -> None
     data = DataConfig(data_path=(str(tmp_path / "d"),), tokenizer_model=str(tmp_path / "t.model"))
     run = replace(Config(), data=data)
     extra = saved(run, run.contents())
-    assert changes(run, extra, run.contents()) == []
+    assert changes(run, extra, run.contents()) == {}
     (tmp_path / "d.bin").write_text("T0kens")
     (tmp_path / "t.model").write_text("other words")
-    assert [line.partition(" (digest ")[0] for line in changes(run, extra, run.contents())] == [
-        "note: tokenizer_model holds something else than when the run began",
-        f"note: data_path {tmp_path}/d holds something else than when the run began",
+    changed = changes(run, extra, run.contents())
+    assert [line.partition(" (digest ")[0] for line in changed.values()] == [
+        "tokenizer_model holds something else than when the run began",
+        f"data_path {tmp_path}/d holds something else than when the run began",
     ]
+    with pytest.raises(CheckpointError, match=r"\. Keep it, or give --allow-changed tokenizer_model data_path$"):
+        _check_allowed(PATH, changed, ())
+    with pytest.raises(CheckpointError, match=r" trained otherwise: data_path .* --allow-changed data_path$"):
+        _check_allowed(PATH, changed, ("tokenizer_model",))
+    for allowed in (("all",), ("data_path", "tokenizer_model")):
+        _check_allowed(PATH, changed, allowed)
 
 
 def test_a_diffusion_run_has_the_same_and_what_it_draws() -> None:
     before, now = DiTRunConfig(), DiTRunConfig(optimizer=OptimizerConfig(weight_decay=0.0))
     extra = saved(before)
     extra["settings"]["class_dropout_prob"] = 0.5
-    assert changes(now, extra, {}) == [
-        "note: weight_decay was 0.1 and is 0.0; --weight-decay 0.1 keeps it",
-        "note: class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it",
+    assert [*changes(now, extra, {}).values()] == [
+        "weight_decay was 0.1 and is 0.0; --weight-decay 0.1 keeps it",
+        "class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it",
     ]
     assert before.contents() == {}, "the digits come with scikit-learn"
 
@@ -213,3 +225,20 @@ def test_an_import_computes_in_bfloat16_on_cuda() -> None:
     assert trained(on_gpu, {IMPORTED: "elsewhere"}).train.bf16
     assert not trained(on_cpu, {IMPORTED: "elsewhere"}).train.bf16
     assert not trained(on_gpu, {}).train.bf16
+
+
+def test_a_start_after_one_that_was_killed_before_its_first_checkpoint_takes_the_folder(tmp_path: Path) -> None:
+    base, save = tmp_path / "base", tmp_path / "run"
+    (base / "iter_0000002").mkdir(parents=True)
+    run = Config(checkpoint=CheckpointConfig(save=str(save), load=str(base), finetune=True, allow_changed=("seed",)))
+    claim_folder(run)
+    log = open_log(run, Progress())
+    assert log is not None
+    log.write({"iteration": 1, "lm_loss": 2.0})
+    assert "allow_changed = []" in (save / "config.toml").read_text()
+    claim_folder(run)
+    with pytest.raises(ConfigError, match=r"which holds a run \(run-[0-9a-f]{12}\) without a checkpoint; move it away"):
+        claim_folder(replace(run, optimizer=OptimizerConfig(lr=1.0)))
+    (save / "iter_0000002").mkdir()
+    with pytest.raises(ConfigError, match="with a checkpoint of iteration 2; go on with --load"):
+        claim_folder(run)

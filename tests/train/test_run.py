@@ -136,7 +136,7 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path: Path, capsys: py
         state = {"progress": {"iteration": i, "consumed_samples": 4 * i}, "sample_order": order}
         rewrite_manifest(tmp_path / f"iter_{i:07d}", extra=state)
     model, optimizer = build(1, sharded=False)
-    config = with_checkpoint(load=str(tmp_path))
+    config = with_checkpoint(load=str(tmp_path), allow_changed=("seed",))
     same, progress = resume(config, model, optimizer, ARCHITECTURE, {"data_path x": "1"})
     assert same == config
     assert progress == Progress(iteration=2, consumed_samples=8)
@@ -145,7 +145,7 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path: Path, capsys: py
     assert "note: seed was 99 and is 1234: the samples to come may repeat consumed ones; --seed 99 keeps it\n" in said
     assert said.count("note:") == 1
     assert equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
-    named = with_checkpoint(load=str(tmp_path), ckpt_step=1)
+    named = with_checkpoint(load=str(tmp_path), ckpt_step=1, allow_changed=("all",))
     assert resume(named, model, optimizer, ARCHITECTURE, {}) == (named, Progress(iteration=1, consumed_samples=4))
     assert not equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
 
@@ -163,7 +163,7 @@ def test_another_objective_is_refused_and_what_else_changed_is_noted(
     state |= {"trained_for": saved.objective_key(), "drawn_by": {**saved.noted_settings(), "class_dropout_prob": 0.5}}
     rewrite_manifest(tmp_path / "iter_0000002", extra=state)
     model, optimizer = build(1, sharded=False)
-    config = DiTRunConfig(checkpoint=CheckpointConfig(load=str(tmp_path)))
+    config = DiTRunConfig(checkpoint=CheckpointConfig(load=str(tmp_path), allow_changed=("class_dropout_prob",)))
     other = replace(config, diffusion=DiffusionConfig(objective="v_prediction"))
     before = whole_tensors(model, optimizer)
     with pytest.raises(CheckpointError, match="trained with objective ddpm, and objective is v_prediction; set"):

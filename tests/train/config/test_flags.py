@@ -36,6 +36,7 @@ def test_toml_round_trip_of_every_field(tmp_path: Path) -> None:
     changed: dict[str, object] = {"split": "90,5,5", "window_size": "8,0", "window_attn_skip_freq": "2"}
     changed |= {
         "data_path": ("a b", 'c "d" \\ é'),
+        "allow_changed": ("lr", "data_path"),
         "position_embedding_type": "learned_absolute",
         "data_parallel_sharding_strategy": "fsdp",
         "pipeline_schedule": "Interleaved1F1B",

@@ -1,0 +1,254 @@
+"""The steps of `make gpu-check`, each in a process of its own. On a CPU they are the same, smaller.
+
+A step returns figures, and under "wrong" what is not as it must be. torch is all that the first ones need.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from itertools import pairwise, product
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench import ceilings, gpu
+from bench.attention import DEFAULT_METHODS
+from bench.workload import Workload
+from kernels.attention import block_backward, block_forward, select_backend
+from kernels.blocks import CAUSAL, FULL
+from model.attention import sdpa
+from parallel.context import METHODS, make_plan
+from runtime.errors import UserError
+from testing import threads
+
+ROOT = Path(__file__).resolve().parent.parent
+BOUNDS = {"cuda": 2e-2, "cpu": 1e-5}
+"""Relative error against float64 in the 2-norm: inputs are bfloat16 on a GPU, float32 on a CPU."""
+WIDTHS = {"cuda": (64, 128, 256), "cpu": (16,)}
+LENGTHS = {"cuda": (1000, 8192), "cpu": (50,)}
+DOCUMENTS = {"cuda": (0, 100, 1500, 1501, 2048), "cpu": (0, 7, 30, 31, 64)}
+RUN = {
+    "cuda": "--bf16 --num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 8192",
+    "cpu": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256",
+}
+STEPS_OF_RUN = 20
+
+
+class SkippedStep(UserError):
+    """What a step needs is not here; the message says what."""
+
+
+def environment(device: str, folder: Path) -> dict[str, Any]:
+    """Measure copies and matrix products."""
+    return {"ceilings": ceilings.measure(device, (_dtype(device),))}
+
+
+def backends(device: str, folder: Path) -> dict[str, Any]:
+    """Compare every backend with float64: widths, lengths, grouped heads, slices of longer tensors, log-sum-exp."""
+    errors, wrong, refused = dict[str, float](), list[str](), dict[str, str]()
+    for name, width, length, kind in product(gpu.BACKENDS[device], WIDTHS[device], LENGTHS[device], (FULL, CAUSAL)):
+        case = f"{name}, width {width}, {length} tokens, {kind.lower()}"
+        try:
+            errors[case] = _error_of(name, device, width, length, kind)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            refused[case] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            continue
+        if not errors[case] <= BOUNDS[device]:
+            wrong.append(f"{case}: {errors[case]:.1e}")
+    return {"worst": max(errors.values(), default=None), "cases": len(errors), "refused": refused, "wrong": wrong}
+
+
+def _error_of(name: str, device: str, width: int, length: int, kind: str) -> float:
+    """Return the largest relative error of out, log-sum-exp, dq, dk and dv; 4 query heads share 2 of keys."""
+    work = Workload(seq_length=length + 8, num_heads=4, kv_heads=2, head_dim=width, dtype=_dtype(device))
+    q, k, v, dout = (x[:, 8:] for x in work.tensors(device))  # a slice: strides of the longer tensor
+    backend, scale = select_backend(name, device, q.dtype), width**-0.5
+    out, lse = block_forward(q, k, v, kind, scale, backend)
+    found = [out, lse, *block_backward(dout, q, k, v, out, lse, kind, scale, backend)]
+    truth = _in_float64(q, k, v, dout, kind, scale)
+    return max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, truth, strict=True))
+
+
+def _in_float64(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, kind: str, scale: float) -> list[Tensor]:
+    """Return out, lse, dq, dk and dv, a head at a time: scores of 8,192 tokens take half a gigabyte."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    group, outs, sums = q.shape[2] // k.shape[2], [], []
+    gradients = [torch.zeros_like(x) for x in leaves]
+    for head in range(q.shape[2]):
+        one, key, value = leaves[0][:, :, head], leaves[1][:, :, head // group], leaves[2][:, :, head // group]
+        scores = one @ key.transpose(1, 2) * scale
+        if kind == CAUSAL:
+            scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), float("-inf"))
+        out = scores.softmax(-1) @ value
+        for total, part in zip(gradients, torch.autograd.grad(out, leaves, dout[:, :, head].double()), strict=True):
+            total += part
+        outs.append(out.detach())
+        sums.append(scores.detach().logsumexp(-1))
+    return [torch.stack(outs, 2), torch.stack(sums, 2), *gradients]
+
+
+def triton(device: str, folder: Path) -> dict[str, Any]:
+    """Run the kernels' tests that need a GPU, Triton's against its references among them."""
+    return _tests(folder, "tests/kernels")
+
+
+def ranks(device: str, folder: Path) -> dict[str, Any]:
+    """Attend with all ranks of every method as threads, whole and packed, against one attention of the same dtype."""
+    length = DOCUMENTS[device][-1]
+    errors, wrong = dict[str, float](), list[str]()
+    for size, documents, method in product((4, 8), (None, DOCUMENTS[device]), METHODS):
+        work = Workload(seq_length=length, num_heads=8, kv_heads=8, head_dim=64 if device == "cuda" else 16)
+        inputs = [x.to(getattr(torch, _dtype(device))) for x in work.tensors(device)]
+        case = f"{method} on {size}, {'whole' if documents is None else 'packed'}"
+        plan = make_plan(method, seq_len=length, size=size, documents=documents)
+        errors[case] = gpu._error(threads.attend(plan, inputs), _whole(inputs, documents))
+        if not errors[case] <= BOUNDS[device]:
+            wrong.append(f"{case}: {errors[case]:.1e}")
+    return {"worst": max(errors.values()), "cases": len(errors), "wrong": wrong}
+
+
+def _whole(inputs: list[Tensor], documents: tuple[int, ...] | None) -> list[Tensor]:
+    """Return out, dq, dk and dv of torch's own attention, document by document, in float64."""
+    *leaves, dout = (x.double() for x in inputs)
+    leaves = [x.requires_grad_() for x in leaves]
+    ranges = pairwise(documents or (0, dout.shape[1]))
+    out = torch.cat([sdpa(*(x[:, a:b] for x in leaves)) for a, b in ranges], 1)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def waits(device: str, folder: Path) -> dict[str, Any]:
+    """Let torch raise where a layer makes the host wait for the GPU."""
+    if device != "cuda":
+        raise SkippedStep("a CPU is never waited for")
+    from model.config import ModelConfig
+    from model.llama import Llama
+
+    model = Llama(ModelConfig(num_layers=2, hidden_size=512, num_attention_heads=8, vocab_size=1024)).to(device)
+    tokens = torch.zeros(1, 512, dtype=torch.long, device=device)
+    with torch.autocast("cuda", torch.bfloat16):
+        model(tokens).sum().backward()  # kernels are chosen and compiled once
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(tokens).sum().backward()
+        except RuntimeError as error:
+            return {"wrong": [str(error).splitlines()[0]]}
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return {"wrong": []}
+
+
+def attention(device: str, folder: Path) -> dict[str, Any]:
+    """Measure kernels' rates, and emulated ranks."""
+    big = device == "cuda"
+    heads, width = (16, 128) if big else (2, 16)
+    work = Workload(
+        seq_length=8192 if big else 64, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device)
+    )
+    lengths = gpu.LENGTHS if big else (64,)
+    found = gpu.measure(device, work, lengths, DEFAULT_METHODS, 8, 20 if big else 2)
+    print(gpu.table(found))
+    return found
+
+
+def training(device: str, folder: Path) -> dict[str, Any]:
+    """Train for some steps: 1B parameters at 8,192 tokens on a GPU."""
+    said = _run(device, folder, "--save", "none", "--log-interval", "1")
+    losses, rates = ([float(x) for x in re.findall(words, said)] for words in (r"loss ([\d.]+)", r"([\d.]+) tokens/s"))
+    share, memory = re.findall(r"MFU ([\d.]+)%, ([\d.]+) GB of memory", said)[-1]
+    wrong = [] if losses[-1] < losses[0] else [f"the loss goes from {losses[0]} to {losses[-1]}"]
+    rate = median(rates[len(rates) // 2 :])
+    return {"tokens_per_second": rate, "mfu": float(share) / 100, "memory_gb": float(memory), "wrong": wrong}
+
+
+def resume(device: str, folder: Path) -> dict[str, Any]:
+    """Run the tests of whole runs on a GPU: a checkpoint and its resume, recomputation, offload."""
+    return _tests(folder, "tests/test_gpu.py", "tests/parallel", "tests/model")
+
+
+def profile(device: str, folder: Path) -> dict[str, Any]:
+    """Profile steps of two layers of that model; the table says where time and memory go."""
+    more = ("--num-layers", "2", "--profile", "--profile-step-start", "5", "--profile-step-end", "8")
+    _run(device, folder, "--save", str(folder / "run"), *more)
+    return {"table": next((folder / "run").rglob("*.md")).read_text().splitlines()}
+
+
+def _run(device: str, folder: Path, *more: str) -> str:
+    """Train on the standard library's text by torchrun; print and return what it says."""
+    from data.text.prepare import prepare
+    from data.text.record import Request
+
+    data = folder / "data"
+    prepare(Request(max_bytes=4 << 20), data, progress=False)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        "pretrain_gpt.py",
+    ]
+    flags = f"{RUN[device]} --device {device} --train-iters {STEPS_OF_RUN} --micro-batch-size 1 --global-batch-size 1"
+    flags += f" --eval-iters 0 --save-interval none --data-path {data} --tokenizer-model {data}.model"
+    done = subprocess.run([*command, *flags.split(), *more], cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
+    print(done.stdout)
+    if done.returncode:
+        raise UserError(f"the run ended with status {done.returncode}; its lines stand above")
+    return done.stdout
+
+
+def _tests(folder: Path, *paths: str) -> dict[str, Any]:
+    """Run tests marked gpu; count passed and skipped, and name those that failed."""
+    if importlib.util.find_spec("pytest") is None:
+        raise SkippedStep("pytest is not installed")
+    report = folder / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", f"--junitxml={report}", *paths]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    if not report.exists():
+        raise UserError("pytest ended without a report; see above")
+    return count(report)
+
+
+def count(report: Path) -> dict[str, Any]:
+    """Read the outcome from a JUnit file."""
+    outcome: dict[str, Any] = {"passed": 0, "skipped": 0, "wrong": []}
+    for case in ElementTree.parse(report).iter("testcase"):
+        tags = {child.tag for child in case}
+        if tags & {"failure", "error"}:
+            outcome["wrong"].append(f"{case.get('classname')}::{case.get('name')}")
+        else:
+            outcome["skipped" if "skipped" in tags else "passed"] += 1
+    return outcome
+
+
+def _dtype(device: str) -> str:
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+class Step(NamedTuple):
+    """A step, and the seconds after which it is ended."""
+
+    run: Callable[[str, Path], dict[str, Any]]
+    limit: float
+
+
+STEPS = {
+    "environment": Step(environment, 60),
+    "backends": Step(backends, 60),
+    "triton": Step(triton, 90),
+    "ranks": Step(ranks, 60),
+    "waits": Step(waits, 30),
+    "attention": Step(attention, 90),
+    "training": Step(training, 90),
+    "resume": Step(resume, 90),
+    "profile": Step(profile, 90),
+}
+"""In the order of what only a GPU can show; what comes first needs least."""

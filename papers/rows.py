@@ -172,19 +172,29 @@ def _words(text: str) -> str:
     )
 
 
+def _measured(table: str) -> int:
+    """Count the measured cells of a table's CSV."""
+    rows = csv.DictReader(io.StringIO(table))
+    return sum(bool(value) for row in rows for name, value in row.items() if name.startswith("measured: "))
+
+
 def write(base: Path, sheet: Sheet, rows: Sequence[Row], text: str) -> None:
-    """Write a table's files, and say which commit wrote them before; equal ones stay that commit's, untouched."""
+    """Write a table's files, and say which commit wrote them before.
+
+    Equal ones stay that commit's, untouched, and so do those that have more measured figures.
+    """
     paths, now = {end: base.with_suffix(end) for end in (".csv", ".md", ".png")}, stamp()
-    made, before = f"{now['commit']}, {now['date']}", made_by(paths[".csv"])
-    if before and paths[".md"].exists() and (paths[".png"].exists() or not sheet.curves):
-        same = paths[".csv"].read_text(encoding="utf-8") == as_csv(rows, before)
-        same &= _words(paths[".md"].read_text(encoding="utf-8")) == _words(text)
-        said = "equal, kept" if same else "other figures or words now, written anew"
+    if (before := made_by(paths[".csv"])) and paths[".md"].exists() and (paths[".png"].exists() or not sheet.curves):
+        old, new = paths[".csv"].read_text(encoding="utf-8"), as_csv(rows, before)
+        same = old == new and _words(paths[".md"].read_text(encoding="utf-8")) == _words(text)
+        lost = _measured(old) > _measured(new)
+        more = "more measured figures than now, kept; --measure and --runs give them, or remove the file"
+        said = "equal, kept" if same else more if lost else "other figures or words now, written anew"
         print(f"{paths['.csv']} was made by {before}: {said}", file=sys.stderr)
-        if same:
+        if same or lost:
             return
     write_text(paths[".md"], text)
-    write_text(paths[".csv"], as_csv(rows, made))
+    write_text(paths[".csv"], as_csv(rows, f"{now['commit']}, {now['date']}"))
     if sheet.curves:
         draw(sheet.curves, rows, paths[".png"])
 

@@ -1,12 +1,13 @@
 """Tables row by row: differences, columns, files, and what the commands say of a wrong or unmeasurable table."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from papers import ring
-from papers.rows import Row, as_csv, flat, made_by, stamp
+from papers.rows import Row, as_csv, flat, made_by, stamp, write
 
 ROWS = [
     Row({"model": "1B"}, {"speedup": 2.0, "gain": None}, {"speedup": 2.5}, "a GPU"),
@@ -61,6 +62,19 @@ def test_equal_files_stay_those_of_the_commit_that_made_them(
     assert f"{table} was made by 0123abc, 2026-01-02: {'other' if changed else 'equal'}" in said
     assert (page.read_text() == before) == (not changed)
     assert (made_by(table) == "0123abc, 2026-01-02") == (not changed)
+
+
+def test_measured_figures_are_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sheet = next(sheet for sheet in ring.SHEETS if sheet.name == "minimal_block")
+    rows = sheet.rows()
+    write(tmp_path / "one", sheet, [replace(rows[0], measured={"block": 2.0}), *rows[1:]], "text")
+    before = (tmp_path / "one.csv").read_text()
+    write(tmp_path / "one", sheet, rows, "text")
+    assert "more measured figures than now, kept" in capsys.readouterr().err
+    assert (tmp_path / "one.csv").read_text() == before
+    write(tmp_path / "one", sheet, [replace(row, measured={"block": 3.0}) for row in rows], "text")
+    assert "written anew" in capsys.readouterr().err
+    assert (tmp_path / "one.csv").read_text() != before
 
 
 def test_an_unknown_table_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:

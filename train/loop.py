@@ -146,8 +146,8 @@ class Trainer:
         Costs a forward of the last step's samples. Raises TrainingError where the policy ends the run.
         """
         micro_batches, valid, before = self._last
-        if self.progress.skipped_in_a_row:
-            return False  # the weights are those before it
+        if self.progress.skipped_in_a_row or not micro_batches:
+            return False  # the weights are those before it, or those of the checkpoint: no step was made
         after = self._over_all(self.runner.forward(micro_batches)).item() / max(valid, 1)
         for part in self.runner.parts:
             reshard(part)

@@ -63,6 +63,8 @@ class Followed:
     """Its inode: a run that goes on from a checkpoint writes the file anew."""
     read: int = 0
     """Bytes read, of whole lines."""
+    last: bytes = b""
+    """The last of these lines: a file written anew twice may have the first one's inode again."""
     records: list[dict[str, Any]] = field(default_factory=list)
 
     def look(self) -> list[dict[str, Any]]:
@@ -71,13 +73,14 @@ class Followed:
 
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             found = os.fstat(file.fileno())
-            if found.st_ino != self.file or found.st_size < self.read:
-                self.file, self.read, self.records = found.st_ino, 0, []
-            file.seek(self.read)
+            file.seek(self.read - len(self.last))
+            if file.read(len(self.last)) != self.last or found.st_ino != self.file:
+                self.file, self.read, self.last, self.records = found.st_ino, file.seek(0), b"", []
             whole, end, _ = file.read().rpartition(b"\n")
             lines = whole.decode(errors="replace").split("\n") if end else []
             self.records += parse_records(self.path, lines, len(self.records) + 1)
             self.read += len(whole + end)
+            self.last = whole.rpartition(b"\n")[2] + end if end else self.last
         return self.records
 
 
@@ -85,10 +88,14 @@ _followed: dict[Path, Followed] = {}
 
 
 def describe(run: Path, now: float, width: int) -> list[str]:
-    """Return the lines that show a run at a time, in seconds since the epoch.
+    """Return the lines that show a run at a time, in seconds since the epoch, or why it cannot be read."""
+    try:
+        return _described(run, now, width)
+    except (UserError, OSError) as error:  # the other runs are shown all the same
+        return [f"{run}   error: {error}"]
 
-    Raises UserError: its metrics cannot be read.
-    """
+
+def _described(run: Path, now: float, width: int) -> list[str]:
     from train.watching.metrics import METRICS, loss_name
 
     if not run.is_dir():

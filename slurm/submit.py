@@ -142,7 +142,7 @@ def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[
 
 def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: Sequence[str]) -> str:
     """Return the job's script: the cluster's, with this job's options, variables and command."""
-    wanted = options(args, site, gpus, save)
+    wanted = {"comment": shlex.quote(save)} | options(args, site, gpus, save)  # where tools.watch looks for the run
     head, _, body = (HERE / f"{site.script}.sbatch").read_text(encoding="utf-8").partition("\nexport ")
     for key in wanted:
         head = re.sub(rf"^#SBATCH --{key}\b.*\n", "", head + "\n", flags=re.M).rstrip("\n")

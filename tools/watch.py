@@ -29,8 +29,8 @@ BARS = "▁▂▃▄▅▆▇█"
 CLEAR = "\033[H\033[2J"
 TAIL = 20
 """Iterations that rates and the time left are taken from."""
-QUEUE = ("squeue", "--me", "--noheader", "--format=%A\t%j\t%T\t%R\t%Z")
-"""Id, name, state, reason or nodes, and working folder of each job."""
+QUEUE = ("squeue", "--me", "--noheader", "--format=%A\t%j\t%T\t%R\t%Z\t%k")
+"""Id, name, state, reason or nodes, working folder and comment of each job; slurm.submit's is the run's folder."""
 DEEPEST = 3
 """Folders between a job's working folder and a run's logs at most."""
 
@@ -181,14 +181,15 @@ def queue() -> list[tuple[str, Path | None]]:
     except subprocess.CalledProcessError as error:
         raise UserError(f"squeue failed: {error.stderr.strip()}; name the runs, or try again later") from error
     jobs = []
-    for job, name, state, where, folder in (line.split("\t") for line in listed.splitlines()):
-        jobs.append((f"job {job} ({name}): {state.lower()} {where}", _run_of(job, Path(folder))))
+    for job, name, state, where, folder, comment in (line.split("\t", 5) for line in listed.splitlines()):
+        jobs.append((f"job {job} ({name}): {state.lower()} {where}", _run_of(job, Path(folder), comment)))
     return jobs
 
 
-def _run_of(job: str, folder: Path) -> Path | None:
-    """Find the run below a job's working folder that keeps the job's logs."""
-    found = (path for depth in range(1, DEEPEST + 1) for path in folder.glob(f"{'*/' * depth}logs/{job}"))
+def _run_of(job: str, folder: Path, comment: str) -> Path | None:
+    """Find the run that keeps a job's logs: what its comment names, an array's below, or one below its folder."""
+    places = [(folder / comment, 0), (folder / comment, 1), *((folder, depth) for depth in range(1, DEEPEST + 1))]
+    found = (path for place, depth in places for path in place.glob(f"{'*/' * depth}logs/{job}"))
     return next((path.parent.parent for path in found), None)
 
 

@@ -106,7 +106,19 @@ def test_folders_without_a_run(
     assert "squeue was not found" in capsys.readouterr().err
 
 
-def test_a_job_belongs_to_the_run_that_keeps_its_logs(tmp_path: Path) -> None:
-    (tmp_path / "runs/x/logs/17").mkdir(parents=True)
-    assert watch._run_of("17", tmp_path) == tmp_path / "runs/x"
-    assert watch._run_of("1", tmp_path) is None
+def test_a_job_belongs_to_the_run_that_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, far = tmp_path / "here", tmp_path / "scratch/deep/below/x"
+    for made in (here / "runs/x/logs/17", far / "logs/18", far / "2/logs/19"):
+        made.mkdir(parents=True)
+    (tmp_path / "squeue").write_text(
+        "#!/bin/sh\n"
+        + "".join(
+            f"printf '{job}\\tx\\tRUNNING\\tnode1\\t{here}\\t{comment}\\n'\n"
+            for job, comment in ((17, "(null)"), (18, far), (19, far), (20, far), (17, "runs/x"), (17, "for May"))
+        )
+    )
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    lines, runs = zip(*watch.queue(), strict=True)
+    assert lines[0] == "job 17 (x): running node1"
+    assert runs == (here / "runs/x", far, far / "2", None, here / "runs/x", here / "runs/x")

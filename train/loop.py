@@ -90,7 +90,7 @@ class Trainer:
         if config.checkpoint.non_persistent_save_interval and not self._saves.holds(progress.iteration):
             self._saved = 0  # it went on from a local one
         good = self.log.good_steps(self.objective.loss_name) if self.log else []
-        self._health = Health(config.health, config.checkpoint.save, self._begun, self.mesh.device, good)
+        self._health = Health(config.health, config.checkpoint.save, self.mesh.device, good)
         if self.peak_flops is None:
             self.peak_flops = peak_flops(self.mesh.device, torch.bfloat16 if config.train.bf16 else torch.float32)
         processor = "GPU" if self.mesh.device.type == "cuda" else "process"

@@ -101,7 +101,7 @@ class Trainer:
         if self.valid_data is not None and self._owes_validation() and (found := self._validate(self.valid_data)):
             self._say(self.objective.validation_line(self.log.amend(found)) if self.log else "")
         limits = config.health.watchdog_factor, config.health.watchdog_min_seconds
-        with Watchdog(*limits, config.checkpoint.save) as self._watchdog:
+        with self._saves.finished(), Watchdog(*limits, config.checkpoint.save) as self._watchdog:
             while self._train(lines, self.peak_flops):
                 self._roll_back()
             self._profiler.end(self.progress.iteration + 1)

@@ -155,7 +155,11 @@ class Health:
         Raises:
             TrainingError: it is not to, cannot, or has done so too often.
         """
-        newest, times = from_first(lambda: self._note(iteration, why))
+        return from_first(lambda: self._fail(iteration, good, why))
+
+    def _fail(self, iteration: int, good: int, why: str) -> bool:
+        """Do what ``fail`` does, on the first rank."""
+        newest, times = self._note(iteration, why)
         if self._config.bad_step_policy == "rollback" and newest and times < MOST_FAILURES:
             return True
         if self._config.bad_step_policy == "rollback" and newest:

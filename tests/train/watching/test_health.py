@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from checkpoint.api import CheckpointConfig, find_checkpoint
 from runtime.errors import UserError
 from testing.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
-from tests.train.test_loop import checkpoints, infinite_in, run_with, settings
+from tests.train.test_loop import Samples, checkpoints, infinite_in, run_with, settings
 from train.config.language import Config
 from train.loop import Trainer
 from train.watching.health import FAILURES, LEAST, Health, HealthConfig, Progress, TrainingError
@@ -150,6 +151,31 @@ def test_a_save_waits_for_a_good_step(tmp_path: Path) -> None:
     ((_, error),) = run_ranks(run_with, 1, health("skip", save_interval=2), tmp_path / "run", infinite_at_2)
     assert error == ""
     assert checkpoints(tmp_path / "run") == [4, 6]
+
+
+def infinite_while_saving(trainer: Trainer) -> None:
+    trainer._saves.agree = lambda ready: None  # type: ignore[method-assign]
+    infinite_in(trainer, range(3, 4))
+
+
+def unread_while_saving(trainer: Trainer) -> None:
+    trainer._saves.agree = lambda ready: None  # type: ignore[method-assign]
+    trainer.train_data = Samples(bad=9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prepare", "said"), [(infinite_while_saving, "a step was bad, iteration 3"), (unread_while_saving, "sample 9 is")]
+)
+def test_a_run_that_ends_with_an_error_finishes_its_save(
+    prepare: Callable[[Trainer], None], said: str, tmp_path: Path
+) -> None:
+    config = health("stop", save_interval=2)
+    config = replace(config, checkpoint=replace(config.checkpoint, async_save=True))
+    for _, error in run_ranks(run_with, 2, config, tmp_path / "run", prepare):
+        assert said in error
+    assert checkpoints(tmp_path / "run") == [2]
+    assert find_checkpoint(tmp_path / "run") is not None
 
 
 def diverging(rank: int, world_size: int, arguments: list[str], starts: int) -> list[str]:

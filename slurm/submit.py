@@ -179,6 +179,7 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
     world_size = (args.nodes or args.gpus // gpus) * gpus
     for more in args.array or [""]:
         config = entry.parse_args([*flags, *shlex.split(more)])
+        _refuse(config, more)
         entry.validate(replace(config, mesh=replace(config.mesh, device="cuda")), world_size)
     save = config.checkpoint.save
     if save is None:
@@ -188,6 +189,20 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
         if before != "--save" and flag.split("=")[0] != "--save":
             kept.append(flag)
     return save, kept
+
+
+def _refuse(config: Any, more: str) -> None:
+    """Raise SubmitError for what the entry takes and a job cannot do; ``more`` is this run's word of an array."""
+    by_hand = {"dry_run": config.dry.dry_run, "replay_step": config.health.replay_step is not None}
+    for name in (name for name, given in by_hand.items() if given):
+        raise SubmitError(
+            f"{name} is among the run's flags, and a job trains until the run is finished; start the entry with it by "
+            "hand (--dry-run before the entry prints the job's script)"
+        )
+    if any(word.partition("=")[0] == "--save" for word in shlex.split(more)):
+        raise SubmitError(
+            f"save is in {more!r} of --array, and an array's runs have numbered folders in one; give it after the entry"
+        )
 
 
 def submit(text: str) -> str:

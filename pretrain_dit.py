@@ -3,6 +3,11 @@
 torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/dit_tiny.toml
 """
 
+if __name__ == "__main__":  # before torch, whose import takes seconds in which a launcher may be killed
+    from runtime.signals import end_with_launcher
+
+    end_with_launcher()
+
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,8 @@
 """The saves of a run, which of them are kept, and the one that it goes on from."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from checkpoint.keeping import Keeper
 from checkpoint.local import local_folder, remove_others
 from checkpoint.manifest import checkpoint_folder
 from checkpoint.search import find_checkpoint, to_stderr
-from runtime.together import from_first, gather_results, is_first
+from runtime.together import from_first, gather_results, is_first, on_all_ranks
 
 if TYPE_CHECKING:
     from checkpoint.background import Background
@@ -80,6 +81,20 @@ class Saves:
         self.wait()
         if self._local is not None and self.holds(iteration):
             remove_others(self._local, None)
+
+    @contextmanager
+    def finished(self) -> Iterator[None]:
+        """Let a block end with an error that all ranks raise only when the save under way is over.
+
+        Where a rank fails alone, none waits: its peers may never come.
+        """
+        try:
+            yield
+        except Exception as error:
+            if on_all_ranks(error) and self._background is not None and self._background.under_way:
+                self.say(f"the run ends when the save under way is over: {error}")
+                self.wait()
+            raise
 
     @property
     def ready(self) -> bool:

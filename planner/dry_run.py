@@ -38,7 +38,8 @@ def dry_run(
     """
     if "RANK" in os.environ:
         raise ConfigError("dry_run is one process for all, and RANK is set; start it without torchrun")
-    named, method, mesh = config.context.cluster, config.context.context_parallel_method, config.mesh
+    asked, named, mesh = config, config.context.cluster, config.mesh
+    method = config.context.context_parallel_method
     cluster = default_cluster(mesh.device_type) if named is None else load_cluster(named)
     if named is not None:
         mesh = replace(mesh, device=device_of(named))
@@ -55,7 +56,7 @@ def dry_run(
     found = [rehearse(config, build, rank, world_size, cluster.gpus_per_node) for rank in ranks]
     print(f"dry run on {world_size} x {cluster.name}: forward, backward and the optimizer's step fit together")
     print("\n".join([*_table(found, cluster), _time(config, world_size, cluster), *notes]))
-    print("\n".join(_commands(arguments, entry, cluster, world_size, named)), flush=True)
+    print("\n".join(_commands(arguments, entry, cluster, world_size, asked)), flush=True)
     return found
 
 
@@ -121,18 +122,18 @@ def _time(config: Any, world_size: int, cluster: Cluster) -> str:
     return f"time: {found.time:.4g} s a step, predicted: {parts}"
 
 
-def _commands(
-    arguments: Sequence[str], entry: str, cluster: Cluster, world_size: int, named: str | None
-) -> Iterator[str]:
+def _commands(arguments: Sequence[str], entry: str, cluster: Cluster, world_size: int, asked: Any) -> Iterator[str]:
     """Yield the commands that start the run, by torchrun and, where a cluster file is named, by Slurm."""
-    flags = list(arguments)
+    flags, named = list(arguments), asked.context.cluster
+    chosen = asked.context.context_parallel_method == "auto" or asked.mesh.allow_resize  # by the run, for the cluster
     for index in reversed(range(len(flags))):
         flag, equals, _ = flags[index].replace("_", "-").partition("=")
-        if flag in ("--dry-run", "--world-size", "--cluster"):
+        if flag in ("--dry-run", "--world-size") or (flag == "--cluster" and not chosen):
             del flags[index : index + (1 if equals or flag == "--dry-run" else 2)]
     nodes, run = -(-world_size // cluster.gpus_per_node), f"{entry} {shlex.join(flags)}"
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     each = min(world_size, cluster.gpus_per_node)
     yield f"start: torchrun {'--standalone' if nodes == 1 else several} --nproc-per-node {each} {run}"
     if named is not None and world_size == nodes * cluster.gpus_per_node:
+        run += "" if asked.checkpoint.save else " --save runs/NAME"  # which a job must have
         yield f"or: python -m slurm.submit --cluster {shlex.quote(named)} --nodes {nodes} {run}"

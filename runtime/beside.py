@@ -67,10 +67,10 @@ class Beside:
 
 def serve(handle: int, parent: int) -> None:
     """Do the jobs that come through a pipe until it closes."""
-    end_with_parent()
+    end_with_parent(parent)
     pipe = Connection(handle)
     with suppress(EOFError):
-        while os.getppid() == parent:
+        while True:
             job, answer = pipe.recv(), None
             try:
                 answer = job()

@@ -114,22 +114,26 @@ def leave_to_parent(_worker: int) -> None:
     signal.set_wakeup_fd(-1)
     for number in ASKING:
         signal.signal(number, signal.SIG_IGN)  # torch has SIGTERM end it, which would be an error of the run's
-    end_with_parent()
+    end_with_parent(os.getppid())
 
 
 def end_with_launcher() -> None:
     """Let the kernel kill this process when the torchrun, or the Slurm step, that started it is gone.
 
     Without it ranks of a killed launcher train on, and write into the folder that the next start resumes from.
+    Entries call it first of all: one that is gone by then is not known.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ or _name(os.getppid()) == "slurmstepd":
-        end_with_parent()
+    parent = os.getppid()
+    if "TORCHELASTIC_RUN_ID" in os.environ or _name(parent) == "slurmstepd":
+        end_with_parent(parent)
 
 
-def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent is gone (Linux)."""
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent is gone, and end it where that is so already (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _name(pid: int) -> str:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from runtime.processes import launched_world_size, meet
 
 T = TypeVar("T")
+RAISED = "(raised on rank {})"
+"""Note of an error that all ranks raise."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class _Failure:
         return cls(str(error), pickled)
 
     def as_error(self, rank: int) -> Exception:
-        if self.pickled is None:
-            return RuntimeError(f"rank {rank} failed:\n{self.message}")
-        error: Exception = pickle.loads(self.pickled)
-        error.add_note(f"(raised on rank {rank})")
+        error: Exception = RuntimeError(f"rank {rank} failed:\n{self.message}")
+        if self.pickled is not None:
+            error = pickle.loads(self.pickled)
+        error.add_note(RAISED.format(rank))
         return error
 
 
@@ -70,7 +72,7 @@ def gather_results(fn: Callable[[], T], group: dist.ProcessGroup | None = None) 
     for rank, answer in enumerate(everyone):
         if isinstance(answer, _Failure):
             if error is not None and rank == dist.get_rank(group):
-                error.add_note(f"(raised on rank {rank})")
+                error.add_note(RAISED.format(rank))
                 raise error
             raise answer.as_error(rank) from error
     return everyone
@@ -100,6 +102,11 @@ def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
             raise error
 
     gather_results(outcome, group)
+
+
+def on_all_ranks(error: Exception) -> bool:
+    """Return whether all ranks raised an error together: then none is lost, and they can meet once more."""
+    return any(note.startswith(RAISED.format("").rstrip(")")) for note in getattr(error, "__notes__", ()))
 
 
 @contextmanager

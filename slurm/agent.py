@@ -19,11 +19,13 @@ from runtime.signals import ASKING
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
-    """Signal the ranks. Slurm may have done so too; they take the two for one."""
-    for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            with suppress(ProcessLookupError):
-                os.kill(int(child), number)
+    """Signal the ranks, or end where there are none. Slurm may have done so too; they take the two for one."""
+    ranks = [rank for task in Path("/proc/self/task").iterdir() for rank in (task / "children").read_text().split()]
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(int(rank), number)
+    if not ranks:
+        os._exit(128 + number)
 
 
 def main(argv: list[str]) -> int:

@@ -158,7 +158,7 @@ def _seconds(limit: str) -> float:
 
 def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: Sequence[str]) -> str:
     """Return the job's script: the cluster's, with this job's options, variables and command."""
-    wanted = options(args, site, gpus, save)
+    wanted = {"comment": shlex.quote(save)} | options(args, site, gpus, save)  # where tools.watch looks for the run
     head, _, body = (HERE / f"{site.script}.sbatch").read_text(encoding="utf-8").partition("\nexport ")
     for key in wanted:
         head = re.sub(rf"^#SBATCH --{key}\b.*\n", "", head + "\n", flags=re.M).rstrip("\n")
@@ -195,6 +195,7 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
     world_size = (args.nodes or args.gpus // gpus) * gpus
     for more in args.array or [""]:
         config = entry.parse_args([*flags, *shlex.split(more)])
+        _refuse(config, more)
         entry.validate(replace(config, mesh=replace(config.mesh, device="cuda")), world_size)
     save = config.checkpoint.save
     if save is None:
@@ -204,6 +205,20 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
         if before != "--save" and flag.split("=")[0] != "--save":
             kept.append(flag)
     return save, kept
+
+
+def _refuse(config: Any, more: str) -> None:
+    """Raise SubmitError for what the entry takes and a job cannot do; ``more`` is this run's word of an array."""
+    by_hand = {"dry_run": config.dry.dry_run, "replay_step": config.health.replay_step is not None}
+    for name in (name for name, given in by_hand.items() if given):
+        raise SubmitError(
+            f"{name} is among the run's flags, and a job trains until the run is finished; start the entry with it by "
+            "hand (--dry-run before the entry prints the job's script)"
+        )
+    if any(word.partition("=")[0] == "--save" for word in shlex.split(more)):
+        raise SubmitError(
+            f"save is in {more!r} of --array, and an array's runs have numbered folders in one; give it after the entry"
+        )
 
 
 def submit(text: str) -> str:

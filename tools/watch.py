@@ -29,8 +29,8 @@ BARS = "▁▂▃▄▅▆▇█"
 CLEAR = "\033[H\033[2J"
 TAIL = 20
 """Iterations that rates and the time left are taken from."""
-QUEUE = ("squeue", "--me", "--noheader", "--format=%A\t%j\t%T\t%R\t%Z")
-"""Id, name, state, reason or nodes, and working folder of each job."""
+QUEUE = ("squeue", "--me", "--noheader", "--format=%A\t%j\t%T\t%R\t%Z\t%k")
+"""Id, name, state, reason or nodes, working folder and comment of each job; slurm.submit's is the run's folder."""
 DEEPEST = 3
 """Folders between a job's working folder and a run's logs at most."""
 
@@ -63,6 +63,8 @@ class Followed:
     """Its inode: a run that goes on from a checkpoint writes the file anew."""
     read: int = 0
     """Bytes read, of whole lines."""
+    last: bytes = b""
+    """The last of these lines: a file written anew twice may have the first one's inode again."""
     records: list[dict[str, Any]] = field(default_factory=list)
 
     def look(self) -> list[dict[str, Any]]:
@@ -71,13 +73,14 @@ class Followed:
 
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             found = os.fstat(file.fileno())
-            if found.st_ino != self.file or found.st_size < self.read:
-                self.file, self.read, self.records = found.st_ino, 0, []
-            file.seek(self.read)
+            file.seek(self.read - len(self.last))
+            if file.read(len(self.last)) != self.last or found.st_ino != self.file:
+                self.file, self.read, self.last, self.records = found.st_ino, file.seek(0), b"", []
             whole, end, _ = file.read().rpartition(b"\n")
             lines = whole.decode(errors="replace").split("\n") if end else []
             self.records += parse_records(self.path, lines, len(self.records) + 1)
             self.read += len(whole + end)
+            self.last = whole.rpartition(b"\n")[2] + end if end else self.last
         return self.records
 
 
@@ -85,10 +88,14 @@ _followed: dict[Path, Followed] = {}
 
 
 def describe(run: Path, now: float, width: int) -> list[str]:
-    """Return the lines that show a run at a time, in seconds since the epoch.
+    """Return the lines that show a run at a time, in seconds since the epoch, or why it cannot be read."""
+    try:
+        return _described(run, now, width)
+    except (UserError, OSError) as error:  # the other runs are shown all the same
+        return [f"{run}   error: {error}"]
 
-    Raises UserError: its metrics cannot be read.
-    """
+
+def _described(run: Path, now: float, width: int) -> list[str]:
     from train.watching.metrics import METRICS, loss_name
 
     if not run.is_dir():
@@ -174,14 +181,15 @@ def queue() -> list[tuple[str, Path | None]]:
     except subprocess.CalledProcessError as error:
         raise UserError(f"squeue failed: {error.stderr.strip()}; name the runs, or try again later") from error
     jobs = []
-    for job, name, state, where, folder in (line.split("\t") for line in listed.splitlines()):
-        jobs.append((f"job {job} ({name}): {state.lower()} {where}", _run_of(job, Path(folder))))
+    for job, name, state, where, folder, comment in (line.split("\t", 5) for line in listed.splitlines()):
+        jobs.append((f"job {job} ({name}): {state.lower()} {where}", _run_of(job, Path(folder), comment)))
     return jobs
 
 
-def _run_of(job: str, folder: Path) -> Path | None:
-    """Find the run below a job's working folder that keeps the job's logs."""
-    found = (path for depth in range(1, DEEPEST + 1) for path in folder.glob(f"{'*/' * depth}logs/{job}"))
+def _run_of(job: str, folder: Path, comment: str) -> Path | None:
+    """Find the run that keeps a job's logs: what its comment names, an array's below, or one below its folder."""
+    places = [(folder / comment, 0), (folder / comment, 1), *((folder, depth) for depth in range(1, DEEPEST + 1))]
+    found = (path for place, depth in places for path in place.glob(f"{'*/' * depth}logs/{job}"))
     return next((path.parent.parent for path in found), None)
 
 

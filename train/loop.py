@@ -90,7 +90,7 @@ class Trainer:
         if config.checkpoint.non_persistent_save_interval and not self._saves.holds(progress.iteration):
             self._saved = 0  # it went on from a local one
         good = self.log.good_steps(self.objective.loss_name) if self.log else []
-        self._health = Health(config.health, config.checkpoint.save, self._begun, self.mesh.device, good)
+        self._health = Health(config.health, config.checkpoint.save, self.mesh.device, good)
         if self.peak_flops is None:
             self.peak_flops = peak_flops(self.mesh.device, torch.bfloat16 if config.train.bf16 else torch.float32)
         processor = "GPU" if self.mesh.device.type == "cuda" else "process"
@@ -101,7 +101,7 @@ class Trainer:
         if self.valid_data is not None and self._owes_validation() and (found := self._validate(self.valid_data)):
             self._say(self.objective.validation_line(self.log.amend(found)) if self.log else "")
         limits = config.health.watchdog_factor, config.health.watchdog_min_seconds
-        with Watchdog(*limits, config.checkpoint.save) as self._watchdog:
+        with self._saves.finished(), Watchdog(*limits, config.checkpoint.save) as self._watchdog:
             while self._train(lines, self.peak_flops):
                 self._roll_back()
             self._profiler.end(self.progress.iteration + 1)
@@ -146,8 +146,8 @@ class Trainer:
         Costs a forward of the last step's samples. Raises TrainingError where the policy ends the run.
         """
         micro_batches, valid, before = self._last
-        if self.progress.skipped_in_a_row:
-            return False  # the weights are those before it
+        if self.progress.skipped_in_a_row or not micro_batches:
+            return False  # the weights are those before it, or those of the checkpoint: no step was made
         after = self._over_all(self.runner.forward(micro_batches)).item() / max(valid, 1)
         for part in self.runner.parts:
             reshard(part)

@@ -5,6 +5,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ import torch
 import torch.distributed as dist
 
 from bench.chaos.victim import HOOKS as CALLED
-from checkpoint.api import load_checkpoint, save_checkpoint
+from checkpoint.api import CheckpointConfig, load_checkpoint, save_checkpoint
 from checkpoint.background import Background
 from checkpoint.drafts import remove_drafts
 from checkpoint.keeping import Keeper
 from checkpoint.manifest import CheckpointError
+from checkpoint.saving import Saves
 from checkpoint.search import find_checkpoint, saved_iterations
 from runtime.errors import UserError
-from runtime.together import from_first, gather_results
+from runtime.together import from_first, gather_results, raise_together
 from testing.ranks import run_ranks
 from tests.checkpoint.test_full_disk import disk, fill  # noqa: F401
 from tests.parallel.tiny import ARCHITECTURE, build, equal, train, whole_tensors
@@ -92,6 +94,32 @@ def test_what_is_written_is_the_state_at_the_save_and_a_lost_process_is_an_error
         assert left == [3, 2]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3\n"
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def _ended_while_saving(rank: int, size: int, folder: Path) -> tuple[list[list[int]], list[str]]:
+    model, optimizer = build(0, sharded=True)
+    said: list[str] = []
+    saves = Saves(config=CheckpointConfig(save=str(folder), async_save=True), say=said.append)
+    saves.save("shared", 1, model, optimizer, architecture=ARCHITECTURE, extra={})
+
+    def bad(together: bool) -> None:
+        with saves.finished(), raise_together() if together else nullcontext():
+            if rank == 1 or not together:  # alike on all ranks, and yet none knows it of the others
+                raise UserError("bad sample")
+
+    found = []
+    for together in (False, True):
+        with pytest.raises(UserError, match="bad sample"):
+            bad(together)
+        found.append(saved_iterations(folder))
+    return found, said
+
+
+@pytest.mark.slow
+def test_an_error_that_all_ranks_raise_waits_for_the_save_under_way_and_that_of_one_does_not(tmp_path: Path) -> None:
+    for found, said in run_ranks(_ended_while_saving, 2, tmp_path):
+        assert found == [[], [1]]
+        assert said == ["the run ends when the save under way is over: bad sample", f"saved {tmp_path}/iter_0000001"]
 
 
 HOOKS = {hook: CALLED[hook] for hook in ("fsync", "manifest", "rename", "pointer", "prune")}

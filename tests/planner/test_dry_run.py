@@ -1,6 +1,7 @@
 """`--dry-run` as it is called: every configuration, its report and commands, and what it refuses."""
 
 import re
+import shlex
 import time
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pretrain_dit
 import pretrain_gpt
 from planner.cluster import CLUSTERS
 from runtime.errors import UserError
+from slurm import submit
 from train.config.flags import ConfigError
 
 ROOT = Path(__file__).parents[2]
 H100 = ("--cluster", str(CLUSTERS / "h100_pod.toml"))
+TINY = ROOT / "configs" / "llama_tiny.toml"
 FILES = [path for path in sorted((ROOT / "configs").rglob("*.toml")) if path.parent != CLUSTERS]
 
 
@@ -44,6 +47,18 @@ def test_the_report_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None
     command += "--context-parallel-size 4 --bf16"
     assert lines[-2] == f"start: torchrun --standalone --nproc-per-node 8 {command}"
     assert lines[-1] == f"or: python -m slurm.submit --cluster {H100[1]} --nodes 1 {command}"
+
+
+def test_the_commands_name_the_cluster_that_auto_chooses_for_and_submit_takes_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    size = ["--world-size", "8", "--context-parallel-size", "4", "--bf16", "--global-batch-size", "64"]
+    run(TINY, *size, "--context-parallel-method", "auto", "--save", "none", *H100)
+    start, by_slurm = (shlex.split(line) for line in capsys.readouterr().out.splitlines()[-2:])
+    entry = start[start.index("pretrain_gpt.py") :]
+    assert entry[-2:] == list(H100)
+    assert by_slurm[by_slurm.index("pretrain_gpt.py") :] == [*entry, "--save", "runs/NAME"]
+    assert submit.main(["--dry-run", *by_slurm[4:]]) == 0
 
 
 @pytest.mark.parametrize(

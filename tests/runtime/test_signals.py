@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from runtime import signals
-from runtime.signals import ASKING, Notice, end_with_launcher, leave_to_parent, listening
+from runtime.signals import ASKING, Notice, end_with_launcher, end_with_parent, leave_to_parent, listening
 from tests.starts import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def forked(body: Callable[[int], None]) -> tuple[int, int]:
@@ -133,6 +136,35 @@ def test_a_rank_ends_with_its_launcher_and_a_program_started_by_hand_does_not(la
     time.sleep(0.3)
     assert runs(child)
     os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_process_whose_parent_is_gone_already_ends(gone: bool) -> None:
+    def body(report: int) -> None:
+        os.write(report, b".")
+        end_with_parent(os.getpid() if gone else os.getppid())
+
+    assert status_of(forked(body)[0]) == (-signal.SIGKILL if gone else 7)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
+@pytest.mark.parametrize("entry", ["pretrain_gpt.py", "pretrain_dit.py"])
+def test_a_rank_that_still_imports_torch_ends_with_its_launcher(entry: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()\ntime.sleep(60)\n"
+    )
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "1", "PYTHONPATH": str(tmp_path)}
+    launcher = subprocess.Popen(["sh", "-c", f"{sys.executable} {entry} & wait"], cwd=ROOT, env=environment)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    (rank,) = (int(path.name) for path in tmp_path.iterdir() if path.suffix != ".py")
+    launcher.kill()
+    launcher.wait()
+    time.sleep(0.3)
+    lived = runs(rank)
+    if lived:
+        os.kill(rank, signal.SIGKILL)
+    assert not lived
 
 
 def test_a_loaders_process_leaves_signals_to_its_parent() -> None:

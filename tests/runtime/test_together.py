@@ -2,7 +2,7 @@ import pytest
 import torch.distributed as dist
 
 from runtime import together as module
-from runtime.together import cpu_group, from_first, gather_results, raise_together
+from runtime.together import cpu_group, from_first, gather_results, on_all_ranks, raise_together
 from testing.ranks import run_ranks
 
 
@@ -37,7 +37,7 @@ def _failing(rank: int, size: int, kinds: dict[int, str], as_block: bool) -> tup
         else:
             gather_results(body)
     except Exception as error:
-        caught = (type(error).__name__, str(error))
+        caught = (type(error).__name__ if on_all_ranks(error) else "of one rank", str(error))
     else:
         caught = ("none", "")
     # The ranks are still in step: a later exchange works.
@@ -62,6 +62,10 @@ def test_types_are_kept_where_a_user_can_cause_them() -> None:
     other, own = run_ranks(_failing, 2, {1: "awkward"}, True)
     assert (own[0], other[0]) == ("Awkward", "RuntimeError")
     assert "odd" in other[1]
+
+
+def test_an_error_of_one_rank_alone_is_not_of_all() -> None:
+    assert not any(on_all_ranks(error()) for error in ERRORS.values())
 
 
 def _values(rank: int, size: int) -> tuple[list[int], int]:

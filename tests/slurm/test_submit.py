@@ -26,7 +26,9 @@ def test_the_script_has_what_was_asked_for_once(capsys: pytest.CaptureFixture[st
     text = printed(capsys, *flags.split(), "--launcher", "torchrun", "--container", "image.sqsh", *RUN, "--lr", "2e-3")
     lines = text.splitlines()
     options = "nodes=4 gres=gpu:h100:8 ntasks-per-node=8 time=4:00:00 partition=big account=us signal=B:USR1@300"
-    for line in f"{options} dependency=afterok:12 exclude=bad requeue open-mode=append job-name=here".split():
+    for line in (
+        f"{options} dependency=afterok:12 exclude=bad requeue open-mode=append job-name=here comment=runs/here".split()
+    ):
         assert lines.count(f"#SBATCH --{line}") == 1, line
     keys = [line.split("=")[0] for line in lines if line.startswith("#SBATCH")]
     assert len(keys) == len(set(keys))
@@ -63,6 +65,7 @@ def test_a_flag_of_a_sweep_may_hold_blanks(capsys: pytest.CaptureFixture[str]) -
 def test_a_folder_with_a_blank_is_one_word_to_sbatch_and_to_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--nodes", "1", *RUN, "--save", "runs/my run")
     assert "#SBATCH --job-name='my run'\n" in text
+    assert "#SBATCH --comment='runs/my run'\n" in text
     assert "\ntrain 'runs/my run' pretrain_gpt.py " in text
 
 
@@ -76,6 +79,9 @@ def test_nodes_of_16(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--nodes", "1", *RUN, "--dry-run"], "dry_run is among the run's flags, and a job trains"),
+        (["--nodes", "1", *RUN, "--replay-step", "5", "--load", "x"], "replay_step is among the run's flags"),
+        (["--nodes", "1", "--array", "--seed 2", "--lr 1 --save=q", "--", *RUN], "save is in '--lr 1 --save=q' of --a"),
         (["--gpus", "12", *RUN], "gpus is 12, and .* has 8 per node; give a multiple of 8"),
         (["--nodes", "1", "train.py"], "the entry is train.py; give pretrain_gpt.py or pretrain_dit.py"),
         (

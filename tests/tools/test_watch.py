@@ -42,13 +42,33 @@ def test_a_look_reads_what_is_new_and_all_of_a_file_that_was_written_anew(tmp_pa
     metrics = run / "metrics.jsonl"
     followed, text = watch.Followed(metrics), metrics.read_text()
     assert [record["iteration"] for record in followed.look()] == [1, 2]
-    metrics.write_text(text.replace("iteration", "ITERATION") + '{"iteration": 3, "lm_loss": 1.0}\n{"iter')
+    metrics.write_text(text.replace("iteration", "ITERATION", 1) + '{"iteration": 3, "lm_loss": 1.0}\n{"iter')
     assert [record["iteration"] for record in followed.look()] == [1, 2, 3]  # nothing is read twice, nor half a line
     (run / "new").write_text(text.splitlines()[0] + "\n")
     (run / "new").replace(metrics)
     assert [record["iteration"] for record in followed.look()] == [1]
     metrics.write_text("")
     assert followed.look() == []
+
+
+def test_a_file_written_anew_under_the_inode_it_had_is_read_from_its_beginning(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 5)
+    metrics, file = run / "metrics.jsonl", (run / "metrics.jsonl").stat().st_ino
+    assert len(watch.describe(run, 0.0, 60)) == 5
+    lines = metrics.read_text().splitlines()
+    lines[3] = lines[3].replace("5.0", "5.25")
+    metrics.write_text("\n".join([*lines, lines[4].replace('"iteration": 5', '"iteration": 6'), ""]))
+    assert metrics.stat().st_ino == file
+    assert "iteration 6/8" in watch.describe(run, 0.0, 60)[1]
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = write_run(tmp_path / "good", 6), write_run(tmp_path / "bad", 6)
+    (bad / "metrics.jsonl").write_text("?\n")
+    assert watch.main([str(bad), str(good), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{bad}   error: {bad}/metrics.jsonl, line 1 is no record" in shown
+    assert "iteration 6/8" in shown
 
 
 def test_a_killed_holder_is_nobody(tmp_path: Path) -> None:
@@ -86,7 +106,19 @@ def test_folders_without_a_run(
     assert "squeue was not found" in capsys.readouterr().err
 
 
-def test_a_job_belongs_to_the_run_that_keeps_its_logs(tmp_path: Path) -> None:
-    (tmp_path / "runs/x/logs/17").mkdir(parents=True)
-    assert watch._run_of("17", tmp_path) == tmp_path / "runs/x"
-    assert watch._run_of("1", tmp_path) is None
+def test_a_job_belongs_to_the_run_that_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, far = tmp_path / "here", tmp_path / "scratch/deep/below/x"
+    for made in (here / "runs/x/logs/17", far / "logs/18", far / "2/logs/19"):
+        made.mkdir(parents=True)
+    (tmp_path / "squeue").write_text(
+        "#!/bin/sh\n"
+        + "".join(
+            f"printf '{job}\\tx\\tRUNNING\\tnode1\\t{here}\\t{comment}\\n'\n"
+            for job, comment in ((17, "(null)"), (18, far), (19, far), (20, far), (17, "runs/x"), (17, "for May"))
+        )
+    )
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    lines, runs = zip(*watch.queue(), strict=True)
+    assert lines[0] == "job 17 (x): running node1"
+    assert runs == (here / "runs/x", far, far / "2", None, here / "runs/x", here / "runs/x")

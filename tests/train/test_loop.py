@@ -2,6 +2,7 @@
 
 import io
 import math
+import signal
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -26,6 +27,7 @@ from model.registry import flops_per_token
 from parallel.context import context_parallel
 from parallel.data import init_parameters, shard_model
 from parallel.mesh import MeshConfig, distributed_mesh
+from runtime.signals import Notice
 from testing.ranks import run_ranks
 from train import loop
 from train.assemble import build_runner
@@ -265,6 +267,22 @@ def test_told_to_stop_it_saves_and_stops(limit: dict[str, float], last: int, tmp
     assert [r["iteration"] for r in records] == list(range(1, last + 1))
     assert ("validation_loss" in records[-1]) == ("exit_duration_in_mins" not in limit), "time does not wait for it"
     assert checkpoints(tmp_path / "run") == [last]
+
+
+def told_to_end_with_a_local_checkpoint_loaded(trainer: Trainer) -> None:
+    trainer.progress, notice = Progress(iteration=6), Notice()
+    notice.signal = signal.SIGTERM
+    trainer.run = partial(trainer.run, notice)  # type: ignore[method-assign]
+
+
+def test_told_to_end_before_a_step_it_saves_what_the_local_checkpoint_held(tmp_path: Path) -> None:
+    local = CheckpointConfig(
+        save="set below", non_persistent_save_interval=2, non_persistent_local_ckpt_dir=str(tmp_path / "node")
+    )
+    config = replace(settings(train_iters=9), checkpoint=local)
+    ends = run_ranks(run_with, 1, config, tmp_path / "run", told_to_end_with_a_local_checkpoint_loaded)
+    assert ends == [(Progress(iteration=6), "")]
+    assert checkpoints(tmp_path / "run") == [6]
 
 
 def hours_later_on_rank_1(trainer: Trainer) -> None:

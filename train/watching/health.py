@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import statistics
 from collections import deque
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from checkpoint.api import saved_iterations
 from runtime.errors import UserError
+from runtime.files import write_text
 from runtime.together import from_first
 
 MOST_SKIPPED_IN_A_ROW = 10
@@ -81,23 +81,23 @@ class Health:
     """Judges the steps of a run. All methods are collective, and alike on all ranks."""
 
     def __init__(
-        self, config: HealthConfig, save: str | None, begun: int, device: torch.device, records: list[tuple[Any, Any]]
+        self, config: HealthConfig, save: str | None, device: torch.device, records: list[tuple[Any, Any]]
     ) -> None:
-        """Begin after iteration ``begun``.
+        """Begin a start of a run.
 
         Args:
             records: loss and gradient norm of the good steps so far; the first rank's count.
 
         Raises:
-            TrainingError: the run has failed too often after that iteration.
+            TrainingError: the run has failed too often after its newest checkpoint, not counting local ones.
         """
         self._config, self._device = config, device
         self._folder = Path(save) if save else None
-        past, failures = from_first(lambda: (records[-WINDOW:], self._failures()))
+        past, newest, failures = from_first(lambda: (records[-WINDOW:], self._newest(), self._failures()))
         self._good = deque[tuple[float, float]](past, WINDOW)
-        before = [failure for failure in failures if failure["checkpoint"] == begun]
+        before = [failure for failure in failures if failure["checkpoint"] == newest]
         if len(before) >= MOST_FAILURES:
-            raise TrainingError(self._too_often(len(before), begun, before[-1]["why"]))
+            raise TrainingError(self._too_often(len(before), newest, before[-1]["why"]))
 
     def judge(self, loss: float, norm: float) -> str:
         """Say why a step is bad; empty if it is good."""
@@ -155,7 +155,11 @@ class Health:
         Raises:
             TrainingError: it is not to, cannot, or has done so too often.
         """
-        newest, times = from_first(lambda: self._note(iteration, why))
+        return from_first(lambda: self._fail(iteration, good, why))
+
+    def _fail(self, iteration: int, good: int, why: str) -> bool:
+        """Do what ``fail`` does, on the first rank."""
+        newest, times = self._note(iteration, why)
         if self._config.bad_step_policy == "rollback" and newest and times < MOST_FAILURES:
             return True
         if self._config.bad_step_policy == "rollback" and newest:
@@ -169,17 +173,20 @@ class Health:
         """Return the newest checkpoint's iteration, 0 if there is none, and the failures after it with this one."""
         if self._folder is None:
             return 0, 1
-        newest = next(iter(saved_iterations(self._folder)), 0)
-        with (self._folder / FAILURES).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"iteration": iteration, "checkpoint": newest, "why": why}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        return newest, sum(failure["checkpoint"] == newest for failure in self._failures())
+        newest = self._newest()
+        failures = [*self._failures(), {"iteration": iteration, "checkpoint": newest, "why": why}]
+        write_text(self._folder / FAILURES, "".join(json.dumps(failure) + "\n" for failure in failures))
+        return newest, sum(failure["checkpoint"] == newest for failure in failures)
+
+    def _newest(self) -> int:
+        return next(iter(saved_iterations(self._folder)), 0) if self._folder else 0
 
     def _failures(self) -> list[dict[str, Any]]:
+        """Read the failures; a last line that a crash cut is left out."""
         path = self._folder and self._folder / FAILURES
+        *lines, _ = path.read_text(errors="replace").split("\n") if path and path.exists() else [""]
         try:
-            return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
+            return [json.loads(line) for line in lines]
         except ValueError as error:
             raise TrainingError(f"{path} is no list of failures ({error}); remove it") from error
 

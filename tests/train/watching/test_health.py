@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from checkpoint.api import CheckpointConfig, find_checkpoint
 from runtime.errors import UserError
 from testing.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
-from tests.train.test_loop import checkpoints, infinite_in, run_with, settings
+from tests.train.test_loop import Samples, checkpoints, infinite_in, run_with, settings
 from train.config.language import Config
 from train.loop import Trainer
-from train.watching.health import FAILURES, LEAST, Health, HealthConfig, Progress
+from train.watching.health import FAILURES, LEAST, Health, HealthConfig, Progress, TrainingError
 from train.watching.metrics import METRICS, read_metrics
 
 CPU = torch.device("cpu")
@@ -33,10 +34,10 @@ def judged(rank: int, world_size: int) -> list[str]:
     config = HealthConfig(check_for_spiky_loss=True, spike_factor=3.0)
     said = []
     for loss, norm in ((6.1, 0.5), (5.9, 50.0), (math.nan, 0.5), (2.0, math.inf)):
-        of_run = Health(config, None, 0, CPU, [(2.0, 0.5)] * LEAST)
+        of_run = Health(config, None, CPU, [(2.0, 0.5)] * LEAST)
         said.append(of_run.judge(loss if rank == 0 else 2.0, norm))
-    young = Health(config, None, 0, CPU, [(2.0, 0.5)] * (LEAST - 1))
-    large = Health(replace(config, check_for_large_grads=True), None, 0, CPU, [(2.0, 0.5)] * LEAST)
+    young = Health(config, None, CPU, [(2.0, 0.5)] * (LEAST - 1))
+    large = Health(replace(config, check_for_large_grads=True), None, CPU, [(2.0, 0.5)] * LEAST)
     return [*said, young.judge(6.1, 0.5), large.judge(2.0, 1.6)]
 
 
@@ -106,6 +107,19 @@ def test_after_three_starts_that_failed_the_next_one_does_not_train(tmp_path: Pa
         assert f"remove {folder}/{FAILURES} to go on from iteration 0" in starts[3][1]
 
 
+def test_failures_after_a_local_checkpoint_are_counted_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+    """They note the newest shared one, of iteration 2, whichever local one each start went on from."""
+    (tmp_path / "iter_0000002").mkdir()
+    (tmp_path / FAILURES).write_text('{"iteration": 1, "checkpoint": 0, "why": "old"}\n{"iter')
+    for start in range(3):
+        of_start = Health(HealthConfig(), str(tmp_path), CPU, [])
+        with pytest.raises(TrainingError, match=r"^bad"):
+            of_start.fail(4 + 2 * start, 3, "bad")
+    with pytest.raises(TrainingError, match="the run failed 3 times after iteration 2, the last time as bad"):
+        Health(HealthConfig(), str(tmp_path), CPU, [])
+    assert [json.loads(line)["iteration"] for line in (tmp_path / FAILURES).read_text().splitlines()] == [1, 4, 6, 8]
+
+
 def poisoned_at_4(trainer: Trainer) -> None:
     """The update of iteration 4 makes weights of which the loss is high, though it is finite."""
     plain = trainer.optimizer.step
@@ -137,6 +151,31 @@ def test_a_save_waits_for_a_good_step(tmp_path: Path) -> None:
     ((_, error),) = run_ranks(run_with, 1, health("skip", save_interval=2), tmp_path / "run", infinite_at_2)
     assert error == ""
     assert checkpoints(tmp_path / "run") == [4, 6]
+
+
+def infinite_while_saving(trainer: Trainer) -> None:
+    trainer._saves.agree = lambda ready: None  # type: ignore[method-assign]
+    infinite_in(trainer, range(3, 4))
+
+
+def unread_while_saving(trainer: Trainer) -> None:
+    trainer._saves.agree = lambda ready: None  # type: ignore[method-assign]
+    trainer.train_data = Samples(bad=9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prepare", "said"), [(infinite_while_saving, "a step was bad, iteration 3"), (unread_while_saving, "sample 9 is")]
+)
+def test_a_run_that_ends_with_an_error_finishes_its_save(
+    prepare: Callable[[Trainer], None], said: str, tmp_path: Path
+) -> None:
+    config = health("stop", save_interval=2)
+    config = replace(config, checkpoint=replace(config.checkpoint, async_save=True))
+    for _, error in run_ranks(run_with, 2, config, tmp_path / "run", prepare):
+        assert said in error
+    assert checkpoints(tmp_path / "run") == [2]
+    assert find_checkpoint(tmp_path / "run") is not None
 
 
 def diverging(rank: int, world_size: int, arguments: list[str], starts: int) -> list[str]:

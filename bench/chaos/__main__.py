@@ -29,6 +29,7 @@ from data.text.prepare import prepare
 from data.text.record import Request
 from runtime.errors import UserError
 from runtime.files import LOCK, write_text
+from testing.machine import describe, in_words
 from tools.arguments import one_line_errors, parser_for, run_command
 from train.watching.metrics import METRICS, STARTS, read_metrics
 from train.watching.progress import duration
@@ -272,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
             add(tried(END, finished, folder))
     if (folder / "disturbed").exists():
         add(tried(END, finished, folder))
-    write_text(args.results, table(rows))
+    write_text(args.results, table(rows) + f"\n{in_words(describe('cpu'))}\n")
     return int(any(row["wrong"] for row in rows))
 
 

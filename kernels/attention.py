@@ -9,9 +9,11 @@ fully masked row.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels import flash_attn, reference
 from kernels.blocks import ANTI, CAUSAL, FULL
@@ -96,18 +98,43 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
             f"attention_backend {name} on {device_type} takes bfloat16 or float16 and got {dtype}; "
             "use --bf16, or --attention-backend reference for a small exact run"
         )
-    packed = Packed(_aten_packed_forward, _aten_packed_backward)
+    packed = Packed(*in_eights(_aten_packed_forward, _aten_packed_backward))
     if name == "flash_attn" or (name == "auto" and flash_attn.is_installed()):
         try:
-            return AttentionBackend("flash_attn", *flash_attn.load(), packed=packed)
+            return AttentionBackend("flash_attn", *in_eights(*flash_attn.load()), packed=packed)
         except flash_attn.FlashAttnError as error:
             if name == "flash_attn":
                 raise UserError(
                     f"attention_backend is flash_attn, {error}; install flash-attn 2.7 or 2.8, or use auto"
                 ) from error
     if name == "cudnn":
-        return AttentionBackend("cudnn", _cudnn_forward, _cudnn_backward, packed=packed)
-    return AttentionBackend("aten", _aten_cuda_forward, _aten_cuda_backward, packed=packed)
+        return AttentionBackend("cudnn", *in_eights(_cudnn_forward, _cudnn_backward), packed=packed)
+    return AttentionBackend("aten", *in_eights(_aten_cuda_forward, _aten_cuda_backward), packed=packed)
+
+
+def in_eights(
+    forward: Callable[..., Any], backward: Callable[..., Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return a kernel's forward and backward for heads of any width, padded to a multiple of 8, which GPUs' take.
+
+    Channels of zeros add nothing to a score; the scale is given and stays.
+    """
+
+    def padded_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        if not (more := -q.shape[-1] % 8):
+            return forward(q, k, v, *rest)
+        out, lse = forward(*(F.pad(x, (0, more)) for x in (q, k, v)), *rest)
+        return out[..., :-more], lse
+
+    def padded_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        if not (more := -q.shape[-1] % 8):
+            return backward(dout, q, k, v, out, lse, *rest)
+        found = backward(*(F.pad(x, (0, more)) for x in (dout, q, k, v, out)), lse, *rest)
+        return tuple(x[..., :-more] for x in found)
+
+    return padded_forward, padded_backward
 
 
 def passed_over(name: str, device_type: str, dtype: torch.dtype) -> str | None:

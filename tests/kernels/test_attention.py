@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.attention import ANTI, CAUSAL, FULL, block_backward, block_forward, select_backend
+from kernels.attention import ANTI, CAUSAL, FULL, block_backward, block_forward, in_eights, select_backend
 from kernels.merge import merge_
 
 SCALE = 0.2
@@ -38,6 +38,24 @@ def test_forward_and_gradients_equal_autograd_of_the_naive_form(
     pairs = [(out, want_out), (lse, want_lse), *zip(got, want, strict=True)]
     # dq and dk of a single key are zero: the score does not matter then, so the bound is absolute below one
     assert max((a.double() - b).abs().max().item() / max(1.0, b.abs().max().item()) for a, b in pairs) < bound
+
+
+@pytest.mark.parametrize("width", [16, 13, 4])
+def test_heads_of_any_width_are_padded_to_what_a_gpus_kernel_takes(width: int) -> None:
+    plain, seen = select_backend("reference", "cpu", torch.float64), list[int]()
+
+    def in_kernel(*given: Tensor) -> tuple[Tensor, ...]:
+        seen.extend(x.shape[-1] for x in given[:3])
+        return (plain.forward if len(given) == 5 else plain.backward)(*given)
+
+    q, k, v, dout = (x[..., :width] for x in tensors(33, 33, 8, 2, torch.float64))
+    forward, backward = in_eights(in_kernel, in_kernel)
+    out, lse = forward(q, k, v, True, SCALE)
+    found = out, lse, *backward(dout, q, k, v, out, lse, True, SCALE)
+    assert {size % 8 for size in seen} == {0}
+    want = plain.forward(q, k, v, True, SCALE)
+    for got, right in zip(found, (*want, *plain.backward(dout, q, k, v, *want, True, SCALE)), strict=True):
+        torch.testing.assert_close(got, right, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", ["aten", "reference"])

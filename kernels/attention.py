@@ -98,7 +98,7 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
             f"attention_backend {name} on {device_type} takes bfloat16 or float16 and got {dtype}; "
             "use --bf16, or --attention-backend reference for a small exact run"
         )
-    packed = Packed(*in_eights(_aten_packed_forward, _aten_packed_backward))
+    packed = _packed()
     if name == "flash_attn" or (name == "auto" and flash_attn.is_installed()):
         try:
             return AttentionBackend("flash_attn", *in_eights(*flash_attn.load()), packed=packed)
@@ -110,6 +110,11 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
     if name == "cudnn":
         return AttentionBackend("cudnn", *in_eights(_cudnn_forward, _cudnn_backward), packed=packed)
     return AttentionBackend("aten", *in_eights(_aten_cuda_forward, _aten_cuda_backward), packed=packed)
+
+
+@cache
+def _packed() -> Packed:
+    return Packed(*in_eights(_aten_packed_forward, _aten_packed_backward))
 
 
 def in_eights(

@@ -112,11 +112,12 @@ exclude() {
     local before nodes name value like=() said
     before=$(known_of "$1" ExcNodeList) nodes=$(known_of "$1" NumNodes)
     before=${before:+$before,}
+    [[ $nodes == *-* ]] || nodes=$SLURM_NNODES # no range, but how many of them have ended
     for name in account:Account qos:QOS reservation:Reservation constraint:Features time:TimeLimit gres:TresPerNode; do
         value=$(known_of "$1" "${name#*:}")
         [ -z "$value" ] || like+=("--${name%:*}=${value#gres[:/]}")
     done
-    said=$(sbatch --test-only --exclusive --nodes="${nodes:-$SLURM_NNODES}" --partition="$SLURM_JOB_PARTITION" \
+    said=$(sbatch --test-only --exclusive --nodes="$nodes" --partition="$SLURM_JOB_PARTITION" \
         "${like[@]}" --exclude="$before$2" --wrap=true 2>&1) ||
         { echo "a rank hung on $2, which stays: Slurm would not start the job without it ($said)" && return; }
     for _ in {1..30}; do

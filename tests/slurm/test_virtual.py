@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -133,6 +133,18 @@ def told(pid: int) -> bool:
     return bool(pending and int(pending[1], 16) & 1 << (signal.SIGUSR1 - 1))
 
 
+@contextmanager
+def paused(pids: list[int]) -> Iterator[None]:
+    """Stop these processes until the block ends."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 def steps_made(save: Path) -> int:
     return (save / METRICS).read_bytes().count(b"\n") if (save / METRICS).exists() else 0
 
@@ -147,7 +159,8 @@ def test_a_job_that_is_ended_goes_on_by_itself_to_the_undisturbed_curve(
     limited = ("--time=1", "--signal=B:USR1@40") if how == "time" else ()
     job = submitted(slurm, save, default_data, *limited, LAUNCHER=launcher)
     wait_until(lambda: steps_made(save) > 3)
-    shown = say(slurm, sys.executable, "-m", "tools.watch", str(save), "--slurm", "--once")
+    with paused(of_step(slurm, job)):  # or the run is over before a busy machine has looked
+        shown = say(slurm, sys.executable, "-m", "tools.watch", str(save), "--slurm", "--once")
     assert re.search(
         rf"Slurm job {job}, since(.|\n)*iteration \d+/{LAST}(.|\n)*^job {job} \(.*: running", shown, re.M
     ), shown
@@ -158,12 +171,8 @@ def test_a_job_that_is_ended_goes_on_by_itself_to_the_undisturbed_curve(
     elif how == "preemption":
         preempt(slurm, tmp_path)
     else:  # on an idle machine the run would be over before its time
-        stopped = of_step(slurm, job)
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: any(map(told, stopped)))
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
+        with paused(stopped := of_step(slurm, job)):
+            wait_until(lambda: any(map(told, stopped)))
     known = ended(slurm, job)
     said = Path(f"{save}.log").read_text()
     assert (known["JobState"], known["ExitCode"]) == ("COMPLETED", "0:0"), said

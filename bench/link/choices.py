@@ -5,7 +5,7 @@ calibrated by ``bench.calibration``, which sees no training step: rates of the d
 exchanges of bytes. The planner then predicts every candidate of a setting; its three best and a few others train in
 turns. A setting that the results have already is not measured again.
 
-    python -m bench.link.choices --results bench/results             # all 16 settings, half an hour on an idle machine
+    python -m bench.link.choices --results bench/results             # all 16 settings, half an hour
     python -m bench.link.choices --results /tmp --links "shared 200mbit" --models gpt --turns 1
 """
 
@@ -81,8 +81,12 @@ def measured(network: Network, cluster: Cluster, model: str, length: int, data: 
     lines = [command_line(base, found[name][0], data, **shape, iterations=ITERATIONS + 1) for name in order]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name, taken in zip(order, profile(network, lines, ITERATIONS), strict=True):
-        seconds[name].append(taken)
-    return {"predicted": {name: time for name, (_, time) in found.items()}, "seconds": seconds}
+        seconds[name].append(_short(taken))
+    return {"predicted": {name: _short(time) for name, (_, time) in found.items()}, "seconds": seconds}
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.5g}")
 
 
 def judged(row: dict[str, Any]) -> dict[str, Any]:

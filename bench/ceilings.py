@@ -31,14 +31,15 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
     """Measure the product of two square matrices in TFLOP/s, at the fastest size."""
     rates = []
     for size in MATMUL_SIZES[device]:
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        result = torch.empty_like(a)
-
-        def multiply(a: torch.Tensor = a, b: torch.Tensor = b, result: torch.Tensor = result) -> None:
-            torch.mm(a, b, out=result)
-
-        rates.append(2 * size**3 / median(time_steps(multiply, device, REPEATS[device])) / 1e12)
+        rates.append(2 * size**3 / product_seconds(device, dtype, size, size, size) / 1e12)
     return max(rates)
+
+
+def product_seconds(device: str, dtype: torch.dtype, rows: int, inner: int, columns: int) -> float:
+    """Measure one product of matrices ``[rows, inner]`` and ``[inner, columns]``."""
+    a, b = torch.randn(rows, inner, device=device).to(dtype), torch.randn(inner, columns, device=device).to(dtype)
+    result = torch.empty(rows, columns, device=device, dtype=dtype)
+    return median(time_steps(lambda: torch.mm(a, b, out=result), device, REPEATS[device]))
 
 
 def measure(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:

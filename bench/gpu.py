@@ -49,7 +49,7 @@ def measure(
         "kernels": kernels,
     }
     for length in lengths:
-        kernels += _kernels(device, replace(work, seq_length=length), repeats, skipped)
+        kernels += kernels_of(device, replace(work, seq_length=length), repeats, skipped)
     return {**result, **_simulate(device, work, methods, ranks, repeats, skipped), "skipped": skipped}
 
 
@@ -64,7 +64,7 @@ def _try(label: str, skipped: dict[str, str], measured: Callable[[], dict[str, A
         return None
 
 
-def _kernels(device: str, shape: Workload, repeats: int, skipped: dict[str, str]) -> list[dict[str, Any]]:
+def kernels_of(device: str, shape: Workload, repeats: int, skipped: dict[str, str]) -> list[dict[str, Any]]:
     """Time torch's own attention, then each of our backends."""
     q, k, v, dout = shape.tensors(device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -115,7 +115,7 @@ def _row(name: str, shape: Workload, forward: list[float], backward: list[float]
     }
 
 
-class _Alone(Transport):
+class Alone(Transport):
     """One rank's links without peers: it receives what it would send."""
 
     def _new_group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
@@ -144,12 +144,12 @@ def _simulate(
             skipped[f"simulated {method}"] = f"{local.seq_length} positions a rank would be padded to {plan.local_len}"
             continue
         geometry = plan.geometry
-        executors = [Executor(geometry, _Alone(geometry, None, rank), rank, "auto") for rank in range(ranks)]
+        executors = [Executor(geometry, Alone(geometry, None, rank), rank, "auto") for rank in range(ranks)]
         measured = _try(
             f"simulated {method}",
             skipped,
             lambda plan=plan, executors=executors: {  # type: ignore[misc]
-                "seconds_by_rank": [median(time_steps(_step(plan, e, *tensors), device, repeats)) for e in executors],
+                "seconds_by_rank": [median(time_steps(step_of(plan, e, *tensors), device, repeats)) for e in executors],
                 "pairs_by_rank": [sum(step.pairs for step in plan.rounds(e.rank)) for e in executors],
             },
         )
@@ -161,7 +161,8 @@ def _simulate(
     return {"simulated": steps, "simulated_ratios": _ratios(steps, alone), "whole_sequence": alone}
 
 
-def _step(plan: Plan, executor: Executor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Step:
+def step_of(plan: Plan, executor: Executor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Step:
+    """Return a forward + backward of one rank of a plan."""
     scale = q.shape[-1] ** -0.5
 
     def step() -> None:

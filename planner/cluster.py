@@ -51,10 +51,14 @@ class Cluster:
     """Rate of one processor's copies to host memory and back; 0: unknown, and offload is not tried."""
     host_memory_gb: float = 0.0
     """Host memory of one processor available to a run, in 10^9 bytes."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """What the processors are; a file measured on a CPU may have any name."""
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
             value = getattr(self, name)
+            if (words := get_args(kind)) and value not in words:
+                raise ClusterError(f"{name} is {value!r}; it must be one of {', '.join(words)}")
             if kind is int and (type(value) is not int or value < 1):
                 raise ClusterError(f"{name} is {value!r}; it must be an integer of 1 or more")
             if kind is float:
@@ -71,9 +75,6 @@ class Cluster:
             )
         if type(self.name) is not str:
             raise ClusterError(f"name is {self.name!r}; it must be text")
-        links = get_args(get_type_hints(type(self))["between_link"])
-        if self.between_link not in links:
-            raise ClusterError(f"between_link is {self.between_link!r}; it must be one of {', '.join(links)}")
 
     @property
     def node_gb_per_s(self) -> float:
@@ -82,7 +83,7 @@ class Cluster:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Load a TOML file with every figure but host memory's; ClusterError names the file, the key and the fix."""
+    """Load a TOML file with every figure that has no default; ClusterError names the file, the key and the fix."""
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -104,11 +105,6 @@ def load_cluster(path: str | Path) -> Cluster:
         return Cluster(**values)
     except ClusterError as error:
         raise ClusterError(f"{path}: {error}") from None
-
-
-def device_of(named: str) -> str:
-    """Return the device that a named cluster file is of: cpu.toml is of processors, all others of GPUs."""
-    return "cpu" if Path(named).stem == "cpu" else "cuda"
 
 
 def default_cluster(device_type: str) -> Cluster:

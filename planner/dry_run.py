@@ -12,7 +12,7 @@ from data.latents.dataset import DIGITS
 from data.text.megatron import blend
 from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
-from planner.cluster import Cluster, default_cluster, device_of, load_cluster
+from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.complete import complete
 from planner.documents import typical_documents
 from planner.rehearsal import BETWEEN, CAUSES, INSIDE, Build, Rehearsal, rehearse, standing_for
@@ -42,7 +42,7 @@ def dry_run(
     method = config.context.context_parallel_method
     cluster = default_cluster(mesh.device_type) if named is None else load_cluster(named)
     if named is not None:
-        mesh = replace(mesh, device=device_of(named))
+        mesh = replace(mesh, device=cluster.device)
         context = replace(config.context, cluster=named if method == "auto" else None)
         config = replace(config, mesh=mesh, context=context)
     world_size = config.dry.world_size or math.prod(getattr(mesh, name) for name in SIZES)

@@ -43,6 +43,7 @@ FOLDERS = {
     "tools": _folder(
         "programs beside training: prepare, sample, plan, plot, vendor", f"{LIBRARY} train planner entry parity {BELOW}"
     ),
+    "tools/calibrate": _folder("a cluster file measured here", f"{LIBRARY} train planner bench testing {BELOW}"),
     "tools/arguments": _folder("what every program's command line shares", "runtime"),
     "tools/results": _folder("what results say of themselves", "runtime"),
     "testing": _folder(

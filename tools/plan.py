@@ -28,7 +28,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
-from planner.cluster import Cluster, default_cluster, device_of, load_cluster
+from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.complete import with_layout, with_vocabulary
 from planner.documents import heaviest_documents, typical_documents
 from planner.extremes import fewest, longest, of_length
@@ -129,7 +129,7 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
 
     config = with_joined_ranks(config, world_size)
     named = config.context.cluster
-    device = config.mesh.device if named is None else device_of(named)
+    device = config.mesh.device if named is None else cluster.device
     config = replace(config, mesh=replace(config.mesh, device=device), context=replace(config.context, cluster=None))
     lengths = tuple(args.document_lengths)
     known = not lengths and config.data.data_path and config.data.tokenizer_model

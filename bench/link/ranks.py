@@ -11,8 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 import pretrain_gpt
+from bench.calibration import Figures
+from bench.calibration import measure as calibrate
 from bench.errors import failures_told
 from bench.link.network import Network, enter
+from bench.workload import Workload
+from parallel.mesh import MeshConfig, distributed_mesh
 from testing.ranks import hear, messages, started, tell
 from testing.training import Records, trainer_of
 from tools.profile_plan import measure
@@ -82,6 +86,12 @@ def profile(network: Network, candidates: list[list[str]], iterations: int) -> l
         return next(seconds for _, seconds in messages(ranks, ANSWER_WITHIN))
 
 
+def calibrated(network: Network, work: Workload, lengths: tuple[int, ...]) -> Figures:
+    """Return what ``bench.calibration`` measures on the ranks of the network. Raises MeasureError: as ``train``."""
+    with failures_told(), started(_seated(network, _calibrate, work, lengths)) as ranks:
+        return next(figures for _, figures in messages(ranks, ANSWER_WITHIN))
+
+
 def report(pipe: Connection, seconds: float) -> None:
     """Tell an iteration's seconds, then wait for permission to go on."""
     tell(pipe, seconds)
@@ -120,3 +130,10 @@ def _profile(pipe: Connection, candidates: list[list[str]], iterations: int) -> 
     seconds = measure([parse_args(arguments) for arguments in candidates], iterations, quiet=True)
     if os.environ["RANK"] == "0":
         tell(pipe, seconds)
+
+
+def _calibrate(pipe: Connection, work: Workload, lengths: tuple[int, ...]) -> None:
+    with distributed_mesh(MeshConfig(device="cpu")) as mesh:
+        figures = calibrate(mesh.device, work, lengths, lambda line: None)
+    if os.environ["RANK"] == "0":
+        tell(pipe, figures)

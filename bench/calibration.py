@@ -1,0 +1,193 @@
+"""Measure what a cluster file has on the processes at hand: a device's rates, and the links between ranks.
+
+All ranks measure at once, since those of a node may share cores, memory and adapters; of what each finds the median
+counts. Alone, without torchrun, there are no links to measure.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench import ceilings, gpu
+from bench.errors import MeasureError
+from bench.workload import DTYPES, Workload
+from kernels.attention import select_backend
+from parallel.context import make_plan
+from parallel.context.executor import Executor
+from runtime.errors import UserError
+from runtime.together import gather_results
+from testing.machine import time_steps, usable_cores
+from train.watching.peak import peak_flops
+
+Figures = dict[str, tuple[Any, str]]
+"""Value, and how it was measured, by key of a cluster file."""
+Say = Callable[[str], None]
+LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
+WIDTHS = {"cpu": {"num_heads": 8, "head_dim": 64}, "cuda": {"num_heads": 32, "head_dim": 128}}
+FFN = 4
+"""Widths of a layer's feed-forward."""
+REPEATS = 3
+TINY, TILES = 4, 8
+"""Positions of a tile whose computing is nothing beside its launch, and tiles of the rank that has most."""
+FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 10, 16, 1 << 28
+LONG_ENOUGH = 0.05
+"""Seconds of an exchange after which no larger message is tried."""
+HOST_BYTES = 1 << 28
+PROBES, FIRST_PROBES = 5, 50
+"""Exchanges of which the median counts, after two; of the smallest message, which waits for a core most, more."""
+
+
+def measure(device: torch.device, work: Workload, lengths: tuple[int, ...], say: Say) -> Figures:
+    """Return every figure that can be measured here, with a line to ``say`` for each measurement. Collective.
+
+    Args:
+        work: heads and batch of the model at hand, and the dtype; its width is that of all heads together.
+        lengths: positions of a rank, at which attention is measured; the longest gives its rate.
+
+    Raises UserError: nodes have unequal numbers of processes; MeasureError: no attention kernel runs here.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    if len(set(gather_results(lambda: local))) > 1 or dist.get_world_size() % local:
+        raise UserError("nodes have unequal numbers of processes (LOCAL_WORLD_SIZE); start as many on each")
+    figures = _rates(device, work, lengths, say)
+    alone = dist.get_world_size() == 1
+    there = len(usable_cores()) if device.type == "cpu" else torch.cuda.device_count()
+    figures["gpus_per_node"] = (there, "those here") if alone else (local, "processes started on each node")
+    figures |= _memory(device, figures["gpus_per_node"][0], say)
+    return figures | _links(device, local, say)
+
+
+def _rates(device: torch.device, work: Workload, lengths: tuple[int, ...], say: Say) -> Figures:
+    """Measure matrix products and attention."""
+    dtype, width, rows = DTYPES[work.dtype], work.num_heads * work.head_dim, lengths[-1] * work.batch
+    peak = _middle(lambda: peak_flops(device, dtype)) / 1e12
+    say(f"peak: {peak:.4g} TFLOP/s, {work.dtype}")
+    shapes = ((rows, width, width), (rows, width, FFN * width), (rows, FFN * width, width), (width, rows, FFN * width))
+    seconds = 0.0
+    for a, b, c in shapes:
+        taken = _middle(lambda a=a, b=b, c=c: ceilings.product_seconds(device.type, dtype, a, b, c))  # type: ignore[misc]
+        say(f"product of {a} x {b} and {b} x {c}: {2 * a * b * c / taken / 1e12:.4g} TFLOP/s")
+        seconds += taken
+    products = sum(2 * a * b * c for a, b, c in shapes) / seconds / 1e12
+    rates = [_attention(device, replace(work, seq_length=length), say) for length in lengths]
+    launch = max(0.0, _middle(lambda: _launch(device, work, 1e12 * rates[-1])))
+    say(f"launch and merge of a tile: {1e6 * launch:.4g} us")
+    peak = max(peak, products, rates[-1])
+    return {
+        "peak_tflops": (peak, f"{work.dtype}: a GPU's data sheet, else the best product or kernel measured"),
+        "matmul_fraction": (products / peak, f"a layer of width {width}, {rows} rows"),
+        "attention_fraction": (rates[-1] / peak, f"forward and backward, {lengths[-1]} positions, causal"),
+        "launch_us": (1e6 * launch, f"{TILES} tiles of {TINY} positions, forward and backward"),
+    }
+
+
+def _middle(measured: Callable[[], float]) -> float:
+    """Return the median over ranks of what all of them measure at once."""
+    dist.barrier()
+    return median(gather_results(measured))
+
+
+def _attention(device: torch.device, work: Workload, say: Say) -> float:
+    """Measure the kernel that runs take at one length, in TFLOP/s forward and backward together."""
+    name, skipped = select_backend("auto", device.type, DTYPES[work.dtype]).name, dict[str, str]()
+
+    def seconds() -> float:
+        for row in gpu.kernels_of(device.type, work, REPEATS, skipped):
+            if row["kernel"] == name:
+                return float(row["forward_seconds"] + row["backward_seconds"])
+        raise MeasureError(
+            f"attention cannot be measured at {work.seq_length} positions: {'; '.join(skipped.values())}"
+        )
+
+    rate = work.flops(work.pairs) / _middle(seconds) / 1e12
+    say(f"attention by {name}, {work.seq_length} positions: {rate:.4g} TFLOP/s forward and backward")
+    return rate
+
+
+def _launch(device: torch.device, work: Workload, rate: float) -> float:
+    """Measure the seconds of a tile besides its computing, by the executor, without traffic."""
+    plan = make_plan("ring", seq_len=TILES * TINY, size=TILES)  # the last rank attends in every round
+    executor = Executor(plan.geometry, gpu.Alone(plan.geometry, None, TILES - 1), TILES - 1, "auto")
+    tensors = replace(work, seq_length=TINY).tensors(device.type)
+    taken = median(time_steps(gpu.step_of(plan, executor, *tensors), device.type, 3 * REPEATS))
+    pairs = sum(step.pairs for step in plan.rounds(TILES - 1))
+    return (taken - work.flops(pairs) / rate) / (2 * TILES)
+
+
+def _memory(device: torch.device, sharing: int, say: Say) -> Figures:
+    """Return a processor's memory and, of a GPU, the host's and the rate of copies to it and back."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / sharing / 1e9
+    if device.type == "cpu":
+        say(f"memory: {host:.4g} GB a process")
+        return {"memory_gb": (host, "the machine's, shared by its processes")}
+    own = torch.cuda.mem_get_info(device)[1] / 1e9
+    kept, there = (
+        torch.empty(HOST_BYTES, dtype=torch.uint8, **where) for where in ({"pin_memory": True}, {"device": device})
+    )
+
+    def copies() -> float:
+        both = ((kept, there), (there, kept))
+        return max(median(time_steps(lambda a=a, b=b: a.copy_(b), "cuda", PROBES)) for a, b in both)  # type: ignore[misc]
+
+    rate = HOST_BYTES / _middle(copies) / 1e9
+    say(f"copies to host memory and back: {rate:.4g} GB/s, the slower way; memory: {own:.4g} GB, host {host:.4g} GB")
+    return {
+        "memory_gb": (own, "the GPU's"),
+        "host_gb_per_s": (rate, "pinned memory, the slower way"),
+        "host_memory_gb": (host, "the machine's, shared by its GPUs"),
+    }
+
+
+def _links(device: torch.device, local: int, say: Say) -> Figures:
+    """Measure the links inside nodes and between them, where there are several ranks and nodes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    first, own = rank - rank % local, rank % local
+    found: Figures = {}
+    if local > 1:
+        ring = [first + (own + step) % local for step in (1, -1)]
+        latency, rate, _ = _link("inside a node", device, ring, say)
+        how = f"{local} ranks of a node at once, each to the next"
+        found |= {"inside_gb_per_s": (rate / 1e9, how), "inside_latency_us": (1e6 * latency, how)}
+    if size > local:
+        across = [(rank + step * local) % size for step in (1, -1)]
+        latency, together, largest = _link("between nodes", device, across, say)
+        alone = largest / (_exchange(device, across if own == 0 else [], largest) - latency)
+        say(f"between nodes, one rank of each alone: {alone / 1e9:.4g} GB/s")
+        # all ranks of a node together get one link's rate, or each its own: halfway in the logarithm decides
+        shared = local == 1 or alone / together > local**0.5
+        how = f"{local} ranks of a node at once, each to its like"
+        found["between_gb_per_s"] = together * (local if shared else 1) / 1e9, how
+        found["between_latency_us"] = 1e6 * latency, how
+        found["between_link"] = "node" if shared else "rank", f"one rank alone is {alone / together:.2g} times as fast"
+    return found
+
+
+def _link(name: str, device: torch.device, peers: list[int], say: Say) -> tuple[float, float, int]:
+    """Return a link's latency in seconds, its rate in bytes per second and the largest message, by growing sizes."""
+    size, latency = FIRST_BYTES, 0.0
+    while True:
+        seconds = _exchange(device, peers, size)
+        say(f"{name}, {size} bytes: {1e6 * seconds:.4g} us")
+        latency = latency or seconds
+        if size > FIRST_BYTES and (seconds > LONG_ENOUGH or size * GROWTH > MOST_BYTES):
+            return latency, size / max(seconds - latency, 1e-9), size
+        size *= GROWTH
+
+
+def _exchange(device: torch.device, peers: list[int], size: int) -> float:
+    """Time the slowest rank that sends ``size`` bytes to the first of ``peers`` and receives as many from the last."""
+    sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def step() -> None:
+        operations = [dist.P2POp(dist.irecv, received, peers[-1]), dist.P2POp(dist.isend, sent, peers[0])]
+        for under_way in dist.batch_isend_irecv(operations):
+            under_way.wait()
+
+    dist.barrier()
+    mine = median(time_steps(step, device.type, PROBES if size > FIRST_BYTES else FIRST_PROBES)) if peers else 0.0
+    return max(gather_results(lambda: mine))

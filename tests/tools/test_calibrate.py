@@ -1,0 +1,97 @@
+"""A calibration is a cluster file that the planner reads; what was not measured is named; bad outputs are refused."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import calibration, ceilings
+from bench.workload import Workload
+from planner.cluster import CLUSTERS, ClusterError, load_cluster
+from runtime.errors import UserError
+from testing.ranks import run_ranks
+from tools.calibrate.__main__ import ABOUT_LINKS, calibrate
+
+SMALL = ("--device", "cpu", "--num-heads", "2", "--head-dim", "16", "--lengths", "64")
+
+
+def _calibrated(rank: int, size: int, local: int, argv: tuple[str, ...]) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(local)
+    calibration.peak_flops = lambda device, dtype: 1e9  # type: ignore[assignment]
+    calibration.MOST_BYTES, ceilings.COPY_BYTES["cpu"] = 1 << 18, 1 << 16
+    calibrate([*SMALL, *argv])
+
+
+def test_two_nodes_give_every_figure(tmp_path: Path) -> None:
+    path = tmp_path / "two.toml"
+    run_ranks(_calibrated, 4, 2, ("--out", str(path), "--name", "two nodes"))
+    found = load_cluster(path)
+    assert (found.name, found.device, found.gpus_per_node) == ("two nodes", "cpu", 2)
+    assert found.peak_tflops * max(found.matmul_fraction, found.attention_fraction) > 1e-3
+    assert 1 < found.inside_latency_us < 1e6
+    assert f"torch {torch.__version__}" in path.read_text()
+    assert "commit" in path.read_text()
+
+
+def test_alone_the_links_are_named_as_missing_or_taken_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "alone.toml"
+    run_ranks(_calibrated, 1, 1, ("--out", str(path)))
+    assert all(f"# {name} is missing" in path.read_text() for name in ABOUT_LINKS)
+    with pytest.raises(ClusterError, match=r"alone.toml: inside_gb_per_s is missing"):
+        load_cluster(path)
+    run_ranks(_calibrated, 1, 1, ("--out", str(path), "--force", "--links", str(CLUSTERS / "cpu.toml")))
+    found, known = load_cluster(path), load_cluster(CLUSTERS / "cpu.toml")
+    assert all(getattr(found, name) == getattr(known, name) for name in ABOUT_LINKS)
+    assert path.read_text().count("not measured: of processes on a CPU") == len(ABOUT_LINKS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--out", "there.toml"), r"--out is there.toml, which exists; give --force"),
+        (("--out", "none/a.toml"), r"--out is none/a.toml, and there is no folder none; make it"),
+        (("--out", ".", "--force"), r"--out is ., which exists; give a file"),
+        (("--out", "new.toml", "--links", "no.toml"), r"no.toml: cannot be read"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there.toml").write_text("before")
+    monkeypatch.setattr(calibration, "measure", lambda *_: pytest.fail("measured"))
+    threads = torch.get_num_threads()
+    try:
+        with pytest.raises(UserError, match=message):
+            calibrate([*SMALL, *flags])
+    finally:
+        torch.set_num_threads(threads)
+    assert Path("there.toml").read_text() == "before"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("rails", [True, False])
+def test_one_rank_alone_tells_rails_from_a_shared_link(monkeypatch: pytest.MonkeyPatch, rails: bool) -> None:
+    sizes: list[int] = []
+
+    def exchange(device: torch.device, peers: list[int], size: int) -> float:
+        inside, alone = peers == [1, 3], size in sizes  # one rank alone repeats the largest size
+        sizes.extend([] if inside else [size])
+        return 1e-4 + (1 if inside or rails or alone else 4) * size / 1e7
+
+    monkeypatch.setattr(calibration, "_exchange", exchange)
+    monkeypatch.setattr(calibration.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(calibration.dist, "get_world_size", lambda: 8)
+    found = calibration._links(torch.device("cpu"), 4, lambda line: None)
+    assert found["between_link"][0] == ("rank" if rails else "node")
+    assert found["between_gb_per_s"][0] == pytest.approx(0.01, rel=0.02)  # of a rail, or of the one link
+    assert found["inside_gb_per_s"][0] == pytest.approx(0.01, rel=0.02)
+
+
+def test_attention_without_a_kernel_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_middle", lambda measured: measured())
+    monkeypatch.setattr(calibration.gpu, "BACKENDS", {"cpu": ()})
+    work = Workload(seq_length=16, num_heads=1, kv_heads=1, head_dim=8)
+    with pytest.raises(UserError, match="attention cannot be measured at 16 positions"):
+        calibration._attention(torch.device("cpu"), work, lambda line: None)

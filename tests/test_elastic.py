@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -68,6 +69,13 @@ def children(pid: int) -> list[int]:
     return []
 
 
+def listens(port: int) -> bool:
+    """Whether a program on this machine takes connections there."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
 def made(save: Path) -> int:
     """The iterations in metrics.jsonl."""
     return len(read_metrics(save / METRICS)) if (save / METRICS).exists() else 0
@@ -106,6 +114,7 @@ def test_agents_that_go_and_come_resize_the_run(
     )
     command = (*launch, "pretrain_gpt.py", *flags(default_data, save))
     with torchrun(logs[0], *command) as first:
+        wait_until(lambda: listens(port))  # it has the agents' store, and stays
         with torchrun(logs[1], *command) as second:
             wait_until(lambda: made(save) > 3 or first.poll() is not None)
             end(second)

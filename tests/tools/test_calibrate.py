@@ -23,6 +23,7 @@ def _calibrated(rank: int, size: int, local: int, argv: tuple[str, ...]) -> None
     calibrate([*SMALL, *argv])
 
 
+@pytest.mark.slow
 def test_two_nodes_give_every_figure(tmp_path: Path) -> None:
     path = tmp_path / "two.toml"
     run_ranks(_calibrated, 4, 2, ("--out", str(path), "--name", "two nodes"))

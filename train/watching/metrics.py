@@ -299,6 +299,7 @@ def _wandb(config: LoggingConfig, folder: Path | None, settings: dict[str, Any])
         return []
     import wandb
 
+    os.environ.pop("SLURM_JWT", None)  # wandb keeps Slurm's variables with the run, and this one is a token
     try:
         run = wandb.init(
             project=config.wandb_project,

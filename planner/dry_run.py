@@ -46,7 +46,7 @@ def dry_run(
         context = replace(config.context, cluster=named if method == "auto" else None)
         config = replace(config, mesh=mesh, context=context)
     world_size = config.dry.world_size or math.prod(getattr(mesh, name) for name in SIZES)
-    config, notes = _with_files(config)
+    config, notes = with_files(config)
     with standing_for(0, world_size, cluster.gpus_per_node):
         validate(config, world_size)
         config = with_joined_ranks(config, world_size)
@@ -54,7 +54,7 @@ def dry_run(
             config = complete(config, _entries(config))
     ranks = ranks_to_run(config, world_size)
     found = [rehearse(config, build, rank, world_size, cluster.gpus_per_node) for rank in ranks]
-    print(f"dry run on {world_size} x {cluster.name}: forward, backward and the optimizer's step fit together")
+    print(f"dry run on {world_size} x {cluster.name}: a forward, a backward and an optimizer's step ran")
     print("\n".join([*_table(found, cluster), _time(config, world_size, cluster), *notes]))
     print("\n".join(_commands(arguments, entry, cluster, world_size, asked)), flush=True)
     return found
@@ -72,7 +72,7 @@ def ranks_to_run(config: Any, world_size: int) -> list[int]:
     return ranks
 
 
-def _with_files(config: Any) -> tuple[Any, list[str]]:
+def with_files(config: Any) -> tuple[Any, list[str]]:
     """Name the files that a run must have, so that the rest can be validated; return notes on those not here."""
     data, checkpoint = config.data, replace(config.checkpoint, save=config.checkpoint.save or "RUN")
     if isinstance(config, Config):
@@ -109,7 +109,10 @@ def _table(found: Sequence[Rehearsal], cluster: Cluster) -> Iterator[str]:
         counts += [one.bytes, *(one.sent.get(link, 0) for link in (INSIDE, BETWEEN))]
         yield f"| {one.stage} | {one.rank} | {' | '.join(f'{count / 1e9:.3f}' for count in counts)} |"
     if (most := max(one.bytes for one in found) / 1e9) > cluster.memory_gb:
-        yield f"note: that is {most:.1f} GB, and a process of {cluster.name} has {cluster.memory_gb:g}"
+        yield (
+            f"note: that is {most:.1f} GB, and a process of {cluster.name} has {cluster.memory_gb:g}: it does not fit; "
+            "tools.plan --fits says what to change"
+        )
 
 
 def _time(config: Any, world_size: int, cluster: Cluster) -> str:

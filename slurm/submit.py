@@ -167,6 +167,8 @@ def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: 
     variables = {"LAUNCHER": args.launcher}
     if args.container:
         variables |= {"CONTAINER": args.container, "CONTAINER_RUNTIME": args.container_runtime}
+    elif not Path(".venv/bin/python").exists():
+        variables["PYTHON"] = sys.executable
     if site.interface:
         variables |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), site.interface)
     named = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -240,11 +242,15 @@ def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
 
     def command(argv: list[str]) -> None:
+        from planner.dry_run import with_files  # imports torch, which --help does without
+
         args = build_parser().parse_args(argv)
         site, gpus = read_site(args.cluster)
         save, run = checked(args, gpus)
         text = script(args, site, gpus, save, run)
         print(text if args.dry_run else submit(text), end="" if args.dry_run else "\n")
+        for note in with_files(ENTRIES[run[0]].parse_args([*run[1:], "--save", save]))[1]:
+            print(note, file=sys.stderr)
 
     return exit_status(command, argv)
 

@@ -6,6 +6,7 @@ python -m tools.watch --slurm                    the runs of your jobs in Slurm'
 """
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -101,7 +102,8 @@ def _described(run: Path, now: float, width: int) -> list[str]:
     if not run.is_dir():
         return [f"{run}   is not there yet, or is not a folder"]
     records = _followed.setdefault(run, Followed(run / METRICS)).look()
-    lines = [f"{run}   {_who(run)}"]
+    who = _who(run)
+    lines = [f"{run}   {who}"]
     if not records:
         return [*lines, "  no iteration yet"]
     last, name = records[-1], loss_name(records[-1])
@@ -110,12 +112,16 @@ def _described(run: Path, now: float, width: int) -> list[str]:
     shown = f"  loss {losses[-1]:.4f} " if losses else "  loss not finite "
     if checks:
         shown += f"(validation {checks[-1]['validation_loss']:.4f} at {checks[-1]['iteration']}) "
-    lines += [_progress(run, records), shown + sparkline(losses, max(0, width - len(shown))), _rates(records)]
+    lines += [
+        _progress(run, records, who.startswith("training")),
+        shown + sparkline(losses, max(0, width - len(shown))),
+        _rates(records),
+    ]
     if last.get("skipped_iterations"):
         lines.append(f"  {last['skipped_iterations']} iterations skipped, their gradients not finite")
     if slow := [record for record in records[-TAIL:] if "slowest_rank" in record]:
         lines.append(f"  slowest: rank {slow[-1]['slowest_rank']}, {slow[-1]['slowest_behind']:.0%} behind the median")
-    return [*lines, _kept(run, now)]
+    return [*lines, *_failed(run), _kept(run, now)]
 
 
 def _who(run: Path) -> str:
@@ -129,7 +135,18 @@ def _who(run: Path) -> str:
     return (f"training: {holder}" if holder else "nobody trains") + (f"; started {starts} times" if starts > 1 else "")
 
 
-def _progress(run: Path, records: Sequence[dict[str, Any]]) -> str:
+def _failed(run: Path) -> list[str]:
+    """Say why the run failed last, if it did."""
+    from train.watching.health import FAILURES
+
+    try:
+        last = json.loads((run / FAILURES).read_text().splitlines()[-1])
+        return [f"  failed at iteration {last['iteration']}: {last['why']}"]
+    except (OSError, ValueError, LookupError):  # none, or one that is being written
+        return []
+
+
+def _progress(run: Path, records: Sequence[dict[str, Any]], trains: bool) -> str:
     """Draw how much is done, and say how long the rest takes at the pace of the last iterations."""
     from train.watching.progress import duration
 
@@ -140,7 +157,8 @@ def _progress(run: Path, records: Sequence[dict[str, Any]]) -> str:
         raise UserError(f"{config} is no run's configuration ({error}); put the run's own back") from error
     share = min(1.0, done / goal)
     pace = [record["iteration_time_ms"] / 1e3 for record in records[-TAIL:]]
-    left = f"{duration((goal - done) * sum(pace) / len(pace))} left" if done < goal else "done"
+    left = f"{duration((goal - done) * sum(pace) / len(pace))} left" if trains else "stopped"
+    left = left if done < goal else "done"
     return f"  {'█' * int(30 * share):░<30} {share:4.0%}  iteration {done}/{goal}, {left}"
 
 

@@ -34,7 +34,11 @@ def test_a_run_is_shown_with_its_holder_time_left_and_last_checkpoint(tmp_path: 
     assert rates == "  2,000 tokens/s, 0.01 TFLOP/s and 10.0% MFU each, 1.5 GB"
     assert skipped == "  2 iterations skipped, their gradients not finite"
     assert kept == "  last checkpoint: iteration 2, 1:05 ago (1 kept)"
-    assert "nobody trains" in watch.describe(run, 1065.0, 60)[0]
+    (run / "failures.jsonl").write_text('{"iteration": 5, "checkpoint": 2, "why": "loss was not finite"}\n')
+    stopped, progress, *_, failed, _ = watch.describe(run, 1065.0, 60)
+    assert "nobody trains" in stopped
+    assert progress.endswith("iteration 6/8, stopped")
+    assert failed == "  failed at iteration 5: loss was not finite"
 
 
 def test_a_look_reads_what_is_new_and_all_of_a_file_that_was_written_anew(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ def test_logits_and_gradients_equal_hugging_faces(config, dtype, bound):
     model = ours(theirs, config, dtype)
     expected, got = theirs(TOKENS).logits, model(TOKENS)
     assert expected.std() > 0.5
-    assert (got - expected).abs().max() < bound
+    # Relative, as the gradients': float32's last digits of a logit of 6 depend on the CPU's kernels.
+    assert (got - expected).abs().max() < bound * expected.abs().max()
 
     for logits in (expected, got):
         nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.roll(-1).flatten()).backward()

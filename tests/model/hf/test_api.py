@@ -25,7 +25,7 @@ def test_logits_and_gradients_equal_hugging_faces(config, dtype, bound):
     expected, got = theirs(TOKENS).logits, model(TOKENS)
     assert expected.std() > 0.5
     # Relative, as the gradients': float32's last digits of a logit of 6 depend on the CPU's kernels.
-    assert (got - expected).abs().max() < bound * expected.abs().max()
+    assert (got - expected).abs().max() < bound / 5 * expected.abs().max()
 
     for logits in (expected, got):
         nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.roll(-1).flatten()).backward()

@@ -4,8 +4,9 @@
     make gpu-check ARGS="--steps environment backends"
 
 One GPU, under 8 minutes. Each step is a process of its own, and its result is on the disk before the next begins, in
-bench/results/<device>-check.jsonl; what cannot run here is skipped there, with the reason. Exit status 1 where something is
-wrong, or where there is no GPU (then nothing is written). With --device cpu the same steps are small, to try them.
+bench/results/<device>-check.jsonl; what cannot run here is skipped there, with the reason. Exit status 1 where
+something is wrong, or where there is no GPU (then nothing is written). With --device cpu the same steps are small, to
+try them.
 """
 
 import json

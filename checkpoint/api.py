@@ -18,6 +18,8 @@ from runtime.errors import UserError
 from runtime.together import cpu_group, gather_results, raise_together
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan
+
     from checkpoint.background import Background
     from checkpoint.tensors import Model, Read
 
@@ -132,25 +134,33 @@ def save_checkpoint(
         CheckpointError: the iteration has a whole checkpoint (a broken one is moved aside), or the disk refuses;
             raised on every rank, and nothing half-written stays.
     """
-    from checkpoint.tensors import bytes_of, tensors_of, write_shards  # imports DCP, which takes half a second
+    from checkpoint.tensors import Shards, tensors_of  # imports DCP, which takes half a second
 
     folder = checkpoint_folder(directory, iteration)
+    manifest = Manifest(iteration=iteration, architecture=architecture, extra=extra, files={})
     with cpu_group(group) as group:
-        manifest = Manifest(iteration=iteration, architecture=architecture, extra=extra, files={})
-        draft = start_draft(folder, manifest, group, local=local)
-        with removed_on_error(draft):
-            with raise_together(group):
-                json.dumps([architecture, extra])
-                of_run = {"model": dict(model)} if isinstance(model, Mapping) else tensors_of(model, optimizer)
-                state = of_run | dict(more or {})
-            needed = bytes_of(state, group)
-            gather_results(lambda: check_room(draft.path, int(needed * draft.share)) if draft.owner else None, group)
-            write_shards(draft.path, state, group, needed, read, None if beside is None else beside.memory)
+        shards = Shards(read, group)
+
+        def plan() -> "SavePlan":
+            json.dumps([architecture, extra])
+            of_run = {"model": dict(model)} if isinstance(model, Mapping) else tensors_of(model, optimizer)
+            return shards.plan(of_run | dict(more or {}))
+
+        def finish() -> list[tuple[str, tuple[int, str]]]:
+            shards.finish(written)
+            return own_files(draft.path, group)
+
+        draft, plans = start_draft(folder, manifest, plan, group, local=local)
+        with removed_on_error(draft.made):
+            check_room(draft, shards.agree(plans))
+            memory = None if beside is None else beside.memory
+            written = gather_results(lambda: shards.write(draft.path, memory), group)
             if beside is None:
-                own = gather_results(lambda: own_files(draft.path, group), group)
-                files = {name: entry for of_rank in own for name, entry in of_rank}
+                files = {name: entry for of_rank in gather_results(finish, group) for name, entry in of_rank}
                 draft = replace(draft, manifest=replace(manifest, files=files))
                 gather_results(lambda: publish(draft) if draft.owner else None, group)
+            else:
+                shards.finish(written)
     if beside is not None:
         beside.begin(draft)
     elif local and draft.owner:

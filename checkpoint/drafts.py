@@ -2,17 +2,20 @@
 
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from checkpoint.manifest import METADATA, CheckpointError, Manifest, describe, write_manifest
+from checkpoint.manifest import METADATA, CheckpointError, Manifest, describe, disk_errors, write_manifest
 from checkpoint.search import POINTER, to_stderr, what_is_broken
-from runtime.files import fsync_folder, reason, room, write_text
-from runtime.together import from_first, gather_results, is_first, raise_together
+from runtime.files import fsync_folder, write_text
+from runtime.together import from_first, gather_results, is_first
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,42 +31,74 @@ class Draft:
     """Whether this rank publishes it: the first one, or one of each node where ``local``."""
     local: bool
     """Whether each node has a folder of its own, of which the newest checkpoint alone stays."""
-    share: float
-    """Of all bytes, how many are written into each folder."""
+    free: tuple[int | None, ...]
+    """Bytes that were free where each of its folders is; None where a file system does not say."""
+
+    @property
+    def made(self) -> list[Path]:
+        """Its folder, if this rank made it."""
+        return [self.path] if self.owner else []
 
 
-def start_draft(folder: Path, manifest: Manifest, group: dist.ProcessGroup | None, *, local: bool) -> Draft:
-    """Free the name ``folder``, without removing any finished checkpoint, and create an empty draft for it."""
-    if not local:
-        path, owner = _make_room(folder, group), is_first(group)
-        return Draft(path=path, folder=folder, manifest=manifest, owner=owner, local=False, share=1.0)
-    path = folder.with_name(f"{folder.name}.{from_first(lambda: uuid.uuid4().hex[:8], group)}.tmp")
-    owners = gather_results(lambda: _is_made_here(path), group)
-    owner = owners[dist.get_rank(group) if dist.is_initialized() else 0]
-    return Draft(path=path, folder=folder, manifest=manifest, owner=owner, local=True, share=1 / sum(owners))
+def start_draft(
+    folder: Path, manifest: Manifest, prepare: Callable[[], T], group: dist.ProcessGroup | None, *, local: bool
+) -> tuple[Draft, list[T]]:
+    """Free the name ``folder``, without removing any finished checkpoint, and create an empty draft for it.
+
+    Returns it, and what ``prepare`` returns on each rank: local work, which spares the ranks a meeting of its own.
+    """
+    # A name of its own: ranks of a run that is over, or cut off from its peers, may still be writing into theirs.
+    mine = uuid.uuid4().hex[:8]
+    path = folder.with_name(f"{folder.name}.{from_first(lambda: mine, group) if local else mine}.tmp")
+    made: list[Path] = []
+
+    def start() -> tuple[bool, Path, int | None, T]:
+        with disk_errors(path):
+            if _is_made_here(path) if local else is_first(group) and _is_made(path, folder):
+                made.append(path)
+            size = shutil.disk_usage(path) if made else None
+        return bool(made), path, size.free if size and size.total else None, prepare()
+
+    with removed_on_error(made):
+        answers = gather_results(start, group)
+    owned = [(theirs, free) for owner, theirs, free, _ in answers if owner]
+    if not owned:
+        _free_name(folder, group)
+        return start_draft(folder, manifest, prepare, group, local=local)
+    draft = Draft(
+        path=path if local else owned[0][0],
+        folder=folder,
+        manifest=manifest,
+        owner=bool(made),
+        local=local,
+        free=tuple(free for _, free in owned),
+    )
+    return draft, [prepared for *_, prepared in answers]
 
 
 def _is_made_here(draft: Path) -> bool:
-    with disk_errors(draft), suppress(FileExistsError):
+    with suppress(FileExistsError):
         draft.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft.mkdir()
         return True
     return False
 
 
-def _make_room(folder: Path, group: dist.ProcessGroup | None) -> Path:
-    if from_first(folder.exists, group):
-        problem = what_is_broken(folder, group)
-        if problem is None:
-            raise CheckpointError(
-                f"{folder} exists and is whole; move it away or choose another --save, it is not overwritten"
-            )
-        from_first(lambda: _move_aside(folder, problem), group)
-    draft = from_first(lambda: _start_draft(folder), group)
-    with raise_together(group):
-        if not draft.is_dir():
-            raise CheckpointError(f"{draft}, made by the first rank, is not seen by all; --save needs a shared disk")
-    return draft
+def _is_made(draft: Path, folder: Path) -> bool:
+    if folder.exists():
+        return False
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    remove_drafts(draft.parent)
+    draft.mkdir()
+    return True
+
+
+def _free_name(folder: Path, group: dist.ProcessGroup | None) -> None:
+    if (problem := what_is_broken(folder, group)) is None:
+        raise CheckpointError(
+            f"{folder} exists and is whole; move it away or choose another --save, it is not overwritten"
+        )
+    from_first(lambda: _move_aside(folder, problem), group)
 
 
 def _move_aside(folder: Path, problem: str) -> None:
@@ -76,31 +111,20 @@ def _move_aside(folder: Path, problem: str) -> None:
     to_stderr(f"moved a broken one to {aside}: {problem}")
 
 
-def _start_draft(folder: Path) -> Path:
-    # A name of its own: ranks of a run that is over, or cut off from its peers, may still be writing into theirs.
-    draft = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
-    with disk_errors(draft):
-        draft.parent.mkdir(parents=True, exist_ok=True)
-        remove_drafts(draft.parent)
-        draft.mkdir()
-    return draft
-
-
 def remove_drafts(directory: Path) -> None:
     """Remove unfinished saves of a killed run. Only the folder's owner may call this: it is the only writer."""
     for left_over in directory.glob("iter_*.tmp"):
         shutil.rmtree(left_over, ignore_errors=True)  # a rank that is ending may still write there; the next save tries
 
 
-def check_room(draft: Path, needed: int) -> None:
-    """Raise before writing if the disk is too small; skip file systems that do not report their size."""
-    with disk_errors(draft):
-        size = shutil.disk_usage(draft)
-    if size.total and size.free < needed:
-        raise CheckpointError(
-            f"cannot write {draft}: {room(draft.parent, needed)}; remove older checkpoints (--keep-last N does), or "
-            "write to another folder"
-        )
+def check_room(draft: Draft, needed: int) -> None:
+    """Raise before writing, on every rank, if a disk is too small for its part of the bytes ``needed``."""
+    for free in draft.free:
+        if free is not None and free < (part := needed // len(draft.free)):
+            raise CheckpointError(
+                f"cannot write {draft.path}: {free:,} bytes are free in {draft.path.parent} and {part:,} are needed; "
+                "remove older checkpoints (--keep-last N does), or write to another folder"
+            )
 
 
 def own_files(draft: Path, group: dist.ProcessGroup | None) -> list[tuple[str, tuple[int, str]]]:
@@ -126,21 +150,11 @@ def publish(draft: Draft) -> None:
 
 
 @contextmanager
-def removed_on_error(draft: Draft) -> Iterator[None]:
-    """Remove a draft whose save fails."""
+def removed_on_error(made: Sequence[Path]) -> Iterator[None]:
+    """Remove the drafts that this rank made where a save fails."""
     try:
         yield
     except BaseException:
-        if draft.owner:
-            shutil.rmtree(draft.path, ignore_errors=True)
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
         raise
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that names the checkpoint."""
-    try:
-        yield
-    except OSError as error:
-        said = reason(error, path.parent)
-        raise CheckpointError(f"cannot write {path}: {said}; make room for it or write to another folder") from error

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 
 from runtime.errors import UserError
-from runtime.files import sha256, write_text
+from runtime.files import reason, sha256, write_text
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -19,6 +21,16 @@ METADATA = ".metadata"  # DCP's table of tensors
 
 class CheckpointError(UserError):
     """A checkpoint cannot be written, is broken, or belongs to another model."""
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names the checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        said = reason(error, path.parent)
+        raise CheckpointError(f"cannot write {path}: {said}; make room for it or write to another folder") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,14 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
 
-from checkpoint.manifest import METADATA, CheckpointError, Manifest
+from checkpoint.manifest import METADATA, CheckpointError, Manifest, disk_errors
 from runtime.errors import UserError
 from runtime.files import room
-from runtime.together import from_first, gather_results
+from runtime.together import gather_results
 
 State = dict[str, dict[str, torch.Tensor]]
 Model = nn.Module | Sequence[nn.Module]
@@ -106,44 +108,60 @@ def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def bytes_of(state: State, group: dist.ProcessGroup | None) -> int:
-    """Sum the bytes of a state's tensors over all ranks, each tensor counted once. Collective."""
+class Shards:
+    """This rank's part of a save, by DCP's planner and writer.
 
-    def sizes() -> dict[str, int]:
-        named = ((f"{part}.{name}", value) for part, values in state.items() for name, value in values.items())
-        return {name: value.numel() * value.element_size() for name, value in named}
-
-    return sum({name: size for of_rank in gather_results(sizes, group) for name, size in of_rank.items()}.values())
-
-
-def write_shards(
-    folder: Path,
-    state: State,
-    group: dist.ProcessGroup | None,
-    needed: int,
-    read: Read | None = None,
-    memory: FileSystem | None = None,
-) -> None:
-    """Write and fsync each rank's part of ``state``. Collective; raises CheckpointError on every rank.
-
-    With ``read``, the state is of meta tensors, and each weight is read by its name as it is written. With ``memory``,
-    files of these names are written there, without the CRC-32 of each tensor, which would be half of the time; files
-    are verified by their SHA-256.
+    ``dcp.save`` sends all plans to one rank, its answers back, then what was written and a table that nobody reads.
+    Here each rank works out the same answer from all plans.
     """
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(before and memory is None)
-    try:
-        with _one_error(f"cannot write {folder}"):
-            # A writer holds on to the tensors of a file until it is written: read one by one, each has its own.
-            writer = dcp.FileSystemWriter(folder, single_file_per_rank=read is None)
-            writer.fs = memory or writer.fs
-            planner = None if read is None else _Streaming(read)
-            dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
-    except CheckpointError as error:
-        free = from_first(lambda: room(folder, needed), group)
-        raise CheckpointError(f"{error}; {free}: free some or write to another folder") from error
-    finally:
-        torch.serialization.set_crc32_options(before)
+
+    def __init__(self, read: Read | None, group: dist.ProcessGroup | None) -> None:
+        """Begin a save by all ranks of ``group``; with ``read``, of meta tensors, each read as it is written."""
+        self._planner = dcp.DefaultSavePlanner() if read is None else _Streaming(read)
+        self._one_file = read is None  # a writer holds on to a file's tensors until it is written
+        self._rank = dist.get_rank(group) if dist.is_initialized() else 0
+
+    def plan(self, state: State) -> SavePlan:
+        """Plan this rank's part, without the others."""
+        self._planner.set_up_planner(state, is_coordinator=self._rank == 0)
+        return self._planner.create_local_plan()
+
+    def agree(self, plans: list[SavePlan]) -> int:
+        """Take the plans of all ranks, so that each tensor is written once; return the bytes of all."""
+        self._plans, self._metadata = self._planner.create_global_plan(plans)
+        return sum(item.tensor_storage_size() or 0 for plan in self._plans for item in plan.items)
+
+    def write(self, folder: Path, memory: FileSystem | None) -> list[WriteResult]:
+        """Write and fsync this rank's tensors, or with ``memory`` write files of these names there.
+
+        These are without the CRC-32 of each tensor, which would be half of the time; files are verified by their
+        SHA-256.
+
+        Raises:
+            CheckpointError: the disk refuses, or the folder is not seen here.
+        """
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}, made by the first rank, is not seen by all; --save needs a shared disk")
+        self._writer = dcp.FileSystemWriter(folder, single_file_per_rank=self._one_file, sync_files=memory is None)
+        self._writer.fs = memory or self._writer.fs
+        plan = self._writer.prepare_global_plan(self._plans)[self._rank]
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(before and memory is None)
+        try:
+            return self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
+        except UserError:
+            raise
+        except Exception as error:
+            found = f"cannot write {folder}: rank {self._rank} found {type(error).__name__}: {error}; {room(folder)}"
+            raise CheckpointError(f"{found}: free some or write to another folder") from error
+        finally:
+            torch.serialization.set_crc32_options(before)
+
+    def finish(self, written: list[list[WriteResult]]) -> None:
+        """Write the table of what all ranks have written, on the first one; raises CheckpointError there."""
+        if self._rank == 0:
+            with disk_errors(Path(self._writer.path)):
+                self._writer.finish(self._metadata, written)
 
 
 def read_shards(folder: Path, state: State, metadata: Metadata, group: dist.ProcessGroup | None) -> None:

@@ -142,8 +142,7 @@ def _killed(rank: int, size: int, folder: Path, hook: str, victim: int) -> None:
     plain, written = background._beside.begin, torch.save
 
     def begin_to_die(job: Callable[[], Any]) -> None:
-        doomed = saved_iterations(folder) and saved_iterations(folder)[0] >= (6 if hook == "prune" else 3)
-        plain(partial(dying, hook, job) if doomed and rank == victim else job)
+        plain(partial(dying, hook, job) if saved_iterations(folder) and rank == victim else job)
 
     def die_while_staging(*args: Any, **more: Any) -> None:
         if rank == victim and saved_iterations(folder):

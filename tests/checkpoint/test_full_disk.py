@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint import api as checkpoint
+from checkpoint.drafts import Draft
 from checkpoint.manifest import CheckpointError
 from checkpoint.search import find_checkpoint
 from data.errors import DataError
@@ -66,7 +67,7 @@ def test_a_disk_that_fills_during_a_save_leaves_nothing_half_written(
     before = names(disk)
     checked = checkpoint.check_room
 
-    def check_then_fill(draft: Path, needed: int) -> None:
+    def check_then_fill(draft: Draft, needed: int) -> None:
         checked(draft, needed)
         fill(disk)
 

@@ -100,7 +100,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--array", nargs="+", metavar="FLAGS", help="a run for each of these flags, each one word")
     parser.add_argument("--launcher", choices=("ranks", "torchrun"), default="ranks", help="what srun starts")
     parser.add_argument("--container", metavar="IMAGE", help="image that the ranks run in")
-    parser.add_argument("--container-runtime", choices=("pyxis", "apptainer"), default="pyxis")
+    parser.add_argument("--container-runtime", choices=("pyxis", "apptainer"), help="default: pyxis")
+    parser.add_argument("--container-mounts", metavar="A:B,...", help="folders that it sees besides the checkout")
     parser.add_argument("--option", action="append", default=[], metavar="--KEY=VALUE", help="more for sbatch")
     parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="ENTRY FLAG...", help="the run")
@@ -111,7 +112,7 @@ def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[
     """Return sbatch's options for this job.
 
     Raises:
-        SubmitError: the GPUs fill no nodes, or an option is no --KEY=VALUE.
+        SubmitError: the GPUs fill no nodes, an option is no --KEY=VALUE, or the time no time.
     """
     if args.gpus is not None and args.gpus % gpus:
         raise SubmitError(
@@ -148,12 +149,24 @@ def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[
 
 def _seconds(limit: str) -> float:
     """Return the seconds of a limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, or a word for none."""
+    if limit.upper() in ("UNLIMITED", "INFINITE"):
+        return math.inf
     days, dash, rest = limit.rpartition("-")
     parts = rest.split(":")
-    if not all(part.isdecimal() for part in (*parts, days or "0")):
-        return math.inf
+    if not all(part.isdecimal() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
+        raise SubmitError(f"time is {limit}; write minutes, H:MM:SS, D-HH:MM:SS or UNLIMITED")
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
     return 86400 * int(days or 0) + sum(unit * int(part) for unit, part in zip(units, parts, strict=False))
+
+
+def _container(args: argparse.Namespace) -> dict[str, str]:
+    """Return the variables of job.sh for --container. Raises SubmitError if its other flags are given without it."""
+    names = {"CONTAINER": "container", "CONTAINER_RUNTIME": "container_runtime", "CONTAINER_MOUNTS": "container_mounts"}
+    given = {variable: getattr(args, name) for variable, name in names.items() if getattr(args, name)}
+    if given and not args.container:
+        name, value = next((names[variable], value) for variable, value in given.items())
+        raise SubmitError(f"{name} is {value}, and container is not set; name the image with --container")
+    return {"CONTAINER_RUNTIME": "pyxis"} | given if given else {}
 
 
 def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: Sequence[str]) -> str:
@@ -164,10 +177,8 @@ def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: 
         head = re.sub(rf"^#SBATCH --{key}\b.*\n", "", head + "\n", flags=re.M).rstrip("\n")
     head = re.sub(r"^#\n(# .*\n)+", "", head, count=1, flags=re.M)  # how to start the file itself
     lines = [f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in wanted.items()]
-    variables = {"LAUNCHER": args.launcher}
-    if args.container:
-        variables |= {"CONTAINER": args.container, "CONTAINER_RUNTIME": args.container_runtime}
-    elif not Path(".venv/bin/python").exists():
+    variables = {"LAUNCHER": args.launcher} | _container(args)
+    if not args.container and not Path(".venv/bin/python").exists():
         variables["PYTHON"] = sys.executable
     if site.interface:
         variables |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), site.interface)

@@ -30,8 +30,9 @@ BARS = "▁▂▃▄▅▆▇█"
 CLEAR = "\033[H\033[2J"
 TAIL = 20
 """Iterations that rates and the time left are taken from."""
-QUEUE = ("squeue", "--me", "--noheader", "--format=%A\t%j\t%T\t%R\t%Z\t%k")
-"""Id, name, state, reason or nodes, working folder and comment of each job; slurm.submit's is the run's folder."""
+QUEUE = ("squeue", "--me", "--noheader", "--format=%A\t%i\t%j\t%T\t%R\t%Z\t%k")
+"""Number, id as people write it (N_INDEX in an array), name, state, reason or nodes, working folder and comment of each
+job; slurm.submit's comment is the run's folder."""
 DEEPEST = 3
 """Folders between a job's working folder and a run's logs at most."""
 
@@ -121,7 +122,7 @@ def _described(run: Path, now: float, width: int) -> list[str]:
         lines.append(f"  {last['skipped_iterations']} iterations skipped, their gradients not finite")
     if slow := [record for record in records[-TAIL:] if "slowest_rank" in record]:
         lines.append(f"  slowest: rank {slow[-1]['slowest_rank']}, {slow[-1]['slowest_behind']:.0%} behind the median")
-    return [*lines, *_failed(run), _kept(run, now)]
+    return [*lines, *_failed(run), *_kept(run, now)]
 
 
 def _who(run: Path) -> str:
@@ -146,15 +147,21 @@ def _failed(run: Path) -> list[str]:
         return []
 
 
+def _config(run: Path) -> dict[str, Any]:
+    """Return a run's configuration; empty if it has none yet. Raises UserError if it cannot be read."""
+    config = run / "config.toml"
+    try:
+        return tomllib.loads(config.read_text()) if config.exists() else {}
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{config} is no run's configuration ({error}); put the run's own back") from error
+
+
 def _progress(run: Path, records: Sequence[dict[str, Any]], trains: bool) -> str:
     """Draw how much is done, and say how long the rest takes at the pace of the last iterations."""
     from train.watching.progress import duration
 
-    done, config = records[-1]["iteration"], run / "config.toml"
-    try:
-        goal = tomllib.loads(config.read_text())["train"]["train_iters"] if config.exists() else done
-    except (tomllib.TOMLDecodeError, KeyError) as error:
-        raise UserError(f"{config} is no run's configuration ({error}); put the run's own back") from error
+    done = records[-1]["iteration"]
+    goal = _config(run).get("train", {}).get("train_iters", done)
     share = min(1.0, done / goal)
     pace = [record["iteration_time_ms"] / 1e3 for record in records[-TAIL:]]
     left = f"{duration((goal - done) * sum(pace) / len(pace))} left" if trains else "stopped"
@@ -173,16 +180,24 @@ def _rates(records: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _kept(run: Path, now: float) -> str:
-    """Say which checkpoint is the newest, and its age."""
+def _kept(run: Path, now: float) -> list[str]:
+    """Say which checkpoint is the newest, and its age; and which local one this machine has"""
+    from checkpoint.local import fingerprint
     from checkpoint.manifest import checkpoint_folder
     from checkpoint.search import saved_iterations
     from train.watching.progress import duration
 
-    if not (found := saved_iterations(run)):
-        return "  no checkpoint yet"
-    age = now - checkpoint_folder(run, found[0]).stat().st_mtime
-    return f"  last checkpoint: iteration {found[0]}, {duration(age)} ago ({len(found)} kept)"
+    def newest(folder: Path) -> str:
+        found = saved_iterations(folder)
+        age = duration(now - checkpoint_folder(folder, found[0]).stat().st_mtime) if found else ""
+        return f"iteration {found[0]}, {age} ago ({len(found)} kept)" if found else ""
+
+    shared = newest(run)
+    lines = [f"  last checkpoint: {shared}" if shared else "  no checkpoint yet"]
+    local = _config(run).get("checkpoint", {}).get("non_persistent_local_ckpt_dir")
+    if local and (name := fingerprint(run)) and (here := newest(Path(local) / name)):
+        lines.append(f"  local one here: {here}")
+    return lines
 
 
 def queue() -> list[tuple[str, Path | None]]:
@@ -199,8 +214,8 @@ def queue() -> list[tuple[str, Path | None]]:
     except subprocess.CalledProcessError as error:
         raise UserError(f"squeue failed: {error.stderr.strip()}; name the runs, or try again later") from error
     jobs = []
-    for job, name, state, where, folder, comment in (line.split("\t", 5) for line in listed.splitlines()):
-        jobs.append((f"job {job} ({name}): {state.lower()} {where}", _run_of(job, Path(folder), comment)))
+    for job, shown, name, state, where, folder, comment in (line.split("\t", 6) for line in listed.splitlines()):
+        jobs.append((f"job {shown} ({name}): {state.lower()} {where}", _run_of(job, Path(folder), comment)))
     return jobs
 
 

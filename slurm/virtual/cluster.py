@@ -143,11 +143,13 @@ def start(folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: 
     """Start a cluster in an empty or new folder, and wait until its nodes are idle. With ``links``, ``cut`` works.
 
     Raises:
-        VirtualError: something is missing, or a node does not come up within 30 s.
+        VirtualError: something is missing, the folder's cluster was not stopped, or a node is not up within 30 s.
     """
     if why := missing():
         raise VirtualError(f"no virtual cluster: {why}")
     folder = folder.resolve()
+    if (folder / "pids").exists():
+        raise VirtualError(f"{folder} holds a cluster that was not stopped; stop it, or name another folder")
     names = write_configuration(folder, nodes, kinds, gpus, links)
     _launch(folder, "controller", ["slurmctld", "-D", "-i", "-f", f"{folder}/slurm.conf"])
     for name in names:
@@ -227,6 +229,7 @@ def stop(folder: Path) -> None:
         for name in pids.keys() - {"controller"}:
             _shell(f"ip netns delete {bridge}{name}")
         _shell(f"ip link delete {bridge}")
+    (folder / "pids").unlink()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "configs" / "clusters"
 RUN = ["pretrain_gpt.py", "--config", str(ROOT / "configs" / "llama_tiny.toml"), "--global-batch-size", "64"]
 RUN += ["--save", "runs/here"]
+IMAGE = ["--container", "i.sqsh", "--container-mounts", "/data:/data"]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, cluster: str = "h100_pod") -> str:
@@ -23,7 +24,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, cluster: str = 
 
 def test_the_script_has_what_was_asked_for_once(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--gpus 32 --time 4:00:00 --partition big --account us --lead 300 --after 12 --option=--exclude=bad"
-    text = printed(capsys, *flags.split(), "--launcher", "torchrun", "--container", "image.sqsh", *RUN, "--lr", "2e-3")
+    text = printed(capsys, *flags.split(), "--launcher", "torchrun", *IMAGE, *RUN, "--lr", "2e-3")
     lines = text.splitlines()
     options = "nodes=4 gres=gpu:h100:8 ntasks-per-node=8 time=4:00:00 partition=big account=us signal=B:USR1@300"
     for line in (
@@ -32,8 +33,9 @@ def test_the_script_has_what_was_asked_for_once(capsys: pytest.CaptureFixture[st
         assert lines.count(f"#SBATCH --{line}") == 1, line
     keys = [line.split("=")[0] for line in lines if line.startswith("#SBATCH")]
     assert len(keys) == len(set(keys))
-    for line in ("LAUNCHER=torchrun", "CONTAINER=image.sqsh", "CONTAINER_RUNTIME=pyxis", "GPUS_PER_NODE=8"):
+    for line in ("LAUNCHER=torchrun", "CONTAINER=i.sqsh", "CONTAINER_RUNTIME=pyxis", "CONTAINER_MOUNTS=/data:/data"):
         assert f"export {line}" in lines
+    assert "export GPUS_PER_NODE=8" in lines
     assert lines[-1] == f"train runs/here {RUN[0]} --config {RUN[2]} --global-batch-size 64 --lr 2e-3"
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
@@ -90,7 +92,12 @@ def test_nodes_of_16(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--nodes", "1", *RUN, "--save", "none"], "save is not set"),
         (["--nodes", "1", "--time", "10", *RUN], "time is 10, and the ranks are told to save 600 s before it is over"),
+        (["--nodes", "1", "--time", "soon", *RUN], "time is soon; write minutes, H:MM:SS"),
         (["--nodes", "1", "--option", "quick", *RUN], "option is quick; write it as sbatch takes it"),
+        (
+            ["--nodes", "1", "--container-runtime", "apptainer", *RUN],
+            "container_runtime is apptainer, and con",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(arguments: list[str], words: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.local import fingerprint
 from runtime.files import owned
 from tests.starts import PATIENCE
 from tools import watch
@@ -39,6 +40,17 @@ def test_a_run_is_shown_with_its_holder_time_left_and_last_checkpoint(tmp_path: 
     assert "nobody trains" in stopped
     assert progress.endswith("iteration 6/8, stopped")
     assert failed == "  failed at iteration 5: loss was not finite"
+
+
+def test_a_local_checkpoint_of_this_machine_is_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 6)
+    with (run / "config.toml").open("a") as config:
+        config.write(f'[checkpoint]\nnon_persistent_local_ckpt_dir = "{tmp_path}/node"\n')
+    assert watch.describe(run, 0.0, 60)[-1].startswith("  last checkpoint: iteration 2, ")
+    local = tmp_path / "node" / str(fingerprint(run)) / "iter_0000005"
+    local.mkdir(parents=True)
+    os.utime(local, (1000, 1000))
+    assert watch.describe(run, 1065.0, 60)[-1] == "  local one here: iteration 5, 1:05 ago (1 kept)"
 
 
 def test_a_look_reads_what_is_new_and_all_of_a_file_that_was_written_anew(tmp_path: Path) -> None:
@@ -117,12 +129,12 @@ def test_a_job_belongs_to_the_run_that_keeps_its_logs(tmp_path: Path, monkeypatc
     (tmp_path / "squeue").write_text(
         "#!/bin/sh\n"
         + "".join(
-            f"printf '{job}\\tx\\tRUNNING\\tnode1\\t{here}\\t{comment}\\n'\n"
+            f"printf '{job}\\t{job}_0\\tx\\tRUNNING\\tnode1\\t{here}\\t{comment}\\n'\n"
             for job, comment in ((17, "(null)"), (18, far), (19, far), (20, far), (17, "runs/x"), (17, "for May"))
         )
     )
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     lines, runs = zip(*watch.queue(), strict=True)
-    assert lines[0] == "job 17 (x): running node1"
+    assert lines[0] == "job 17_0 (x): running node1", "an array's job as squeue writes it"
     assert runs == (here / "runs/x", far, far / "2", None, here / "runs/x", here / "runs/x")

@@ -19,6 +19,7 @@ from runtime.together import cpu_group, gather_results, raise_together
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.storage import WriteResult
 
     from checkpoint.background import Background
     from checkpoint.tensors import Model, Read
@@ -134,33 +135,33 @@ def save_checkpoint(
         CheckpointError: the iteration has a whole checkpoint (a broken one is moved aside), or the disk refuses;
             raised on every rank, and nothing half-written stays.
     """
-    from checkpoint.tensors import Shards, tensors_of  # imports DCP, which takes half a second
+    from checkpoint.shards import Shards  # imports DCP, which takes half a second
+    from checkpoint.tensors import tensors_of
 
     folder = checkpoint_folder(directory, iteration)
     manifest = Manifest(iteration=iteration, architecture=architecture, extra=extra, files={})
     with cpu_group(group) as group:
         shards = Shards(read, group)
 
-        def plan() -> "SavePlan":
+        def planned() -> "SavePlan":
             json.dumps([architecture, extra])
             of_run = {"model": dict(model)} if isinstance(model, Mapping) else tensors_of(model, optimizer)
             return shards.plan(of_run | dict(more or {}))
 
-        def finish() -> list[tuple[str, tuple[int, str]]]:
-            shards.finish(written)
-            return own_files(draft.path, group)
+        draft, rooms, plans = start_draft(folder, manifest, planned, group, local=local)
 
-        draft, plans = start_draft(folder, manifest, plan, group, local=local)
+        def written() -> "list[WriteResult]":
+            check_room(rooms, shards.agree(plans))
+            return shards.write(draft.path, None if beside is None else beside.memory)
+
         with removed_on_error(draft.made):
-            check_room(draft, shards.agree(plans))
-            memory = None if beside is None else beside.memory
-            written = gather_results(lambda: shards.write(draft.path, memory), group)
+            results = gather_results(written, group)
+            gather_results(lambda: shards.finish(results), group)
             if beside is None:
-                files = {name: entry for of_rank in gather_results(finish, group) for name, entry in of_rank}
+                own = gather_results(lambda: own_files(draft.path, group), group)
+                files = {name: entry for of_rank in own for name, entry in of_rank}
                 draft = replace(draft, manifest=replace(manifest, files=files))
                 gather_results(lambda: publish(draft) if draft.owner else None, group)
-            else:
-                shards.finish(written)
     if beside is not None:
         beside.begin(draft)
     elif local and draft.owner:

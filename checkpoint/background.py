@@ -27,30 +27,49 @@ from runtime.together import cpu_group, gather_results
 
 
 class _File:
-    """A file in memory, written through a mapping that stays: a copy takes half as long as by calls of ``write``."""
+    """A file in memory, written through a mapping that stays, in two thirds of the time that ``write`` takes."""
 
     def __init__(self, name: str) -> None:
         self.handle = os.memfd_create(name)
         os.ftruncate(self.handle, mmap.PAGESIZE)
-        self.mapped = mmap.mmap(self.handle, mmap.PAGESIZE)
+        self._mapped = mmap.mmap(self.handle, mmap.PAGESIZE)
+        self._there = 0
+        """Bytes whose memory is there."""
 
-    def close(self) -> None:
-        self.mapped.close()
+    def begin(self) -> None:
+        """Open it from its beginning: a store beyond the file's end would be a signal."""
+        os.ftruncate(self.handle, len(self._mapped))
+
+    def store(self, start: int, view: memoryview) -> int:
+        """Write at a place, and return the end; raises OSError where memory is short, which in a store is a signal."""
+        end = start + len(view)
+        if end > len(self._mapped):
+            self._mapped.resize(max(end, 2 * len(self._mapped)))
+        if end > self._there:
+            os.posix_fallocate(self.handle, self._there, end - self._there)
+            self._there = end
+        self._mapped[start:end] = view
+        return end
+
+    def cut(self, end: int) -> None:
+        """Make this its end; what is mapped behind it takes no memory."""
+        os.ftruncate(self.handle, end)
+        self._there = end
+
+    def free(self) -> None:
+        self._mapped.close()
         os.close(self.handle)
 
 
 class _Stream(io.IOBase):
-    """Writes a file in memory anew, from its beginning to ``tell()``."""
+    """Writes a file from its beginning to ``tell()``."""
 
     def __init__(self, file: _File) -> None:
-        self._mapped, self._end = file.mapped, 0
+        self._file, self._end = file, 0
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data).cast("B")
-        start, self._end = self._end, self._end + len(view)
-        if self._end > len(self._mapped):
-            self._mapped.resize(max(self._end, 2 * len(self._mapped)))
-        self._mapped[start : self._end] = view
+        self._end = self._file.store(self._end, view)
         return len(view)
 
     def tell(self) -> int:
@@ -68,15 +87,15 @@ class Memory(FileSystem):
         """Open a file from its beginning."""
         name = Path(path).name
         file = self.files[name] = self.files.get(name) or _File(name)
+        file.begin()
         stream = _Stream(file)
         yield stream
-        if stream.tell() < len(file.mapped):
-            file.mapped.resize(stream.tell())
+        file.cut(stream.tell())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Give a file another name; the one that had it is gone."""
         if (old := self.files.get(Path(new_path).name)) is not None:
-            old.close()
+            old.free()
         self.files[Path(new_path).name] = self.files.pop(Path(path).name)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:

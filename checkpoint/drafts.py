@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -16,6 +16,14 @@ from runtime.files import fsync_folder, write_text
 from runtime.together import from_first, gather_results, is_first
 
 T = TypeVar("T")
+
+
+class Room(NamedTuple):
+    """A folder of a draft."""
+
+    path: Path
+    free: int | None
+    """Bytes that were free there; None if the file system does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +39,6 @@ class Draft:
     """Whether this rank publishes it: the first one, or one of each node where ``local``."""
     local: bool
     """Whether each node has a folder of its own, of which the newest checkpoint alone stays."""
-    free: tuple[int | None, ...]
-    """Bytes that were free where each of its folders is; None where a file system does not say."""
 
     @property
     def made(self) -> list[Path]:
@@ -42,49 +48,49 @@ class Draft:
 
 def start_draft(
     folder: Path, manifest: Manifest, prepare: Callable[[], T], group: dist.ProcessGroup | None, *, local: bool
-) -> tuple[Draft, list[T]]:
-    """Free the name ``folder``, without removing any finished checkpoint, and create an empty draft for it.
+) -> tuple[Draft, list[Room], list[T]]:
+    """Create an empty draft of ``folder``; a broken checkpoint of this name is moved aside. Collective.
 
-    Returns it, and what ``prepare`` returns on each rank: local work, which spares the ranks a meeting of its own.
+    Returns it, the room in each of its folders, and what ``prepare`` returns on each rank, local work that is done here
+    to save a collective.
+
+    Raises:
+        CheckpointError: the name is a whole checkpoint's, or the disk refuses; on every rank.
     """
     # A name of its own: ranks of a run that is over, or cut off from its peers, may still be writing into theirs.
     mine = uuid.uuid4().hex[:8]
     path = folder.with_name(f"{folder.name}.{from_first(lambda: mine, group) if local else mine}.tmp")
     made: list[Path] = []
 
-    def start() -> tuple[bool, Path, int | None, T]:
+    def start() -> tuple[Room | None, T]:
         with disk_errors(path):
-            if _is_made_here(path) if local else is_first(group) and _is_made(path, folder):
+            if _make_here(path) if local else is_first(group) and _make(path, folder):
                 made.append(path)
             size = shutil.disk_usage(path) if made else None
-        return bool(made), path, size.free if size and size.total else None, prepare()
+        return Room(path, size.free if size.total else None) if size else None, prepare()
 
     with removed_on_error(made):
         answers = gather_results(start, group)
-    owned = [(theirs, free) for owner, theirs, free, _ in answers if owner]
-    if not owned:
+    rooms = [room for room, _ in answers if room is not None]
+    if not rooms:
         _free_name(folder, group)
         return start_draft(folder, manifest, prepare, group, local=local)
-    draft = Draft(
-        path=path if local else owned[0][0],
-        folder=folder,
-        manifest=manifest,
-        owner=bool(made),
-        local=local,
-        free=tuple(free for _, free in owned),
-    )
-    return draft, [prepared for *_, prepared in answers]
+    path = path if local else rooms[0].path
+    draft = Draft(path=path, folder=folder, manifest=manifest, owner=bool(made), local=local)
+    return draft, rooms, [prepared for _, prepared in answers]
 
 
-def _is_made_here(draft: Path) -> bool:
+def _make_here(draft: Path) -> bool:
+    """Make a draft, unless another rank of this node has made it."""
+    draft.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with suppress(FileExistsError):
-        draft.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft.mkdir()
         return True
     return False
 
 
-def _is_made(draft: Path, folder: Path) -> bool:
+def _make(draft: Path, folder: Path) -> bool:
+    """Make a draft, and remove those of killed runs, unless the checkpoint's name is taken."""
     if folder.exists():
         return False
     draft.parent.mkdir(parents=True, exist_ok=True)
@@ -117,13 +123,14 @@ def remove_drafts(directory: Path) -> None:
         shutil.rmtree(left_over, ignore_errors=True)  # a rank that is ending may still write there; the next save tries
 
 
-def check_room(draft: Draft, needed: int) -> None:
-    """Raise before writing, on every rank, if a disk is too small for its part of the bytes ``needed``."""
-    for free in draft.free:
-        if free is not None and free < (part := needed // len(draft.free)):
+def check_room(rooms: Sequence[Room], needed: int) -> None:
+    """Raise before writing, alike on every rank, if a folder is too small for its share of the bytes ``needed``."""
+    share = needed // len(rooms)
+    for path, free in rooms:
+        if free is not None and free < share:
             raise CheckpointError(
-                f"cannot write {draft.path}: {free:,} bytes are free in {draft.path.parent} and {part:,} are needed; "
-                "remove older checkpoints (--keep-last N does), or write to another folder"
+                f"cannot write {path}: {free:,} bytes are free in {path.parent} and {share:,} are needed; remove older "
+                "checkpoints (--keep-last N does), or write to another folder"
             )
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files with their checksums."""
+"""The manifest of a checkpoint, its files with their checksums, and its errors."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Write and read a checkpoint's tensors through torch.distributed.checkpoint (DCP)."""
+"""The tensors of a run, and how they are read through torch.distributed.checkpoint (DCP)."""
 
 import pickle
 import warnings
@@ -12,15 +12,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.checkpoint.storage import WriteResult
 
-from checkpoint.manifest import METADATA, CheckpointError, Manifest, disk_errors
+from checkpoint.manifest import METADATA, CheckpointError, Manifest
 from runtime.errors import UserError
-from runtime.files import room
 from runtime.together import gather_results
 
 State = dict[str, dict[str, torch.Tensor]]
@@ -106,62 +102,6 @@ def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-class Shards:
-    """This rank's part of a save, by DCP's planner and writer.
-
-    ``dcp.save`` sends all plans to one rank, its answers back, then what was written and a table that nobody reads.
-    Here each rank works out the same answer from all plans.
-    """
-
-    def __init__(self, read: Read | None, group: dist.ProcessGroup | None) -> None:
-        """Begin a save by all ranks of ``group``; with ``read``, of meta tensors, each read as it is written."""
-        self._planner = dcp.DefaultSavePlanner() if read is None else _Streaming(read)
-        self._one_file = read is None  # a writer holds on to a file's tensors until it is written
-        self._rank = dist.get_rank(group) if dist.is_initialized() else 0
-
-    def plan(self, state: State) -> SavePlan:
-        """Plan this rank's part, without the others."""
-        self._planner.set_up_planner(state, is_coordinator=self._rank == 0)
-        return self._planner.create_local_plan()
-
-    def agree(self, plans: list[SavePlan]) -> int:
-        """Take the plans of all ranks, so that each tensor is written once; return the bytes of all."""
-        self._plans, self._metadata = self._planner.create_global_plan(plans)
-        return sum(item.tensor_storage_size() or 0 for plan in self._plans for item in plan.items)
-
-    def write(self, folder: Path, memory: FileSystem | None) -> list[WriteResult]:
-        """Write and fsync this rank's tensors, or with ``memory`` write files of these names there.
-
-        These are without the CRC-32 of each tensor, which would be half of the time; files are verified by their
-        SHA-256.
-
-        Raises:
-            CheckpointError: the disk refuses, or the folder is not seen here.
-        """
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}, made by the first rank, is not seen by all; --save needs a shared disk")
-        self._writer = dcp.FileSystemWriter(folder, single_file_per_rank=self._one_file, sync_files=memory is None)
-        self._writer.fs = memory or self._writer.fs
-        plan = self._writer.prepare_global_plan(self._plans)[self._rank]
-        before = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(before and memory is None)
-        try:
-            return self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
-        except UserError:
-            raise
-        except Exception as error:
-            found = f"cannot write {folder}: rank {self._rank} found {type(error).__name__}: {error}; {room(folder)}"
-            raise CheckpointError(f"{found}: free some or write to another folder") from error
-        finally:
-            torch.serialization.set_crc32_options(before)
-
-    def finish(self, written: list[list[WriteResult]]) -> None:
-        """Write the table of what all ranks have written, on the first one; raises CheckpointError there."""
-        if self._rank == 0:
-            with disk_errors(Path(self._writer.path)):
-                self._writer.finish(self._metadata, written)
 
 
 def read_shards(folder: Path, state: State, metadata: Metadata, group: dist.ProcessGroup | None) -> None:
@@ -287,17 +227,6 @@ class _Reader(dcp.FileSystemReader):
     # No **kwargs: with them DCP would try rank-local tables.
     def read_metadata(self) -> Metadata:
         return self.checked
-
-
-class _Streaming(dcp.DefaultSavePlanner):
-    """Read each weight as it is written, so that one at a time is in memory."""
-
-    def __init__(self, read: Read) -> None:
-        super().__init__()
-        self.read = read
-
-    def lookup_object(self, index: Any) -> torch.Tensor:
-        return self.read(index.fqn.removeprefix("model."))
 
 
 class _TensorPlanner(dcp.DefaultLoadPlanner):

@@ -1,5 +1,6 @@
 """Saves by a process beside the training: what they hold, what they cost, and what is left when something fails."""
 
+import errno
 import os
 import signal
 import statistics
@@ -15,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from bench.chaos.victim import HOOKS as CALLED
-from checkpoint.api import CheckpointConfig, load_checkpoint, save_checkpoint
+from checkpoint.api import CheckpointConfig, load_checkpoint, save_checkpoint, stored_weights
 from checkpoint.background import Background
 from checkpoint.drafts import remove_drafts
 from checkpoint.keeping import Keeper
-from checkpoint.manifest import CheckpointError
+from checkpoint.manifest import CheckpointError, read_manifest
 from checkpoint.saving import Saves
 from checkpoint.search import find_checkpoint, saved_iterations
 from runtime.errors import UserError
@@ -93,6 +94,45 @@ def test_what_is_written_is_the_state_at_the_save_and_a_lost_process_is_an_error
         assert not trained, "the comparison can tell states apart"
         assert left == [3, 2]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3\n"
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def _sizes(rank: int, size: int, folder: Path) -> list[bool]:
+    background, found = Background(Keeper(last=1, every=None)), []
+    for iteration, numbers in enumerate((10, 300_000, 70, 70, 5_000), 1):  # no tensor of these is the second rank's
+        state = {"weight": torch.arange(float(numbers))}
+        begin(background, folder, iteration, state, None)
+        path = background.wait()
+        assert path is not None
+        written = sum(entry[0] for name, entry in read_manifest(path).files.items() if name.endswith(".distcp"))
+        tensors, read = stored_weights(path, ARCHITECTURE)
+        found.append(torch.equal(read("weight"), state["weight"]) and 0 < written - 4 * numbers < 4096)
+        assert tensors.keys() == state.keys()
+    return found
+
+
+def test_saves_that_grow_and_shrink_are_whole_and_a_rank_may_have_nothing_to_write(tmp_path: Path) -> None:
+    assert run_ranks(_sizes, 2, tmp_path) == [[True] * 5] * 2
+
+
+def _table_fails(rank: int, size: int, folder: Path) -> str:
+    background = Background(Keeper(last=1, every=None))
+    if rank == 0:
+        background.memory.rename = fail  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError) as caught:
+        begin(background, folder, 1, {"weight": torch.zeros(3)}, None)
+    assert not background.under_way
+    return str(caught.value)
+
+
+def fail(*_: Any) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_table_of_tensors_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(_table_fails, 2, tmp_path)
+    assert first == second
+    assert "Too many open files" in first
     assert not list(tmp_path.glob("*.tmp"))
 
 

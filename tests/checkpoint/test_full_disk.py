@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from checkpoint import api as checkpoint
-from checkpoint.drafts import Draft
+from checkpoint.drafts import Room
 from checkpoint.manifest import CheckpointError
 from checkpoint.search import find_checkpoint
 from data.errors import DataError
@@ -67,8 +67,8 @@ def test_a_disk_that_fills_during_a_save_leaves_nothing_half_written(
     before = names(disk)
     checked = checkpoint.check_room
 
-    def check_then_fill(draft: Draft, needed: int) -> None:
-        checked(draft, needed)
+    def check_then_fill(rooms: Sequence[Room], needed: int) -> None:
+        checked(rooms, needed)
         fill(disk)
 
     monkeypatch.setattr(checkpoint, "check_room", check_then_fill)

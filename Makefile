@@ -49,7 +49,7 @@ start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(A
 	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$more --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention peers linear-bench parity chaos lasp-table papers gpu-check hooks lock clean FORCE
+.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention peers linear-bench parity chaos lasp-table papers gpu-check nccl-check hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -139,6 +139,9 @@ chaos: $(READY) ## Kill, signal and start twice runs of 4 processes, compared wi
 
 gpu-check: $(DEV) ## On one CUDA device, in steps of under 8 minutes: kernels, ranks, waits, rates, a run of 1B; into bench/results/
 	$(PY) -m bench.gpu_check $(ARGS)
+
+nccl-check: $(READY) ## On 2 to 8 GPUs, in steps: links, every method, pipelines, meshes against one GPU, a killed rank; into bench/results/
+	$(PY) -m bench.nccl $(ARGS)
 
 hooks: $(DEV) ## Let git run the checks before each commit
 	$(PY) -m pre_commit install

@@ -156,7 +156,7 @@ def _links(device: torch.device, local: int, say: Say) -> Figures:
     if size > local:
         across = [(rank + step * local) % size for step in (1, -1)]
         latency, together, largest = _link("between nodes", device, across, say)
-        alone = largest / (_exchange(device, across if own == 0 else [], largest) - latency)
+        alone = largest / (exchange_seconds(device, across if own == 0 else [], largest) - latency)
         say(f"between nodes, one rank of each alone: {alone / 1e9:.4g} GB/s")
         # all ranks of a node together get one link's rate, or each its own: halfway in the logarithm decides
         shared = local == 1 or alone / together > local**0.5
@@ -171,7 +171,7 @@ def _link(name: str, device: torch.device, peers: list[int], say: Say) -> tuple[
     """Return a link's latency in seconds, its rate in bytes per second and the largest message, by growing sizes."""
     size, latency = FIRST_BYTES, 0.0
     while True:
-        seconds = _exchange(device, peers, size)
+        seconds = exchange_seconds(device, peers, size)
         say(f"{name}, {size} bytes: {1e6 * seconds:.4g} us")
         latency = latency or seconds
         if size > FIRST_BYTES and (seconds > LONG_ENOUGH or size * GROWTH > MOST_BYTES):
@@ -179,7 +179,7 @@ def _link(name: str, device: torch.device, peers: list[int], say: Say) -> tuple[
         size *= GROWTH
 
 
-def _exchange(device: torch.device, peers: list[int], size: int) -> float:
+def exchange_seconds(device: torch.device, peers: list[int], size: int) -> float:
     """Time the slowest rank that sends ``size`` bytes to the first of ``peers`` and receives as many from the last."""
     sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
 
@@ -188,6 +188,11 @@ def _exchange(device: torch.device, peers: list[int], size: int) -> float:
         for under_way in dist.batch_isend_irecv(operations):
             under_way.wait()
 
+    return slowest(step if peers else None, device.type, PROBES if size > FIRST_BYTES else FIRST_PROBES)
+
+
+def slowest(step: Callable[[], None] | None, device: str, repeats: int) -> float:
+    """Time a step that ranks make at once, or not at all, by the median of each; return the slowest's. Collective."""
     dist.barrier()
-    mine = median(time_steps(step, device.type, PROBES if size > FIRST_BYTES else FIRST_PROBES)) if peers else 0.0
+    mine = median(time_steps(step, device, repeats)) if step else 0.0
     return max(gather_results(lambda: mine))

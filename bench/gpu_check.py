@@ -9,16 +9,21 @@ something is wrong, or where there is no GPU (then nothing is written). With --d
 try them.
 """
 
+import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from bench.errors import MeasureError
-from bench.gpu_steps import ROOT, STEPS, SkippedStep
+from bench.gpu_steps import ROOT, STEPS, SkippedStep, Step
 from bench.rounds import need_cuda
 from testing.machine import describe, device_name, slug
 from testing.records import write_records
@@ -27,27 +32,42 @@ from tools.arguments import one_line_errors, parser_for, run_command
 RESULTS = ROOT / "bench" / "results"
 
 
-def of_step(name: str, device: str, limit: float) -> dict[str, Any]:
-    """Run a step in a process of its own; return its figures, or why it ``failed``."""
+def of_step(command: list[str], limit: float) -> dict[str, Any]:
+    """Run a step by its command, which is given a file to write; return its figures, or why it ``failed``."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
-        command = [sys.executable, "-m", "bench.gpu_check", "--device", device, "--in-process", name, str(out)]
         try:
-            done = subprocess.run(command, cwd=ROOT, timeout=limit, stderr=subprocess.PIPE, text=True, check=False)
+            status, said = ended([*command, str(out)], limit)
         except subprocess.TimeoutExpired:
             return {"failed": f"it took longer than {limit:.0f} s"}
-        sys.stderr.write(done.stderr)
+        sys.stderr.write(said)
         if not out.exists():
-            return {"failed": (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]}
+            return {"failed": (said.strip().splitlines() or [f"ended with status {status}"])[-1]}
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
 
-def in_process(name: str, device: str, out: Path) -> None:
+def ended(command: list[str], limit: float) -> tuple[int, str]:
+    """Run a command to its end; return its status and what it wrote to stderr.
+
+    Whatever ends it, what it started ends too: ranks that hang would keep the devices that the next step needs.
+
+    Raises TimeoutExpired: it took longer than ``limit`` seconds.
+    """
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            said = process.communicate(timeout=limit)[1]
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # ranks have sessions of their own, and end with their torchrun
+    return process.returncode, said
+
+
+def in_process(step: Step, device: str, out: Path) -> None:
     """Run a step here, and write its figures."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = STEPS[name].run(device, Path(folder))
+            found = step.run(device, Path(folder))
         except SkippedStep as reason:
             found = {"not_run": str(reason)}
         except ModuleNotFoundError as error:
@@ -66,33 +86,46 @@ def verdict(found: dict[str, Any]) -> str:
     return "right" + "".join(f", {name} {value:.4g}" for name, value in shown.items())
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
-    parser = parser_for("python -m bench.gpu_check", __doc__)
+def asked(parser: argparse.ArgumentParser, steps: Iterable[str], argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line of a check, with the flags that every check has."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--steps", nargs="+", choices=list(STEPS), default=list(STEPS), help="of %(choices)s")
+    parser.add_argument("--steps", nargs="+", choices=list(steps), default=list(steps), help="of %(choices)s")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="default: bench/results")
     parser.add_argument(
         "--in-process", nargs=2, metavar=("STEP", "FILE"), help="a step alone, here; writes its figures"
     )
-    args = parser.parse_args(argv)
-    need_cuda(args.device)
+    return parser.parse_args(argv)
+
+
+def check(program: str, label: str, args: argparse.Namespace, steps: dict[str, Step], *more: str) -> None:
+    """Run the steps asked for, each by ``program`` with the flags ``more``, and write all results as each ends.
+
+    Raises MeasureError: a step failed, or found something wrong.
+    """
     if args.in_process:
-        in_process(args.in_process[0], args.device, Path(args.in_process[1]))
+        in_process(steps[args.in_process[0]], args.device, Path(args.in_process[1]))
         return
-    path = args.output / f"{slug(device_name(args.device))}-check.jsonl"
-    steps: dict[str, dict[str, Any]] = {}
+    path = args.output / f"{slug(device_name(args.device))}-{label.removeprefix('gpu-')}.jsonl"
+    found: dict[str, dict[str, Any]] = {}
     for name in args.steps:
-        print(f"{name}: {(STEPS[name].run.__doc__ or '').splitlines()[0]}", flush=True)
+        print(f"{name}: {(steps[name].run.__doc__ or '').splitlines()[0]}", flush=True)
         start = time.monotonic()
-        steps[name] = of_step(name, args.device, STEPS[name].limit)
-        steps[name]["seconds"] = time.monotonic() - start
-        write_records(path, {"benchmark": "gpu-check", "machine": describe(args.device), "steps": steps})
-        print(f"{name}: {verdict(steps[name])} ({steps[name]['seconds']:.0f} s)", flush=True)
+        command = [sys.executable, "-m", program, "--device", args.device, *more, "--in-process", name]
+        found[name] = of_step(command, steps[name].limit)
+        found[name]["seconds"] = time.monotonic() - start
+        write_records(path, {"benchmark": label, "machine": describe(args.device), "steps": found})
+        print(f"{name}: {verdict(found[name])} ({found[name]['seconds']:.0f} s)", flush=True)
     print(f"written: {path}")
-    if bad := [name for name, found in steps.items() if "failed" in found or found.get("wrong")]:
+    if bad := [name for name, one in found.items() if "failed" in one or one.get("wrong")]:
         raise MeasureError(f"not as it must be: {', '.join(bad)}; {path} says what")
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
+    args = asked(parser_for("python -m bench.gpu_check", __doc__), STEPS, argv)
+    need_cuda(args.device)
+    check("bench.gpu_check", "gpu-check", args, STEPS)
 
 
 if __name__ == "__main__":

@@ -181,28 +181,34 @@ def profile(device: str, folder: Path) -> dict[str, Any]:
 
 
 def _run(device: str, folder: Path, *more: str) -> str:
-    """Train on the standard library's text by torchrun; print and return what it says."""
+    """Train on the standard library's text; return what the run says."""
     from data.text.prepare import prepare
     from data.text.record import Request
 
     data = folder / "data"
     prepare(Request(max_bytes=4 << 20), data, progress=False)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "1",
-        "pretrain_gpt.py",
-    ]
     flags = f"{RUN[device]} --device {device} --train-iters {STEPS_OF_RUN} --micro-batch-size 1 --global-batch-size 1"
     flags += f" --eval-iters 0 --save-interval none --data-path {data} --tokenizer-model {data}.model"
-    done = subprocess.run([*command, *flags.split(), *more], cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
-    print(done.stdout)
-    if done.returncode:
-        raise UserError(f"the run ended with status {done.returncode}; its lines stand above")
-    return done.stdout
+    status, said = launched(1, "pretrain_gpt.py", *flags.split(), *more)
+    if status:
+        raise UserError(f"the run ended with status {status}; its lines stand above")
+    return said
+
+
+def launched(processes: int, *command: str) -> tuple[int, str]:
+    """Run a program under torchrun and print its lines as they come; return its status and the lines.
+
+    That is when all are gone that may print.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    with subprocess.Popen(
+        [*torchrun, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        lines = []
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            lines.append(line)
+    return process.returncode, "".join(lines)
 
 
 def _tests(folder: Path, *paths: str) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def _watch(trainer: Trainer, found: Found, send: bool, notes: Notes) -> None:
 
 
 def _whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().to("cpu", copy=True)
 
 
 def _digest(value: Tensor) -> str:

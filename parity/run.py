@@ -79,8 +79,12 @@ class Row:
     @property
     def within(self) -> bool:
         """Whether every bound holds; NaN does not."""
-        bounded = self.loss <= LOSS and self.gradients <= GRADIENTS and self.norm <= NORM
-        return bounded and self.same_start and not self.copies_differ
+        return self.holds(1.0)
+
+    def holds(self, times: float) -> bool:
+        """Say whether so many times every bound holds, and what must be equal is."""
+        pairs = (self.loss, LOSS), (self.gradients, GRADIENTS), (self.norm, NORM)
+        return all(size <= times * bound for size, bound in pairs) and self.same_start and not self.copies_differ
 
     @property
     def cells(self) -> str:

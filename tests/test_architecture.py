@@ -50,6 +50,9 @@ FOLDERS = {
         "real ranks and measured machines, for tests and benchmarks", f"{LIBRARY} train planner entry tools/results"
     ),
     "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools testing {BELOW}"),
+    "bench/nccl": _folder(
+        "several GPUs together, step by step", f"{LIBRARY} train planner parity testing bench {BELOW}"
+    ),
     "papers": _folder("papers' tables row by row", f"{LIBRARY} train planner entry tools testing bench slurm {BELOW}"),
     "parity": _folder("every mesh equals one process", f"{LIBRARY} train planner entry testing {BELOW}"),
     "slurm": _folder("jobs of a scheduler, and a virtual cluster", f"{LIBRARY} train planner tools {BELOW}"),

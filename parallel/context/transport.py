@@ -17,7 +17,7 @@ from parallel.context.traffic import Traffic
 Tensors = tuple[Tensor, ...]
 Arrival = Callable[[], Tensors]
 # torch 2.13 renamed this and warns about the old name
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Transport:
@@ -106,7 +106,7 @@ class Transport:
             part = tensor.new_empty(len(ranks), *tensor.shape)
             tensor = tensor.contiguous()
             # gloo takes the concatenated shape, not the stacked one
-            works.append(_all_gather(part.flatten(0, 1), tensor, group=self._groups[ranks], async_op=True))
+            works.append(all_gather_single(part.flatten(0, 1), tensor, group=self._groups[ranks], async_op=True))
             parts.append((part, tensor))
             self._count(ranks, _bytes(tensor))
 

@@ -13,6 +13,8 @@ from bench.workload import Workload
 from parallel.context import METHODS as METHODS_OF_PLANS
 from testing import machine
 from testing.records import read_records
+from tests.runtime.test_signals import runs
+from tests.starts import wait_until
 
 METHODS = ("ring", "striped", "zigzag", "allgather")
 WORK = Workload(seq_length=64, num_heads=4, kv_heads=2, head_dim=16)
@@ -89,19 +91,17 @@ def test_every_step_runs_on_a_cpu_and_is_written_as_it_ends(tmp_path: Path, caps
 def test_a_step_that_dies_hangs_or_is_wrong_leaves_the_others_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, said = gpu_check.subprocess.run, iter(("dies", "hangs", {"wrong": ["a tile"]}, {"worst": 0.5}))
+    said = iter(("dies", "hangs", {"wrong": ["a tile"]}, {"worst": 0.5}))
 
-    def run(command: list[str], **given: Any) -> Any:
-        if "bench.gpu_check" not in command:
-            return plain(command, **given)
+    def ended(command: list[str], limit: float) -> tuple[int, str]:
         what = next(said)
         if what == "hangs":
             raise subprocess.TimeoutExpired(command, 1)
         if isinstance(what, dict):
             Path(command[-1]).write_text(json.dumps(what))
-        return subprocess.CompletedProcess(command, -6, stderr="a traceback\nCUDA error: an illegal access\n")
+        return -6, "a traceback\nCUDA error: an illegal access\n"
 
-    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    monkeypatch.setattr(gpu_check, "ended", ended)
     steps = ["environment", "backends", "ranks", "attention"]
     assert gpu_check.main(["--device", "cpu", "--output", str(tmp_path), "--steps", *steps]) == 1
     printed = capsys.readouterr()
@@ -116,13 +116,18 @@ def test_a_step_that_dies_hangs_or_is_wrong_leaves_the_others_results(
     assert list(read_records(next(tmp_path.iterdir()))["steps"]) == steps
 
 
-def test_what_a_step_needs_and_is_not_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_needs_and_is_not_here_is_named(tmp_path: Path) -> None:
     def needs_more(device: str, folder: Path) -> dict[str, Any]:
         raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
 
-    monkeypatch.setitem(gpu_steps.STEPS, "waits", gpu_steps.Step(needs_more, 1))
-    gpu_check.in_process("waits", "cpu", tmp_path / "figures.json")
+    gpu_check.in_process(gpu_steps.Step(needs_more, 1), "cpu", tmp_path / "figures.json")
     assert json.loads((tmp_path / "figures.json").read_text()) == {"not_run": "megatron is not installed"}
+
+
+def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        gpu_check.ended(["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait"], 0.3)
+    wait_until(lambda: not runs(int((tmp_path / "pid").read_text())))
 
 
 def test_backends_that_are_wrong_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_one_rank_alone_tells_rails_from_a_shared_link(monkeypatch: pytest.Monke
         sizes.extend([] if inside else [size])
         return 1e-4 + (1 if inside or rails or alone else 4) * size / 1e7
 
-    monkeypatch.setattr(calibration, "_exchange", exchange)
+    monkeypatch.setattr(calibration, "exchange_seconds", exchange)
     monkeypatch.setattr(calibration.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(calibration.dist, "get_world_size", lambda: 8)
     found = calibration._links(torch.device("cpu"), 4, lambda line: None)

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import pretrain_dit
 import pretrain_gpt
 from kernels import attention, packed
 from kernels.attention import AttentionBackend
 from parallel.context import METHODS, Plan, executor, make_plan
 from parallel.mesh import distributed_mesh
-from parity.cases import Case, cases
+from parity.cases import DIFFUSION, Case, cases, diffusion_cases, linear_cases
 from planner.rehearsal import standing_for
 from tests.kernels.cuda_calls import BACKWARD, FORWARD, CudaCalls
 from tests.parallel.context.communicators import Group, Operation, Part, Timeline, play, softmax, states, timelines
-from train.config import language
+from train.config import diffusion, language
 
 LENGTH = 251
 DOCUMENTS = (0, 9, 100, 101, LENGTH)
@@ -68,17 +69,14 @@ def test_every_method_asks_kernels_for_what_they_take_and_ends(backend: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", range(2, 9))
-def test_so_does_every_size_option_mask_and_way_of_the_backward(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_does_every_size_with_every_option_and_mask(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for i, (method, options) in enumerate(methods(size)):
-        for j, (mask, given) in enumerate(MASKS.items()):
-            able = METHODS[method].capabilities()
-            if mask == "full" and not able.full:
-                continue
+        for j, given in enumerate(MASKS.values()):
             monkeypatch.setattr(packed, "SMALL", (1 << 20, 0)[(i + j) % 2])  # all tiles in shared launches, or none
-            for moves in ("kv", "queries"):
-                plan = make_plan(method, seq_len=LENGTH, size=size, backward=moves, **options, **given)
-                width, kv_heads = ((64, size), (100, 1), (256, 2 * size))[(i + j) % 3]
-                through(plan, backend=("aten", "cudnn")[i % 2], kv_heads=kv_heads, width=width)
+            moves = ("kv", "queries")[(i + j + size) % 2]
+            plan = make_plan(method, seq_len=LENGTH, size=size, backward=moves, **options, **given)
+            width, kv_heads = ((64, size), (100, 1), (256, 2 * size))[(i + j) % 3]
+            through(plan, backend=("aten", "cudnn")[i % 2], kv_heads=kv_heads, width=width)
 
 
 @pytest.mark.parametrize("method", STATES)
@@ -169,13 +167,14 @@ def test_a_circle_of_ranks_that_wait_is_found() -> None:
     assert play([[(there, 0), (apart[0], 1)], [(mirrored[0]._replace(group=other), 0), (apart[1], 1)]]) == 4
 
 
-def groups_of(case: Case) -> tuple[list[int], list[Timeline]]:
+def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
     """Per rank of a mesh: how many groups torch has counted, and those that it is in, in the order they were made."""
-    config = language.parse_args(case.flags("llama", Path("none")))
+    entry: Any = (diffusion, pretrain_dit) if kind == DIFFUSION else (language, pretrain_gpt)
+    config = entry[0].parse_args(case.flags(kind, Path("none")))
     counts, made = [], list[Timeline]()
     for rank in range(case.ranks):
         with standing_for(rank, case.ranks, 8), distributed_mesh(config.mesh) as mesh:
-            _, parts = pretrain_gpt.computing(config, mesh)
+            _, parts = entry[1].computing(config, mesh)
             parts()
             world = dist.distributed_c10d._world
             counts.append(world.group_count)
@@ -185,19 +184,21 @@ def groups_of(case: Case) -> tuple[list[int], list[Timeline]]:
     return counts, made
 
 
-SOME = (Case(cp=4, method="wallfacer", team=2), Case(pp=2, cp=2, tp=2, method="zigzag"))
+SOME = ("llama", Case(cp=4, method="wallfacer", team=2)), ("llama", Case(pp=2, cp=2, tp=2, method="zigzag"))
+LISTS = ("llama", cases()), ("transnormer", linear_cases()), (DIFFUSION, diffusion_cases())
+ALL = [pytest.param(kind, case, marks=pytest.mark.slow) for kind, of in LISTS for case in of]
 
 
-@pytest.mark.parametrize("case", [*SOME, *(pytest.param(case, marks=pytest.mark.slow) for case in cases())], ids=str)
-def test_all_ranks_make_the_same_groups_in_an_order_that_ends(case: Case) -> None:
+@pytest.mark.parametrize(("kind", "case"), [*SOME, *ALL], ids=lambda of: of.title if isinstance(of, Case) else of)
+def test_all_ranks_make_the_same_groups_in_an_order_that_ends(kind: str, case: Case) -> None:
     """torch names a group by how many there were, or by its ranks: a name that differs is a rank alone at its door."""
-    counts, made = groups_of(case)
+    counts, made = groups_of(kind, case)
     assert len({*counts}) == 1
     assert play(made) > 0 or case.ranks == 1
 
 
 def test_a_rank_that_makes_one_group_more_is_found() -> None:
-    _, made = groups_of(SOME[0])
+    _, made = groups_of(*SOME[0])
     made[2] += [(operation, index + 100) for operation, index in waiting(Group((2, 3), 9))]
     with pytest.raises(AssertionError, match="rank 2 in Operation"):
         play(made)

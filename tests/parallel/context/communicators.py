@@ -164,8 +164,9 @@ def play(found: list[Timeline]) -> int:
     """Run what all ranks posted to its end; return how many tensors and collectives went through.
 
     Raises:
-        AssertionError: some wait for ever, with what for.
+        AssertionError: some wait for ever, with what for; or not all ranks of a group are there when it connects.
     """
+    _check_connected(found)
     places, through = [0] * len(found), 0
     streams: dict[tuple[int, Group], deque[tuple[int, Operation]]] = {}
     started, ended, counts = set[tuple[Any, ...]](), set[tuple[int, int]](), Counter[Any]()
@@ -195,6 +196,17 @@ def play(found: list[Timeline]) -> int:
     left = [f"rank {rank} in {streams[rank, group][0][1]}" for rank, group in wanted]
     assert not left, f"{len(left)} wait for ever: {'; '.join(left[:4])}"
     return through
+
+
+def _check_connected(found: list[Timeline]) -> None:
+    """NCCL connects a group at its first operation, for which all of it must come, be it with messages alone."""
+    firsts: dict[Group, dict[int, Operation]] = {}
+    for rank, timeline in enumerate(found):
+        for operation, _ in timeline:
+            firsts.setdefault(operation.group, {}).setdefault(rank, operation)
+    for group, of in firsts.items():
+        messages = any(part.peer is not None for operation in of.values() for part in operation.parts)
+        assert not messages or {*of} == {*group.ranks}, f"{group} is not connected: only {sorted(of)} post messages"
 
 
 def _meeting(counts: Counter[Any], rank: int, group: Group, part: Part) -> tuple[tuple, list[tuple]]:

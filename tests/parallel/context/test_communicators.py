@@ -16,7 +16,17 @@ from parallel.mesh import distributed_mesh
 from parity.cases import DIFFUSION, Case, cases, diffusion_cases, linear_cases
 from planner.rehearsal import standing_for
 from tests.kernels.cuda_calls import BACKWARD, FORWARD, CudaCalls
-from tests.parallel.context.communicators import Group, Operation, Part, Timeline, play, softmax, states, timelines
+from tests.parallel.context.communicators import (
+    GpuTransport,
+    Group,
+    Operation,
+    Part,
+    Timeline,
+    play,
+    softmax,
+    states,
+    timelines,
+)
 from train.config import diffusion, language
 
 LENGTH = 251
@@ -141,6 +151,13 @@ def test_a_message_that_is_lost_or_of_another_size_is_found(method: str) -> None
     posted[2] = timelines(plan, softmax(width=32))[2]
     with pytest.raises(AssertionError, match="wait for ever"):
         play(posted)
+
+
+def test_messages_of_some_alone_on_a_group_that_nobody_connected_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuTransport, "connect_all", lambda *_: None)
+    plan = make_plan("lasp", seq_len=256, size=4, documents=(0, 64, 256))  # rank 0 has nobody to send to
+    with pytest.raises(AssertionError, match=r"not connected: only \[1, 2, 3\]"):
+        play(timelines(plan, states))
 
 
 def waiting(*groups: Group) -> Timeline:

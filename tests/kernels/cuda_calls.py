@@ -87,3 +87,53 @@ def _check_rows(x: Tensor, q: Tensor, what: str, like: Tensor | None = None) -> 
         assert x.shape == q.shape, f"{what} is {x.shape}"
     elif like is not None:
         assert x.shape == like.shape, f"{what} is {x.shape}"
+
+
+def flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, None, None]:
+    """The shape function of flash-attn 2.7 and 2.8, which takes ``[B, T, H, D]`` and returns lse ``[B, H, T]``."""
+    assert (dropout_p, window_size_left, window_size_right, softcap, return_softmax) == (0, -1, -1, 0, False)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    named = {"is_causal": causal}
+    _check("heads first", named, *(x.transpose(1, 2) for x in (q, k, v, out)), lse, given=False)
+    return out, lse, None, None
+
+
+def flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> None:
+    """The backward's, which writes into dq, dk and dv."""
+    assert (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
+    named = {"is_causal": causal, "max_q": q.shape[1], "max_k": k.shape[1]}
+    _check("heads first", named, *(x.transpose(1, 2) for x in (q, k, v, out)), softmax_lse, given=True)
+    _check_rows(dout, q, "dout")
+    for gradient, of in ((dq, q), (dk, k), (dv, v)):
+        assert (gradient.shape, gradient.dtype, gradient.stride(-1)) == (of.shape, of.dtype, 1)

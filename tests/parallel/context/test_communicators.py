@@ -5,17 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import pretrain_dit
 import pretrain_gpt
-from kernels import attention, packed
+from kernels import attention, flash_attn, packed
 from kernels.attention import AttentionBackend
 from parallel.context import METHODS, Plan, executor, make_plan
 from parallel.mesh import distributed_mesh
 from parity.cases import DIFFUSION, Case, cases, diffusion_cases, linear_cases
 from planner.rehearsal import standing_for
-from tests.kernels.cuda_calls import BACKWARD, FORWARD, CudaCalls
+from tests.kernels.cuda_calls import BACKWARD, FORWARD, CudaCalls, flash_attn_backward, flash_attn_forward
 from tests.parallel.context.communicators import (
     GpuTransport,
     Group,
@@ -75,6 +76,27 @@ def test_every_method_asks_kernels_for_what_they_take_and_ends(backend: str) -> 
     for names in (FORWARD, BACKWARD):
         wanted = {name for name in names if own in name} | {name for name in names if "dot_product" not in name}
         assert wanted <= {name for call in calls for name in call.calls}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn 2.8, as its shape functions."""
+    monkeypatch.setattr(flash_attn, "_functions", lambda: (flash_attn_forward, flash_attn_backward))
+    backend = AttentionBackend("flash_attn", *attention.in_eights(*flash_attn.load()), packed=attention._packed())
+    monkeypatch.setattr(executor, "select_backend", lambda *_: backend)
+
+
+def test_flash_attn_too_is_asked_for_what_it_takes(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "SMALL", 0)
+    for method, given, width in (
+        ("zigzag", {}, 64),
+        ("striped", MASKS["window"], 100),
+        ("ulysses", MASKS["full"], 256),
+    ):
+        through(make_plan(method, seq_len=LENGTH, size=4, **given), kv_heads=4, width=width)
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x)
+    with pytest.raises(AssertionError, match="lse is not contiguous"):
+        through(make_plan("zigzag", seq_len=LENGTH, size=4), kv_heads=4)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels.blocks import ANTI, FULL, Block, Tile
 from kernels.merge import merge_
+from kernels.strips import in_one_piece
 
 SMALL = 1 << 20
 """Most pairs of a tile that shares a launch; a larger one keeps a device busy alone, and copies no rows."""
@@ -69,7 +70,7 @@ class Packed:
     ) -> None:
         """Fold the attention of these tiles into running results, in place; ``out`` and ``lse`` are contiguous."""
         made = launches(tiles, q.shape[0], q.shape[1], k.shape[1], q.device)
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        q, k, v = (in_one_piece(x).flatten(0, 1) for x in (q, k, v))
         out, lse = (x.view(-1, *x.shape[2:]) for x in (out, lse))
         for launch in made:
             blocks = _taken(q, launch.rows), _taken(k, launch.columns), _taken(v, launch.columns)
@@ -92,8 +93,7 @@ class Packed:
         """Add the gradients through these tiles to (dq, dk, dv), in place; they are contiguous."""
         made = launches(tiles, queries[0].shape[0], queries[0].shape[1], keys[0].shape[1], queries[0].device)
         dq, dk, dv = (x.view(-1, *x.shape[2:]) for x in gradients)
-        q, dout, out, lse = (x.flatten(0, 1) for x in queries)
-        k, v = (x.flatten(0, 1) for x in keys)
+        q, dout, out, lse, k, v = (in_one_piece(x).flatten(0, 1) for x in (*queries, *keys))
         for launch in made:
             packed_dout, packed_q, packed_out, packed_lse = (_taken(x, launch.rows) for x in (dout, q, out, lse))
             blocks = packed_dout, packed_q, _taken(k, launch.columns), _taken(v, launch.columns), packed_out, packed_lse

@@ -89,8 +89,12 @@ class Strips:
 
 def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Swap [B, T, H, ...] and [B, H, T, ...], as views; copy only where a head is not contiguous, as kernels need."""
-    in_one_piece = (x if x.ndim < 4 or x.stride(-1) == 1 else x.contiguous() for x in tensors)
-    return tuple(x.transpose(1, 2) for x in in_one_piece)
+    return tuple(in_one_piece(x).transpose(1, 2) for x in tensors)
+
+
+def in_one_piece(x: Tensor) -> Tensor:
+    """Return x ``[B, T, H, D]`` with contiguous heads, copied if need be; lse ``[B, T, H]`` as it is."""
+    return x if x.ndim < 4 or x.stride(-1) == 1 else x.contiguous()
 
 
 def _cuts(side: int, step: int) -> list[int]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runtime.errors import UserError
-from runtime.processes import process_group, set_timeout
+from runtime.processes import launched_world_size, process_group, set_timeout
 from runtime.together import gather_results
 
 
@@ -140,6 +140,7 @@ def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
 
 def _own_gpu() -> torch.device:
     """Return the GPU of this process: the LOCAL_RANK-th of its machine, or the only one that a launcher lets it see."""
+    launched_world_size()  # a task of srun has its LOCAL_RANK from here on
     local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
         return torch.device("cuda", 0)  # srun --gpus-per-task 1 and the like

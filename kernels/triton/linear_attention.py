@@ -7,6 +7,7 @@ Shapes: B sequences, T tokens, H heads, D width of queries and keys, E width of 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +133,7 @@ class Blocking(NamedTuple):
 
 
 def blocking_of(width: int, value_width: int, dtype: torch.dtype) -> Blocking:
-    """Return sizes whose state fits the registers: compiled for sm_80 and sm_90, bfloat16 spills <= 24 bytes to D 256.
+    """Return sizes whose state fits the registers: compiled for sm_80 and sm_90, bfloat16 spills <= 32 bytes to D 256.
 
     float32, for tests and small exact runs, spills from a width of 128 on.
     """
@@ -140,6 +141,12 @@ def blocking_of(width: int, value_width: int, dtype: torch.dtype) -> Blocking:
     columns = 64 if rows <= 64 and dtype != torch.float32 else 32
     columns = min(columns, max(16, triton.next_power_of_2(value_width)))
     return Blocking(32 if rows > 128 or dtype == torch.float32 else 64, rows, columns, num_warps=8, num_stages=2)
+
+
+@lru_cache(maxsize=64)  # packed documents differ from batch to batch; all layers of a step ask for the same
+def bounds_of(documents: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return cumulative lengths of documents as int32 ``[documents + 1]``; the copy to a GPU makes the host wait."""
+    return torch.tensor(documents, dtype=torch.int32, device=device)
 
 
 def scan(
@@ -156,7 +163,7 @@ def scan(
     """Scan the tokens as ``kernels.linear_attention.Scan`` does."""
     batch, length, heads, width = k.shape
     value_width = v.shape[-1]
-    bounds = torch.tensor(documents or (0, length), dtype=torch.int32, device=k.device)
+    bounds = bounds_of(tuple(documents or (0, length)), k.device)
     count = len(bounds) - 1
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     if q is not None and q.stride(-1) != 1:

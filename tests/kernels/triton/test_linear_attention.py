@@ -3,13 +3,17 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.kernels.linear_cases import CASES, FAR, NAMES, Case, errors, naive_errors
 from tests.starts import PATIENCE
@@ -18,7 +22,11 @@ triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring 
 
 ROOT = Path(__file__).parents[3]
 BOUND = 1e-5
-POINTERS = {"q": 0, "k": 0, "v": 0, "out": 0, "state": 1, "final": 1, "rates": 1, "bounds": 2}
+BOUNDS = 7
+"""Place of the kernel's argument ``bounds``."""
+SHARED = {80: 163 << 10, 90: 227 << 10}
+"""Bytes of shared memory that a block may have, by compute capability (CUDA Programming Guide)."""
+PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def interpret(*arguments: str, timeout: float = PATIENCE) -> dict[str, Any]:
@@ -74,58 +82,132 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def compiled(capability: int, width: int, value_width: int, dtype: torch.dtype, **flags: bool) -> Any:
-    """The kernel as a GPU of that capability would get it."""
+class Launched(NamedTuple):
+    """What the launcher passed, and the kernel that a GPU would get for it."""
+
+    given: tuple[Any, ...]
+    blocking: dict[str, Any]
+    kernel: Any
+
+    def used(self, folder: Path) -> dict[str, int]:
+        """Bytes of shared memory of a block and, of a thread, its registers and bytes of STACK, to which it spills."""
+        (cubin := folder / "cubin").write_bytes(self.kernel.asm["cubin"])
+        command = [str(PROGRAMS / "cuobjdump"), "--dump-resource-usage", str(cubin)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+        return {"shared": self.kernel.metadata.shared, **found}
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Launched]]:
+    """Run code on tensors without memory; each launch is compiled for a capability, with its own arguments."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.runtime import driver
 
-    from kernels.triton.linear_attention import blocking_of, scan_kernel
+    from kernels.triton import linear_attention as fused
 
-    tile = blocking_of(width, value_width, dtype)
-    constants = {
-        "C": tile.C,
-        "BLOCK_D": tile.BLOCK_D,
-        "BLOCK_E": tile.BLOCK_E,
-        "REVERSE": False,
-        "HAS_STATE": True,
-        "OUTPUT": True,
-        "WIDEN": False,
-        "PRECISION": "ieee",
-        **flags,
-    }
-    kinds = ["*bf16" if dtype == torch.bfloat16 else "*fp32", "*fp32", "*i32"]
-    signature, aligned = {}, {}
-    for place, name in enumerate(scan_kernel.arg_names):
-        signature[name] = "constexpr" if name in constants else kinds[POINTERS[name]] if name in POINTERS else "i32"
-        if signature[name] != "constexpr" and name not in ("documents", "state_row", "state_column"):
-            aligned[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(scan_kernel, signature, constants, aligned)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    kernel, found = fused.scan_kernel, list[Launched]()
+
+    class Compiling:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *given, **named: found.append(
+                Launched(given, named, kernel.warmup(*given, grid=grid, **named))
+            )
+
+    def launched(capability: int, code: Callable[[], object]) -> list[Launched]:
+        stub = SimpleNamespace(
+            get_current_device=lambda: capability,  # Triton keeps a target for each
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "_active", stub)
+            patch.setattr(fused, "scan_kernel", Compiling())
+            code()
+        return found
+
+    return launched
 
 
-@pytest.mark.parametrize(("capability", "shared"), [(80, 163 << 10), (90, 227 << 10)])
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def forward(width: int, value_width: int, heads: int = 8, documents: tuple[int, ...] | None = None) -> None:
+    from kernels.triton.linear_attention import scan
+
+    q, v = meta(2, 1000, heads, width), meta(2, 1000, heads, value_width)
+    scan(q, q, v, [-0.1] * heads, documents=documents)
+
+
+def steps(width: int, value_width: int) -> None:
+    """Forward and backward, first of one process and then of one of several, which takes and passes on a state."""
+    from kernels.linear_attention import backward
+    from kernels.triton.linear_attention import scan
+
+    for heads, documents in ((8, None), (16, (0, 100, 1000))):
+        decays, state = [-0.1] * heads, meta(2, heads, width, value_width, dtype=torch.float32)
+        q, v = meta(2, 1000, heads, width), meta(2, 1000, heads, value_width)
+        for entering in (None, state):
+            scan(q, q, v, decays, entering, documents)
+            backward(scan, v, entering, q, q, v, decays, entering, documents)
+        scan(q, q, v, decays, None, documents, wide=True)  # as StateExecutor
+        scan(None, q, v, decays, None, documents)
+        scan(None, q, v, decays, None, documents, reverse=True)
+        scan(v, v, q, decays, state.transpose(-1, -2), documents)
+        for args in ((v, v, q), (q, q, v)):
+            scan(*args, decays, None, documents, reverse=True, wide=True)
+
+
+@pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("width", "value_width"), [(128, 128), (256, 128)])
-def test_compiles_within_the_shared_memory_of_a_gpu(capability: int, shared: int, width: int, value_width: int) -> None:
+def test_compiles_within_the_shared_memory_of_a_gpu(
+    capability: int, width: int, value_width: int, launch: Callable[..., list[Launched]]
+) -> None:
     """Width 256 is that of the first TransNormer layer, whose LRPE doubles its queries and keys."""
-    kernel = compiled(capability, width, value_width, torch.bfloat16, REVERSE=width == 256)
-    assert kernel.metadata.shared <= shared
-    assert ("wgmma" if capability == 90 and width == 128 else "mma") in kernel.asm["ptx"]
+    (launched,) = launch(capability, lambda: forward(width, value_width))
+    assert launched.kernel.metadata.shared <= SHARED[capability]
+    assert ("wgmma" if capability == 90 and width == 128 else "mma") in launched.kernel.asm["ptx"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("width", [16, 64, 128, 256])
-def test_keeps_the_state_in_registers(capability: int, width: int, tmp_path: Path) -> None:
-    """What ptxas reports: bytes that do not fit the registers, per thread."""
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    for flags in ({}, {"REVERSE": True}, {"OUTPUT": False}):
-        ptx = compiled(capability, width, min(width, 128), torch.bfloat16, **flags).asm["ptx"]
-        target = f"sm_{capability}{'a' if capability == 90 else ''}"
-        command = [str(ptxas), "-v", f"-arch={target}", "-o", str(tmp_path / "out"), "/dev/stdin"]
-        report = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
-        spilled = int(report.split(" bytes spill stores")[0].rsplit(" ", 1)[1])
-        assert spilled <= 32, report
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize(("width", "value_width"), [(16, 16), (64, 64), (128, 64), (128, 128), (256, 128)])
+def test_every_launch_keeps_to_a_gpus_registers_and_shared_memory(
+    capability: int, width: int, value_width: int, launch: Callable[..., list[Launched]], tmp_path: Path
+) -> None:
+    launched = launch(capability, lambda: steps(width, value_width))
+    kernels = {id(one.kernel): one for one in launched}
+    assert len(launched) == 2 * 14
+    assert len(kernels) > 10, "one a set of flags and of arguments that Triton tells apart"
+    for one in kernels.values():
+        used = one.used(tmp_path)
+        spilled, allowed = used["STACK"] + used["LOCAL"], 0 if max(width, value_width) <= 128 else 32
+        assert used["shared"] <= SHARED[capability], one.blocking
+        assert used["REG"] <= 255
+        assert spilled <= allowed, (used, one.blocking)
+
+
+@pytest.mark.slow
+def test_blocks_that_are_too_large_are_seen(
+    launch: Callable[..., list[Launched]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kernels.triton import linear_attention as fused
+
+    large = fused.Blocking(64, 256, 128, num_warps=4, num_stages=2)
+    monkeypatch.setattr(fused, "blocking_of", lambda *_: large)
+    (launched,) = launch(80, lambda: forward(256, 128))
+    assert launched.used(tmp_path)["STACK"] > 1000
+    monkeypatch.setattr(fused, "blocking_of", lambda *_: large._replace(C=128, num_stages=4))
+    assert launch(80, lambda: forward(256, 128))[-1].used(tmp_path)["shared"] > SHARED[80]
+
+
+def test_documents_travel_to_the_device_once(launch: Callable[..., list[Launched]]) -> None:
+    """Not in every layer, whose host would wait for it."""
+    for documents in (None, (0, 100, 1000)):
+        first, again = launch(90, lambda given=documents: [forward(16, 16, documents=given) for _ in range(2)])[-2:]
+        assert first.given[BOUNDS] is again.given[BOUNDS]
+        assert first.given[BOUNDS].shape == (len(documents or (0, 1000)),)
 
 
 @pytest.mark.gpu

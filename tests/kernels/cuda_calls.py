@@ -1,0 +1,139 @@
+"""What attention kernels of a GPU are asked for and return, by their shape functions, which run without a GPU.
+
+The shape functions take what the kernels refuse, so the kernels' own conditions stand here (torch's
+aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp and attention.cu, of 2.13; cuDNN takes as few).
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HALVES = (torch.bfloat16, torch.float16)
+FORWARD = {
+    "aten::_scaled_dot_product_flash_attention": "heads first",
+    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+    "aten::_flash_attention_forward": "packed",
+}
+BACKWARD = {f"{name.removesuffix('_forward')}_backward": layout for name, layout in FORWARD.items()}
+
+
+class CudaCalls(TorchDispatchMode):
+    """Check each call of an attention kernel, and count them by operator. Raises AssertionError."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, name = func(*args, **kwargs or {}), func.name()
+        if name in FORWARD:
+            named = _named(func, args, kwargs)
+            _check(FORWARD[name], named, *named["qkv"], found[0], found[1], given=False)
+        elif name in BACKWARD:
+            named = _named(func, args, kwargs)
+            q, k, v = named["qkv"]
+            out, lse, dout = named["out"], named["logsumexp"], named["grad_out"]
+            _check(BACKWARD[name], named, q, k, v, out, lse, given=True)
+            _check_rows(dout, q, "dout")
+            for gradient, of in zip(found[:3], (q, k, v), strict=True):
+                assert (gradient.shape, gradient.dtype) == (of.shape, of.dtype), f"{name} returns {gradient.shape}"
+        else:
+            return found
+        self.calls[name] += 1
+        return found
+
+
+def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+    assert named.get("scale") is not None, "the kernel's own scale is that of padded heads"
+    return named | {"qkv": (named["query"], named["key"], named["value"])}
+
+
+def _check(
+    layout: str, named: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, given: bool
+) -> None:
+    """q, k, v and out ``[B, H, T, D]``, or packed ``[R, H, D]``; lse ``[B, H, T]``, cuDNN's one more, or ``[H, R]``."""
+    rows, head = (0, 1) if layout == "packed" else (2, 1)
+    for x, what in ((q, "q"), (k, "k"), (v, "v")):
+        _check_rows(x, q, what, like=k if what == "v" else None)
+    assert q.shape[-1] % 8 == 0, f"heads of {q.shape[-1]} are not padded"
+    assert q.shape[-1] <= 256
+    assert q.shape[head] % k.shape[head] == 0, f"{q.shape[head]} query heads share {k.shape[head]}"
+    assert q.shape[rows], "no query"
+    assert k.shape[rows], "no key"
+    causal, lengths = named.get("is_causal", False), (q.shape[rows], k.shape[rows])
+    assert causal is False or lengths[0] == lengths[1], f"a causal rectangle of {lengths}, which kernels align apart"
+    _check_rows(out, q, "out")
+    want = {"heads first": q.shape[:3], "cudnn": (*q.shape[:3], 1), "packed": q.shape[1::-1]}[layout]
+    assert (lse.shape, lse.dtype) == (torch.Size(want), torch.float32), f"lse is {lse.dtype} {tuple(lse.shape)}"
+    assert lse.is_contiguous() or not given, "lse is not contiguous"
+    if layout == "packed":
+        starts = [x for name, x in named.items() if name.startswith("cum_seq")]
+        assert [x.dtype for x in starts] == [torch.int32] * 2
+        assert starts[0].shape == starts[1].shape
+    if layout == "packed" or given:
+        most = named["max_q"], named["max_k"]
+        assert most == lengths if layout != "packed" else all(0 < a <= b for a, b in zip(most, lengths, strict=True))
+
+
+def _check_rows(x: Tensor, q: Tensor, what: str, like: Tensor | None = None) -> None:
+    assert x.dtype == q.dtype, f"{what} is {x.dtype} beside {q.dtype}"
+    assert x.dtype in HALVES, f"{what} is {x.dtype}"
+    assert x.stride(-1) == 1, f"channels of {what} have stride {x.stride(-1)}"
+    if what in ("out", "dout"):
+        assert x.shape == q.shape, f"{what} is {x.shape}"
+    elif like is not None:
+        assert x.shape == like.shape, f"{what} is {x.shape}"
+
+
+def flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, None, None]:
+    """The shape function of flash-attn 2.7 and 2.8, which takes ``[B, T, H, D]`` and returns lse ``[B, H, T]``."""
+    assert (dropout_p, window_size_left, window_size_right, softcap, return_softmax) == (0, -1, -1, 0, False)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    named = {"is_causal": causal}
+    _check("heads first", named, *(x.transpose(1, 2) for x in (q, k, v, out)), lse, given=False)
+    return out, lse, None, None
+
+
+def flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> None:
+    """The backward's, which writes into dq, dk and dv."""
+    assert (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
+    named = {"is_causal": causal, "max_q": q.shape[1], "max_k": k.shape[1]}
+    _check("heads first", named, *(x.transpose(1, 2) for x in (q, k, v, out)), softmax_lse, given=True)
+    _check_rows(dout, q, "dout")
+    for gradient, of in ((dq, q), (dk, k), (dv, v)):
+        assert (gradient.shape, gradient.dtype, gradient.stride(-1)) == (of.shape, of.dtype, 1)

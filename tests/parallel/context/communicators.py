@@ -1,0 +1,222 @@
+"""All ranks of a plan, one after another, on tensors without memory; then what they posted is played as NCCL does it.
+
+Each communicator is a stream of its own on every rank: its operations run in the order in which they were posted, and
+the first of them starts when the rank's computation has come to where it was posted. A message is through when both
+sides have started, a collective when all ranks have; the computation stands still where it waits for one.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from parallel.context import Plan, heads, transport
+from parallel.context.executor import Executor
+from parallel.context.heads import HeadExchange, StagedExecutor
+from parallel.context.linear.state import StateExecutor
+
+
+class Group(NamedTuple):
+    """A process group: its ranks in that of the plan, and which of these ranks' it is."""
+
+    ranks: tuple[int, ...]
+    number: int
+
+
+class Part(NamedTuple):
+    """What an operation does with one tensor: a message, or a whole collective without a peer."""
+
+    what: str
+    peer: int | None
+    size: int
+
+
+class Operation(NamedTuple):
+    """What a rank posts on a group at once, or (``waits``) the place where its computation waits for that."""
+
+    group: Group
+    parts: tuple[Part, ...]
+    waits: bool = False
+
+
+class Noted:
+    """What the transport takes from ``torch.distributed``, noted for one rank."""
+
+    irecv, isend, P2POp = "receive", "send", staticmethod(lambda *given, **named: (*given, *named.values()))
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Operation, int]] = []
+        """Each with the index of what it waits for, or its own."""
+        self._made = Counter[tuple[int, ...]]()
+
+    def post(self, group: Group, *parts: Part) -> Any:
+        """Note an operation; return a work as torch's, whose wait is noted too."""
+        index = len(self.operations)
+        self.operations.append((Operation(group, parts), index))
+        noted = Operation(group, parts, waits=True)
+        return type("Work", (), {"wait": lambda _: self.operations.append((noted, index))})()
+
+    def get_process_group_ranks(self, group: Group) -> list[int]:
+        return [*group.ranks]
+
+    def new_group(self, ranks: Sequence[int], timeout: Any, use_local_synchronization: bool) -> Group:
+        """Make a group: its members meet, and the host waits for them."""
+        assert use_local_synchronization, "other ranks make none"
+        self._made[tuple(ranks)] += 1
+        group = Group(tuple(ranks), self._made[tuple(ranks)])
+        self.post(group, Part("new_group", None, 0)).wait()
+        return group
+
+    def batch_isend_irecv(self, operations: list[tuple[str, Tensor, Group, int]]) -> list[Any]:
+        """Post messages at once, on one group; one work for all, as NCCL's."""
+        (group,) = {group for _, _, group, _ in operations}
+        return [self.post(group, *(Part(what, group.ranks[peer], x.nbytes) for what, x, _, peer in operations))]
+
+    def all_gather(self, out: Tensor, x: Tensor, group: Group, async_op: bool) -> Any:
+        assert async_op
+        assert out.nbytes == len(group.ranks) * x.nbytes
+        return self.post(group, Part("all_gather", None, x.nbytes))
+
+    def all_to_all_single(self, out: Tensor, x: Tensor, group: Group) -> None:
+        assert out.nbytes == x.nbytes
+        self.post(group, Part("all_to_all", None, x.nbytes)).wait()
+
+    def all_reduce(self, x: Tensor, group: Group) -> None:
+        self.post(group, Part("all_reduce", None, x.nbytes)).wait()
+
+
+class GpuTransport(transport.Transport):
+    """A rank's links as on a GPU, where NCCL connects before the first message."""
+
+    def connect_all(self, device: torch.device) -> None:
+        with patch.object(torch, "zeros", lambda *size, device: torch.empty(*size, device="meta")):
+            super().connect_all(torch.device("cuda"))
+
+
+Timeline = list[tuple[Operation, int]]
+Computes = Callable[[Plan, int, transport.Transport], None]
+
+
+def timelines(plan: Plan, compute: Computes) -> list[Timeline]:
+    """What each rank posts and waits for while it computes."""
+    found, everyone = [], Group(tuple(range(plan.size)), 0)
+    for rank in range(plan.size):
+        noted = Noted()
+        with (
+            patch.object(transport, "dist", noted),
+            patch.object(transport, "_all_gather", noted.all_gather),
+            # operators on such tensors would take the shape functions instead
+            patch.object(HeadExchange, "to_heads", _to_heads),
+            patch.object(HeadExchange, "to_tokens", _to_tokens),
+        ):
+            compute(plan, rank, GpuTransport(plan.geometry, everyone, rank))  # type: ignore[arg-type]
+        found.append(noted.operations)
+    return found
+
+
+def _to_heads(self: HeadExchange, x: Tensor) -> Tensor:
+    return x if len(self.ranks) == 1 else heads._to_heads._init_fn(x, len(self.ranks), self.handle)
+
+
+def _to_tokens(self: HeadExchange, x: Tensor, count: int | None = None) -> Tensor:
+    count = count or x.shape[2] * len(self.ranks)
+    return x if len(self.ranks) == 1 else heads._to_tokens._init_fn(x, count, len(self.ranks), self.handle)
+
+
+def softmax(
+    backend: str = "aten", heads: int = 8, kv_heads: int = 2, width: int = 64, strided: bool = False
+) -> Computes:
+    """Forward and backward of a softmax attention in bfloat16; of ``strided`` tensors a head lies in pieces."""
+
+    def compute(plan: Plan, rank: int, links: transport.Transport) -> None:
+        outside: Any = HeadExchange(links)
+        executor = Executor(plan.geometry, links, rank, backend)
+        if (stages := plan.geometry.options.ulysses_head_chunks) > 1:
+            executor = StagedExecutor(plan.geometry, links, rank, backend, outside, stages)
+            outside = HeadExchange(links, (rank,))
+        counts = (heads, kv_heads, kv_heads, heads)
+        like = [torch.empty(2, plan.local_len, n, width, dtype=torch.bfloat16, device="meta") for n in counts]
+        like = [x.mT.contiguous().mT for x in like] if strided else like
+        q, k, v, dout = (outside.to_heads(x) for x in like)
+        prefetch = executor.prefetch_kv(k, v) if executor.gathers_keys and not plan.sparse else None
+        out, lse = executor.forward(plan, q, k, v, None, width**-0.5, prefetch)
+        found = out, *executor.backward(plan, dout, q, k, v, out, lse, width**-0.5)
+        for x, want in zip(found, (like[3], *like[:3]), strict=True):
+            x = outside.to_tokens(x, want.shape[2])
+            assert (x.shape, x.dtype) == (want.shape, want.dtype)
+
+    return compute
+
+
+def states(plan: Plan, rank: int, links: transport.Transport) -> None:
+    """Forward and backward of linear attention whose states travel."""
+    executor = StateExecutor(plan.geometry, links, rank, "chunked")
+    q, k, v, dout = (torch.empty(2, plan.local_len, 4, 16, dtype=torch.bfloat16, device="meta") for _ in range(4))
+    out, state = executor.forward(plan, q, k, v, [-0.1] * 4)
+    for x in (out, *executor.backward(plan, dout, q, k, v, state, [-0.1] * 4)):
+        assert (x.shape, x.dtype) == (q.shape, q.dtype)
+
+
+def play(found: list[Timeline]) -> int:
+    """Run what all ranks posted to its end; return how many tensors and collectives went through.
+
+    Raises:
+        AssertionError: some wait for ever, with what for; or not all ranks of a group are there when it connects.
+    """
+    _check_connected(found)
+    places, through = [0] * len(found), 0
+    streams: dict[tuple[int, Group], deque[tuple[int, Operation]]] = {}
+    started, ended, counts = set[tuple[Any, ...]](), set[tuple[int, int]](), Counter[Any]()
+    wanted: dict[tuple[int, Group], list[tuple[Any, ...]]] = {}  # by the first operation of a stream
+    moving = True
+    while moving:
+        moving = False
+        for rank, timeline in enumerate(found):
+            while places[rank] < len(timeline):
+                operation, index = timeline[places[rank]]
+                if operation.waits and (rank, index) not in ended:
+                    break
+                if not operation.waits:
+                    streams.setdefault((rank, operation.group), deque()).append((index, operation))
+                places[rank], moving = places[rank] + 1, True
+        for (rank, group), stream in streams.items():
+            if stream and (rank, group) not in wanted:
+                pairs = [_meeting(counts, rank, group, part) for part in stream[0][1].parts]
+                started.update(own for own, _ in pairs)
+                wanted[rank, group], moving = [key for _, keys in pairs for key in keys], True
+        for (rank, group), keys in [*wanted.items()]:
+            if started.issuperset(keys):
+                index, operation = streams[rank, group].popleft()
+                ended.add((rank, index))
+                del wanted[rank, group]
+                through, moving = through + len(operation.parts), True
+    left = [f"rank {rank} in {streams[rank, group][0][1]}" for rank, group in wanted]
+    assert not left, f"{len(left)} wait for ever: {'; '.join(left[:4])}"
+    return through
+
+
+def _check_connected(found: list[Timeline]) -> None:
+    """NCCL connects a group at its first operation, for which all of it must come, be it with messages alone."""
+    firsts: dict[Group, dict[int, Operation]] = {}
+    for rank, timeline in enumerate(found):
+        for operation, _ in timeline:
+            firsts.setdefault(operation.group, {}).setdefault(rank, operation)
+    for group, of in firsts.items():
+        messages = any(part.peer is not None for operation in of.values() for part in operation.parts)
+        assert not messages or {*of} == {*group.ranks}, f"{group} is not connected: only {sorted(of)} post messages"
+
+
+def _meeting(counts: Counter[Any], rank: int, group: Group, part: Part) -> tuple[tuple, list[tuple]]:
+    """What this side of a message or collective starts, and what must start on the others for it to go through.
+
+    Between two ranks messages meet in the order of their start, and so do the collectives of a group.
+    """
+    order = (rank, group, "collective") if part.peer is None else (rank, group, part.peer, part.what)
+    number = counts[order] = counts[order] + 1
+    if part.peer is None:
+        return (rank, group, part, number), [(other, group, part, number) for other in group.ranks]
+    other = {"send": "receive", "receive": "send"}[part.what]
+    return (rank, group, part, number), [(part.peer, group, Part(other, rank, part.size), number)]

@@ -1,0 +1,243 @@
+"""Every plan through the code of a GPU, without one: its kernels' calls, and whether what all ranks post can end."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pretrain_dit
+import pretrain_gpt
+from kernels import attention, flash_attn, packed
+from kernels.attention import AttentionBackend
+from parallel.context import METHODS, Plan, executor, make_plan
+from parallel.mesh import distributed_mesh
+from parity.cases import DIFFUSION, Case, cases, diffusion_cases, linear_cases
+from planner.rehearsal import standing_for
+from tests.kernels.cuda_calls import BACKWARD, FORWARD, CudaCalls, flash_attn_backward, flash_attn_forward
+from tests.parallel.context.communicators import (
+    GpuTransport,
+    Group,
+    Operation,
+    Part,
+    Timeline,
+    play,
+    softmax,
+    states,
+    timelines,
+)
+from train.config import diffusion, language
+
+LENGTH = 251
+DOCUMENTS = (0, 9, 100, 101, LENGTH)
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full": {"causal": False},
+    "documents": {"documents": DOCUMENTS},
+    "window": {"documents": DOCUMENTS, "window": (60, 0)},
+}
+STATES = ("lasp", "lasp2")
+
+
+def methods(size: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every method with each of its options."""
+    yield from ((method, {}) for method in METHODS if method not in STATES)
+    for part in range(2, size):
+        if size % part == 0:
+            yield from ((method, {"ulysses_degree": part}) for method in ("ring", "striped", "zigzag", "allgather"))
+            yield from (("double_ring", {"ranks_per_node": part}), ("exchange", {"ranks_per_node": part}))
+        if size % part**2 == 0:
+            yield from (("wallfacer", {"team_size": part, "placement": at}) for at in ("collect_intra", "p2p_intra"))
+    yield "ulysses", {"ulysses_head_chunks": 2}
+    yield "exchange", {"layout": "zigzag"}
+    yield "exchange", {"layout": "balanced"}
+    if size == 8:
+        yield "wallfacer", {"team_size": 2, "ulysses_degree": 2}
+        yield "double_ring", {"ranks_per_node": 4, "ulysses_degree": 2}
+
+
+def through(plan: Plan, **shape: Any) -> CudaCalls:
+    """Run a plan's ranks, check its kernels' calls, and let what they post come to an end."""
+    with CudaCalls() as calls:
+        posted = timelines(plan, softmax(heads=2 * plan.size, **shape))
+    assert play(posted) > 0 or plan.size == 1
+    return calls
+
+
+@pytest.mark.parametrize("backend", ["aten", "cudnn"])
+def test_every_method_asks_kernels_for_what_they_take_and_ends(backend: str) -> None:
+    calls = [
+        through(make_plan(method, seq_len=LENGTH, size=4, **list(MASKS.values())[i % 4]), backend=backend, kv_heads=4)
+        for i, method in enumerate(name for name in METHODS if name not in STATES)
+    ]
+    own = "flash" if backend == "aten" else "cudnn"
+    for names in (FORWARD, BACKWARD):
+        wanted = {name for name in names if own in name} | {name for name in names if "dot_product" not in name}
+        assert wanted <= {name for call in calls for name in call.calls}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn 2.8, as its shape functions."""
+    monkeypatch.setattr(flash_attn, "_functions", lambda: (flash_attn_forward, flash_attn_backward))
+    backend = AttentionBackend("flash_attn", *attention.in_eights(*flash_attn.load()), packed=attention._packed())
+    monkeypatch.setattr(executor, "select_backend", lambda *_: backend)
+
+
+def test_flash_attn_too_is_asked_for_what_it_takes(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "SMALL", 0)
+    for method, given, width in (
+        ("zigzag", {}, 64),
+        ("striped", MASKS["window"], 100),
+        ("ulysses", MASKS["full"], 256),
+    ):
+        through(make_plan(method, seq_len=LENGTH, size=4, **given), kv_heads=4, width=width)
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x)
+    with pytest.raises(AssertionError, match="lse is not contiguous"):
+        through(make_plan("zigzag", seq_len=LENGTH, size=4), kv_heads=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", range(2, 9))
+def test_so_does_every_size_with_every_option_and_mask(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i, (method, options) in enumerate(methods(size)):
+        for j, given in enumerate(MASKS.values()):
+            monkeypatch.setattr(packed, "SMALL", (1 << 20, 0)[(i + j) % 2])  # all tiles in shared launches, or none
+            moves = ("kv", "queries")[(i + j + size) % 2]
+            plan = make_plan(method, seq_len=LENGTH, size=size, backward=moves, **options, **given)
+            width, kv_heads = ((64, size), (100, 1), (256, 2 * size))[(i + j) % 3]
+            through(plan, backend=("aten", "cudnn")[i % 2], kv_heads=kv_heads, width=width)
+
+
+@pytest.mark.parametrize("method", STATES)
+def test_states_travel_to_their_end(method: str) -> None:
+    for size, documents in ((2, None), (4, (0, 64, 100, 256))):  # one ends between two ranks
+        assert play(timelines(make_plan(method, seq_len=256, size=size, documents=documents), states)) > 0
+
+
+def with_layout(change: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel's call that lays out its tensors in another way."""
+
+    def called(*given: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "heads_first", change)
+            return kernel(*given)
+
+    return called
+
+
+def wrong_kernels() -> dict[str, tuple[int, AttentionBackend]]:
+    """Backends each of which gets one thing wrong that shape functions take, and the width that shows it."""
+    forward, backward, plain = attention._aten_cuda_forward, attention._aten_cuda_backward, attention.heads_first
+    as_given = with_layout(lambda *some: [x.transpose(1, 2) for x in some], forward)
+    turned = with_layout(lambda *some: (*plain(*some[:5]), *some[5:]), backward)  # all but lse
+    return {
+        "heads of 100 are not padded": (100, AttentionBackend("", forward, backward)),
+        "channels of q have stride 8": (64, AttentionBackend("", as_given, backward)),
+        r"lse is torch.float32 \(2, 63, 8\)": (64, AttentionBackend("", forward, turned)),
+    }
+
+
+@pytest.mark.parametrize("words", wrong_kernels())
+def test_what_a_kernel_would_refuse_is_seen(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, (width, backend) = make_plan("ring", seq_len=LENGTH, size=4), wrong_kernels()[words]
+    for small in (0, 1 << 20):  # each tile alone, and in shared launches
+        monkeypatch.setattr(packed, "SMALL", small)
+        through(plan, width=width, strided=True)
+    monkeypatch.setattr(executor, "select_backend", lambda *_: backend)
+    with pytest.raises(AssertionError, match=words):
+        through(plan, width=width, strided=True)
+
+
+def lost(posted: list[Timeline], what: str) -> None:
+    """Take one message from what rank 1 posts."""
+    at = next(i for i, (operation, _) in enumerate(posted[1]) if any(part.what == what for part in operation.parts))
+    operation, index = posted[1][at]
+    first = next(part for part in operation.parts if part.what == what)
+    kept = tuple(part for part in operation.parts if part is not first)
+    posted[1][at] = operation._replace(parts=kept), index
+
+
+@pytest.mark.parametrize("method", ["zigzag", "exchange"])
+def test_a_message_that_is_lost_or_of_another_size_is_found(method: str) -> None:
+    plan = make_plan(method, seq_len=LENGTH, size=4, documents=DOCUMENTS)
+    for what in ("send", "receive"):
+        posted = timelines(plan, softmax())
+        play(posted)
+        lost(posted, what)
+        with pytest.raises(AssertionError, match=r"wait for ever: rank \d in Operation"):
+            play(posted)
+    posted = timelines(plan, softmax())
+    posted[2] = timelines(plan, softmax(width=32))[2]
+    with pytest.raises(AssertionError, match="wait for ever"):
+        play(posted)
+
+
+def test_messages_of_some_alone_on_a_group_that_nobody_connected_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuTransport, "connect_all", lambda *_: None)
+    plan = make_plan("lasp", seq_len=256, size=4, documents=(0, 64, 256))  # rank 0 has nobody to send to
+    with pytest.raises(AssertionError, match=r"not connected: only \[1, 2, 3\]"):
+        play(timelines(plan, states))
+
+
+def waiting(*groups: Group) -> Timeline:
+    """Gather on each group, one after the other, waiting for each."""
+    found: Timeline = []
+    for group in groups:
+        made = Operation(group, (Part("all_gather", None, 4),))
+        found += [(made, len(found)), (made._replace(waits=True), len(found))]
+    return found
+
+
+def test_a_circle_of_ranks_that_wait_is_found() -> None:
+    one, other = Group((0, 1), 0), Group((0, 1), 1)
+    assert play([waiting(one, other), waiting(one, other)]) == 4
+    with pytest.raises(AssertionError, match="2 wait for ever"):
+        play([waiting(one, other), waiting(other, one)])
+    # a communicator's own order: messages there and back in two operations, which only one would let pass
+    there, back = (Operation(one, (Part("send", 1, 4),)), Operation(one, (Part("receive", 1, 4),)))
+    mirrored = Operation(one, (Part("send", 0, 4),)), Operation(one, (Part("receive", 0, 4),))
+    assert play([[(there, 0), (back, 1)], [(mirrored[1], 0), (mirrored[0], 1)]]) == 4
+    with pytest.raises(AssertionError, match="wait for ever"):
+        play([[(there, 0), (back, 1)], [(mirrored[0], 0), (mirrored[1], 1)]])
+    apart = back._replace(group=other), mirrored[1]._replace(group=one)
+    assert play([[(there, 0), (apart[0], 1)], [(mirrored[0]._replace(group=other), 0), (apart[1], 1)]]) == 4
+
+
+def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
+    """Per rank of a mesh: how many groups torch has counted, and those that it is in, in the order they were made."""
+    entry: Any = (diffusion, pretrain_dit) if kind == DIFFUSION else (language, pretrain_gpt)
+    config = entry[0].parse_args(case.flags(kind, Path("none")))
+    counts, made = [], list[Timeline]()
+    for rank in range(case.ranks):
+        with standing_for(rank, case.ranks, 8), distributed_mesh(config.mesh) as mesh:
+            _, parts = entry[1].computing(config, mesh)
+            parts()
+            world = dist.distributed_c10d._world
+            counts.append(world.group_count)
+            names = {group: name for group, name in world.pg_names.items() if group is not dist.group.WORLD}
+            members = [Group(tuple(sorted(world.pg_group_ranks[group])), name) for group, name in names.items()]  # type: ignore[arg-type]
+            made.append(waiting(*members))
+    return counts, made
+
+
+SOME = ("llama", Case(cp=4, method="wallfacer", team=2)), ("llama", Case(pp=2, cp=2, tp=2, method="zigzag"))
+LISTS = ("llama", cases()), ("transnormer", linear_cases()), (DIFFUSION, diffusion_cases())
+ALL = [pytest.param(kind, case, marks=pytest.mark.slow) for kind, of in LISTS for case in of]
+
+
+@pytest.mark.parametrize(("kind", "case"), [*SOME, *ALL], ids=lambda of: of.title if isinstance(of, Case) else of)
+def test_all_ranks_make_the_same_groups_in_an_order_that_ends(kind: str, case: Case) -> None:
+    """torch names a group by how many there were, or by its ranks: a name that differs is a rank alone at its door."""
+    counts, made = groups_of(kind, case)
+    assert len({*counts}) == 1
+    assert play(made) > 0 or case.ranks == 1
+
+
+def test_a_rank_that_makes_one_group_more_is_found() -> None:
+    _, made = groups_of(*SOME[0])
+    made[2] += [(operation, index + 100) for operation, index in waiting(Group((2, 3), 9))]
+    with pytest.raises(AssertionError, match="rank 2 in Operation"):
+        play(made)

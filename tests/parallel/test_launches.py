@@ -1,0 +1,109 @@
+"""Launches of one and of two nodes with stubbed GPUs: each process has one of its own, or the run is refused."""
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
+
+from parallel import mesh
+from parallel.mesh import MeshConfig, MeshError, distributed_mesh
+from runtime.processes import join, launched_world_size
+
+Environment = dict[str, str]
+
+
+def by_torchrun(node: int, local: int, nodes: int, each: int) -> Environment:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    values = (node * each + local, nodes * each, local, each, nodes)
+    return dict(zip(names, map(str, values), strict=True))
+
+
+def by_srun(node: int, local: int, nodes: int, each: int) -> Environment:
+    names = ("JOB_ID", "STEP_ID", "STEP_NUM_TASKS", "PROCID", "LOCALID", "NODEID", "STEP_TASKS_PER_NODE")
+    values = (7, 0, nodes * each, node * each + local, local, node, f"{each}(x{nodes})")
+    found = {f"SLURM_{name}": str(value) for name, value in zip(names, values, strict=True)}
+    return found | {"SLURM_STEP_NODELIST": f"node[0-{nodes - 1}]"}
+
+
+def own(local: int) -> Environment:
+    """One GPU a task, as srun --gpus-per-task 1 has it."""
+    return {"CUDA_VISIBLE_DEVICES": str(local)}
+
+
+LAUNCHERS: dict[str, Any] = {
+    "torchrun": by_torchrun,
+    "torchrun, listed": lambda *at: by_torchrun(*at) | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(at[3])))},
+    "torchrun, one a process": lambda *at: by_torchrun(*at) | own(at[1]),
+    "srun": by_srun,
+    "srun, one a task": lambda *at: by_srun(*at) | own(at[1]),
+}
+
+
+def gpu_of(patch: pytest.MonkeyPatch, environment: Environment, node: int, gpus: int) -> tuple[str, str]:
+    """Join as one process of a launch; return its host and GPU, as ``_check_apart`` compares them."""
+    visible = [int(x) for x in environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")]
+    taken, said = list[torch.device](), list[tuple[str, str]]()
+
+    @contextmanager
+    def joined(backend: str, timeout: Any) -> Iterator[None]:
+        assert (backend, len(taken)) == ("cpu:gloo,cuda:nccl", 1), "NCCL is told of no other device later"
+        size = launched_world_size()
+        join(dist.Backend.FAKE, store=dist.HashStore(), rank=int(os.environ.get("RANK", 0)), world_size=size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+    for name in [name for name in os.environ if re.match("SLURM|RANK|WORLD|LOCAL|GROUP|CUDA|MASTER", name)]:
+        patch.delenv(name)
+    patch.setattr(os, "environ", os.environ | environment)  # what the launch adds goes with it
+    patch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    patch.setattr(torch.cuda, "device_count", lambda: len(visible))
+    patch.setattr(torch.cuda, "set_device", taken.append)
+    patch.setattr(torch.cuda, "get_device_properties", lambda of: SimpleNamespace(uuid=visible[of.index]))
+    patch.setattr(socket, "gethostname", lambda: f"node{node}")
+    patch.setattr(mesh, "gather_results", lambda of: said.append(of()) or said)
+    patch.setattr(mesh, "process_group", joined)
+    with distributed_mesh(MeshConfig()) as arranged:
+        assert taken == [arranged.device]
+    return said[0]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_process_has_a_gpu_of_its_own(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for nodes, each in ((1, 2), (1, 8), (2, 1), (2, 8)):
+        found = []
+        for rank in range(nodes * each):
+            node, local = divmod(rank, each)
+            with monkeypatch.context() as patch:
+                found.append(gpu_of(patch, LAUNCHERS[launcher](node, local, nodes, each), node, each))
+        assert found == [(f"node{node}", str(gpu)) for node in range(nodes) for gpu in range(each)]
+
+
+def test_a_process_that_nothing_launched_takes_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for environment, gpus in (({}, 1), ({}, 8), ({"CUDA_VISIBLE_DEVICES": "5"}, 8)):
+        with monkeypatch.context() as patch:
+            assert gpu_of(patch, environment, 0, gpus) == ("node0", environment.get("CUDA_VISIBLE_DEVICES", "0"))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_process_more_than_gpus_is_refused(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MeshError, match="process 3 of a machine finds 2 GPUs there; start at most 2"):
+        gpu_of(monkeypatch, LAUNCHERS[launcher](0, 2, 1, 4), 0, 2)
+
+
+def test_all_tasks_on_one_gpu_are_not_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: where every task sees the same GPU alone, what is compared is the same."""
+    found = set()
+    for local in range(2):
+        with monkeypatch.context() as patch:
+            found.add(gpu_of(patch, by_srun(0, local, 1, 2) | own(0), 0, 2))
+    assert len(found) == 1

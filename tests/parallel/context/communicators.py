@@ -107,7 +107,7 @@ def timelines(plan: Plan, compute: Computes) -> list[Timeline]:
         noted = Noted()
         with (
             patch.object(transport, "dist", noted),
-            patch.object(transport, "_all_gather", noted.all_gather),
+            patch.object(transport, "all_gather_single", noted.all_gather),
             # operators on such tensors would take the shape functions instead
             patch.object(HeadExchange, "to_heads", _to_heads),
             patch.object(HeadExchange, "to_tokens", _to_tokens),

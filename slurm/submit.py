@@ -102,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--container", metavar="IMAGE", help="image that the ranks run in")
     parser.add_argument("--container-runtime", choices=("pyxis", "apptainer"), help="default: pyxis")
     parser.add_argument("--container-mounts", metavar="A:B,...", help="folders that it sees besides the checkout")
-    parser.add_argument("--option", action="append", default=[], metavar="--KEY=VALUE", help="more for sbatch")
+    parser.add_argument("--option", action="append", default=[], metavar="X", help="for sbatch: --option=--KEY=VALUE")
     parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="ENTRY FLAG...", help="the run")
     return parser
@@ -112,12 +112,8 @@ def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[
     """Return sbatch's options for this job.
 
     Raises:
-        SubmitError: the GPUs fill no nodes, an option is no --KEY=VALUE, or the time no time.
+        SubmitError: an option is no --KEY=VALUE, or the time no time.
     """
-    if args.gpus is not None and args.gpus % gpus:
-        raise SubmitError(
-            f"gpus is {args.gpus}, and {args.cluster} has {gpus} per node; give a multiple of {gpus}, or --nodes"
-        )
     kind = f":{site.gpu}" if site.gpu else ""
     wanted = {
         "job-name": shlex.quote(args.name or Path(save).name),
@@ -197,8 +193,12 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
     """Check the run for the processes of this job; return its folder, and its command without --save.
 
     Raises:
-        UserError: as the entry itself would once the job started.
+        UserError: the GPUs fill no nodes, or as the entry itself would once the job started.
     """
+    if args.gpus is not None and args.gpus % gpus:
+        raise SubmitError(
+            f"gpus is {args.gpus}, and {args.cluster} has {gpus} per node; give a multiple of {gpus}, or --nodes"
+        )
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command or command[0] not in ENTRIES:
         raise SubmitError(

@@ -11,6 +11,7 @@ import torch
 
 from bench.rounds import add_json, keep, need_cuda
 from bench.workload import DTYPES
+from kernels.products import linear
 from testing.machine import describe, time_steps, usable_cores
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 
@@ -36,10 +37,9 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
 
 
 def product_seconds(device: str, dtype: torch.dtype, rows: int, inner: int, columns: int) -> float:
-    """Measure one product of matrices ``[rows, inner]`` and ``[inner, columns]``."""
-    a, b = torch.randn(rows, inner, device=device).to(dtype), torch.randn(inner, columns, device=device).to(dtype)
-    result = torch.empty(rows, columns, device=device, dtype=dtype)
-    return median(time_steps(lambda: torch.mm(a, b, out=result), device, REPEATS[device]))
+    """Measure one product of matrices ``[rows, inner]`` and ``[inner, columns]``, as a layer does it."""
+    a, b = torch.randn(rows, inner, device=device).to(dtype), torch.randn(columns, inner, device=device).to(dtype)
+    return median(time_steps(lambda: linear(a, b), device, REPEATS[device]))
 
 
 def measure(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kernels.cache import States
 from kernels.linear_attention import linear_attention
 from model.config import ModelConfig, SoftmaxType
-from model.layers import RMSNorm, Rotary
+from model.layers import Linear, RMSNorm, Rotary
 from model.windows import Window
 from runtime.errors import UserError
 
@@ -198,12 +198,12 @@ class Attention(nn.Module):
         """Query heads of this device; tensor parallelism lowers it."""
         self.attend = attend
         self.sinks = nn.Parameter(torch.empty(num_heads)) if softmax_type == "learnable" else None
-        self.wq = nn.Linear(hidden_size, num_heads * head_dim, bias=bias or qkv_bias)
-        self.wk = nn.Linear(hidden_size, num_query_groups * head_dim, bias=bias or qkv_bias)
-        self.wv = nn.Linear(hidden_size, num_query_groups * head_dim, bias=bias or qkv_bias)
+        self.wq = Linear(hidden_size, num_heads * head_dim, bias=bias or qkv_bias)
+        self.wk = Linear(hidden_size, num_query_groups * head_dim, bias=bias or qkv_bias)
+        self.wv = Linear(hidden_size, num_query_groups * head_dim, bias=bias or qkv_bias)
         self.q_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
         self.k_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
-        self.wo = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
+        self.wo = Linear(num_heads * head_dim, hidden_size, bias=bias)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any = None, states: States | None = None) -> Tensor:
         """Apply the attention under the micro-batch's mask; with states, attend to this layer's cache too."""

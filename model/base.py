@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cache import States
+from kernels.products import linear
 from model.config import ModelConfig
-from model.layers import Rotary
+from model.layers import Linear, Rotary
 from model.lora import initial_adapter, is_adapter
 
 Head = Callable[[Tensor, Tensor], Tensor]
@@ -91,7 +91,7 @@ class LanguageModel(nn.Module):
 
     def project(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of hidden states [..., C]."""
-        return self.output(hidden) if self.output is not None else F.linear(hidden, self.output_weight)
+        return self.output(hidden) if self.output is not None else linear(hidden, self.output_weight)
 
     def keep(self, layers: range) -> None:
         """Reduce the model to these layers; parameters keep their names.
@@ -147,7 +147,7 @@ class RecurrentModel(LanguageModel):
 def output_module(config: ModelConfig) -> nn.Linear | None:
     """Return the output projection, or None if it is tied to the embedding."""
     untied = config.untie_embeddings_and_output_weights
-    return nn.Linear(config.hidden_size, config.vocabulary, bias=False) if untied else None
+    return Linear(config.hidden_size, config.vocabulary, bias=False) if untied else None
 
 
 def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from model.attention import Attend, Attention, Window, refuse_mask
 from model.base import drop_layers, generator_of
 from model.dit_config import DiTConfig
-from model.layers import MLP, LayerNorm
+from model.layers import MLP, LayerNorm, Linear
 
 FREQUENCIES = 256
 """Sines and cosines per time."""
@@ -82,7 +82,7 @@ class TimeEmbedding(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
+        self.mlp = nn.Sequential(Linear(FREQUENCIES, hidden_size), nn.SiLU(), Linear(hidden_size, hidden_size))
 
     def forward(self, times: Tensor) -> Tensor:
         half = FREQUENCIES // 2
@@ -96,7 +96,7 @@ class Modulation(nn.Sequential):
     """Conditions [B, C] -> shifts, scales and gates, [B, 1, C] each, or [1, T, C] where patch t is of sample[t]."""
 
     def __init__(self, width: int, parts: int) -> None:
-        super().__init__(nn.SiLU(), nn.Linear(width, parts * width))
+        super().__init__(nn.SiLU(), Linear(width, parts * width))
         self._parts = parts
 
     def forward(self, conditions: Tensor, sample: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -139,7 +139,7 @@ class FinalLayer(nn.Module):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_epsilon, elementwise_affine=False)
-        self.linear = nn.Linear(config.hidden_size, config.out_width)
+        self.linear = Linear(config.hidden_size, config.out_width)
         self.adaLN_modulation = Modulation(config.hidden_size, 2)
 
     def forward(self, x: Tensor, conditions: Tensor, sample: Tensor | None = None) -> Tensor:
@@ -157,7 +157,7 @@ class DiT(nn.Module):
         """Build the modules; attend is full attention of [B, T, H, D] each, scaled by 1 / sqrt(D)."""
         super().__init__()
         self.config = config
-        self.x_embedder: nn.Linear | None = nn.Linear(config.patch_width, config.hidden_size)
+        self.x_embedder: nn.Linear | None = Linear(config.patch_width, config.hidden_size)
         self.t_embedder = TimeEmbedding(config.hidden_size)
         self.y_embedder = nn.Embedding(config.num_classes + 1, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, attend) for _ in range(config.num_layers))

@@ -15,7 +15,7 @@ from kernels.cache import States
 from model.attention import LinearAttend, LinearCore, linear
 from model.base import RecurrentModel, output_module
 from model.config import ModelConfig
-from model.layers import MLP, LayerNorm, PreNormLayer
+from model.layers import MLP, LayerNorm, Linear, PreNormLayer
 
 
 def features(x: Tensor) -> Tensor:
@@ -48,8 +48,8 @@ class LinearAttention(LinearCore):
         super().__init__()
         width, heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
         self.attend, self.layer = attend, layer
-        self.wq, self.wk, self.wv = (nn.Linear(width, heads * self.head_dim) for _ in range(3))
-        self.wo = nn.Linear(heads * self.head_dim, width)
+        self.wq, self.wk, self.wv = (Linear(width, heads * self.head_dim) for _ in range(3))
+        self.wo = Linear(heads * self.head_dim, width)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]

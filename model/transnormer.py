@@ -18,7 +18,7 @@ from kernels.cache import States
 from model.attention import HybridAttention, LinearAttend, LinearCore, attention_of, linear
 from model.base import RecurrentModel, output_module
 from model.config import ModelConfig
-from model.layers import SGLU, PreNormLayer, RMSNorm, Rotary
+from model.layers import SGLU, Linear, PreNormLayer, RMSNorm, Rotary
 
 
 def log_decay_of(config: ModelConfig, layer: int) -> tuple[float, ...]:
@@ -80,9 +80,9 @@ class TokenMixer(LinearCore):
         self.attend = attend
         self.layer, self.log_decay = layer, log_decay_of(config, layer)
         self.lrpe = LRPE(heads, self.head_dim) if layer == 0 else None
-        self.wq, self.wk, self.wv, self.wu = (nn.Linear(width, inside, bias=False) for _ in range(4))
+        self.wq, self.wk, self.wv, self.wu = (Linear(width, inside, bias=False) for _ in range(4))
         self.norm = RMSNorm(inside, eps=config.norm_epsilon, elementwise_affine=False)
-        self.wo = nn.Linear(inside, width, bias=False)
+        self.wo = Linear(inside, width, bias=False)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 
+from kernels.products import linear
+
 
 def of_tokens(x: Tensor, mesh: DeviceMesh) -> Any:
     """Wrap this rank's hidden states in a DTensor sharded over tokens; return token ids unchanged."""
@@ -86,7 +88,7 @@ class Matrix(ParallelStyle):
             bias: Any = module.bias
             if bias is not None:
                 bias = bias.to_local() if self.dim == 0 else own_entries(bias)
-            return F.linear(x, weight.to_local(), bias)
+            return linear(x, weight.to_local(), bias)
 
         for name, parameter in list(module.named_parameters(recurse=False)):
             split = distribute_tensor(parameter, device_mesh, [Shard(self.dim if name == "weight" else 0)])
@@ -118,7 +120,7 @@ class Whole(ParallelStyle):
             own = {name: p.to_local(grad_placements=[Partial()])[self.rows] for name, p in whole.items()}
             if isinstance(module, nn.RMSNorm):
                 return F.rms_norm(x, list(module.normalized_shape), own["weight"], module.eps)
-            return F.embedding(x, **own) if isinstance(module, nn.Embedding) else F.linear(x, **own)
+            return F.embedding(x, **own) if isinstance(module, nn.Embedding) else linear(x, **own)
 
         distribute_module(module, device_mesh)
         module.forward = forward

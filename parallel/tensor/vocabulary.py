@@ -5,11 +5,11 @@ Shapes: C width of the residual stream, V vocabulary entries.
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import loss
 from kernels.chunks import over_chunks
+from kernels.products import linear
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def chunked_cross_entropy_sum(
         hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
 
     def of_chunk(part: Tensor, rows: slice) -> Tensor:
-        return loss.cross_entropy_sum(F.linear(part, weight), labels[rows], ignore_index, split)[0]
+        return loss.cross_entropy_sum(linear(part, weight), labels[rows], ignore_index, split)[0]
 
     return over_chunks(of_chunk, hidden.flatten(0, -2), chunk_size, (weight,), summed=True)
 

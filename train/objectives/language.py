@@ -6,13 +6,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.loader import IGNORE_INDEX, Batch
 from data.text.documents import cumulative_lengths, positions_in_documents
 from data.text.megatron import DataConfig, blend
 from data.text.prepare import unigram_entropy
+from kernels.products import linear
 from model.base import LanguageModel
 from parallel.context import ContextParallel
 from parallel.context.plan import PLANS, PlanHandle
@@ -114,7 +114,7 @@ class NextToken(Objective):
         def head(hidden: Tensor, weight: Tensor) -> Tensor:
             if size:
                 return chunked_cross_entropy_sum(hidden, weight, labels, size, IGNORE_INDEX)
-            return cross_entropy_sum(F.linear(hidden, weight), labels, IGNORE_INDEX)[0]
+            return cross_entropy_sum(linear(hidden, weight), labels, IGNORE_INDEX)[0]
 
         mask = {"mask": PlanHandle(local["plan"])} if "plan" in local else {}
         return model(local["tokens"], local.get("positions", self._positions), head, **mask)

@@ -1,0 +1,100 @@
+"""Products of activations and weights, on a CPU by the faster of torch's two libraries.
+
+For float32 torch takes MKL, which keeps to AVX2 on AMD's processors; oneDNN uses their AVX-512 and is about twice as
+fast there.
+
+Shapes: N rows (tokens), I and O widths before and after the product.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+FEWEST_ROWS = 32
+"""Below them a product takes less time than its call."""
+SUMMED_ROWS = 512
+"""Of a weight's gradient that are summed at once: oneDNN's error grows with their number."""
+
+
+def _takes_onednn() -> bool:
+    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    info = Path("/proc/cpuinfo")
+    return info.exists() and "AuthenticAMD" in info.read_text(encoding="utf-8")
+
+
+ONEDNN = _takes_onednn()
+"""Whether float32 products go to oneDNN on this processor."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute x W^T + b as ``torch.nn.functional.linear``: x ``[..., I]``, weight ``[O, I]``, bias ``[O]``."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or not ONEDNN or _is_other(x, weight):
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias)
+
+
+def _is_other(x: Tensor, weight: Tensor) -> bool:
+    """Whether these are no plain float32 tensors of rows enough."""
+    if x.shape[:-1].numel() < FEWEST_ROWS or weight.dtype != torch.float32:
+        return True
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor) or isinstance(weight, DTensor)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        grad = grad.contiguous()
+        rows = grad.flatten(0, -2)
+        dx = product(grad, weight.t()) if need_x else None
+        dw = weight_gradient(rows, x.flatten(0, -2)) if need_weight else None
+        return dx, dw, rows.sum(0) if need_bias else None
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b by oneDNN; float32, x ``[..., I]``, weight ``[O, I]`` with any strides."""
+    if torch.compiler.is_compiling():  # inductor knows oneDNN's operator for constant weights alone
+        return _product_op(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@torch.library.custom_op("longmesh::product", mutates_args=())
+def _product_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return product(x, weight, bias)
+
+
+@_product_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the sum over rows of the outer products of grad ``[N, O]`` and x ``[N, I]``: ``[O, I]``."""
+    turned = grad.shape[1] > x.shape[1]  # oneDNN is fastest where the result is wide
+    left, right = (x, grad) if turned else (grad, x)
+    total: Tensor | None = None
+    for start in range(0, len(x), SUMMED_ROWS):
+        part = product(left[start : start + SUMMED_ROWS].t(), right[start : start + SUMMED_ROWS].t())
+        total = part if total is None else total.add_(part)
+    assert total is not None, "there is at least one row"
+    return total.t() if turned else total
+
+
+@register_flop_formula(torch.ops.mkldnn._linear_pointwise)
+def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * x.numel() * weight[0]

@@ -19,6 +19,7 @@ from model.dit import DiT, dit_flops_per_patch, initial_dit_weight, num_dit_para
 from model.dit_config import architecture_of
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh, distributed_mesh
+from planner.complete import as_asked, with_method
 from planner.dry_run import dry_run
 from planner.resize import sized
 from runtime.signals import listening
@@ -64,7 +65,8 @@ def build_trainer(
     config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = None, asked: DiTRunConfig | None = None
 ) -> Trainer:
     """Build and load everything for training; collective. ``asked``: as ``planner.resize.sized`` yields it."""
-    asked, config = asked or config, with_joined_ranks(config, dist.get_world_size())
+    processes = dist.get_world_size()
+    asked, config = asked or config, with_method(with_joined_ranks(config, processes), processes)
     with raise_together():
         cp, attend = diffusion_context(config, mesh.cp.get_group())
     model, seed = config.model, config.train.seed
@@ -90,8 +92,7 @@ def build_trainer(
         valid_data=valid_data if config.train.eval_iters else None,
         architecture=architecture,
         flops_per_token=lambda length: flops,
-        # As asked for: another number of processes may have another mesh, and other ranks to join.
-        log=open_log(asked, progress),
+        log=open_log(as_asked(config, asked), progress),
         ema=ema,
         after_validation=pictures(config, mesh, cp, parts),
         progress=progress,

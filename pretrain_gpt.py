@@ -9,11 +9,9 @@ if __name__ == "__main__":  # before torch, whose import takes seconds in which 
     end_with_launcher()
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
@@ -22,7 +20,7 @@ from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
 from model.registry import TITLES, attention_title, build_model, flops_per_token, num_parameters, num_trained
 from parallel.mesh import Mesh, distributed_mesh
-from planner.complete import complete
+from planner.complete import as_asked, complete
 from planner.dry_run import dry_run
 from planner.resize import sized
 from runtime.signals import listening
@@ -108,15 +106,6 @@ def computing(config: Config, mesh: Mesh) -> tuple[NextToken, Callable[[], list[
         prepare=planning(config, attend),
     )
     return objective, partial(model_parts, config, mesh, attend)
-
-
-def as_asked(config: Config, asked: Config) -> Config:
-    """Return the configuration to write: another run may have other processes to lay out and join, and lengths."""
-    model = replace(config.model, rope_scaling_seq_length=asked.model.rope_scaling_seq_length)
-    kept = {name: getattr(asked, name) for name in ("hybrid", "mesh", "train", "data_parallel", "recompute")}
-    if asked.mesh.joined(dist.get_world_size()) != config.mesh:
-        kept["context"] = asked.context
-    return replace(config, model=model, **kept)
 
 
 def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend | HybridAttention) -> list[LanguageModel]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from papers import ring, rows, table
+from papers import links, ring, rows, table
 from papers.jobs import Figures, Job, Runs
 from papers.rows import Curves, Row, Sheet
 from parallel.context import Plan, context_parallel, make_plan
@@ -246,6 +246,10 @@ SHEETS = [
             "ktokens", {"gain_percent": "gain_percent", "-": "gain_hidden_percent"}, panel="cluster", curve="run",
             label="gain in %, below with sends hidden",
         ),
+    ),
+    Sheet(
+        "links", "WallFacer: gain over Ring Attention on emulated links", "section 4.1, on a small scale", links.gains,
+        links.explained, measure=links.measured_gains,
     ),
     Sheet(
         "supported_length", "WallFacer: supported lengths", "table 4", supported,

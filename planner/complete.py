@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -11,6 +12,7 @@ from planner.hybrid import fastest, layout_costs
 from planner.ranking import nothing_left
 from planner.search import rank
 from runtime.together import from_first, is_first, raise_together
+from train.config import diffusion
 from train.config.common import CommonConfig, with_joined_ranks
 from train.config.entries import Config
 from train.config.flags import ConfigError
@@ -19,6 +21,7 @@ from train.config.sizes import validate_entries
 from train.resume import with_rope_length
 
 CONFIG = "config.toml"
+C = TypeVar("C", bound=CommonConfig)
 
 
 def complete(config: Config, entries: int) -> Config:
@@ -70,7 +73,18 @@ def beyond_rope(config: Config) -> str | None:
     )
 
 
-def with_method(config: Config, world_size: int) -> Config:
+def as_asked(config: C, asked: C) -> C:
+    """Return the configuration to write: another run may have other processes to lay out and join, and lengths."""
+    kept: Any = {name: getattr(asked, name) for name in ("mesh", "train", "data_parallel", "recompute")}
+    if isinstance(config, Config) and isinstance(asked, Config):
+        kept["hybrid"] = asked.hybrid
+        kept["model"] = replace(config.model, rope_scaling_seq_length=asked.model.rope_scaling_seq_length)
+    if asked.mesh.joined(dist.get_world_size()) != config.mesh:
+        kept["context"] = asked.context
+    return replace(config, **kept)
+
+
+def with_method(config: C, world_size: int) -> C:
     """Replace the method ``auto`` by that of the resumed run, else by the one predicted fastest.
 
     Collective; the first rank chooses.
@@ -87,12 +101,12 @@ def with_method(config: Config, world_size: int) -> Config:
     return replace(config, context=context)
 
 
-def _choice(config: Config, world_size: int) -> tuple[ContextConfig, str]:
+def _choice(config: CommonConfig, world_size: int) -> tuple[ContextConfig, str]:
     """Choose the method; return it with a line that says why."""
     earlier = Path(config.checkpoint.load or "") / CONFIG
     if config.checkpoint.load is not None and not config.checkpoint.finetune and earlier.exists():
-        before = load_config(earlier)
-        alike = (before.mesh.joined(world_size), before.train.seq_length) == (config.mesh, config.train.seq_length)
+        before = (load_config if isinstance(config, Config) else diffusion.load_config)(earlier)
+        alike = (before.mesh.joined(world_size), before.sequence_length) == (config.mesh, config.sequence_length)
         if alike and before.context.context_parallel_method != "auto":
             return before.context, f"context parallelism: {before.context.title}, as {earlier} has it"
     cluster = cluster_of(config)

@@ -13,7 +13,7 @@ from data.text.megatron import blend
 from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
 from planner.cluster import Cluster, default_cluster, load_cluster
-from planner.complete import complete
+from planner.complete import complete, with_method
 from planner.documents import typical_documents
 from planner.rehearsal import BETWEEN, CAUSES, INSIDE, Build, Rehearsal, rehearse, standing_for
 from planner.search import predicted
@@ -50,8 +50,8 @@ def dry_run(
     with standing_for(0, world_size, cluster.gpus_per_node):
         validate(config, world_size)
         config = with_joined_ranks(config, world_size)
-        if isinstance(config, Config):
-            config = complete(config, _entries(config))
+        language = isinstance(config, Config)
+        config = complete(config, _entries(config)) if language else with_method(config, world_size)
     ranks = ranks_to_run(config, world_size)
     found = [rehearse(config, build, rank, world_size, cluster.gpus_per_node) for rank in ranks]
     print(f"dry run on {world_size} x {cluster.name}: a forward, a backward and an optimizer's step ran")

@@ -130,6 +130,16 @@ def test_a_checkpoint_goes_on_on_another_mesh_and_with_another_method(
     assert got[-1]["validation_loss"] == pytest.approx(want[-1]["validation_loss"], abs=1e-6)
 
 
+@pytest.mark.slow
+def test_auto_takes_a_method_and_keeps_it_when_the_run_goes_on(tmp_path: Path) -> None:
+    flags = (*MESH, "--context-parallel-method", "auto", "--exit-interval", "3")
+    for _ in range(2):
+        found = pretrain_digits(4, tmp_path, *flags, "--load", str(tmp_path))
+        method = load_config(tmp_path / "config.toml").context.context_parallel_method
+        assert method not in ("auto", "none")
+    assert [record["iteration"] for record in found] == [1, 2, 3, 4, 5, 6]
+
+
 def test_averages_that_a_checkpoint_lacks_begin_as_its_weights(tmp_path: Path) -> None:
     save, flags = tmp_path / "run", ("--train-iters", "2", "--micro-batch-size", "8")
     pretrain_digits(1, save, *flags, "--ema-decay", "none", "--exit-interval", "1", "--train-iters", "3")

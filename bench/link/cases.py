@@ -2,8 +2,12 @@
 
 import argparse
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
+import numpy as np
+
+from data.latents.writer import write_latents
 from parallel.context import ContextConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +24,9 @@ MODELS: dict[str, tuple[str, ...]] = {
     ),
     "transnormer": ("--config", str(ROOT / "configs/transnormer_tiny.toml"), *_COMMON),
 }
+DIT = ("--config", str(ROOT / "configs/dit_tiny.toml"), *_COMMON)
+FRAME = (32, 32)
+"""Of the videos that the model ``dit`` is trained on: 256 patches of 2 x 2."""
 
 
 def _method(name: str, *, team: int = 1, placement: str = "collect_intra", degree: int = 1) -> tuple[str, ...]:
@@ -89,22 +96,41 @@ def reference_of(model: str) -> str:
 def command_line(
     model: str, method: Sequence[str], data: Path, *, size: int, seq_length: int, batch: int, iterations: int
 ) -> list[str]:
-    """Return the flags of pretrain_gpt.py.
+    """Return the flags of pretrain_gpt.py or, for the model ``dit``, of pretrain_dit.py.
 
+    ``data`` is what ``data_of`` returns, and ``seq_length`` of ``dit`` the patches of a video.
     Every node has a copy of the weights, and gradients are summed over the link once; with tensor parallelism each rank
     has its own weights, and no matrix's gradient crosses.
     """
     mesh: tuple[str, ...] = ("--context-parallel-size", str(size), "--num-distributed-optimizer-instances", "2")
     if "--tensor-model-parallel-size" in method:
         mesh = ()
-    positions = ("--max-position-embeddings", str(seq_length)) if model == "gpt" else ()
+    if model == "dit":
+        own = [*DIT, "--data-path", str(data), "--latent-shape", *map(str, latent_shape(seq_length))]
+    else:
+        own = [*MODELS[model], "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
+        own += ["--seq-length", str(seq_length)]
+        own += ["--max-position-embeddings", str(seq_length)] if model == "gpt" else []
     return [
-        *MODELS[model],
-        *positions,
+        *own,
         *method,
         *mesh,
-        *("--seq-length", str(seq_length)),
         *("--micro-batch-size", str(batch), "--global-batch-size", str(batch), "--train-iters", str(iterations)),
-        *("--data-path", str(data), "--tokenizer-model", f"{data}.model"),
         *("--lr-warmup-iters", "1", "--eval-iters", "0", "--save", "none", "--save-interval", "none"),
     ]
+
+
+def latent_shape(patches: int) -> tuple[int, ...]:
+    """Return the shape of a video's latents."""
+    return 4, 4 * patches // prod(FRAME), *FRAME
+
+
+def data_of(model: str, text: Path, seq_length: int) -> Path:
+    """Return what a model reads: the prefix of ``text``, or a folder of noise beside it, written if it is not there."""
+    if model != "dit":
+        return text
+    folder = text.parent / f"latents_{seq_length}"
+    if not folder.exists():
+        noise, shape = np.random.default_rng(0), (16, *latent_shape(seq_length))
+        write_latents(folder, [(noise.standard_normal(shape, np.float32), np.arange(16) % 10)])
+    return folder

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pretrain_dit
 from bench.link.cases import VOCAB_SIZE, batch_of, command_line, method_flags, name_of
 from bench.link.network import Network
 from bench.link.ranks import profile
@@ -47,7 +48,7 @@ def predictions(
         shape: as ``command_line``'s.
     """
     asked = command_line(model, ("--context-parallel-method", "auto", *more), data, **shape, iterations=ITERATIONS + 1)
-    config = with_vocabulary(parse_args(asked), VOCAB_SIZE)
+    config = pretrain_dit.parse_args(asked) if model == "dit" else with_vocabulary(parse_args(asked), VOCAB_SIZE)
     size = shape["size"]
     found = ((one.config.context, one.prediction.time) for one in rank([config], size, cluster).candidates)
     return {name_of(context): ((*method_flags(context, size), *more), seconds) for context, seconds in found}

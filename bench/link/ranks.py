@@ -5,12 +5,12 @@ Ranks are forked from a server that has already imported torch and the entry, th
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 
-import pretrain_gpt
 from bench.calibration import Figures
 from bench.calibration import measure as calibrate
 from bench.errors import failures_told
@@ -50,9 +50,11 @@ def _seated(network: Network, body: Callable[..., None], *arguments: Any) -> lis
     return found
 
 
-def train(network: Network, arguments: list[str], before: Callable[[int], None]) -> list[Iteration]:
+def train(
+    network: Network, arguments: list[str], before: Callable[[int], None], entry: str = "pretrain_gpt"
+) -> list[Iteration]:
     """Run the entry with ``arguments`` on all ranks of the network; return its iterations, as ``iterate``."""
-    return iterate(network, before, _train, arguments)
+    return iterate(network, before, _train, entry, arguments)
 
 
 def iterate(
@@ -121,8 +123,8 @@ def _serve(
     body(pipe, *arguments)
 
 
-def _train(pipe: Connection, arguments: list[str]) -> None:
-    with trainer_of(pretrain_gpt, arguments, _Reporter(pipe)) as trainer:
+def _train(pipe: Connection, entry: str, arguments: list[str]) -> None:
+    with trainer_of(import_module(entry), arguments, _Reporter(pipe)) as trainer:
         trainer.run()
 
 

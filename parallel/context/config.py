@@ -115,10 +115,11 @@ class FullContextConfig(ContextConfig):
     """How the context-parallel processes share one sequence's attention, in which every token attends to all."""
 
     context_parallel_method: Literal[
-        "ring", "allgather", "wallfacer", "ulysses", "double_ring", "exchange", "striped", "zigzag", "none"
+        "ring", "allgather", "wallfacer", "ulysses", "double_ring", "exchange", "striped", "zigzag", "none", "auto"
     ] = "ring"
     """Communication of the attention; none is plain SDPA in one process, to compare with. striped and zigzag, which
-    balance a causal mask, bring nothing here."""
+    balance a causal mask, bring nothing here. auto takes what the cost model finds fastest on the cluster, once, as the
+    run starts (docs/concepts/planner.md)."""
     attention_backend: Literal["auto", "aten", "cudnn", "flash_attn", "reference"] = "auto"
     """Kernel of one attention block; auto takes flash-attn 2.7 or 2.8 where that is installed and works, else aten."""
 

@@ -1,6 +1,9 @@
 """Striped Attention's speed-ups: every printed maximum, the tiles of the paper, the planner's exact work."""
 
+from collections.abc import Callable
+
 import pytest
+from torch.utils.flop_counter import FlopCounterMode
 
 from papers import striped, table
 from papers.ring import device
@@ -24,6 +27,33 @@ def test_tiles_are_computed_whole() -> None:
     assert striped.computed_share(4096, striped.TILES["A100"]) == 1
     assert striped.computed_share(4096, striped.TILES["TPU"]) == 0.75
     assert striped.computed_share(1 << 20, striped.TILES["A100"]) == pytest.approx(0.5, abs=0.01)
+
+
+def test_emulated_ranks_gain_what_their_work_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks the ring's slowest does 1.5 blocks, a striped half of each of two: 1.5, if no product counts."""
+    found = []
+    for products in (0.0, 1e12):
+        monkeypatch.setattr(
+            striped, "clock", lambda *_, else_=products: lambda step, tiles: sum(tile.pairs for tile in tiles) or else_
+        )
+        found.append(striped.emulated("1B", 2, 65536)["speedup"])
+    assert found == [pytest.approx(1.5, rel=1e-2), 1.0]
+
+
+def test_what_emulated_ranks_time_is_a_layers_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, again, and backward: four products of the forward's operations."""
+    counts = []
+
+    def counted(step: Callable[[], None], tiles: object) -> float:
+        with FlopCounterMode(display=False) as counter:
+            step()
+        counts.append(counter.get_total_flops())
+        return 1.0
+
+    monkeypatch.setattr(striped, "clock", lambda *_: counted)
+    striped.emulated("1B", 2, 8192)
+    rows, width, ffn, vocab = 256, 128, 344, 2000
+    assert counts[:4] == [8 * rows * a * b for a, b in ((width, width), (width, ffn), (ffn, width), (width, vocab))]
 
 
 def test_the_planner_has_what_the_maximum_leaves_where_sending_is_hidden() -> None:

@@ -1,11 +1,14 @@
 """WallFacer's volumes and peaks as printed, counted bytes as planned, and the paper's best team in every setting."""
 
+from dataclasses import replace
+
 import pytest
 
-from papers import wallfacer
+from papers import links, wallfacer
 from papers.rows import Row
 from parallel.context import make_plan
 from testing.ranks import run_ranks
+from tests.bench.link.test_link import permitted
 
 
 def test_the_worked_example_is_as_printed() -> None:
@@ -37,6 +40,30 @@ def test_the_papers_team_wins_in_every_setting_of_its_a100_clusters(gains: list[
     assert min(float(row.analytic["gain_percent"] or 0) for row in known) > 19
     for row in gains:  # what hides sends leaves less to gain
         assert float(row.analytic["gain_hidden_percent"] or 0) < float(row.analytic["gain_percent"] or 0)
+
+
+def test_gains_on_links_are_predicted_and_told_beside_measured_ones() -> None:
+    found = links.gains()
+    assert [tuple(row.of.values()) for row in found] == links.SETTINGS
+    assert all(1.2 < float(row.analytic["times_as_fast"] or 0) < 3 for row in found)
+    assert "not measured: --measure does it" in links.explained(found)
+    seen = [replace(row, measured={"times_as_fast": 1.1 * float(row.analytic["times_as_fast"] or 0)}) for row in found]
+    assert "8 of 8 are within 15%" in links.explained(seen)
+    seen[3] = replace(seen[3], measured={"times_as_fast": 4.0})  # negative control
+    assert "7 of 8 are within 15%" in links.explained(seen)
+
+
+@pytest.mark.slow
+@permitted
+@pytest.mark.parametrize("model", ["dit", "gpt"])
+def test_a_gain_is_measured_on_a_link(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "SETTINGS", [("rails", model, 1024)])
+    monkeypatch.setattr(links, "TURNS", 1)
+    (row,) = links.measured_gains()
+    assert row.measured is not None
+    assert float(row.measured["times_as_fast"] or 0) == pytest.approx(
+        float(row.analytic["times_as_fast"] or 0), rel=0.3
+    )
 
 
 def test_supported_lengths_are_the_published_ones_but_one() -> None:

@@ -8,12 +8,13 @@ import tomli_w
 
 from model.config import ModelConfig
 from parallel.context import ContextConfig
-from parallel.context.config import HybridConfig
+from parallel.context.config import FullContextConfig, HybridConfig
 from planner.cluster import CLUSTERS, load_cluster
 from planner.complete import with_layout, with_method, with_vocabulary
 from planner.search import rank
 from tests.planner.test_search import A100, config
 from tests.pretraining import pretrain
+from train.config import diffusion
 from train.config.language import Config, ConfigError, load_config
 
 
@@ -55,6 +56,15 @@ def test_linear_attention_gets_the_faster_of_the_methods_that_pass_states_on(kin
         wanted = ContextConfig(context_parallel_method="auto", cluster=str(path))
         chosen.append(with_method(replace(linear, context=wanted), 16).context.context_parallel_method)
     assert chosen == ["lasp", "lasp2"]
+
+
+def test_a_diffusion_transformer_gets_what_is_planned_first_for_it() -> None:
+    dit = replace(diffusion.load_config(CLUSTERS.parent / "dit_tiny.toml"), mesh=config(2).mesh)
+    wanted = replace(dit, context=FullContextConfig(context_parallel_method="auto"))
+    chosen = with_method(wanted, 2)
+    assert chosen.context == rank([wanted], 2, load_cluster(CLUSTERS / "cpu.toml")).candidates[0].config.context
+    assert chosen.context.context_parallel_method in ("ring", "allgather", "ulysses", "wallfacer", "double_ring")
+    assert with_method(dit, 2) == dit
 
 
 def test_auto_says_why_it_finds_nothing(tmp_path: Path) -> None:

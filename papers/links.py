@@ -1,0 +1,110 @@
+"""WallFacer's gain over Ring Attention on emulated links: training steps of 8 ranks beside the planner's prediction.
+
+The paper's clusters join 16 or 8 GPUs of a node by fast links, and nodes by a slow one. Here 100 Mbit/s join two nodes
+of 4 processes, shared by a node's ranks or for each of them; a DiT and a GPT of 2 layers train on them.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from bench.link.cases import CASES, command_line, data_of
+from bench.link.choices import SEEN, SEEN_LENGTHS
+from bench.link.measure import CORPUS
+from bench.link.network import LINKS, Network, prepare_machine
+from bench.link.planned import CLUSTERS, predictions
+from bench.link.ranks import calibrated, train
+from bench.rounds import turns
+from data.text.prepare import prepare
+from papers.rows import Row
+from planner.cluster import Cluster, load_cluster
+from testing.machine import device_name
+
+RATE, TOKENS, RANKS = "100mbit", 8192, 8
+"""Of the link or of each rail; tokens of a step."""
+SETTINGS = [(link, model, length) for link in LINKS for model in ("dit", "gpt") for length in (1024, 2048)]
+RING = {"dit": "ring", "gpt": "zigzag"}
+"""Ring Attention as it is fastest: a causal mask's work is balanced."""
+WALLFACER = ("wallfacer_c2", "wallfacer_c2_p2p_intra")
+"""Teams of 2, the only size of 8 ranks besides 1; both placements, of which the faster counts."""
+WARM_UP, STEPS, TURNS = 2, 3, 3
+"""Steps of a turn that do not count, and that do."""
+WITHIN = 0.15
+ENTRIES = {"dit": "pretrain_dit", "gpt": "pretrain_gpt"}
+
+
+def gains() -> list[Row]:
+    """Return the predicted gains, by ``bench/link``'s cluster files."""
+    with tempfile.TemporaryDirectory() as folder:
+        clusters = {link: load_cluster(CLUSTERS / f"{link}.toml") for link in LINKS}
+        return [
+            _row(*setting, predicted(clusters[setting[0]], *setting[1:], Path(folder) / "no")) for setting in SETTINGS
+        ]
+
+
+def measured_gains() -> list[Row]:
+    """Return the gains predicted by a calibration of each link, which sees no step, and those measured.
+
+    Raises NetworkError: the machine does not allow the namespaces; MeasureError: a rank failed.
+    """
+    prepare_machine()
+    found = []
+    with tempfile.TemporaryDirectory(prefix="longmesh-link-") as folder:
+        text = Path(folder) / "stdlib"
+        prepare(CORPUS, text, progress=False)
+        for link in LINKS:
+            with Network(rails=link == "rails") as network:
+                network.limit(RATE)
+                figures = {key: value for key, (value, _) in calibrated(network, SEEN, SEEN_LENGTHS).items()}
+                cluster = Cluster(name=link, device="cpu", **figures)
+                for setting in SETTINGS:
+                    if setting[0] == link:
+                        found.append(_measured(network, cluster, *setting, text))
+    return found
+
+
+def predicted(cluster: Cluster, model: str, length: int, text: Path) -> dict[str, float]:
+    """Return the predicted seconds of a step by method."""
+    data = data_of(model, text, length)
+    found = predictions(cluster, model, data, size=RANKS, seq_length=length, batch=TOKENS // length)
+    return {name: found[name][1] for name in (RING[model], *WALLFACER)}
+
+
+def _measured(network: Network, cluster: Cluster, link: str, model: str, length: int, text: Path) -> Row:
+    expected = predicted(cluster, model, length, text)
+    seconds: dict[str, list[float]] = {name: [] for name in expected}
+    shape = {"size": RANKS, "seq_length": length, "batch": TOKENS // length, "iterations": WARM_UP + STEPS}
+    for name in turns([*expected], TURNS):
+        flags = command_line(model, CASES[name], data_of(model, text, length), **shape)
+        steps = train(network, flags, lambda iteration: None, ENTRIES[model])
+        seconds[name] += [step.seconds for step in steps[WARM_UP:]]
+    row = _row(link, model, length, expected, {name: median(taken) for name, taken in seconds.items()})
+    print(f"{link} {model} {length}: {row.measured}, predicted {row.analytic}", flush=True)
+    return row
+
+
+def _row(link: str, model: str, length: int, expected: dict[str, float], found: dict[str, float] | None = None) -> Row:
+    of: dict[str, str | int] = {"link": link, "model": model, "tokens": length}
+    where = f"{device_name('cpu')}, 2 nodes of 4 processes, {RATE}"
+    return Row(of, {}, _gain(model, expected), where, found and _gain(model, found))
+
+
+def _gain(model: str, seconds: dict[str, float]) -> dict[str, float]:
+    ring, ours = seconds[RING[model]], min(seconds[name] for name in WALLFACER)
+    return {"ring_s": round(ring, 3), "wallfacer_s": round(ours, 3), "times_as_fast": round(ring / ours, 3)}
+
+
+def explained(found: Sequence[Row]) -> str:
+    """Say how near the measured gains are to the predicted ones."""
+    text = "Times of a step in seconds. A team has 2 ranks; a DiT's mask shows all, and a GPT's Ring is zigzag."
+    pairs = [(row.measured["times_as_fast"], row.analytic["times_as_fast"]) for row in found if row.measured]
+    if not pairs:
+        return f"{text} Predicted for bench/link's cluster files, and not measured: --measure does it."
+    off = [float(ours) / float(said) - 1 for ours, said in pairs]  # type: ignore[arg-type]
+    return (
+        f"{text} Predicted from a calibration that sees no step; of the measured gains "
+        f"{sum(abs(x) <= WITHIN for x in off)} of {len(off)} are within {WITHIN:.0%} of the predicted ones, and "
+        f"the farthest is {max(off, key=abs):+.1%} away. The published clusters are not these: what is checked is the "
+        "prediction, not the paper's figures."
+    )

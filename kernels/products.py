@@ -6,6 +6,7 @@ fast there.
 Shapes: N rows (tokens), I and O widths before and after the product.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,9 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return total.t() if turned else total
 
 
-@register_flop_formula(torch.ops.mkldnn._linear_pointwise)
 def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
-    return 2 * x.numel() * weight[0]
+    return 2 * math.prod(x) * weight[0]
+
+
+if torch.backends.mkldnn.is_available():
+    register_flop_formula([torch.ops.mkldnn._linear_pointwise, torch.ops.longmesh.product])(_flops)

@@ -37,7 +37,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x W^T + b as ``torch.nn.functional.linear``: x ``[..., I]``, weight ``[O, I]``, bias ``[O]``."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or not ONEDNN or _is_other(x, weight):
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias)
+    # In rows: oneDNN's operator returns a view of others, which nothing could be added to in place.
+    return _Linear.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
 
 
 def _is_other(x: Tensor, weight: Tensor) -> bool:
@@ -61,14 +62,13 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
         grad = grad.contiguous()
-        rows = grad.flatten(0, -2)
         dx = product(grad, weight.t()) if need_x else None
-        dw = weight_gradient(rows, x.flatten(0, -2)) if need_weight else None
-        return dx, dw, rows.sum(0) if need_bias else None
+        dw = weight_gradient(grad, x) if need_weight else None
+        return dx, dw, grad.sum(0) if need_bias else None
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b by oneDNN; float32, x ``[..., I]``, weight ``[O, I]`` with any strides."""
+    """Return x W^T + b by oneDNN; float32, x ``[N, I]``, weight ``[O, I]`` with any strides."""
     if torch.compiler.is_compiling():  # inductor knows oneDNN's operator for constant weights alone
         return _product_op(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -81,7 +81,7 @@ def _product_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @_product_op.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+    return x.new_empty(len(x), len(weight))
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:

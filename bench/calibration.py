@@ -59,7 +59,10 @@ def measure(device: torch.device, work: Workload, lengths: tuple[int, ...], say:
     there = len(usable_cores()) if device.type == "cpu" else torch.cuda.device_count()
     figures["gpus_per_node"] = (there, "those here") if alone else (local, "processes started on each node")
     figures |= _memory(device, figures["gpus_per_node"][0], say)
-    return figures | _links(device, local, say)
+    figures |= _links(device, local, say)
+    return figures | (
+        _overlaps(device, replace(work, seq_length=lengths[-1]), local, say) if dist.get_world_size() > 1 else {}
+    )
 
 
 def _rates(device: torch.device, work: Workload, lengths: tuple[int, ...], say: Say) -> Figures:
@@ -167,6 +170,42 @@ def _links(device: torch.device, local: int, say: Say) -> Figures:
     return found
 
 
+def _overlaps(device: torch.device, work: Workload, local: int, say: Say) -> Figures:
+    """Measure what goes on at once of computing and of an exchange about as long, posted before it or waited for."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    peers = [(rank + step * (local if size > local else 1)) % size for step in (1, -1)]
+    plan = make_plan("ring", seq_len=work.seq_length, size=1)
+    executor = Executor(plan.geometry, gpu.Alone(plan.geometry, None, 0), 0, "auto")
+    attend = gpu.step_of(plan, executor, *work.tensors(device.type))
+    times = max(1, round(LONG_ENOUGH / slowest(attend, device.type, PROBES)))
+
+    def compute() -> None:
+        for _ in range(times):
+            attend()
+
+    busy, count = slowest(compute, device.type, PROBES), FIRST_BYTES
+    while (sent := exchange_seconds(device, peers, count)) < busy and count < MOST_BYTES:
+        count = min(MOST_BYTES, int(count * min(GROWTH, max(2.0, busy / sent))))
+    post = posting(device, peers, count)
+
+    def posted() -> None:
+        wait = post()
+        compute()
+        wait()
+
+    def waited() -> None:
+        post()()
+        compute()
+
+    found: Figures = {}
+    for name, step, how in (("posted_overlap", posted, "posted before it"), ("shared_overlap", waited, "waited for")):
+        together = slowest(step, device.type, 3 * PROBES)
+        share = min(1.0, max(0.0, (busy + sent - together) / min(busy, sent)))
+        say(f"computing {1e3 * busy:.4g} ms, an exchange {1e3 * sent:.4g} ms, {how}: {1e3 * together:.4g} ms")
+        found[name] = share, f"an exchange of {1e3 * sent:.3g} ms {how}, with {1e3 * busy:.3g} ms of computing"
+    return found
+
+
 def _link(name: str, device: torch.device, peers: list[int], say: Say) -> tuple[float, float, int]:
     """Return a link's latency in seconds, its rate in bytes per second and the largest message, by growing sizes."""
     size, latency = FIRST_BYTES, 0.0
@@ -181,14 +220,26 @@ def _link(name: str, device: torch.device, peers: list[int], say: Say) -> tuple[
 
 def exchange_seconds(device: torch.device, peers: list[int], size: int) -> float:
     """Time the slowest rank that sends ``size`` bytes to the first of ``peers`` and receives as many from the last."""
+    post = posting(device, peers, size)
+    return slowest(lambda: post()() if peers else None, device.type, PROBES if size > FIRST_BYTES else FIRST_PROBES)
+
+
+def posting(device: torch.device, peers: list[int], size: int) -> Callable[[], Callable[[], None]]:
+    """Return what posts that exchange, and returns what waits for it."""
     sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
 
-    def step() -> None:
-        operations = [dist.P2POp(dist.irecv, received, peers[-1]), dist.P2POp(dist.isend, sent, peers[0])]
-        for under_way in dist.batch_isend_irecv(operations):
-            under_way.wait()
+    def post() -> Callable[[], None]:
+        under_way = dist.batch_isend_irecv(
+            [dist.P2POp(dist.irecv, received, peers[-1]), dist.P2POp(dist.isend, sent, peers[0])]
+        )
 
-    return slowest(step if peers else None, device.type, PROBES if size > FIRST_BYTES else FIRST_PROBES)
+        def wait() -> None:
+            for one in under_way:
+                one.wait()
+
+        return wait
+
+    return post
 
 
 def slowest(step: Callable[[], None] | None, device: str, repeats: int) -> float:

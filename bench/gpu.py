@@ -195,6 +195,35 @@ def _ratios(steps: dict[str, Any], alone: dict[str, Any] | None) -> dict[str, di
     return ratios
 
 
+def masked(device: str, work: Workload, repeats: int) -> dict[str, Any]:
+    """Time a CAUSAL tile off the diagonal beside one on it, and packed documents beside one, forward + backward."""
+    q, k, v, dout = work.tensors(device)
+    backend, scale = select_backend("auto", device, q.dtype), work.head_dim**-0.5
+
+    def tile(rows: slice, columns: slice) -> float:
+        own, keys = (q[:, rows], dout[:, rows]), (k[:, columns], v[:, columns])
+
+        def step() -> None:
+            out, lse = block_forward(own[0], *keys, CAUSAL, scale, backend)
+            block_backward(own[1], own[0], *keys, out, lse, CAUSAL, scale, backend)
+
+        return median(time_steps(step, device, repeats))
+
+    on, off = slice(0, work.seq_length - 1), slice(1, work.seq_length)
+    tiles, rates = {"on the diagonal": tile(on, on), "off it": tile(off, on)}, dict[str, float]()
+    for name, mask in {"one document": work, "packed": replace(work, documents="lognormal")}.items():
+        plan = mask.plan("zigzag", 1)
+        executor = Executor(plan.geometry, Alone(plan.geometry, None, 0), 0, "auto")
+        seconds = median(time_steps(step_of(plan, executor, q, k, v, dout), device, repeats))
+        rates[name] = mask.flops(mask.pairs) / seconds / 1e12
+    return {
+        "causal_tile_seconds": tiles,
+        "off_the_diagonal": tiles["off it"] / tiles["on the diagonal"],
+        "tflops": rates,
+        "packed": rates["packed"] / rates["one document"],
+    }
+
+
 def table(result: dict[str, Any]) -> str:
     """Format the figures of ``measure`` as a table."""
     machine, work, ceilings = result["machine"], result["workload"], result["ceilings"]

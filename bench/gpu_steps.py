@@ -10,6 +10,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bench import ceilings, gpu
+from bench import linear as of_linear
 from bench.attention import DEFAULT_METHODS
 from bench.workload import Workload
 from kernels.attention import block_backward, block_forward, select_backend
@@ -155,7 +157,20 @@ def attention(device: str, folder: Path) -> dict[str, Any]:
     lengths = gpu.LENGTHS if big else (64,)
     found = gpu.measure(device, work, lengths, DEFAULT_METHODS, 8, 20 if big else 2)
     print(gpu.table(found))
+    found["masked"] = gpu.masked(device, replace(work, seq_length=32768) if big else work, 20 if big else 2)
+    print(f"masked: {found['masked']}")
     return found
+
+
+def linear(device: str, folder: Path) -> dict[str, Any]:
+    """Measure linear attention by length, forward + backward, beside flash-linear-attention's and what limits both."""
+    heads, width, lengths = (16, 128, (8192, 32768, 131072)) if device == "cuda" else (2, 16, (128,))
+    limits, rows = ceilings.measure(device, (_dtype(device),)), []
+    for length in lengths:
+        work = Workload(seq_length=length, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device))
+        rows.append(of_linear.beside_the_limit(device, work, limits, 20 if device == "cuda" else 2))
+        print(rows[-1], flush=True)
+    return {"rows": rows, "wrong": [row["wrong"] for row in rows if row.get("wrong")]}
 
 
 def training(device: str, folder: Path) -> dict[str, Any]:
@@ -253,6 +268,7 @@ STEPS = {
     "ranks": Step(ranks, 60),
     "waits": Step(waits, 30),
     "attention": Step(attention, 90),
+    "linear": Step(linear, 60),
     "training": Step(training, 90),
     "resume": Step(resume, 90),
     "profile": Step(profile, 90),

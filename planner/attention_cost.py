@@ -1,11 +1,12 @@
 """Predict the time of one layer's attention on a cluster. Needs no process.
 
-Ranks run in lockstep: a round of attention takes as long as its slowest rank computes or its busiest link is busy.
-Collectives, and what is sent after the last round, are not overlapped. A rank of cp and its neighbours of tp fill nodes
-in order.
+Ranks run in lockstep: a round of attention takes as long as its slowest rank computes or its busiest link is busy, and
+what the cluster's ``posted_overlap`` leaves of the shorter. Beside collectives, and what is sent after the last round,
+nothing is computed but by ranks that share a processor (``shared_overlap``). A rank of cp and its neighbours of tp fill
+nodes in order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,8 +85,17 @@ class AttentionCost:
             for slot in set(map(tuple, slots))  # a ring's rounds are all alike
         }
         computing = [*busy.max(axis=1).tolist(), 0.0]
-        rounds = sum(max(longest, seconds[tuple(slot)]) for longest, slot in zip(computing, slots, strict=True))
-        return rounds + sum(self._transfer(_joint(collective)) for collective in collectives(geometry, of, moves))
+        rounds = [(longest, seconds[tuple(slot)]) for longest, slot in zip(computing, slots, strict=True)]
+        return self._overlapped(
+            rounds, sum(self._transfer(_joint(collective)) for collective in collectives(geometry, of, moves))
+        )
+
+    def _overlapped(self, rounds: Sequence[tuple[float, float]], waited: float) -> float:
+        """Return the seconds of rounds, each of computing and transfers beside it, and of those that are waited for."""
+        cluster, computing = self.cluster, sum(busy for busy, _ in rounds)
+        whole = waited + sum(max(pair) + (1 - cluster.posted_overlap) * min(pair) for pair in rounds)
+        alone = waited + sum(sent for busy, sent in rounds if not busy)
+        return whole - cluster.shared_overlap * min(alone, computing)
 
     def _busy(self, moves: Moves | None, operations: int) -> np.ndarray:
         """Return the seconds that every place computes in every round, float64 ``[rounds, places]``."""
@@ -104,9 +114,10 @@ class AttentionCost:
         joint = collectives(geometry, self.of, moves, holders_join=False)
         extra = sum(self._transfer(_joint(collective)) for collective in joint)
         if geometry.method.capabilities().needed_only:
-            return max(float(busy.sum(axis=0).max()), self._transfer(*sent)) + extra
+            return self._overlapped([(float(busy.sum(axis=0).max()), self._transfer(*sent))], extra)
         computing = [*busy.max(axis=1).tolist(), 0.0]
-        return sum(max(longest, self._transfer(slot)) for longest, slot in zip(computing, sent, strict=True)) + extra
+        rounds = [(longest, self._transfer(slot)) for longest, slot in zip(computing, sent, strict=True)]
+        return self._overlapped(rounds, extra)
 
     def _state_seconds(self, operations: int, *, reverse: bool) -> float:
         """Time linear attention: passed between neighbours, states wait in turn; gathers overlap the scan."""

@@ -1,11 +1,18 @@
 """What a search found: configurations with their predictions, and why the others were discarded."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp, log
+from statistics import fmean
 from typing import Any
 
 from planner.cluster import Cluster
 from planner.step_cost import Prediction
+
+PREDICTED, PROFILED = 0.10, 0.036
+"""Errors of predicted seconds and of those of 2 profiled iterations: standard deviations of their logarithms within a
+setting of ``bench.link.choices``, on 2026-11-23."""
 
 
 @dataclass(frozen=True)
@@ -45,3 +52,14 @@ def nothing_left(found: Ranking, cluster: Cluster) -> str:
         )
     reason = next(iter(found.refused), "there is no arrangement of these processes")
     return f"context_parallel_method is auto, and no method suits: {reason}"
+
+
+def weighed(predicted: Sequence[float], profiled: Sequence[float]) -> list[float]:
+    """Return candidates' seconds by prediction and profile together, weighed by the inverse squares of their errors.
+
+    Of predictions the ratios count: by how much all are off is found from the profiles.
+    """
+    share = PROFILED**-2 / (PROFILED**-2 + PREDICTED**-2)
+    pairs = [(log(said), log(real)) for said, real in zip(predicted, profiled, strict=True)]
+    off = fmean(real - said for said, real in pairs)
+    return [exp(share * real + (1 - share) * (said + off)) for said, real in pairs]

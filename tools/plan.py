@@ -20,6 +20,7 @@ import os
 import sys
 from dataclasses import asdict, replace
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from planner.complete import with_layout, with_vocabulary
 from planner.documents import heaviest_documents, typical_documents
 from planner.extremes import fewest, longest, of_length
 from planner.fits import busiest, changes
-from planner.ranking import nothing_left
+from planner.ranking import nothing_left, weighed
 from planner.rehearsal import CAUSES
 from planner.search import arrangements, rank, settings, validated
 from runtime.files import write_text
@@ -65,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     lengths = "with --reset-attention-mask: tokens of documents to draw from (default: those of --data-path)"
     add("--document-lengths", type=int, nargs="+", default=(), metavar="N", help=lengths)
     add("--profile", action="store_true", help="run the best candidates on the processes at hand")
-    add("--profile-top", type=int, default=3, metavar="N", help="how many to run (default: %(default)s)")
+    add("--profile-top", type=int, default=5, metavar="N", help="how many to run (default: %(default)s)")
     add("--profile-iters", type=int, default=3, metavar="N", help="iterations of each, and one before")
     add("--write", type=Path, metavar="FILE", help="write the winner as TOML for pretrain_gpt.py")
     shown = parser.add_mutually_exclusive_group()
@@ -207,8 +208,9 @@ def plan(argv: list[str]) -> None:
 
         best = rows[: args.profile_top]
         seconds = measure([row.candidate.config for row in best], args.profile_iters, quiet=args.json)
+        both = weighed([row.candidate.prediction.time for row in best], seconds)
         measured = [replace(row, measured=time) for row, time in zip(best, seconds, strict=True)]
-        rows = sorted(measured, key=lambda row: row.measured or 0.0) + rows[len(best) :]
+        rows = [row for _, row in sorted(zip(both, measured, strict=True), key=itemgetter(0))] + rows[len(best) :]
     if os.environ.get("RANK", "0") != "0":  # profiling has ended the process group
         return
     if args.json:

@@ -90,7 +90,7 @@ class Trainer:
         if config.checkpoint.non_persistent_save_interval and not self._saves.holds(progress.iteration):
             self._saved = 0  # it went on from a local one
         good = self.log.good_steps(self.objective.loss_name) if self.log else []
-        self._health = Health(config.health, config.checkpoint.save, self.mesh.device, good)
+        self._health = Health(config.health, config.checkpoint.save, good)
         if self.peak_flops is None:
             self.peak_flops = peak_flops(self.mesh.device, torch.bfloat16 if config.train.bf16 else torch.float32)
         processor = "GPU" if self.mesh.device.type == "cuda" else "process"
@@ -229,7 +229,7 @@ class Trainer:
         lengths = [length for local in micro_batches for length in self.objective.lengths(local)]
         flops = sum(length * self.flops_per_token(length) for length in lengths) / self.mesh.cp.size()
         counted = [sum(map(self.objective.count, micro_batches)), flops, *flags]
-        counts = torch.tensor(counted, dtype=torch.float64, device=self.mesh.device)
+        counts = torch.tensor(counted, dtype=torch.float64)  # not on the device, whose queue it would wait for
         dist.all_reduce(counts)  # over tp too: it counts the same tokens again, but one rank alone may fail
         valid, flops, failed, ready, *asked = counts.tolist()
         self._watchdog.beat()
@@ -248,7 +248,7 @@ class Trainer:
         """Accumulate and clip the gradients of the mean loss over ``valid`` tokens; return the loss and their norm."""
         total = self._over_all(self.runner.forward_backward(micro_batches, max(valid, 1)))
         strategy, largest = self.config.data_parallel.strategy, self.config.optimizer.clip_grad
-        return total.item(), finish_step(self.runner, self.mesh.dp_cp, strategy, largest)
+        return finish_step(self.runner, self.mesh.dp_cp, strategy, largest, total)
 
     def _over_all(self, share: Tensor) -> Tensor:
         """Sum a loss's shares over the ranks with different tokens; pipeline stages without a loss get it too."""

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.data import Strategy, finish_gradients, untracked_replicas
@@ -99,8 +99,8 @@ def build_optimizer(config: OptimizerConfig, *parts: nn.Module) -> torch.optim.A
 
 def gradient_norm(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None, *, copies: int = 1
-) -> float:
-    """Return the 2-norm of the whole gradient, sharded over ``group`` (default: all ranks); collective.
+) -> Tensor:
+    """Return the 2-norm of the whole gradient, sharded over ``group`` (default: all ranks), float64; collective.
 
     A shard that several ranks hold, because a DTensor is replicated over a mesh dimension, counts once.
     Summed in float64: in float32 a large tensor is off by 1e-5, by an amount that depends on the shards' sizes.
@@ -110,7 +110,7 @@ def gradient_norm(
     """
     squares = torch.stack([_own_square(p.grad) for p in parameters if p.grad is not None]).sum() / copies
     dist.all_reduce(squares, group=group)
-    return math.sqrt(squares.item())
+    return squares.sqrt()
 
 
 def _own_square(gradient: torch.Tensor) -> torch.Tensor:
@@ -132,8 +132,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, largest: flo
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], largest / norm)
 
 
-def finish_step(runner: Runner, replicas: DeviceMesh, strategy: Strategy, largest: float) -> float:
-    """Reduce the gradients that the micro-batches left, clip them, and return their norm before; collective.
+def finish_step(
+    runner: Runner, replicas: DeviceMesh, strategy: Strategy, largest: float, loss: Tensor
+) -> tuple[float, float]:
+    """Reduce the gradients that the micro-batches left and clip them; return the loss, and their norm before.
+
+    Collective. Both numbers come in one read, the step's only wait for the device.
 
     Raises:
         RuntimeError: part of the model has no gradient.
@@ -144,6 +148,7 @@ def finish_step(runner: Runner, replicas: DeviceMesh, strategy: Strategy, larges
         raise RuntimeError(f"no gradient reached {', '.join(missing)}: part of the model is not trained")
     for part in runner.parts:
         finish_gradients(part, replicas, strategy)
-    norm = gradient_norm(parameters.values(), copies=untracked_replicas(replicas, strategy))
+    size = gradient_norm(parameters.values(), copies=untracked_replicas(replicas, strategy))
+    found, norm = torch.stack((loss.double(), size)).tolist()
     clip_gradients([p for part in runner.parts for p in part.parameters()], norm, largest)
-    return norm
+    return found, norm

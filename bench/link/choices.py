@@ -2,8 +2,9 @@
 
 Four links between two nodes of 4 ranks, four models and three lengths, each link with each model once. A link is
 calibrated by ``bench.calibration``, which sees no training step: rates of the device at the models' width, and
-exchanges of bytes. The planner then predicts every candidate of a setting; its three best and a few others train in
-turns. A setting that the results have already is not measured again.
+exchanges of bytes. The planner then predicts every candidate of a setting; its five best and a few others train in
+turns. The first turn is a profile, as ``tools.plan --profile`` makes one, and chooses among the five together with the
+predictions; the others are what choices are judged by. A setting that the results have already is not measured again.
 
     python -m bench.link.choices --results bench/results             # all 16 settings, half an hour
     python -m bench.link.choices --results /tmp --links "shared 200mbit" --models gpt --turns 1
@@ -25,6 +26,7 @@ from bench.rounds import turns
 from bench.workload import Workload
 from data.text.prepare import prepare
 from planner.cluster import Cluster
+from planner.ranking import weighed
 from runtime.errors import UserError
 from runtime.files import write_text
 from testing.machine import describe, results_file, stamp
@@ -46,13 +48,14 @@ TOKENS = 6144
 SEEN = Workload(num_heads=8, head_dim=16, batch=4)
 """What the calibration measures: the models' heads, at the lengths of a rank below."""
 SEEN_LENGTHS = (128, 512)
-BEST = 3
+BEST = 5
 OTHERS = ("ulysses", "zigzag_u4", "double_ring", "wallfacer_c2_u2")
 """Measured besides the best predictions: each was among the best of a setting of ``bench.link``."""
 ITERATIONS = 2
 RATES = (
     *("peak_tflops", "matmul_fraction", "attention_fraction", "launch_us"),
     *("inside_gb_per_s", "inside_latency_us", "between_gb_per_s", "between_latency_us"),
+    *("posted_overlap", "shared_overlap"),
 )
 WITHIN = 0.03
 """Of the best measured, for a choice to count as good."""
@@ -69,20 +72,24 @@ def settings(links: list[str], models: list[str]) -> list[tuple[str, str, int]]:
 
 
 def measured(network: Network, cluster: Cluster, model: str, length: int, data: Path, rounds: int) -> dict[str, Any]:
-    """Predict a setting's candidates, and train its best and ``OTHERS`` in turns.
+    """Predict a setting's candidates; train its best and ``OTHERS`` in a turn to profile them and in ``rounds`` more.
 
-    Returns predicted seconds of all candidates, and measured seconds of those trained, by turn.
+    Returns predicted seconds of all candidates, profiled ones, and measured ones by turn.
     """
     shape = {"size": network.size, "seq_length": length, "batch": TOKENS // length}
     base, more = MODELS[model]
     found = predictions(cluster, base, data, more, **shape)
     names = [name for place, name in enumerate(found) if place < BEST or name in OTHERS]
-    order = list(turns(names, rounds))
+    order = list(turns(names, 1 + rounds))
     lines = [command_line(base, found[name][0], data, **shape, iterations=ITERATIONS + 1) for name in order]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name, taken in zip(order, profile(network, lines, ITERATIONS), strict=True):
         seconds[name].append(_short(taken))
-    return {"predicted": {name: _short(time) for name, (_, time) in found.items()}, "seconds": seconds}
+    return {
+        "predicted": {name: _short(time) for name, (_, time) in found.items()},
+        "profiled": {name: taken[0] for name, taken in seconds.items()},
+        "seconds": {name: taken[1:] for name, taken in seconds.items()},
+    }
 
 
 def _short(seconds: float) -> float:
@@ -90,17 +97,22 @@ def _short(seconds: float) -> float:
 
 
 def judged(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a setting's choice, the best measured, by how much the choice is behind, and the spread.
+    """Return the choices by prediction and with a profile, the best measured, how far they are behind, and the spread.
 
     ``ranks`` are the predicted ranks of those measured, fastest first; ``spread`` the largest of (most - least) over
     median of a candidate's turns.
     """
     times = {name: median(taken) for name, taken in row["seconds"].items()}
     order, predicted = sorted(times, key=lambda name: times[name]), list(row["predicted"])
+    best = predicted[:BEST]
+    both = weighed(*([row[way][name] for name in best] for way in ("predicted", "profiled")))
+    choice = min(zip(both, best, strict=True))[1]
     return {
-        "choice": predicted[0],
+        "predicted": predicted[0],
+        "choice": choice,
         "best": order[0],
-        "behind": times[predicted[0]] / times[order[0]] - 1,
+        "behind": times[choice] / times[order[0]] - 1,
+        "predicted_behind": times[predicted[0]] / times[order[0]] - 1,
         "ranks": [1 + predicted.index(name) for name in order],
         "times": {name: times[name] for name in order},
         "spread": max((max(taken) - min(taken)) / times[name] for name, taken in row["seconds"].items()),
@@ -109,16 +121,19 @@ def judged(row: dict[str, Any]) -> dict[str, Any]:
 
 def markdown(result: dict[str, Any]) -> str:
     """Format the settings, and what was calibrated."""
-    rows, good = list[list[str]](), dict[bool, list[bool]]({True: [], False: []})
+    rows, good = list[list[str]](), dict[bool, list[tuple[bool, bool]]]({True: [], False: []})
     for row in result["settings"]:
         said, time = judged(row), row["predicted"]
-        good[len(time) > 2].append(said["behind"] <= WITHIN)
-        cells = [row["link"], row["model"], str(row["length"]), said["choice"], f"{time[said['choice']]:.2f}"]
-        cells += [f"{said['times'][said['choice']]:.2f}", f"{said['best']} {said['times'][said['best']]:.2f}"]
-        cells += [f"{said['behind']:.1%}", " ".join(map(str, said["ranks"])), str(len(time)), f"{said['spread']:.0%}"]
-        rows.append(cells)
-    head = ["link", "model", "length", "choice", "predicted, s", "measured, s", "best measured, s", "behind"]
+        good[len(time) > 2].append((said["behind"] <= WITHIN, said["predicted_behind"] <= WITHIN))
+        cells = [row["link"], row["model"], str(row["length"])]
+        for name, behind in ((said["predicted"], said["predicted_behind"]), (said["choice"], said["behind"])):
+            cells += [f"{name} {time[name]:.2f}", f"{said['times'][name]:.2f}", f"{behind:.1%}"]
+        cells += [f"{said['best']} {said['times'][said['best']]:.2f}", " ".join(map(str, said["ranks"]))]
+        rows.append([*cells, str(len(time)), f"{said['spread']:.0%}"])
+    head = ["link", "model", "length", "first predicted, s", "measured, s", "behind"]
+    head += ["choice with a profile, predicted, s", "measured, s", "behind", "best measured, s"]
     head += ["predicted ranks, fastest measured first", "of", "spread"]
+    counts = {softmax: [sum(each) for each in zip(*found, strict=True)] or [0, 0] for softmax, found in good.items()}
     clusters = result["clusters"]
     show = [
         [link, *(f"{clusters[link][key]:.3g}" for key in RATES), clusters[link]["between_link"]] for link in clusters
@@ -128,9 +143,10 @@ def markdown(result: dict[str, Any]) -> str:
         *heading(result),
         f"Two nodes of 4 ranks, {TOKENS} tokens a step; medians of {result['turns']} turns of {ITERATIONS} training "
         "steps; spread: the widest of a candidate's turns, over its median.",
-        f"The choice is within {WITHIN:.0%} of the best measured in {sum(good[True])} of {len(good[True])} settings of "
-        f"softmax attention, and in {sum(good[False])} of {len(good[False])} of linear attention, which has two "
-        "candidates.\n",
+        f"The choice by prediction and a profile of the {BEST} best is within {WITHIN:.0%} of the best measured in "
+        f"{counts[True][0]} of {len(good[True])} settings of softmax attention, and the first predicted in "
+        f"{counts[True][1]}; of linear attention, which has two candidates, in {counts[False][0]} and "
+        f"{counts[False][1]} of {len(good[False])}.\n",
         *markdown_table(head, rows),
         "\nCalibrated, each link by itself:\n",
         *markdown_table(["link", *RATES, "between_link"], show),
@@ -170,7 +186,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = parser_for("python -m bench.link.choices", __doc__)
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS), help="default: all")
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="default: all")
-    parser.add_argument("--turns", type=positive, default=3, help="of all candidates (default: %(default)s)")
+    parser.add_argument(
+        "--turns",
+        type=positive,
+        default=3,
+        help="after that of the profile (default: %(default)s)",
+    )
     add_results(parser)
     args = parser.parse_args(argv)
     machine = describe("cpu")

@@ -100,7 +100,7 @@ def accumulated(
             finish_gradients(model, mesh, strategy)
     sent.append(calls)
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    norm = gradient_norm(model.parameters(), copies=untracked_replicas(mesh, strategy))
+    norm = gradient_norm(model.parameters(), copies=untracked_replicas(mesh, strategy)).item()
     return gradients_of(model), held, sent, norm
 
 
@@ -155,7 +155,7 @@ def of(strategy: Strategy, copies: int = 1) -> DataParallelConfig:
 def step(rank: int, world_size: int, tp: int, cp: int, config: DataParallelConfig) -> tuple[split.Step, float]:
     with distributed_mesh(split.mesh_config(tp, cp)) as mesh:
         model, found = split.split_step(mesh, split.config(), data_parallel=config)
-        return found, gradient_norm(model.parameters(), copies=untracked_replicas(mesh.dp_cp, config.strategy))
+        return found, gradient_norm(model.parameters(), copies=untracked_replicas(mesh.dp_cp, config.strategy)).item()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +20,7 @@ import pretrain_gpt
 from parallel.mesh import Mesh
 from planner import rehearsal
 from planner.rehearsal import Recorder, rehearse
+from testing.training import Records, trainer_of
 from train.config import diffusion, language
 
 SMALL = (
@@ -147,6 +151,53 @@ def test_layers_make_and_read_nothing(name: str) -> None:
 def test_those_of_a_diffusion_transformer_neither(method: str, objective: str) -> None:
     flags = [*DIT, "--context-parallel-method", method, "--objective", objective]
     assert made_anew(diffusion.parse_args, pretrain_dit.computing, flags) == []
+
+
+def reads_of_a_step(monkeypatch: pytest.MonkeyPatch, data: Path, more: Callable[[], object]) -> int:
+    """Count what the training thread reads in a step, but for the CPU's attention; ``more`` is called in each."""
+    counts: list[int] = []
+
+    class Steps(Records):
+        def write(self, record: dict[str, Any]) -> None:
+            super().write(record)
+            counts.append(len(reads))
+
+    reads: list[str] = []
+
+    def counting(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any) -> Any:
+            reads.extend([name] * (current_thread() is main_thread()))
+            return plain(*args)
+
+        return read
+
+    for name in ("item", "tolist", "cpu", "__float__"):
+        monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
+    flags = ["--config", "configs/llama_tiny.toml", "--num-layers", "1", "--hidden-size", "32", "--seq-length", "32"]
+    flags += [
+        "--data-path",
+        str(data),
+        "--tokenizer-model",
+        f"{data}.model",
+        "--save",
+        "none",
+        "--save-interval",
+        "none",
+    ]
+    flags += ["--context-parallel-size", "1", "--train-iters", "4", "--eval-iters", "0"]
+    with trainer_of(pretrain_gpt, flags, Steps()) as trainer:
+        plain = trainer.optimizer.step
+        monkeypatch.setattr(trainer.optimizer, "step", lambda: (more(), plain()))
+        trainer.run()
+    (found,) = {after - before for before, after in pairwise(counts[:3])}
+    return found
+
+
+def test_a_step_reads_the_device_once(default_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and norm. Two more lists are what the hosts agree on, on the CPU: counts and requests, and health."""
+    assert reads_of_a_step(monkeypatch, default_data, lambda: None) == 3
+    monkeypatch.undo()
+    assert reads_of_a_step(monkeypatch, default_data, lambda: torch.ones(()).item()) == 4  # negative control
 
 
 def test_what_waits_is_found() -> None:

@@ -83,11 +83,11 @@ def norms_of_shards(rank: int, world_size: int) -> tuple[float, float, float]:
         parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
         parameters.append(parameter)
     parameters.append(nn.Parameter(torch.zeros(3)))  # without a gradient
-    norm = gradient_norm(parameters, mesh.get_group())
+    norm = gradient_norm(parameters, mesh.get_group()).item()
     squares = torch.stack([torch.linalg.vector_norm(p.grad.to_local()) for p in parameters[:-1]]).square().sum()
     torch.distributed.all_reduce(squares)
     clip_gradients(parameters, norm, 0.5)
-    return norm, squares.sqrt().item(), gradient_norm(parameters, mesh.get_group())
+    return norm, squares.sqrt().item(), gradient_norm(parameters, mesh.get_group()).item()
 
 
 def test_norm_over_shards_is_the_whole_gradients() -> None:
@@ -108,7 +108,7 @@ def norm_over_two_dimensions(rank: int, world_size: int) -> float:
         parameter = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(0), Replicate()]))
         parameter.grad = distribute_tensor(gradient, mesh, [Shard(0), Replicate()])
         parameters.append(parameter)
-    return gradient_norm(parameters)
+    return gradient_norm(parameters).item()
 
 
 def test_what_several_ranks_hold_counts_once() -> None:

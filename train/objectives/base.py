@@ -4,9 +4,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from data.loader import Batch
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """Return x on the device; to a GPU it goes while the host and the stream's work before go on."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 class Objective(ABC):
@@ -28,11 +34,12 @@ class Objective(ABC):
 
     @abstractmethod
     def local(self, batch: Batch) -> Batch:
-        """Return this rank's part of a batch, on its device."""
+        """Return this rank's part of a batch, on its device, and its ``count``."""
 
-    @abstractmethod
-    def count(self, local: Batch) -> int:
-        """Count the tokens of that part that carry loss."""
+    @staticmethod
+    def count(local: Batch) -> int:
+        """Return the tokens of that part that carry loss: its ``count``, int64 [] on the CPU, so that none waits."""
+        return int(local["count"])
 
     @abstractmethod
     def lengths(self, local: Batch) -> Sequence[int]:

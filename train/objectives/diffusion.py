@@ -14,7 +14,7 @@ from model.diffusion import Diffusion
 from model.dit import patchify
 from model.dit_config import DiTConfig
 from parallel.context import ContextParallel
-from train.objectives.base import Objective
+from train.objectives.base import Objective, moved
 
 CONDITIONING = ("t_embedder.", "y_embedder.")
 """Modules of every pipeline stage, since only hidden states pass between stages."""
@@ -43,7 +43,8 @@ class Denoising(Objective):
         """Set up for ``cp``, made for the patches of a sample or, with ``joined``, of a micro-batch's, as documents."""
         self._cp, self._device, self._model, self._diffusion, self._seed = cp, device, model, diffusion, seed
         self._positions = cp.positions.to(device)  # [T]
-        self._real = (self._positions < cp.plan.seq_len).float()  # [T]; 0 for padding
+        self._real = (cp.positions < cp.plan.seq_len).float()  # [T]; 0 for padding
+        self._real_there = self._real.to(device)
         self._sample = (cp.positions.clamp(max=cp.plan.seq_len - 1) // model.num_patches) if joined else None  # [T]
         self._sample_there = None if self._sample is None else self._sample.to(device)
 
@@ -76,7 +77,8 @@ class Denoising(Objective):
             "labels": labels,
             "valid": batch["sample"] >= 0,
         }
-        return {name: value.to(self._device, non_blocking=True) for name, value in local.items()}
+        count = self._weights(local["valid"], self._real).sum(dtype=torch.int64)
+        return {name: moved(value, self._device) for name, value in local.items()} | {"count": count}
 
     def _sharded(self, patches: Tensor) -> Tensor:
         """Return this rank's patches of whole samples [B, all patches, W]."""
@@ -101,18 +103,16 @@ class Denoising(Objective):
         normal = torch.randn((), generator=generator)
         return chance, uniform, normal, torch.randn(self._model.latent_shape, generator=generator)
 
-    def count(self, local: Batch) -> int:
-        """Count the patches that carry loss."""
-        return int(self._weights(local).sum(dtype=torch.int64))
-
     def lengths(self, local: Batch) -> list[int]:
         """Return the patches of each sample."""
         return [self._model.num_patches] * len(local["times"])
 
-    def _weights(self, local: Batch) -> Tensor:
-        """Return 1 for each patch that carries loss and else 0, shaped as ``_by_time`` without W."""
-        real = self._real if self._sample is None else self._real[:, None]
-        return self._of_rows(local["valid"])[:, None] * real
+    def _weights(self, valid: Tensor, real: Tensor) -> Tensor:
+        """Return 1 for each patch that carries loss and else 0, shaped as ``_by_time`` without W.
+
+        Given whether a sample carries loss [B], and 1 for each patch that is no padding [T].
+        """
+        return self._of_rows(valid)[:, None] * (real if self._sample is None else real[:, None])
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
         """Return the sum over this rank's patches of their elements' mean loss, float32.
@@ -126,7 +126,7 @@ class Denoising(Objective):
         times = self._of_rows(local["times"])
         noised = self._diffusion.noised(latents, noise, times)
         loss = self._diffusion.loss(output, latents, noise, noised, times).mean(-1)
-        return (loss * self._weights(local)).sum()
+        return (loss * self._weights(local["valid"], self._real_there)).sum()
 
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
         """Return the name and a meta tensor of patches ``[B, T, W]``, or ``[1, T, W]`` of joined samples."""

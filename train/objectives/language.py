@@ -17,7 +17,7 @@ from model.base import LanguageModel
 from parallel.context import ContextParallel
 from parallel.context.plan import PLANS, PlanHandle
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
-from train.objectives.base import Objective
+from train.objectives.base import Objective, moved
 
 PADDING = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0}
 """Values of padding, by what a rank holds of a batch."""
@@ -84,18 +84,15 @@ class NextToken(Objective):
             self._prepare(cp)
             plan = {"plan": PLANS.tensor(cp.plan, shape=(1,))}
         names = [name for name in PADDING if name in batch]
-        whole = {name: batch[name].to(self._device, non_blocking=True) for name in names}
-        return {name: cp.shard(x, dim=1, pad_value=PADDING[name]) for name, x in whole.items()} | plan
+        own = {name: cp.shard(batch[name], dim=1, pad_value=PADDING[name]) for name in names}
+        count = (own["labels"] != IGNORE_INDEX).sum()
+        return {name: moved(x, self._device) for name, x in own.items()} | plan | {"count": count}
 
     def _positions_of(self, starts: Tensor) -> Tensor:
         """Return the positions [B, S] of samples whose documents have these ``starts`` [B, S]."""
         if self._reset_positions:
             return positions_in_documents(starts)
         return torch.arange(starts.shape[1]).expand(starts.shape)
-
-    def count(self, local: Batch) -> int:
-        """Count the tokens that carry loss."""
-        return int((local["labels"] != IGNORE_INDEX).sum())
 
     def lengths(self, local: Batch) -> list[int]:
         """Return the lengths of documents where they attend apart, else of sequences."""

@@ -80,9 +80,7 @@ class HealthConfig:
 class Health:
     """Judges the steps of a run. All methods are collective, and alike on all ranks."""
 
-    def __init__(
-        self, config: HealthConfig, save: str | None, device: torch.device, records: list[tuple[Any, Any]]
-    ) -> None:
+    def __init__(self, config: HealthConfig, save: str | None, records: list[tuple[Any, Any]]) -> None:
         """Begin a start of a run.
 
         Args:
@@ -91,7 +89,7 @@ class Health:
         Raises:
             TrainingError: the run has failed too often after its newest checkpoint, not counting local ones.
         """
-        self._config, self._device = config, device
+        self._config = config
         self._folder = Path(save) if save else None
         past, newest, failures = from_first(lambda: (records[-WINDOW:], self._newest(), self._failures()))
         self._good = deque[tuple[float, float]](past, WINDOW)
@@ -123,7 +121,7 @@ class Health:
 
     def _agreed(self, words: list[tuple[bool, str]]) -> str:
         """Return the first text that is true on any rank, and on how many; one small sum over all ranks."""
-        found = torch.tensor([float(true) for true, _ in words], device=self._device)
+        found = torch.tensor([float(true) for true, _ in words])  # the hosts', whom no device makes wait
         dist.all_reduce(found)
         size = dist.get_world_size()
         for count, (_, text) in zip(found.tolist(), words, strict=True):

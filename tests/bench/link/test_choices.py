@@ -3,10 +3,12 @@
 import pytest
 
 from bench.link.choices import LENGTHS, LINKS, MODELS, judged, markdown, settings
+from planner.ranking import weighed
 
 ROW = {
     "predicted": {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0},
-    "seconds": {"a": [1.2, 1.0, 1.1], "b": [1.0, 1.0, 1.3], "d": [2.0, 2.0, 2.0]},
+    "profiled": {"a": 1.02, "b": 1.0, "c": 3.0, "d": 2.0},
+    "seconds": {"a": [1.2, 1.0, 1.1], "b": [1.0, 1.0, 1.3], "c": [3.0, 3.0, 3.0], "d": [2.0, 2.0, 2.0]},
 }
 
 
@@ -20,11 +22,21 @@ def test_each_link_has_each_model_once_and_each_length() -> None:
 
 def test_a_choice_is_held_against_the_best_measured() -> None:
     said = judged(ROW)
-    assert (said["choice"], said["best"], said["ranks"]) == ("a", "b", [2, 1, 4])
-    assert said["behind"] == pytest.approx(0.1)
+    assert (said["predicted"], said["choice"], said["best"], said["ranks"]) == ("a", "a", "b", [2, 1, 4, 3])
+    assert said["behind"] == said["predicted_behind"] == pytest.approx(0.1)
     assert said["spread"] == pytest.approx(0.3)
     better = judged({**ROW, "predicted": {"b": 1.0, "a": 2.0, "c": 3.0, "d": 4.0}})
-    assert (better["choice"], better["behind"], better["ranks"]) == ("b", 0.0, [1, 2, 4])
+    assert (better["choice"], better["behind"], better["ranks"]) == ("b", 0.0, [1, 2, 4, 3])
+    profiled = judged({**ROW, "profiled": {"a": 2.0, "b": 1.0, "c": 3.0, "d": 2.0}})
+    assert (profiled["predicted"], profiled["choice"], profiled["behind"]) == ("a", "b", 0.0)
+
+
+def test_prediction_and_profile_are_weighed_by_their_errors() -> None:
+    assert weighed([1.0, 2.0], [1.1, 2.2]) == pytest.approx([1.1, 2.2])
+    near = weighed([1.0, 1.2], [1.01, 1.0])  # the profile says 1 %, the predictions 20 %
+    assert near[0] < near[1]
+    far = weighed([1.0, 1.2], [1.2, 1.0])
+    assert far[1] < far[0]
 
 
 def test_settings_with_two_candidates_are_counted_apart() -> None:
@@ -32,10 +44,12 @@ def test_settings_with_two_candidates_are_counted_apart() -> None:
     cluster |= {f"{where}_{what}": 1.0 for where in ("inside", "between") for what in ("gb_per_s", "latency_us")}
     common = {"link": LINKS[0], "length": 768}
     two = {"predicted": {"lasp": 1.0, "lasp2": 2.0}, "seconds": {"lasp": [1.0], "lasp2": [2.0]}}
+    two["profiled"] = {"lasp": 1.0, "lasp2": 2.0}
     machine = dict.fromkeys(("device", "cores", "platform", "torch", "date"), "x")
     result = {"machine": machine, "load_average": [1.0], "note": None, "turns": 1}
-    result["clusters"] = {LINKS[0]: cluster | {"launch_us": 1.0}}
+    result["clusters"] = {LINKS[0]: cluster | {"launch_us": 1.0, "posted_overlap": 1.0, "shared_overlap": 0.0}}
     result["settings"] = [{**common, "model": "gpt", **ROW}, {**common, "model": "transnormer", **two}]
     text = markdown(result)
-    assert "in 0 of 1 settings of softmax attention, and in 1 of 1 of linear" in text
-    assert "| gpt | 768 | a | 1.00 | 1.10 | b 1.00 | 10.0% | 2 1 4 | 4 | 30% |" in text
+    assert "in 0 of 1 settings of softmax attention, and the first predicted in 0; of linear attention" in text
+    assert "in 1 and 1 of 1." in text
+    assert "| gpt | 768 | a 1.00 | 1.10 | 10.0% | a 1.00 | 1.10 | 10.0% | b 1.00 | 2 1 4 3 | 4 | 30% |" in text

@@ -73,7 +73,7 @@ def steps(
         for model_config in models:
             model, step = split_step(mesh, model_config, recompute)
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-            found.append((step, gradient_norm(model.parameters())))
+            found.append((step, gradient_norm(model.parameters()).item()))
     return found
 
 

@@ -103,7 +103,7 @@ def test_joined_samples_are_told_apart_on_the_device_without_a_copy() -> None:
     trained = Denoising(cp.under(documents=(0, 4 * patches)), meta, MODEL, objective()._diffusion, 1, joined=True)
     local = trained.local(given)
     with Copies() as copies:
-        trained._weights(local)
+        trained._weights(local["valid"], trained._real_there)
     assert local["valid"].is_meta
     assert copies.count == 0
 

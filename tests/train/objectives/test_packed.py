@@ -47,8 +47,9 @@ def model() -> LanguageModel:
 def test_without_a_flag_a_batch_is_as_it_was() -> None:
     batch = packed_batch()
     local = objective().local(batch)
-    assert local.keys() == {"tokens", "labels"}
-    assert all(torch.equal(local[name], batch[name]) for name in local)
+    assert local.keys() == {"tokens", "labels", "count"}
+    assert all(torch.equal(local[name], batch[name]) for name in ("tokens", "labels"))
+    assert int(local["count"]) == ROWS * LENGTH - 2
 
 
 def test_samples_are_joined_into_one_sequence_and_padding_carries_nothing() -> None:
@@ -57,6 +58,7 @@ def test_samples_are_joined_into_one_sequence_and_padding_carries_nothing() -> N
     assert {name: tuple(value.shape) for name, value in local.items()} == {
         **dict.fromkeys(("tokens", "labels", "positions"), (1, 28)),
         "plan": (1,),
+        "count": (),
     }
     for name in ("tokens", "labels"):
         assert torch.equal(local[name][0, : ROWS * LENGTH], batch[name].flatten())
@@ -68,14 +70,14 @@ def test_samples_are_joined_into_one_sequence_and_padding_carries_nothing() -> N
     assert objective().lengths(objective().local(batch)) == [LENGTH] * ROWS
     name, like = one.first_input(ROWS)
     assert (name, like.shape, one.local_length) == ("tokens", (1, 28), 28)
-    assert one.count(local) == objective().count(batch) == ROWS * LENGTH - 2
+    assert one.count(local) == int((batch["labels"] != IGNORE_INDEX).sum()) == ROWS * LENGTH - 2
 
 
 def test_positions_restart_alone_or_attention_is_apart_alone() -> None:
     """Each flag for itself, as in Megatron: samples as they are with positions of documents, or the reverse."""
     batch = packed_batch()
     restarted, apart = objective("reset_position_ids").local(batch), objective("reset_attention_mask").local(batch)
-    assert restarted.keys() == {"tokens", "labels", "positions"}
+    assert restarted.keys() == {"tokens", "labels", "positions", "count"}
     assert torch.equal(restarted["positions"], positions_in_documents(batch["starts"]))
     assert torch.equal(apart["positions"][0], torch.arange(LENGTH).repeat(ROWS))
     plain = build_model(LLAMA)

@@ -34,10 +34,10 @@ def judged(rank: int, world_size: int) -> list[str]:
     config = HealthConfig(check_for_spiky_loss=True, spike_factor=3.0)
     said = []
     for loss, norm in ((6.1, 0.5), (5.9, 50.0), (math.nan, 0.5), (2.0, math.inf)):
-        of_run = Health(config, None, CPU, [(2.0, 0.5)] * LEAST)
+        of_run = Health(config, None, [(2.0, 0.5)] * LEAST)
         said.append(of_run.judge(loss if rank == 0 else 2.0, norm))
-    young = Health(config, None, CPU, [(2.0, 0.5)] * (LEAST - 1))
-    large = Health(replace(config, check_for_large_grads=True), None, CPU, [(2.0, 0.5)] * LEAST)
+    young = Health(config, None, [(2.0, 0.5)] * (LEAST - 1))
+    large = Health(replace(config, check_for_large_grads=True), None, [(2.0, 0.5)] * LEAST)
     return [*said, young.judge(6.1, 0.5), large.judge(2.0, 1.6)]
 
 
@@ -112,11 +112,11 @@ def test_failures_after_a_local_checkpoint_are_counted_and_a_cut_line_is_left_ou
     (tmp_path / "iter_0000002").mkdir()
     (tmp_path / FAILURES).write_text('{"iteration": 1, "checkpoint": 0, "why": "old"}\n{"iter')
     for start in range(3):
-        of_start = Health(HealthConfig(), str(tmp_path), CPU, [])
+        of_start = Health(HealthConfig(), str(tmp_path), [])
         with pytest.raises(TrainingError, match=r"^bad"):
             of_start.fail(4 + 2 * start, 3, "bad")
     with pytest.raises(TrainingError, match="the run failed 3 times after iteration 2, the last time as bad"):
-        Health(HealthConfig(), str(tmp_path), CPU, [])
+        Health(HealthConfig(), str(tmp_path), [])
     assert [json.loads(line)["iteration"] for line in (tmp_path / FAILURES).read_text().splitlines()] == [1, 4, 6, 8]
 
 

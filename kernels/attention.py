@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels import flash_attn, reference
+from kernels import cudnn, flash_attn, reference
 from kernels.blocks import ANTI, CAUSAL, FULL
 from kernels.packed import Lengths, Packed
 from kernels.strips import Strips, heads_first
@@ -98,7 +98,9 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
             f"attention_backend {name} on {device_type} takes bfloat16 or float16 and got {dtype}; "
             "use --bf16, or --attention-backend reference for a small exact run"
         )
-    packed = _packed()
+    packed, plain = _packed(), (_aten_cuda_forward, _aten_cuda_backward)
+    if name == "auto" and cudnn.is_preferred():
+        return AttentionBackend("cudnn", *in_eights(*cudnn.by_shape(plain)), packed=packed)
     if name == "flash_attn" or (name == "auto" and flash_attn.is_installed()):
         try:
             return AttentionBackend("flash_attn", *in_eights(*flash_attn.load()), packed=packed)
@@ -108,8 +110,8 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
                     f"attention_backend is flash_attn, {error}; install flash-attn 2.7 or 2.8, or use auto"
                 ) from error
     if name == "cudnn":
-        return AttentionBackend("cudnn", *in_eights(_cudnn_forward, _cudnn_backward), packed=packed)
-    return AttentionBackend("aten", *in_eights(_aten_cuda_forward, _aten_cuda_backward), packed=packed)
+        return AttentionBackend("cudnn", *in_eights(*cudnn.by_shape(None)), packed=packed)
+    return AttentionBackend("aten", *in_eights(*plain), packed=packed)
 
 
 @cache
@@ -248,38 +250,3 @@ def _aten_packed_backward(
     return aten._flash_attention_backward(
         dout, q, k, v, out.to(q.dtype), lse, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
     )
-
-
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        *heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
-    )
-    out, lse = heads_first(out, lse.reshape(lse.shape[:3]))
-    return out, lse
-
-
-def _cudnn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # unused without dropout
-    lengths = (q.shape[1], k.shape[1])
-    dout, q, k, v, out, lse = heads_first(dout, q, k, v, out.to(q.dtype), lse.float())
-    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous()[..., None],
-        no_seed,
-        no_seed,
-        None,
-        None,
-        None,
-        *lengths,
-        0.0,
-        causal,
-        scale=scale,
-    )
-    dq, dk, dv = heads_first(dq, dk, dv)
-    return dq, dk, dv

@@ -52,8 +52,9 @@ class ContextConfig:
     cluster: str | None = None
     """TOML file of the cluster that auto chooses for, as in configs/clusters; by default by the kind of device."""
     attention_backend: Literal["auto", "aten", "cudnn", "flash_attn", "chunked", "triton", "reference"] = "auto"
-    """Kernel of one attention block; auto takes flash-attn 2.7 or 2.8 where that is installed and works, else aten. Of
-    linear attention: chunked or triton; auto takes triton on a GPU in bfloat16, else chunked."""
+    """Kernel of one attention block; auto takes cudnn from the H100 on (aten for heads that it does not take), and
+    before flash-attn 2.7 or 2.8 where that is installed and works, else aten. Of linear attention: chunked or triton;
+    auto takes triton on a GPU in bfloat16, else chunked."""
 
     @property
     def title(self) -> str:
@@ -121,7 +122,8 @@ class FullContextConfig(ContextConfig):
     balance a causal mask, bring nothing here. auto takes what the cost model finds fastest on the cluster, once, as the
     run starts (docs/concepts/planner.md)."""
     attention_backend: Literal["auto", "aten", "cudnn", "flash_attn", "reference"] = "auto"
-    """Kernel of one attention block; auto takes flash-attn 2.7 or 2.8 where that is installed and works, else aten."""
+    """Kernel of one attention block; auto takes cudnn from the H100 on (aten for heads that it does not take), and
+    before flash-attn 2.7 or 2.8 where that is installed and works, else aten."""
 
 
 @dataclass(frozen=True, kw_only=True)

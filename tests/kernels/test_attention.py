@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import attention, cudnn, reference
 from kernels.attention import ANTI, CAUSAL, FULL, block_backward, block_forward, in_eights, select_backend
 from kernels.merge import merge_
+from runtime.errors import UserError
 
 SCALE = 0.2
 
@@ -117,6 +118,36 @@ def test_a_head_that_lies_in_pieces_is_put_together(odd: int, dtype: torch.dtype
 def test_a_backend_that_cannot_serve_is_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         select_backend(*arguments)
+
+
+@pytest.mark.parametrize(("capability", "name"), [((8, 0), "aten"), ((9, 0), "cudnn"), ((10, 0), "cudnn")])
+def test_cudnn_is_taken_from_hopper_on(capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(attention.flash_attn, "is_installed", lambda: capability > (8, 0))
+    assert select_backend.__wrapped__("auto", "cuda", torch.bfloat16).name == name
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "widest"), [((9, 0), 91000, 256), ((9, 0), 90800, 128), ((10, 0), 91000, 128)]
+)
+def test_cudnn_gets_the_heads_and_keys_that_it_takes(
+    capability: tuple[int, int], version: int, widest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(cudnn, "forward", lambda *_: "cudnn")
+    monkeypatch.setattr(cudnn, "backward", lambda *_: "cudnn")
+    cudnn.widest.cache_clear()
+    forward, backward = cudnn.by_shape((lambda *_: "other",) * 2)
+    for width, keys in ((64, 8), (widest, 8), (widest + 8, 8), (64, 1)):
+        q, k = torch.empty(1, 8, 2, width), torch.empty(1, keys, 2, width)
+        want = "cudnn" if width <= widest and keys > 1 else "other"
+        assert (forward(q, k), backward(q, q, k)) == (want, want)
+    with pytest.raises(UserError, match=f"heads of up to {widest} channels"):
+        cudnn.by_shape(None)[0](torch.empty(1, 8, 2, widest + 8), torch.empty(1, 8, 2, widest + 8))
+    cudnn.widest.cache_clear()
 
 
 @pytest.mark.parametrize("kind", [CAUSAL, ANTI])

@@ -5,7 +5,7 @@ counts. Alone, without torchrun, there are no links to measure.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -186,7 +186,9 @@ def _overlaps(device: torch.device, work: Workload, local: int, say: Say) -> Fig
     busy, count = slowest(compute, device.type, PROBES), FIRST_BYTES
     while (sent := exchange_seconds(device, peers, count)) < busy and count < MOST_BYTES:
         count = min(MOST_BYTES, int(count * min(GROWTH, max(2.0, busy / sent))))
-    post = posting(device, peers, count)
+    post, first = posting(device, peers[:1], peers[1:], count), rank - rank % local
+    near = sorted({first + (rank + step) % local for step in (1, -1)} - {rank})  # neighbours wait for each other
+    meet = posting(device, near, near, 1) if near else None
 
     def posted() -> None:
         wait = post()
@@ -196,6 +198,8 @@ def _overlaps(device: torch.device, work: Workload, local: int, say: Say) -> Fig
     def waited() -> None:
         post()()
         compute()
+        if meet is not None:
+            meet()()
 
     found: Figures = {}
     for name, step, how in (("posted_overlap", posted, "posted before it"), ("shared_overlap", waited, "waited for")):
@@ -220,18 +224,17 @@ def _link(name: str, device: torch.device, peers: list[int], say: Say) -> tuple[
 
 def exchange_seconds(device: torch.device, peers: list[int], size: int) -> float:
     """Time the slowest rank that sends ``size`` bytes to the first of ``peers`` and receives as many from the last."""
-    post = posting(device, peers, size)
+    post = posting(device, peers[:1], peers[-1:], size)
     return slowest(lambda: post()() if peers else None, device.type, PROBES if size > FIRST_BYTES else FIRST_PROBES)
 
 
-def posting(device: torch.device, peers: list[int], size: int) -> Callable[[], Callable[[], None]]:
-    """Return what posts that exchange, and returns what waits for it."""
-    sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+def posting(device: torch.device, to: Sequence[int], of: Sequence[int], size: int) -> Callable[[], Callable[[], None]]:
+    """Return what posts ``size`` bytes to each of some ranks and as many of each of others, and returns what waits."""
+    sent, *received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(1 + len(of)))
 
     def post() -> Callable[[], None]:
-        under_way = dist.batch_isend_irecv(
-            [dist.P2POp(dist.irecv, received, peers[-1]), dist.P2POp(dist.isend, sent, peers[0])]
-        )
+        operations = [dist.P2POp(dist.irecv, into, peer) for into, peer in zip(received, of, strict=True)]
+        under_way = dist.batch_isend_irecv([*operations, *(dist.P2POp(dist.isend, sent, peer) for peer in to)])
 
         def wait() -> None:
             for one in under_way:

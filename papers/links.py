@@ -28,7 +28,7 @@ RING = {"dit": "ring", "gpt": "zigzag"}
 """Ring Attention as it is fastest: a causal mask's work is balanced."""
 WALLFACER = ("wallfacer_c2", "wallfacer_c2_p2p_intra")
 """Teams of 2, the only size of 8 ranks besides 1; both placements, of which the faster counts."""
-WARM_UP, STEPS, TURNS = 2, 3, 3
+WARM_UP, STEPS, TURNS = 1, 4, 1
 """Steps of a turn that do not count, and that do."""
 WITHIN = 0.15
 ENTRIES = {"dit": "pretrain_dit", "gpt": "pretrain_gpt"}

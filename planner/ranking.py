@@ -11,8 +11,8 @@ from planner.cluster import Cluster
 from planner.step_cost import Prediction
 
 PREDICTED, PROFILED = 0.10, 0.036
-"""Errors of predicted seconds and of those of 2 profiled iterations: standard deviations of their logarithms within a
-setting of ``bench.link.choices``, on 2026-11-23."""
+"""Errors of predicted seconds and of those of a few profiled iterations: standard deviations of their logarithms within
+a setting of ``bench.link.choices``, on 2026-11-23."""
 
 
 @dataclass(frozen=True)

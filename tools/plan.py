@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     lengths = "with --reset-attention-mask: tokens of documents to draw from (default: those of --data-path)"
     add("--document-lengths", type=int, nargs="+", default=(), metavar="N", help=lengths)
     add("--profile", action="store_true", help="run the best candidates on the processes at hand")
-    add("--profile-top", type=int, default=5, metavar="N", help="how many to run (default: %(default)s)")
+    add("--profile-top", type=int, default=8, metavar="N", help="how many to run (default: %(default)s)")
     add("--profile-iters", type=int, default=3, metavar="N", help="iterations of each, and one before")
     add("--write", type=Path, metavar="FILE", help="write the winner as TOML for pretrain_gpt.py")
     shown = parser.add_mutually_exclusive_group()

@@ -2,9 +2,10 @@
 
 Four links between two nodes of 4 ranks, four models and three lengths, each link with each model once. A link is
 calibrated by ``bench.calibration``, which sees no training step: rates of the device at the models' width, and
-exchanges of bytes. The planner then predicts every candidate of a setting; its five best and a few others train in
-turns. The first turn is a profile, as ``tools.plan --profile`` makes one, and chooses among the five together with the
-predictions; the others are what choices are judged by. A setting that the results have already is not measured again.
+exchanges of bytes. The planner then predicts every candidate of a setting; its eight best and a few others train in
+turns. The first turn, twice as long, is a profile, as ``tools.plan --profile`` makes one, and chooses among the eight
+together with the predictions; by the others choices are judged. A setting that the results have already is not measured
+again.
 
     python -m bench.link.choices --results bench/results             # all 16 settings, half an hour
     python -m bench.link.choices --results /tmp --links "shared 200mbit" --models gpt --turns 1
@@ -48,7 +49,7 @@ TOKENS = 6144
 SEEN = Workload(num_heads=8, head_dim=16, batch=4)
 """What the calibration measures: the models' heads, at the lengths of a rank below."""
 SEEN_LENGTHS = (128, 512)
-BEST = 5
+BEST = 8
 OTHERS = ("ulysses", "zigzag_u4", "double_ring", "wallfacer_c2_u2")
 """Measured besides the best predictions: each was among the best of a setting of ``bench.link``."""
 ITERATIONS = 2
@@ -80,11 +81,11 @@ def measured(network: Network, cluster: Cluster, model: str, length: int, data: 
     base, more = MODELS[model]
     found = predictions(cluster, base, data, more, **shape)
     names = [name for place, name in enumerate(found) if place < BEST or name in OTHERS]
-    order = list(turns(names, 1 + rounds))
-    lines = [command_line(base, found[name][0], data, **shape, iterations=ITERATIONS + 1) for name in order]
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for name, taken in zip(order, profile(network, lines, ITERATIONS), strict=True):
-        seconds[name].append(_short(taken))
+    for order, iterations in ((names, 2 * ITERATIONS), (list(turns(names, rounds)), ITERATIONS)):
+        lines = [command_line(base, found[name][0], data, **shape, iterations=iterations + 1) for name in order]
+        for name, taken in zip(order, profile(network, lines, iterations), strict=True):
+            seconds[name].append(_short(taken))
     return {
         "predicted": {name: _short(time) for name, (_, time) in found.items()},
         "profiled": {name: taken[0] for name, taken in seconds.items()},
@@ -189,7 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--turns",
         type=positive,
-        default=3,
+        default=2,
         help="after that of the profile (default: %(default)s)",
     )
     add_results(parser)

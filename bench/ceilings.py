@@ -37,7 +37,7 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
 
 
 def product_seconds(device: str, dtype: torch.dtype, rows: int, inner: int, columns: int) -> float:
-    """Measure one product of matrices ``[rows, inner]`` and ``[inner, columns]``, as a layer does it."""
+    """Measure one product of matrices ``[rows, inner]`` and ``[inner, columns]``, as a layer's forward does it."""
     a, b = torch.randn(rows, inner, device=device).to(dtype), torch.randn(columns, inner, device=device).to(dtype)
     return median(time_steps(lambda: linear(a, b), device, REPEATS[device]))
 

@@ -92,10 +92,10 @@ class AttentionCost:
 
     def _overlapped(self, rounds: Sequence[tuple[float, float]], waited: float) -> float:
         """Return the seconds of rounds, each of computing and transfers beside it, and of those that are waited for."""
-        cluster, computing = self.cluster, sum(busy for busy, _ in rounds)
-        whole = waited + sum(max(pair) + (1 - cluster.posted_overlap) * min(pair) for pair in rounds)
+        together = self.cluster.posted_overlap * sum(map(min, rounds))
         alone = waited + sum(sent for busy, sent in rounds if not busy)
-        return whole - cluster.shared_overlap * min(alone, computing)
+        left = sum(busy for busy, _ in rounds) - together  # of the computing, beside nothing yet
+        return waited + sum(map(sum, rounds)) - together - self.cluster.shared_overlap * min(alone, left)
 
     def _busy(self, moves: Moves | None, operations: int) -> np.ndarray:
         """Return the seconds that every place computes in every round, float64 ``[rounds, places]``."""

@@ -198,6 +198,8 @@ def main(argv: list[str] | None = None) -> None:
     machine = describe("cpu")
     path = results_file(args.results or Path(tempfile.mkdtemp(prefix="longmesh-choices-")), "choices", machine)
     result = {"settings": [], "clusters": {}, "turns": args.turns} | (read_records(path) if path.exists() else {})
+    if any("profiled" not in row for row in result["settings"]):
+        raise UserError(f"{path} holds settings without a profile, of an earlier version; give another --results")
     if result["turns"] != args.turns:
         raise UserError(f"{path} holds medians of {result['turns']} turns, not {args.turns}; give another --results")
     prepare_machine()

@@ -69,6 +69,24 @@ def test_states_cost_what_a_matrix_per_head_does_however_long_the_sequence() -> 
     assert attention("lasp2", COMPUTE, 8, 4096).forward() == pytest.approx(1.5 * scan)  # the state, and then the scan
 
 
+@pytest.mark.parametrize("method", ["zigzag", "wallfacer", "ulysses"])
+def test_what_goes_on_at_once_is_a_share_of_the_shorter(method: str) -> None:
+    options = {"zigzag": {}, "wallfacer": {"team_size": 2}, "ulysses": {"ulysses_degree": 4}}[method]
+    both = replace(NETWORK, peak_tflops=1.0)
+
+    def seconds(posted: float, shared: float, cluster: Cluster = both) -> float:
+        found = replace(cluster, posted_overlap=posted, shared_overlap=shared)
+        return attention(method, found, 4, 4096, **options).forward()
+
+    apart = seconds(1, 0, NETWORK), seconds(1, 0, COMPUTE)
+    assert seconds(0, 0) == pytest.approx(sum(apart))
+    assert seconds(1, 1) == pytest.approx(max(apart), rel=0.35)
+    assert (seconds(1, 0) < seconds(0, 0)) == (method == "zigzag"), "posted before the computing beside it"
+    assert seconds(0.5, 0) == pytest.approx((seconds(0, 0) + seconds(1, 0)) / 2)
+    assert seconds(0, 0.5) == pytest.approx((seconds(0, 0) + seconds(0, 1)) / 2)
+    assert min(seconds(posted, 1) for posted in (0, 0.5, 1)) >= max(apart) * (1 - 1e-9), "no computing counts twice"
+
+
 def test_compute_goes_by_pairs() -> None:
     pairs = 4096 * 4097 / 2
     one = attention("zigzag", COMPUTE, 1, 4096)

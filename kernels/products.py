@@ -18,8 +18,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 FEWEST_ROWS = 32
 """Below them a product takes less time than its call."""
-SUMMED_ROWS = 512
-"""Of a weight's gradient that are summed at once: oneDNN's error grows with their number."""
 
 
 def _takes_onednn() -> bool:
@@ -35,25 +33,26 @@ ONEDNN = _takes_onednn()
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x W^T + b as ``torch.nn.functional.linear``: x ``[..., I]``, weight ``[O, I]``, bias ``[O]``."""
-    if x.device.type != "cpu" or x.dtype != torch.float32 or not ONEDNN or _is_other(x, weight):
+    if x.device.type != "cpu" or not ONEDNN or not _suits(x, weight):
         return F.linear(x, weight, bias)
     # In rows: oneDNN's operator returns a view of others, which nothing could be added to in place.
     return _Linear.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
 
 
-def _is_other(x: Tensor, weight: Tensor) -> bool:
-    """Whether these are no plain float32 tensors of rows enough."""
-    if x.shape[:-1].numel() < FEWEST_ROWS or weight.dtype != torch.float32:
-        return True
+def _suits(x: Tensor, weight: Tensor) -> bool:
+    """Whether these are plain tensors in float32, with enough rows."""
+    if (x.dtype, weight.dtype) != (torch.float32, torch.float32) or x.shape[:-1].numel() < FEWEST_ROWS:
+        return False
     from torch.distributed.tensor import DTensor
 
-    return isinstance(x, DTensor) or isinstance(weight, DTensor)
+    return not (isinstance(x, DTensor) or isinstance(weight, DTensor) or torch.is_autocast_enabled("cpu"))
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        need_x, need_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         return product(x, weight, bias)
 
     @staticmethod
@@ -88,12 +87,8 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Return the sum over rows of the outer products of grad ``[N, O]`` and x ``[N, I]``: ``[O, I]``."""
     turned = grad.shape[1] > x.shape[1]  # oneDNN is fastest where the result is wide
     left, right = (x, grad) if turned else (grad, x)
-    total: Tensor | None = None
-    for start in range(0, len(x), SUMMED_ROWS):
-        part = product(left[start : start + SUMMED_ROWS].t(), right[start : start + SUMMED_ROWS].t())
-        total = part if total is None else total.add_(part)
-    assert total is not None, "there is at least one row"
-    return total.t() if turned else total
+    found = product(left.t(), right.t())
+    return found.t() if turned else found
 
 
 def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:

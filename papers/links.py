@@ -1,9 +1,10 @@
 """WallFacer's gain over Ring Attention on emulated links: training steps of 8 ranks beside the planner's prediction.
 
-The paper's clusters join 16 or 8 GPUs of a node by fast links, and nodes by a slow one. Here 100 Mbit/s join two nodes
-of 4 processes, shared by a node's ranks or for each of them; a DiT and a GPT of 2 layers train on them.
+The paper's clusters have fast links between the 16 or 8 GPUs of a node, and slow ones between nodes. Here links of 100
+Mbit/s join two nodes of 4 processes, one for each node or for each rank; a DiT and a GPT of 2 layers train on them.
 """
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,13 +81,13 @@ def _measured(network: Network, cluster: Cluster, link: str, model: str, length:
         steps = train(network, flags, lambda iteration: None, ENTRIES[model])
         seconds[name] += [step.seconds for step in steps[WARM_UP:]]
     row = _row(link, model, length, expected, {name: median(taken) for name, taken in seconds.items()})
-    print(f"{link} {model} {length}: {row.measured}, predicted {row.analytic}", flush=True)
+    print(f"{link} {model} {length}: {row.measured}, predicted {row.analytic}", file=sys.stderr)
     return row
 
 
 def _row(link: str, model: str, length: int, expected: dict[str, float], found: dict[str, float] | None = None) -> Row:
     of: dict[str, str | int] = {"link": link, "model": model, "tokens": length}
-    where = f"{device_name('cpu')}, 2 nodes of 4 processes, {RATE}"
+    where = f"{device_name('cpu') if found else 'emulated'}, 2 nodes of 4 processes, {RATE}"
     return Row(of, {}, _gain(model, expected), where, found and _gain(model, found))
 
 
@@ -97,7 +98,7 @@ def _gain(model: str, seconds: dict[str, float]) -> dict[str, float]:
 
 def explained(found: Sequence[Row]) -> str:
     """Say how near the measured gains are to the predicted ones."""
-    text = "Times of a step in seconds. A team has 2 ranks; a DiT's mask shows all, and a GPT's Ring is zigzag."
+    text = "Times of a step in seconds. A team has 2 ranks; Ring is zigzag for the GPT, whose attention is causal."
     pairs = [(row.measured["times_as_fast"], row.analytic["times_as_fast"]) for row in found if row.measured]
     if not pairs:
         return f"{text} Predicted for bench/link's cluster files, and not measured: --measure does it."

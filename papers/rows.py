@@ -18,6 +18,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from bench.link.network import NetworkError
 from papers.jobs import Figures, Job, measured, submit_row
 from runtime.errors import UserError
 from runtime.files import write_text
@@ -172,10 +173,10 @@ def _words(text: str) -> str:
     )
 
 
-def _measured(table: str) -> int:
-    """Count the measured cells of a table's CSV."""
-    rows = csv.DictReader(io.StringIO(table))
-    return sum(bool(value) for row in rows for name, value in row.items() if name.startswith("measured: "))
+def _measured(table: str) -> set[tuple[int, str]]:
+    """Return the measured cells of a table's CSV, by row and column."""
+    rows = enumerate(csv.DictReader(io.StringIO(table)))
+    return {(n, name) for n, row in rows for name, value in row.items() if value and name.startswith("measured: ")}
 
 
 def write(base: Path, sheet: Sheet, rows: Sequence[Row], text: str) -> None:
@@ -187,8 +188,8 @@ def write(base: Path, sheet: Sheet, rows: Sequence[Row], text: str) -> None:
     if (before := made_by(paths[".csv"])) and paths[".md"].exists() and (paths[".png"].exists() or not sheet.curves):
         old, new = paths[".csv"].read_text(encoding="utf-8"), as_csv(rows, before)
         same = old == new and _words(paths[".md"].read_text(encoding="utf-8")) == _words(text)
-        lost = _measured(old) > _measured(new)
-        more = "more measured figures than now, kept; --measure and --runs give them, or remove the file"
+        lost = not _measured(old) <= _measured(new)
+        more = "measured figures that are not there now, kept; --measure and --runs give them, or remove the file"
         said = "equal, kept" if same else more if lost else "other figures or words now, written anew"
         print(f"{paths['.csv']} was made by {before}: {said}", file=sys.stderr)
         if same or lost:
@@ -269,7 +270,7 @@ def _submit(sheet: Sheet, folder: Path, args: argparse.Namespace) -> int:
     """Submit the jobs of a table's rows, and say in a line why others have none; return the number of lines."""
     rows = sheet.rows()
     if not any(row.job for row in rows):
-        print(f"{sheet.name}: no row has a job: it needs {sheet.needs or 'no GPU, --measure counts here'}")
+        print(f"{sheet.name}: no row has a job: it needs {sheet.needs or 'no GPU, --measure does it here'}")
         return not args.row
     wanted = [row for row in rows if args.row in row.name]
     for row in wanted:
@@ -280,9 +281,18 @@ def _submit(sheet: Sheet, folder: Path, args: argparse.Namespace) -> int:
 
 
 def _with_runs(row: Row, folder: Path) -> Row:
-    """Return a row with what its job has measured, if it has."""
-    found = measured(row.job, folder / row.name) if row.job and row.measured is None else None
-    return replace(row, measured=found) if found else row
+    """Return a row with what its job has measured, if it has, besides what was measured here."""
+    found = measured(row.job, folder / row.name) if row.job else None
+    return replace(row, measured={**(row.measured or {}), **found}) if found else row
+
+
+def _measured_here(sheet: Sheet) -> list[Row]:
+    """Return a table's rows measured on this machine, or only predicted where it lacks what that needs."""
+    try:
+        return (sheet.measure or sheet.rows)()
+    except NetworkError as error:
+        print(f"{sheet.name} is not measured here, but predicted: {error}", file=sys.stderr)
+        return sheet.rows()
 
 
 def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> list[Row]:
@@ -290,7 +300,8 @@ def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> l
     if args.measure and sheet.measure is None:
         print(f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr)
     here = sheet.measure if args.measure else None
-    rows = [_with_runs(row, args.runs / paper / sheet.name) for row in (here or sheet.rows)()]
+    rows = _measured_here(sheet) if args.measure else sheet.rows()
+    rows = [_with_runs(row, args.runs / paper / sheet.name) for row in rows]
     command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * (here is not None)}"
     text = as_markdown(sheet, rows, source, command)
     if not args.json:

@@ -121,6 +121,8 @@ def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
     if mesh.device == "cuda" and not torch.cuda.is_available():
         mesh = replace(mesh, device="auto")
     context = config.context
+    if context.context_parallel_method == "auto":  # which is about training steps
+        context = type(context)()
     if mesh.context_parallel_size == 1:
         context = type(context)(context_parallel_method="none")
     # Sampling needs no copies of shards and no global batch, which would have to fit the number of processes.

@@ -70,7 +70,10 @@ def test_measured_figures_are_not_lost(tmp_path: Path, capsys: pytest.CaptureFix
     write(tmp_path / "one", sheet, [replace(rows[0], measured={"block": 2.0}), *rows[1:]], "text")
     before = (tmp_path / "one.csv").read_text()
     write(tmp_path / "one", sheet, rows, "text")
-    assert "more measured figures than now, kept" in capsys.readouterr().err
+    assert "measured figures that are not there now, kept" in capsys.readouterr().err
+    assert (tmp_path / "one.csv").read_text() == before
+    others = [rows[0], *(replace(row, measured={"emulated": 3.0}) for row in rows[1:])]  # more, but not that one
+    write(tmp_path / "one", sheet, others, "text")
     assert (tmp_path / "one.csv").read_text() == before
     write(tmp_path / "one", sheet, [replace(row, measured={"block": 3.0}) for row in rows], "text")
     assert "written anew" in capsys.readouterr().err

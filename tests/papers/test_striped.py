@@ -1,11 +1,13 @@
 """Striped Attention's speed-ups: every printed maximum, the tiles of the paper, the planner's exact work."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from papers import striped, table
+from papers import rows, striped, table
 from papers.ring import device
 
 ROWS = table.published("striped_speedups")
@@ -36,8 +38,18 @@ def test_emulated_ranks_gain_what_their_work_says(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(
             striped, "clock", lambda *_, else_=products: lambda step, tiles: sum(tile.pairs for tile in tiles) or else_
         )
-        found.append(striped.emulated("1B", 2, 65536)["speedup"])
+        found.append(striped.emulated("1B", 2, 65536)["emulated_speedup"])
     assert found == [pytest.approx(1.5, rel=1e-2), 1.0]
+
+
+def test_a_jobs_figure_stands_beside_the_emulated_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    row = next(row for row in striped.speedups() if row.job)
+    here = replace(row, measured={"emulated_speedup": 1.4, "emulated_on": "a CPU"})
+    monkeypatch.setattr(rows, "measured", lambda job, folder: {"speedup": 1.2, "on": "an A100"})
+    assert rows._with_runs(here, tmp_path).measured == {**(here.measured or {}), "speedup": 1.2, "on": "an A100"}
+    assert "a CPU" not in str(rows._with_runs(row, tmp_path).measured)
+    assert "-10.0% off" in striped._measured([replace(here, analytic={"theoretical_max": 1.4 / 0.9})])
+    assert striped._measured([replace(row, measured={"speedup": 1.2})]) == ""
 
 
 def test_what_emulated_ranks_time_is_a_layers_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
 """WallFacer's volumes and peaks as printed, counted bytes as planned, and the paper's best team in every setting."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from bench.link.network import NetworkError
 from papers import links, wallfacer
 from papers.rows import Row
 from parallel.context import make_plan
@@ -51,6 +53,19 @@ def test_gains_on_links_are_predicted_and_told_beside_measured_ones() -> None:
     assert "8 of 8 are within 15%" in links.explained(seen)
     seen[3] = replace(seen[3], measured={"times_as_fast": 4.0})  # negative control
     assert "7 of 8 are within 15%" in links.explained(seen)
+
+
+def test_without_namespaces_the_prediction_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused() -> None:
+        raise NetworkError("no namespaces here")
+
+    monkeypatch.setattr(links, "prepare_machine", refused)
+    assert wallfacer.main(["--table", "links", "--measure", "--json"]) == 0
+    found = capsys.readouterr()
+    assert [row["measured"] for row in json.loads(found.out)] == [None] * len(links.SETTINGS)
+    assert "links is not measured here, but predicted: no namespaces here" in found.err
 
 
 @pytest.mark.slow

@@ -93,7 +93,11 @@ def _row(link: str, model: str, length: int, expected: dict[str, float], found: 
 
 def _gain(model: str, seconds: dict[str, float]) -> dict[str, float]:
     ring, ours = seconds[RING[model]], min(seconds[name] for name in WALLFACER)
-    return {"ring_s": round(ring, 3), "wallfacer_s": round(ours, 3), "times_as_fast": round(ring / ours, 3)}
+    return {
+        "ring_s": round(float(ring), 3),
+        "wallfacer_s": round(float(ours), 3),
+        "times_as_fast": round(float(ring / ours), 3),
+    }
 
 
 def explained(found: Sequence[Row]) -> str:

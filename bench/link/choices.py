@@ -75,7 +75,7 @@ def settings(links: list[str], models: list[str]) -> list[tuple[str, str, int]]:
 def measured(network: Network, cluster: Cluster, model: str, length: int, data: Path, rounds: int) -> dict[str, Any]:
     """Predict a setting's candidates; train its best and ``OTHERS`` in a turn to profile them and in ``rounds`` more.
 
-    Returns predicted seconds of all candidates, profiled ones, and measured ones by turn.
+    Returns predicted seconds of all candidates, and ``turns``, measured ones, of which the first is the profile.
     """
     shape = {"size": network.size, "seq_length": length, "batch": TOKENS // length}
     base, more = MODELS[model]
@@ -88,13 +88,12 @@ def measured(network: Network, cluster: Cluster, model: str, length: int, data: 
             seconds[name].append(_short(taken))
     return {
         "predicted": {name: _short(time) for name, (_, time) in found.items()},
-        "profiled": {name: taken[0] for name, taken in seconds.items()},
-        "seconds": {name: taken[1:] for name, taken in seconds.items()},
+        "turns": seconds,
     }
 
 
 def _short(seconds: float) -> float:
-    return float(f"{seconds:.5g}")
+    return float(f"{seconds:.4g}")
 
 
 def judged(row: dict[str, Any]) -> dict[str, Any]:
@@ -103,10 +102,12 @@ def judged(row: dict[str, Any]) -> dict[str, Any]:
     ``ranks`` are the predicted ranks of those measured, fastest first; ``spread`` the largest of (most - least) over
     median of a candidate's turns.
     """
-    times = {name: median(taken) for name, taken in row["seconds"].items()}
+    profiled = {name: taken[0] for name, taken in row["turns"].items()}
+    seconds = {name: taken[1:] for name, taken in row["turns"].items()}
+    times = {name: median(taken) for name, taken in seconds.items()}
     order, predicted = sorted(times, key=lambda name: times[name]), list(row["predicted"])
     best = predicted[:BEST]
-    both = weighed(*([row[way][name] for name in best] for way in ("predicted", "profiled")))
+    both = weighed(*([way[name] for name in best] for way in (row["predicted"], profiled)))
     choice = min(zip(both, best, strict=True))[1]
     return {
         "predicted": predicted[0],
@@ -116,7 +117,7 @@ def judged(row: dict[str, Any]) -> dict[str, Any]:
         "predicted_behind": times[predicted[0]] / times[order[0]] - 1,
         "ranks": [1 + predicted.index(name) for name in order],
         "times": {name: times[name] for name in order},
-        "spread": max((max(taken) - min(taken)) / times[name] for name, taken in row["seconds"].items()),
+        "spread": max((max(taken) - min(taken)) / times[name] for name, taken in seconds.items()),
     }
 
 
@@ -198,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     machine = describe("cpu")
     path = results_file(args.results or Path(tempfile.mkdtemp(prefix="longmesh-choices-")), "choices", machine)
     result = {"settings": [], "clusters": {}, "turns": args.turns} | (read_records(path) if path.exists() else {})
-    if any("profiled" not in row for row in result["settings"]):
+    if any("turns" not in row for row in result["settings"]):
         raise UserError(f"{path} holds settings without a profile, of an earlier version; give another --results")
     if result["turns"] != args.turns:
         raise UserError(f"{path} holds medians of {result['turns']} turns, not {args.turns}; give another --results")

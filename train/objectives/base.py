@@ -38,7 +38,7 @@ class Objective(ABC):
 
     @staticmethod
     def count(local: Batch) -> int:
-        """Return the tokens of that part that carry loss: its ``count``, int64 [] on the CPU, so that none waits."""
+        """Return the tokens of that part that carry loss: its ``count``, int64 [1] on the CPU, so that none waits."""
         return int(local["count"])
 
     @abstractmethod

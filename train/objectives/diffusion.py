@@ -77,7 +77,7 @@ class Denoising(Objective):
             "labels": labels,
             "valid": batch["sample"] >= 0,
         }
-        count = self._weights(local["valid"], self._real).sum(dtype=torch.int64)
+        count = self._weights(local["valid"], self._real).sum(dtype=torch.int64)[None]
         return {name: moved(value, self._device) for name, value in local.items()} | {"count": count}
 
     def _sharded(self, patches: Tensor) -> Tensor:

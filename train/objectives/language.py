@@ -85,7 +85,7 @@ class NextToken(Objective):
             plan = {"plan": PLANS.tensor(cp.plan, shape=(1,))}
         names = [name for name in PADDING if name in batch]
         own = {name: cp.shard(batch[name], dim=1, pad_value=PADDING[name]) for name in names}
-        count = (own["labels"] != IGNORE_INDEX).sum()
+        count = (own["labels"] != IGNORE_INDEX).sum()[None]
         return {name: moved(x, self._device) for name, x in own.items()} | plan | {"count": count}
 
     def _positions_of(self, starts: Tensor) -> Tensor:

@@ -7,8 +7,12 @@ from planner.ranking import weighed
 
 ROW = {
     "predicted": {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0},
-    "profiled": {"a": 1.02, "b": 1.0, "c": 3.0, "d": 2.0},
-    "seconds": {"a": [1.2, 1.0, 1.1], "b": [1.0, 1.0, 1.3], "c": [3.0, 3.0, 3.0], "d": [2.0, 2.0, 2.0]},
+    "turns": {
+        "a": [1.02, 1.2, 1.0, 1.1],
+        "b": [1.0, 1.0, 1.0, 1.3],
+        "c": [3.0, 3.0, 3.0, 3.0],
+        "d": [2.0, 2.0, 2.0, 2.0],
+    },
 }
 
 
@@ -27,7 +31,7 @@ def test_a_choice_is_held_against_the_best_measured() -> None:
     assert said["spread"] == pytest.approx(0.3)
     better = judged({**ROW, "predicted": {"b": 1.0, "a": 2.0, "c": 3.0, "d": 4.0}})
     assert (better["choice"], better["behind"], better["ranks"]) == ("b", 0.0, [1, 2, 4, 3])
-    profiled = judged({**ROW, "profiled": {"a": 2.0, "b": 1.0, "c": 3.0, "d": 2.0}})
+    profiled = judged({**ROW, "turns": {**ROW["turns"], "a": [2.0, 1.2, 1.0, 1.1]}})
     assert (profiled["predicted"], profiled["choice"], profiled["behind"]) == ("a", "b", 0.0)
 
 
@@ -43,8 +47,7 @@ def test_settings_with_two_candidates_are_counted_apart() -> None:
     cluster = {"between_link": "node"} | dict.fromkeys(("peak_tflops", "matmul_fraction", "attention_fraction"), 1.0)
     cluster |= {f"{where}_{what}": 1.0 for where in ("inside", "between") for what in ("gb_per_s", "latency_us")}
     common = {"link": LINKS[0], "length": 768}
-    two = {"predicted": {"lasp": 1.0, "lasp2": 2.0}, "seconds": {"lasp": [1.0], "lasp2": [2.0]}}
-    two["profiled"] = {"lasp": 1.0, "lasp2": 2.0}
+    two = {"predicted": {"lasp": 1.0, "lasp2": 2.0}, "turns": {"lasp": [1.0, 1.0], "lasp2": [2.0, 2.0]}}
     machine = dict.fromkeys(("device", "cores", "platform", "torch", "date"), "x")
     result = {"machine": machine, "load_average": [1.0], "note": None, "turns": 1}
     result["clusters"] = {LINKS[0]: cluster | {"launch_us": 1.0, "posted_overlap": 1.0, "shared_overlap": 0.0}}

@@ -58,7 +58,7 @@ def test_samples_are_joined_into_one_sequence_and_padding_carries_nothing() -> N
     assert {name: tuple(value.shape) for name, value in local.items()} == {
         **dict.fromkeys(("tokens", "labels", "positions"), (1, 28)),
         "plan": (1,),
-        "count": (),
+        "count": (1,),
     }
     for name in ("tokens", "labels"):
         assert torch.equal(local[name][0, : ROWS * LENGTH], batch[name].flatten())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels import cudnn, flash_attn, reference
+from kernels import cudnn, flash_attn, onednn, reference
 from kernels.blocks import ANTI, CAUSAL, FULL
 from kernels.packed import Lengths, Packed
 from kernels.strips import Strips, heads_first
@@ -91,7 +91,8 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
         if name in ("cudnn", "flash_attn"):
             raise UserError(f"attention_backend {name} needs a cuda device and this one is cpu; use auto or aten")
         # The kernel steps over keys by 512, and over queries by 32, or by 64 from 192 on.
-        strips = Strips(512, 192, 128, _cpu_strip_forward, _cpu_strip_backward)
+        strip = (256, 256) if onednn.is_faster(dtype) else (192, 128)
+        strips = Strips(512, *strip, _cpu_strip_forward, _cpu_strip_backward)
         return AttentionBackend("aten", _aten_cpu_forward, _aten_cpu_backward, strips)
     if dtype not in (torch.bfloat16, torch.float16):
         raise UserError(
@@ -184,9 +185,10 @@ def _cpu_strip_forward(
 ) -> tuple[Tensor, Tensor]:
     # Widen bfloat16 first: the kernel would round each partial result, and their sum must be exact.
     wide = torch.promote_types(q.dtype, torch.float32)
-    return aten._scaled_dot_product_flash_attention_for_cpu(
-        q.to(wide), k.to(wide), v.to(wide), 0.0, causal, attn_mask=mask, scale=scale
-    )
+    q, k, v = (x.to(wide) for x in (q, k, v))
+    if onednn.suits(q, k, causal):
+        return onednn.forward(q, k, v, causal, scale, mask)
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
 
 def _cpu_strip_backward(
@@ -202,6 +204,8 @@ def _cpu_strip_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     dout, q, k, v, out, lse = (x.to(wide) for x in (dout, q, k, v, out, lse))
+    if onednn.suits(q, k, causal):
+        return onednn.backward(dout, q, k, v, out, lse, causal, scale, mask)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
     )

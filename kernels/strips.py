@@ -83,7 +83,7 @@ class Strips:
                 other = (0, cut[1]) if (tile.kind == CAUSAL) == by_rows else (cut[0], side)
                 rows, columns = (cut, other) if by_rows else (other, cut)
                 causal = tile.kind == CAUSAL and rows[0] == columns[0]
-                mask = None if causal else _triangle(tile.kind, self.square, dtype)[slice(*rows), slice(*columns)]
+                mask = None if causal else triangle(tile.kind, self.square, dtype)[slice(*rows), slice(*columns)]
                 yield _moved(tile.q, rows), _moved(tile.k, columns), causal, mask
 
 
@@ -107,7 +107,7 @@ def _moved(origin: slice, part: tuple[int, int]) -> slice:
 
 
 @cache
-def _triangle(kind: str, side: int, dtype: torch.dtype) -> Tensor:
+def triangle(kind: str, side: int, dtype: torch.dtype) -> Tensor:
     """Return the additive mask ``[side, side]`` of a CAUSAL or ANTI square."""
     seen = torch.ones(side, side, dtype=torch.bool)
     hidden = ~(seen.tril() if kind == CAUSAL else seen.triu())

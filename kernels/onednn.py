@@ -1,0 +1,126 @@
+"""Attention of a strip on a CPU by oneDNN's products, where they are faster than MKL's in torch's kernel.
+
+A block of scores stays in the second cache while it is made, exponentiated and used. Exponentials are powers of two:
+torch's ``exp`` is MKL's too, and takes four times as long as its ``exp2`` on AMD's processors.
+
+Shapes as of the functions of ``kernels.strips.Strips``: q, dout and out ``[B, H, T, D]``, k and v ``[B, K, S, D]``, lse
+``[B, H, T]``, mask ``[T, S]``; all float32.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from itertools import product as pairs
+
+import torch
+from torch import Tensor
+
+from kernels import products
+from kernels.blocks import CAUSAL
+from kernels.products import product
+from kernels.strips import triangle
+
+SQUARE = 512
+"""Most tokens of a side of a strip that is causal or has a mask."""
+BLOCK = 1 << 18
+"""Most scores of a block: 1 MiB."""
+LEAST_WORK = 1 << 22
+"""Scores times channels of a head, for each thread, below which Python's calls take longer than what they call."""
+LOG2_E = math.log2(math.e)
+
+
+def is_faster(dtype: torch.dtype) -> bool:
+    """Whether large strips of q, k and v of this dtype are faster here; their results are float32 or wider."""
+    return products.ONEDNN and torch.promote_types(dtype, torch.float32) == torch.float32
+
+
+def suits(q: Tensor, k: Tensor, causal: bool) -> bool:
+    """Whether to take these functions for a strip of float32 or wider, rather than torch's kernel."""
+    rows, width, columns = *q.shape[2:], k.shape[2]
+    worth = rows * columns * width >= LEAST_WORK * torch.get_num_threads()
+    return is_faster(q.dtype) and worth and not (causal and rows > SQUARE)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return out and lse of the queries over these keys; ``causal`` and ``mask`` as ``Strips`` has them."""
+    (batch, heads, rows, width), columns = q.shape, k.shape[2]
+    mask = triangle(CAUSAL, SQUARE, q.dtype)[:rows, :columns] if causal else mask
+    blocks = _cuts(columns, 2 * SQUARE)  # with a mask there is one: each row sees a key of each block
+    out = q.new_empty(len(blocks), batch, rows, heads, width).transpose(2, 3)
+    most, total = (q.new_empty(len(blocks), batch, heads, rows) for _ in range(2))
+    for b, h, group in _heads(q, k):
+        queries, keys = (q[b, h] * (scale * LOG2_E)).contiguous(), k[b, group].contiguous()
+        values = v[b, group].contiguous().t()  # with gaps between its rows a product takes a thousand times as long
+        for at in _cuts(rows, BLOCK // min(columns, 2 * SQUARE)):
+            for block, to in enumerate(blocks):
+                scores = product(queries[at], keys[to])
+                if mask is not None:
+                    scores.add_(mask[at])
+                here = block, b, h, at
+                scores.sub_(torch.amax(scores, 1, out=most[here])[:, None]).exp2_()
+                torch.sum(scores, 1, out=total[here])
+                out[here] = product(scores, values[:, to])
+    if len(blocks) == 1:
+        return out[0].div_(total[0, ..., None]), total[0].log_().add_(most[0], alpha=1 / LOG2_E)
+    largest = most.amax(0)
+    weights = most.sub_(largest).exp2_()
+    summed = total.mul_(weights).sum(0)
+    return out.mul_(weights.div_(summed)[..., None]).sum(0), summed.log_().add_(largest, alpha=1 / LOG2_E)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv through these keys, given the global out and lse of the rows.
+
+    Blocks have keys before queries, so that a row's lse, and its sum of dout * out, are biases, which oneDNN adds on
+    its way.
+    """
+    (batch, heads, rows, width), (groups, columns) = q.shape, k.shape[1:3]
+    mask = triangle(CAUSAL, SQUARE, q.dtype)[:rows, :columns] if causal else mask
+    mask = None if mask is None else mask.t()
+    dq = q.new_zeros(batch, heads, width, rows)
+    dk, dv = (q.new_zeros(batch, columns, groups, width).transpose(1, 2) for _ in range(2))
+    less_lse, less_sums = (lse * -LOG2_E).contiguous(), (dout * out).sum(-1).neg_().contiguous()
+    for b, h, group in _heads(q, k):
+        queries, grads = (q[b, h] * (scale * LOG2_E)).contiguous(), dout[b, h].contiguous()
+        keys, values = k[b, group].contiguous(), v[b, group].contiguous()
+        for at in _cuts(rows, BLOCK // min(columns, SQUARE)):
+            queries_here, grads_here, lse_here, sums_here = (
+                queries[at],
+                grads[at],
+                less_lse[b, h, at],
+                less_sums[b, h, at],
+            )
+            for to in _cuts(columns, SQUARE):
+                keys_here = keys[to]
+                weights = product(keys_here, queries_here, lse_here)  # [S, T]
+                if mask is not None:
+                    weights.add_(mask[to, at])
+                weights.exp2_()
+                dv[b, group, to].add_(product(weights, grads_here.t()))
+                scores = product(values[to], grads_here, sums_here).mul_(weights)
+                dk[b, group, to].add_(product(scores, queries_here.t()))
+                dq[b, h, :, at].add_(product(keys_here.t(), scores.t()))
+    return dq.transpose(2, 3).mul_(scale), dk.mul_(1 / LOG2_E), dv
+
+
+def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield each sequence and head, with its group of keys."""
+    for b, h in pairs(range(q.shape[0]), range(q.shape[1])):
+        yield b, h, h * k.shape[1] // q.shape[1]
+
+
+def _cuts(size: int, most: int) -> list[slice]:
+    """Cut ``size`` tokens into equal parts of at most ``most``."""
+    parts = -(-size // most)
+    edges = [size * part // parts for part in range(parts + 1)]
+    return [slice(*edge) for edge in pairwise(edges)]

@@ -1,0 +1,128 @@
+"""Strips by oneDNN's products against the reference in float64: blocks of rows and of keys, masks, groups of heads."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import attention, onednn, products
+from kernels.blocks import ANTI, CAUSAL, FULL, Tile
+from kernels.strips import heads_first, triangle
+from kernels.tiles import add_gradients_, attend_tiles_
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
+
+SCALE = 0.3
+STRIPS = {
+    "several blocks of rows and of keys": (700, 2100, None),
+    "one row": (1, 1500, None),
+    "causal": (512, 512, "causal"),
+    "causal, more rows than keys": (300, 170, "causal"),
+    "mask of a lower strip": (200, 500, "mask"),
+}
+
+
+def made(rows: int, columns: int, heads: int = 4, groups: int = 2, width: int = 16) -> list[Tensor]:
+    """q, k, v, dout [B, T, H, D] with gaps between their rows, as slices of longer sequences have them."""
+    torch.manual_seed(3)
+    sizes = ((rows, heads), (columns, groups), (columns, groups), (rows, heads))
+    return [torch.randn(2, n + 3, h, 2 * width)[:, 1:-2, :, width:] for n, h in sizes]
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, mask: Tensor | None, functions: Any
+) -> list[Tensor]:
+    """out, lse, dq, dk, dv, heads first."""
+    q, k, v, dout = heads_first(q, k, v, dout)
+    out, lse = functions.forward(q, k, v, causal, SCALE, mask)
+    return [out, lse, *functions.backward(dout, q, k, v, out, lse, causal, SCALE, mask)]
+
+
+class Truth:
+    """Attention with all scores at hand, in float64."""
+
+    @staticmethod
+    def scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+        found = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) * SCALE
+        if causal:
+            found = found.masked_fill(torch.ones(found.shape[2:], dtype=torch.bool).tril().logical_not(), -torch.inf)
+        return found if mask is None else found + mask
+
+    @classmethod
+    def forward(
+        cls, q: Tensor, k: Tensor, v: Tensor, causal: bool, _: float, mask: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        found = cls.scores(q, k, causal, mask)
+        return found.softmax(-1) @ v.repeat_interleave(q.shape[1] // k.shape[1], 1), found.logsumexp(-1)
+
+    @classmethod
+    def backward(cls, dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in given[:3]]
+        return torch.autograd.grad(cls.forward(*leaves, *given[5:])[0], leaves, dout)
+
+
+def off(found: list[Tensor], truth: list[Tensor]) -> list[float]:
+    return [float((a - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
+
+
+@pytest.mark.parametrize("name", STRIPS)
+def test_equals_float64(name: str) -> None:
+    rows, columns, kind = STRIPS[name]
+    mask = triangle(CAUSAL, onednn.SQUARE, torch.float32)[250 : 250 + rows, :columns] if kind == "mask" else None
+    inputs = made(rows, columns)
+    found = attended(*inputs, kind == "causal", mask, onednn)
+    truth = attended(*(x.double() for x in inputs), kind == "causal", mask, Truth)
+    assert max(off(found, truth)) < 1e-6
+    assert [x.shape for x in found] == [x.shape for x in truth]
+    inputs[1][0, 0] += 0.1  # negative control: one key
+    assert max(off(attended(*inputs, kind == "causal", mask, onednn), truth)) > 1e-5
+
+
+def test_large_scores_do_not_overflow() -> None:
+    inputs = made(300, 1100)
+    inputs[0] *= 300
+    found = attended(*inputs, False, None, onednn)
+    truth = attended(*(x.double() for x in inputs), False, None, Truth)
+    assert all(x.isfinite().all() for x in found)
+    assert max(off(found[:2], truth[:2])) < 1e-4
+
+
+def test_a_backend_takes_it_for_large_strips_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tiles of a causal sequence, and an ANTI one, beside the reference; counted, who computed how many strips."""
+    monkeypatch.setattr(products, "ONEDNN", True)
+    monkeypatch.setattr(onednn, "LEAST_WORK", 1 << 20)
+    taken = {True: 0, False: 0}
+    suits = onednn.suits
+
+    def counted(*given: Any) -> bool:
+        taken[suits(*given)] += 1
+        return suits(*given)
+
+    monkeypatch.setattr(onednn, "suits", counted)
+    q, k, v, dout = made(1300, 1300)
+    tiles = [Tile(slice(0, 1000), slice(0, 1000), CAUSAL), Tile(slice(1000, 1300), slice(900, 1200), ANTI)]
+    tiles.append(Tile(slice(1000, 1300), slice(0, 700), FULL))
+    found = []
+    for name, dtype in (("aten", torch.float32), ("reference", torch.float64)):
+        backend = attention.select_backend(name, "cpu", dtype)
+        inputs = [x.to(dtype) for x in (q, k, v, dout)]
+        out, lse = torch.zeros_like(inputs[0]), torch.full(q.shape[:3], -torch.inf, dtype=dtype)
+        attend_tiles_(out, lse, *inputs[:3], tiles, SCALE, backend)
+        gradients = tuple(map(torch.zeros_like, inputs[:3]))
+        add_gradients_(gradients, (inputs[0], inputs[3], out, lse), (inputs[1], inputs[2]), tiles, SCALE, backend)
+        found.append([out, lse, *gradients])
+    assert max(off(*found)) < 1e-6
+    assert min(taken.values()) > 0
+
+
+@pytest.mark.parametrize("change", ["another processor", "float64", "little work", "a causal strip with many rows"])
+def test_leaves_the_rest_to_torchs_kernel(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "ONEDNN", change != "another processor")
+    rows = {"little work": 32, "a causal strip with many rows": 600}.get(change, 512)
+    q = torch.empty(1, 8, rows, 128, dtype=torch.float64 if change == "float64" else torch.float32)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: min(threads, 2))
+    assert not onednn.suits(q, q, causal=True)
+    monkeypatch.setattr(products, "ONEDNN", True)
+    assert onednn.suits(q.new_empty(1, 8, 512, 128, dtype=torch.float32), q.new_empty(1, 8, 512, 128), causal=True)

@@ -14,8 +14,8 @@ OfRows = Callable[[Tensor, slice], Tensor]
 """(rows [n, C], their slice) -> [n, ...], or a scalar to be summed."""
 
 
-def over_chunks(fn: OfRows, x: Tensor, size: int, parameters: Sequence[Tensor], *, summed: bool = False) -> Tensor:
-    """Apply fn to x [N, C], ``size`` rows at a time; return the results stacked [N, ...], or their sum if ``summed``.
+def over_chunks(fn: OfRows, x: Tensor, size: int, parameters: Sequence[Tensor]) -> Tensor:
+    """Apply fn to x [N, C], ``size`` rows at a time; return the results stacked [N, ...].
 
     Only x is kept between forward and backward; the backward recomputes each chunk, so that the activations of one
     chunk exist at a time. Parameter gradients accumulate in float32 or wider and are rounded once: autograd would round
@@ -25,28 +25,71 @@ def over_chunks(fn: OfRows, x: Tensor, size: int, parameters: Sequence[Tensor], 
         fn: the same deterministic function of each row (no dropout).
         parameters: every tensor besides x that fn uses and that may need a gradient.
     """
-    return _OverChunks.apply(fn, size, summed, x, *parameters)
+    return _OverChunks.apply(fn, size, x, *parameters)
+
+
+def sum_over_chunks(fn: OfRows, x: Tensor, size: int, parameters: Sequence[Tensor]) -> Tensor:
+    """Sum fn, which returns scalars, over x [N, C], ``size`` rows at a time; as ``over_chunks``, but computed once.
+
+    A sum's gradient is known but for a factor: the forward computes it with each chunk, and keeps that of x in its
+    dtype and those of the parameters in float32 or wider (Hsu et al. 2024, Liger Kernel, linear cross entropy).
+    """
+    return _SumOverChunks.apply(fn, size, torch.is_grad_enabled(), x, *parameters)
 
 
 def _chunks(x: Tensor, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, len(x))) for start in range(0, len(x), size))
 
 
+class _Gradients:
+    """The gradients of chunks: of x row by row, of parameters as sums in float32 or wider."""
+
+    def __init__(self, fn: OfRows, x: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        need_x, *need = needed
+        self._fn, self._x, self._needed = fn, x, need
+        self._wanted = [p for p, wanted in zip(parameters, need, strict=True) if wanted]
+        self._sums: list[
+            Tensor
+        ] = []  # begun by the first chunk: a gradient may be divided otherwise than its parameter
+        self._dx = torch.empty_like(x) if need_x else None
+
+    def add(self, rows: slice, grad: Tensor | None = None) -> Tensor:
+        """Compute a chunk and add its gradients, given its result's, or 1; return the result."""
+        part = self._x[rows].detach().requires_grad_(self._dx is not None)
+        with torch.enable_grad():
+            out = self._fn(part, rows)
+        found = torch.autograd.grad(out, self._wanted if self._dx is None else [part, *self._wanted], grad)
+        if self._dx is not None:
+            self._dx[rows], found = found[0], found[1:]
+        if self._sums:
+            for total, one in zip(self._sums, found, strict=True):
+                total += one
+        else:
+            wide = [torch.promote_types(p.dtype, torch.float32) for p in self._wanted]
+            self._sums = [one.to(dtype, copy=True) for one, dtype in zip(found, wide, strict=True)]
+        return out.detach()
+
+    def times(self, factor: Tensor | None = None) -> list[Tensor | None]:
+        """Return the gradients of x and of all parameters, in their dtypes; None for what needs none."""
+        for one in (self._dx, *self._sums):
+            if factor is not None and one is not None:
+                one.mul_(factor)
+        totals = iter(total.to(p.dtype) for total, p in zip(self._sums, self._wanted, strict=True))
+        return [self._dx, *(next(totals) if needed else None for needed in self._needed)]
+
+
 class _OverChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, fn: OfRows, size: int, summed: bool, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.fn, ctx.size, ctx.summed = fn, size, summed
+    def forward(ctx: Any, fn: OfRows, size: int, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.fn, ctx.size = fn, size
         # Not in save_for_backward: activation checkpointing around this would return them detached.
         ctx.parameters = parameters
         ctx.save_for_backward(x)
         out: Tensor | None = None
         for rows in _chunks(x, size):
             part = fn(x[rows], rows)
-            if summed:
-                out = part if out is None else out + part
-            else:
-                out = part.new_empty(len(x), *part.shape[1:]) if out is None else out
-                out[rows] = part
+            out = part.new_empty(len(x), *part.shape[1:]) if out is None else out
+            out[rows] = part
         assert out is not None, "there is at least one row"
         return out
 
@@ -54,22 +97,25 @@ class _OverChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        need_x, *need = ctx.needs_input_grad[3:]
-        wanted = [p for p, needed in zip(ctx.parameters, need, strict=True) if needed]
-        wide = [torch.promote_types(p.dtype, torch.float32) for p in wanted]
-        sums: list[Tensor] = []  # begun by the first chunk: a gradient may be divided otherwise than its parameter
-        dx = torch.empty_like(x) if need_x else None
+        gradients = _Gradients(ctx.fn, x, ctx.parameters, ctx.needs_input_grad[2:])
         for rows in _chunks(x, ctx.size):
-            part = x[rows].detach().requires_grad_(need_x)
-            with torch.enable_grad():
-                out = ctx.fn(part, rows)
-            inputs = [part, *wanted] if need_x else wanted
-            found = torch.autograd.grad(out, inputs, grad if ctx.summed else grad[rows])
-            if dx is not None:
-                dx[rows], found = found[0], found[1:]
-            sums = sums or [one.to(dtype, copy=True).zero_() for one, dtype in zip(found, wide, strict=True)]
-            for total, one in zip(sums, found, strict=True):
-                total += one
-            del part, out, inputs, found  # free this chunk before the next one is computed
-        totals = iter(total.to(p.dtype) for total, p in zip(sums, wanted, strict=True))
-        return None, None, None, dx, *(next(totals) if needed else None for needed in need)
+            gradients.add(rows, grad[rows])
+        return None, None, *gradients.times()
+
+
+class _SumOverChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, fn: OfRows, size: int, trains: bool, x: Tensor, *parameters: Tensor) -> Tensor:
+        if not trains or not any(ctx.needs_input_grad):
+            return torch.stack([fn(x[rows], rows) for rows in _chunks(x, size)]).sum()
+        gradients = _Gradients(fn, x, parameters, ctx.needs_input_grad[3:])
+        total = torch.stack([gradients.add(rows) for rows in _chunks(x, size)]).sum()
+        ctx.gradients = gradients
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.gradients.times(grad)
+        del ctx.gradients
+        return None, None, None, *found

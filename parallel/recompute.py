@@ -53,7 +53,7 @@ class RecomputeConfig:
     recompute_offload: bool = False
     """Keep in host memory what full or attention_boundary keep between forward and backward; for a GPU."""
     loss_chunk_size: int = 0
-    """Tokens whose logits exist at once; the backward computes them again. 0 computes all logits and keeps them."""
+    """Tokens whose logits exist at once; their gradients follow at once. 0 computes all logits and keeps them."""
     ffn_chunk_size: int = 0
     """Tokens that go through a feed-forward layer at once (blockwise, Ring Attention); the backward computes its inside
     again. 0 takes all tokens and leaves the inside to recompute_granularity."""

@@ -99,7 +99,7 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     head = 2 * rows * output / tp / rate
     forward, backward, links = _mean_attention(work, plan, of, cluster, tp)
     passes = 2 + work.trained_share  # forward, and backward to the inputs and to the weights
-    linear = layers * layer * passes + head * (passes + bool(arranged.loss_chunk))
+    linear = layers * layer * passes + head * passes
     again = layers * (layer if arranged.recompute in ("full", "attention_boundary") else 0.0)
     again += layers * (forward if arranged.recompute in ("full", "selective") else 0.0)
     again += layers * (layer * _ffn_share(work) if arranged.ffn_chunk else 0.0)

@@ -98,8 +98,9 @@ class PipelineConfig:
             )
         if recompute:
             raise UserError(
-                f"pipeline_schedule {schedule} takes each backward in two parts, and recompute_granularity, "
-                "loss_chunk_size and ffn_chunk_size would compute again in both; leave them out, or use Interleaved1F1B"
+                f"pipeline_schedule {schedule} takes each backward in two parts, and those of "
+                "recompute_granularity, loss_chunk_size and ffn_chunk_size have one; leave them out, or use "
+                "Interleaved1F1B"
             )
 
     def _rounds(self, micro_batches: int, ranks: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels import loss
-from kernels.chunks import over_chunks
+from kernels.chunks import sum_over_chunks
 from kernels.products import linear
 
 
@@ -41,7 +41,7 @@ def chunked_cross_entropy_sum(
     def of_chunk(part: Tensor, rows: slice) -> Tensor:
         return loss.cross_entropy_sum(linear(part, weight), labels[rows], ignore_index, split)[0]
 
-    return over_chunks(of_chunk, hidden.flatten(0, -2), chunk_size, (weight,), summed=True)
+    return sum_over_chunks(of_chunk, hidden.flatten(0, -2), chunk_size, (weight,))
 
 
 def _split(x: Any, dim: int) -> loss.Split:

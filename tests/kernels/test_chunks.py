@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from kernels.chunks import over_chunks
+from kernels.chunks import over_chunks, sum_over_chunks
 
 ROWS, WIDTH, INSIDE = 13, 6, 40  # of which no size but 1 and all divides the rows
 
@@ -36,13 +37,49 @@ def test_equals_the_whole_at_once(size: int) -> None:
     assert furthest(gradients(chunked(module, x, size), dout, module, x), want) < 1e-14
 
 
-def test_a_sum_and_the_rows_it_is_told() -> None:
+def summed(module: nn.Module, x: Tensor, dout: Tensor, size: int) -> Tensor:
+    parameters = tuple(module.parameters())
+    return sum_over_chunks(lambda part, rows: (module(part) * dout[rows]).sum(), x, size, parameters)
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_a_sum_and_the_rows_it_is_told(size: int) -> None:
     module, x, dout = problem()
-    want = gradients((module(x) * dout).sum(), torch.tensor(3.0).double(), module, x)
-    got = over_chunks(
-        lambda part, rows: (module(part) * dout[rows]).sum(), x, 4, tuple(module.parameters()), summed=True
-    )
-    assert furthest(gradients(got, torch.tensor(3.0).double(), module, x), want) < 1e-14
+    factor = torch.tensor(3.0).double()
+    want = gradients((module(x) * dout).sum(), factor, module, x)
+    assert furthest(gradients(summed(module, x, dout, size), factor, module, x), want) < 1e-14
+
+
+def test_a_sum_computes_its_chunks_once() -> None:
+    _, x, _ = problem()
+    weight = torch.randn(INSIDE, WIDTH, dtype=x.dtype, requires_grad=True)  # no module, whose calls the counter follows
+
+    def squares(part: Tensor, _: slice = slice(None)) -> Tensor:
+        return (part @ weight.t()).square().sum()
+
+    counts = []
+    for run in (lambda: squares(x), lambda: sum_over_chunks(squares, x, 4, (weight,))):
+        with FlopCounterMode(display=False) as counter:
+            run().backward()
+        counts.append(counter.get_total_flops())
+    assert counts == [3 * 2 * ROWS * WIDTH * INSIDE] * 2
+
+
+def test_a_sum_that_needs_no_gradient_computes_none() -> None:
+    module, x, dout = problem()
+    seen: list[bool] = []
+
+    def noted(part: Tensor, _: slice) -> Tensor:
+        seen.append(torch.is_grad_enabled())
+        return module(part).sum()
+
+    with torch.no_grad():
+        sum_over_chunks(noted, x, 4, tuple(module.parameters()))
+    sum_over_chunks(noted, x, 4, tuple(module.parameters()))
+    assert seen == [False] * 4 + [True] * 4
+    module.requires_grad_(False)
+    (dx,) = torch.autograd.grad(summed(module, x, dout, 4), x)
+    assert furthest([dx], list(torch.autograd.grad((module(x) * dout).sum(), x))) < 1e-14
 
 
 def test_what_needs_no_gradient_gets_none() -> None:

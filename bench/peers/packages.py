@@ -37,12 +37,8 @@ PACKAGES = (
         "it has no rule for the CPU's kernel, aten._scaled_dot_product_flash_attention_for_cpu",
     ),
     Package("flash-linear-attention", "fla", ("attention",), "its kernels are Triton's, which compile for a GPU"),
-    Package(
-        "megatron-core",
-        "megatron.core.transformer",
-        ("training",),
-        "not tried without a GPU, whose random states its ranks take",
-    ),
+    Package("megatron-core", "megatron.core.transformer", ("training",)),
+    Package("nanoGPT", "nanogpt", ("training",), "it is a GPT and not a package; these are LLaMAs"),
     Package("litgpt", "litgpt", ("training",), "it wants huggingface-hub below 1.4, transformers 1.31 or newer"),
 )
 

@@ -6,9 +6,11 @@ fused AdamW in float32; what differs is the package's own model and loss. The we
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +49,10 @@ def steps_of(packages: Sequence[str], config: Path, data: Path, flags: Sequence[
             return loss
 
         sequences = [(batch["tokens"], batch["labels"]) for batch in local]
-        made = {name: MODELS[name](trainer.config.model, len(sequences[0][0][0])) for name in packages}
-        yield {"longmesh": ours} | {name: _step(model, sequences) for name, model in made.items()}
+        with ExitStack() as given_back:
+            length = len(sequences[0][0][0])
+            made = {name: MODELS[name](trainer.config.model, length, given_back) for name in packages}
+            yield {"longmesh": ours} | {name: _step(model, sequences) for name, model in made.items()}
 
 
 def timed(steps: dict[str, Step], repeats: int, settle: int = 2) -> dict[str, list[float]]:
@@ -90,14 +94,14 @@ class _WithLoss(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
 
 
-def _transformers(model: ModelConfig, length: int) -> nn.Module:
+def _transformers(model: ModelConfig, length: int, _: ExitStack) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig.from_dict(config_to_hf(model, {"max_position_embeddings": length}) | {"use_cache": False})
     return _WithLoss(LlamaForCausalLM(config).train(), lambda out: out.logits)
 
 
-def _x_transformers(model: ModelConfig, length: int) -> nn.Module:
+def _x_transformers(model: ModelConfig, length: int, _: ExitStack) -> nn.Module:
     from x_transformers import Decoder, TransformerWrapper
 
     on = ("attn_flash", "rotary_pos_emb", "use_rmsnorm", "ff_swish", "ff_glu", "ff_no_bias")
@@ -108,7 +112,52 @@ def _x_transformers(model: ModelConfig, length: int) -> nn.Module:
     return _WithLoss(TransformerWrapper(max_seq_len=length, attn_layers=decoder, use_abs_pos_emb=False, **vocabulary))
 
 
-MODELS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {
+class _Megatron(nn.Module):
+    """megatron-core's GPTModel with a LLaMA's layers, of torch's modules: Transformer Engine and apex need a GPU."""
+
+    def __init__(self, model: ModelConfig, length: int) -> None:
+        super().__init__()
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.transformer import TransformerConfig
+
+        names = ("num_layers", "hidden_size", "num_attention_heads")
+        sizes = {name: getattr(model, name) for name in names} | {"num_query_groups": model.query_groups}
+        dense = dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0) | {"ffn_hidden_size": model.ffn_size}
+        fused = ("bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion", "persist_layer_norm")
+        layer = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu}
+        config = TransformerConfig(
+            **sizes, **dense, **layer, **dict.fromkeys(fused, False), add_bias_linear=False, use_cpu_initialization=True
+        )
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+        tied = not model.untie_embeddings_and_output_weights
+        more = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": tied}
+        self.model = GPTModel(config, spec, model.vocabulary, length, **more)
+        self.register_buffer("hidden", torch.ones(1, 1, length, length, dtype=torch.bool).triu(1))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        valid = labels != -100
+        losses = self.model(tokens, positions, self.hidden, labels=labels.where(valid, 0))
+        return losses.where(valid, 0).sum() / valid.sum()
+
+
+def _megatron(model: ModelConfig, length: int, given_back: ExitStack) -> nn.Module:
+    """Make it without a GPU, though its code asks for the current one and forks its random states for dropout."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    no_states = SimpleNamespace(fork=lambda *_: nullcontext())
+    given_back.enter_context(patch.object(torch.cuda, "current_device", lambda: "cpu"))
+    given_back.enter_context(patch.object(random, "_CUDA_RNG_STATE_TRACKER", no_states))
+    given_back.enter_context(patch.object(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True))
+    parallel_state.initialize_model_parallel()
+    given_back.callback(parallel_state.destroy_model_parallel)
+    return _Megatron(model, length)
+
+
+MODELS: dict[str, Callable[[ModelConfig, int, ExitStack], nn.Module]] = {
     "transformers": _transformers,
     "x-transformers": _x_transformers,
+    "megatron-core": _megatron,
 }

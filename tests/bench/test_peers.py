@@ -19,14 +19,14 @@ SMALL = ("--num-layers", "1", "--seq-length", "64", "--global-batch-size", "2", 
 
 def two_steps(rank: int, world_size: int, data: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     pytest.importorskip("transformers", reason="measures Hugging Face's models")
-    with steps_of(["transformers"], Path("configs/llama_tiny.toml"), Path(data), SMALL) as steps:
+    with steps_of(["transformers", "megatron-core"], Path("configs/llama_tiny.toml"), Path(data), SMALL) as steps:
         return {name: [step() for _ in range(3)] for name, step in steps.items()}, timed(steps, 2, settle=1)
 
 
 @pytest.mark.slow
 def test_both_learn_the_same_tokens(default_data: Path) -> None:
     ((losses, seconds),) = run_ranks(two_steps, 1, str(default_data))
-    assert losses.keys() == seconds.keys() == {"longmesh", "transformers"}
+    assert losses.keys() == seconds.keys() == {"longmesh", "transformers", "megatron-core"}
     assert {len(times) for times in seconds.values()} == {2}
     for first, *_, last in losses.values():
         assert abs(first - math.log(4096)) < 0.2

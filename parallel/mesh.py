@@ -26,6 +26,14 @@ SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 0.02, 10080  # minutes
 SIZES = ("pipeline_model_parallel_size", "context_parallel_size", "tensor_model_parallel_size")
 
 
+GPU_ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # of 8, two streams may share one, and a transfer wait behind a product
+    "TORCH_NCCL_HIGH_PRIORITY": "1",  # the few blocks of a transfer start before the next of a product
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # lengths that change leave gaps in segments of fixed sizes
+}
+"""What CUDA, NCCL and torch's allocator are told before they start, where the environment says nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """How the processes are arranged: pipeline (pp) x data (dp, what is left over) x context (cp) x tensor parallel."""
@@ -129,6 +137,8 @@ def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise MeshError("device is cuda and torch finds no CUDA device; use --device cpu or auto")
     if device.type == "cuda":
+        for name, value in GPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         device = _own_gpu()
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)

@@ -42,6 +42,7 @@ LAUNCHERS: dict[str, Any] = {
     "torchrun": by_torchrun,
     "torchrun, listed": lambda *at: by_torchrun(*at) | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(at[3])))},
     "torchrun, one a process": lambda *at: by_torchrun(*at) | own(at[1]),
+    "torchrun, NCCL told otherwise": lambda *at: by_torchrun(*at) | {"TORCH_NCCL_HIGH_PRIORITY": "0"},
     "srun": by_srun,
     "srun, one a task": lambda *at: by_srun(*at) | own(at[1]),
 }
@@ -55,6 +56,8 @@ def gpu_of(patch: pytest.MonkeyPatch, environment: Environment, node: int, gpus:
     @contextmanager
     def joined(backend: str, timeout: Any) -> Iterator[None]:
         assert (backend, len(taken)) == ("cpu:gloo,cuda:nccl", 1), "NCCL is told of no other device later"
+        assert mesh.GPU_ENVIRONMENT.keys() <= os.environ.keys(), "told before NCCL starts"
+        assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == environment.get("TORCH_NCCL_HIGH_PRIORITY", "1")
         size = launched_world_size()
         join(dist.Backend.FAKE, store=dist.HashStore(), rank=int(os.environ.get("RANK", 0)), world_size=size)
         try:

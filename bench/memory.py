@@ -82,7 +82,7 @@ def measure(shape: Shape, chosen: RecomputeConfig) -> dict[str, Any]:
 
     Raises MeasureError: the recorded allocations do not add up to zero, or the loss is not finite.
     """
-    tiny = Shape(**{**asdict(shape), "seq_length": 64, "num_layers": 1, "chunk_size": 32})
+    tiny = Shape(**{**asdict(shape), "seq_length": min(shape.seq_length, 512), "num_layers": 1, "chunk_size": 32})
     for part in _step(tiny, chosen):  # what a process's first step loads and keeps is not the policy's
         part()
     forward, backward = _step(shape, chosen)

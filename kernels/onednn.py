@@ -26,6 +26,9 @@ BLOCK = 1 << 18
 """Most scores of a block: 1 MiB."""
 LEAST_WORK = 1 << 22
 """Scores times channels of a head, for each thread, below which Python's calls take longer than what they call."""
+GRAIN = 64
+"""Rows and columns must be multiples of it: oneDNN compiles each new shape, 0.5 ms and up to 1 MB that it keeps, which
+documents of any lengths would not earn back."""
 LOG2_E = math.log2(math.e)
 
 
@@ -37,7 +40,7 @@ def is_faster(dtype: torch.dtype) -> bool:
 def suits(q: Tensor, k: Tensor, causal: bool) -> bool:
     """Whether to take these functions for a strip of float32 or wider, rather than torch's kernel."""
     rows, width, columns = *q.shape[2:], k.shape[2]
-    worth = rows * columns * width >= LEAST_WORK * torch.get_num_threads()
+    worth = rows * columns * width >= LEAST_WORK * torch.get_num_threads() and not (rows % GRAIN or columns % GRAIN)
     return is_faster(q.dtype) and worth and not (causal and rows > SQUARE)
 
 

@@ -100,9 +100,9 @@ def test_a_backend_takes_it_for_large_strips_alone(monkeypatch: pytest.MonkeyPat
         return suits(*given)
 
     monkeypatch.setattr(onednn, "suits", counted)
-    q, k, v, dout = made(1300, 1300)
-    tiles = [Tile(slice(0, 1000), slice(0, 1000), CAUSAL), Tile(slice(1000, 1300), slice(900, 1200), ANTI)]
-    tiles.append(Tile(slice(1000, 1300), slice(0, 700), FULL))
+    q, k, v, dout = made(1344, 1344)
+    tiles = [Tile(slice(0, 1024), slice(0, 1024), CAUSAL), Tile(slice(1024, 1344), slice(900, 1220), ANTI)]
+    tiles += [Tile(slice(1024, 1344), slice(0, 704), FULL), Tile(slice(1024, 1344), slice(1220, 1230), FULL)]
     found = []
     for name, dtype in (("aten", torch.float32), ("reference", torch.float64)):
         backend = attention.select_backend(name, "cpu", dtype)
@@ -116,10 +116,12 @@ def test_a_backend_takes_it_for_large_strips_alone(monkeypatch: pytest.MonkeyPat
     assert min(taken.values()) > 0
 
 
-@pytest.mark.parametrize("change", ["another processor", "float64", "little work", "a causal strip with many rows"])
+@pytest.mark.parametrize(
+    "change", ["another processor", "float64", "little work", "a causal strip with many rows", "odd"]
+)
 def test_leaves_the_rest_to_torchs_kernel(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "ONEDNN", change != "another processor")
-    rows = {"little work": 32, "a causal strip with many rows": 600}.get(change, 512)
+    rows = {"little work": 64, "a causal strip with many rows": 640, "odd": 500}.get(change, 512)
     q = torch.empty(1, 8, rows, 128, dtype=torch.float64 if change == "float64" else torch.float32)
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: min(threads, 2))

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model.base import generator_of
 from model.diffusion import Diffusion
 from model.dit import patchify, unpatchify
 from model.dit_config import DiTConfig
+from model.initial import generator_of
 from model.samplers import draw, guided
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh

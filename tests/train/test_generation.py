@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from checkpoint.api import save_checkpoint
-from model.base import LanguageModel, generator_of
+from model.base import LanguageModel
 from model.config import ModelConfig, architecture_of
 from model.generate import Draw
+from model.initial import generator_of
 from model.registry import build_model
 from runtime.errors import UserError
 from testing.ranks import run_ranks

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from data.loader import Batch
-from model.base import generator_of
 from model.diffusion import Diffusion
 from model.dit import patchify
 from model.dit_config import DiTConfig
+from model.initial import generator_of
 from parallel.context import ContextParallel
 from train.objectives.base import Objective, moved
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from model.attention import Attend, Attention, Window, refuse_mask
 from model.base import drop_layers
 from model.dit_config import DiTConfig
-from model.initial import Part, drawn
 from model.layers import MLP, LayerNorm, Linear
+from runtime.draws import Part, drawn
 
 FREQUENCIES = 256
 """Sines and cosines per time."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from model.initial import Part, drawn
+from runtime.draws import Part, drawn
 from runtime.errors import UserError
 
 THEIRS = {

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from runtime.draws import Part
 from runtime.errors import UserError
 
 Strategy = Literal["ddp", "legacy_ddp", "zero1", "zero2", "zero3"]
-Part = tuple[slice, ...]
 WeightOf = Callable[[str, torch.Size, Part], Tensor]
 """(parameter's name, whole shape, first and last + 1 of each dimension) -> that part, the same on every rank."""
 

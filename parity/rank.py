@@ -18,9 +18,9 @@ from checkpoint import saving
 from data.loader import Samples
 from model.base import initial_weight
 from model.dit import initial_dit_weight
-from model.initial import Part, generator_of
 from parity.modules import Notes, Piece
 from parity.samples import feed
+from runtime.draws import Part, generator_of
 from testing.training import Records, trainer_of
 from train import optim
 from train.loop import Trainer

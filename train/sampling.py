@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from model.diffusion import Diffusion
 from model.dit import patchify, unpatchify
 from model.dit_config import DiTConfig
-from model.initial import generator_of
 from model.samplers import draw, guided
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh
+from runtime.draws import generator_of
 from runtime.together import is_first, raise_together
 from train.config.flags import ConfigError
 

@@ -20,7 +20,6 @@ from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.context.config import HybridConfig
 from parallel.data import (
     DataParallelConfig,
-    Part,
     finish_gradients,
     init_parameters,
     set_gradient_sync,
@@ -31,6 +30,7 @@ from parallel.mesh import Mesh, MeshConfig, distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_model
 from planner.complete import with_layout
+from runtime.draws import Part
 from tests.parallel.tiny import ARCHITECTURE, save, whole_tensors
 from tests.parallel.whole import gradients_of, weights_of
 from train.attention import context_of

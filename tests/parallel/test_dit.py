@@ -9,10 +9,11 @@ from torch.distributed.tensor import DTensor
 from model.dit import DiT, initial_dit_weight, patchify
 from model.dit_config import DiTConfig
 from parallel.context import context_parallel
-from parallel.data import Part, finish_gradients, init_parameters, shard_model
+from parallel.data import finish_gradients, init_parameters, shard_model
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_dit
+from runtime.draws import Part
 from testing.ranks import run_ranks
 from tests.parallel.split import Step, difference, keep_parts, mesh_config, summed
 from tests.parallel.whole import full, gradients_of, weights_of

@@ -8,10 +8,10 @@ from data.latents.dataset import LatentDataConfig
 from model.diffusion import Diffusion, DiffusionConfig
 from model.dit import DiT
 from model.dit_config import DiTConfig
-from model.initial import generator_of
 from parallel.context.config import FullContextConfig
 from parallel.mesh import MeshConfig, distributed_mesh
 from parallel.tensor.split import split_dit
+from runtime.draws import generator_of
 from testing.ranks import run_ranks
 from train.assemble import build_parts
 from train.attention import diffusion_context

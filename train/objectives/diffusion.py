@@ -12,8 +12,8 @@ from data.loader import Batch
 from model.diffusion import Diffusion
 from model.dit import patchify
 from model.dit_config import DiTConfig
-from model.initial import generator_of
 from parallel.context import ContextParallel
+from runtime.draws import generator_of
 from train.objectives.base import Objective, moved
 
 CONDITIONING = ("t_embedder.", "y_embedder.")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import initial
-from model.initial import drawn, generator_of
+from runtime import draws
+from runtime.draws import drawn, generator_of
 
 
 def normal(tile: Tensor, generator: torch.Generator) -> Tensor:
@@ -16,8 +16,8 @@ def normal(tile: Tensor, generator: torch.Generator) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(100,), (13, 37), (5, 6, 19), (2, 3, 4, 5)])
 def test_parts_are_those_of_the_whole(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initial, "WHOLE", 64)
-    monkeypatch.setattr(initial, "TILE", (4, 16))
+    monkeypatch.setattr(draws, "WHOLE", 64)
+    monkeypatch.setattr(draws, "TILE", (4, 16))
     whole = drawn(normal, "w", shape, 3)
     assert whole.shape == shape
     assert whole.std().item() == pytest.approx(2, rel=0.2)

@@ -44,6 +44,7 @@ def build_parts(
         # The order matters: each step works on what the previous one left.
         model.keep(layers[stage])
         split(part)
+        config.float8.convert(model.layers)
         if config.train.compile:
             _compile_layers(model.layers)
         recompute_layers(model.layers, config.recompute)

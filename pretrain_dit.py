@@ -119,7 +119,7 @@ def model_parts(config: DiTRunConfig, mesh: Mesh, attend: Attend) -> list[DiT]:
         mesh,
         build=lambda: DiT(model, attend),
         split=lambda part: split_dit(part, mesh.tp),
-        weight_of=lambda name, shape: initial_dit_weight(model, name, shape, config.train.seed),
+        weight_of=lambda name, shape, part: initial_dit_weight(model, name, shape, config.train.seed, part),
     )
 
 

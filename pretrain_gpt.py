@@ -125,7 +125,7 @@ def model_parts(config: Config, mesh: Mesh, attend: Attend | LinearAttend | Hybr
         mesh,
         build=build,
         split=lambda part: split_model(part, mesh.tp, head_dim=model.head_dim, kv_heads=model.query_groups),
-        weight_of=lambda name, shape: initial_weight(model, name, shape, config.train.seed),
+        weight_of=lambda name, shape, part: initial_weight(model, name, shape, config.train.seed, part),
     )
 
 

@@ -3,7 +3,6 @@
 Shapes: B sequences, T tokens, C width of the residual stream, V vocabulary entries.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from kernels.products import linear
 from model.config import ModelConfig
 from model.layers import Linear, Rotary
 from model.lora import initial_adapter, is_adapter
+from runtime.draws import Part, drawn
 
 Head = Callable[[Tensor, Tensor], Tensor]
 """Normalised hidden states [B, T, C], output weights [V, C] -> the forward's result."""
@@ -150,32 +150,26 @@ def output_module(config: ModelConfig) -> nn.Linear | None:
     return Linear(config.hidden_size, config.vocabulary, bias=False) if untied else None
 
 
-def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Return the initial value (float32, on the CPU) of the whole parameter `name`; it depends on name and seed only.
+def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: int, part: Part = ()) -> Tensor:
+    """Return the initial value (float32, on the CPU) of a part of the parameter `name`, of the whole `shape`.
 
     Norms start at 1, biases at 0, LRPE's angle j at 10000^(-2 j / channels), matrices and tables as normals of standard
     deviation init_method_std, divided by sqrt(2 * num_layers) if they write into the residual stream, so that its
-    variance does not grow with depth (Radford et al. 2019, section 2.3; Megatron-LM's scaled_init_method_normal). One
-    generator per parameter gives the same weights for any mesh, pipeline split or order of construction.
+    variance does not grow with depth (Radford et al. 2019, section 2.3; Megatron-LM's scaled_init_method_normal). What
+    `runtime.draws` draws depends on name, shape and seed only: not on mesh, pipeline split or order of construction.
     """
     if is_adapter(name):
-        return initial_adapter(name, shape, generator_of(seed, name))
+        return initial_adapter(name, shape, seed, part)
     if name.endswith(".bias"):
-        return torch.zeros(*shape)
+        return torch.zeros(*shape)[part]
     if name.endswith("norm.weight"):
-        return torch.ones(*shape)
+        return torch.ones(*shape)[part]
     if name.endswith("lrpe.theta"):
-        return (10000.0 ** (-2 / shape[0] * torch.arange(shape[0], dtype=torch.float64))).float()
+        return (10000.0 ** (-2 / shape[0] * torch.arange(shape[0], dtype=torch.float64))).float()[part]
     std = config.init_method_std
     if name.endswith(("attention.wo.weight", "mlp.down.weight")):
         std /= math.sqrt(2 * config.num_layers)
-    return torch.empty(*shape).normal_(0.0, std, generator=generator_of(seed, name))
-
-
-def generator_of(seed: int, name: str) -> torch.Generator:
-    """Return the random generator of one parameter, or of any other name."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return drawn(lambda tile, generator: tile.normal_(0.0, std, generator=generator), name, shape, seed, part)
 
 
 def drop_layers(layers: nn.ModuleList, kept: range) -> None:

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Attend, Attention, Window, refuse_mask
-from model.base import drop_layers, generator_of
+from model.base import drop_layers
 from model.dit_config import DiTConfig
 from model.layers import MLP, LayerNorm, Linear
+from runtime.draws import Part, drawn
 
 FREQUENCIES = 256
 """Sines and cosines per time."""
@@ -209,21 +210,21 @@ class DiT(nn.Module):
             weight.copy_(initial_dit_weight(self.config, name, weight.shape, seed))
 
 
-def initial_dit_weight(config: DiTConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Return the initial value (float32, on the CPU) of the whole parameter `name`; it depends on name and seed only.
+def initial_dit_weight(config: DiTConfig, name: str, shape: Sequence[int], seed: int, part: Part = ()) -> Tensor:
+    """Return the initial value (float32, on the CPU) of a part of the parameter `name`, of the whole `shape`.
 
     As in the original's initialize_weights: biases, modulations and the last linear are 0, time and label embeddings
     normal with standard deviation init_method_std, the others Xavier uniform, where queries, keys and values count as
     one matrix, as in the original.
     """
     if name.endswith(".bias") or "adaLN_modulation" in name or name == "final_layer.linear.weight":
-        return torch.zeros(*shape)
-    empty, generator = torch.empty(*shape), generator_of(seed, name)
+        return torch.zeros(*shape)[part]
     if name.startswith(("t_embedder", "y_embedder")):
-        return empty.normal_(0.0, config.init_method_std, generator=generator)
+        std = config.init_method_std
+        return drawn(lambda tile, generator: tile.normal_(0.0, std, generator=generator), name, shape, seed, part)
     outputs = shape[0] * (3 if name.endswith(("wq.weight", "wk.weight", "wv.weight")) else 1)
     bound = math.sqrt(6 / (shape[1] + outputs))
-    return empty.uniform_(-bound, bound, generator=generator)
+    return drawn(lambda tile, generator: tile.uniform_(-bound, bound, generator=generator), name, shape, seed, part)
 
 
 def dit_shapes(config: DiTConfig) -> dict[str, torch.Size]:

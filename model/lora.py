@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from runtime.draws import Part, drawn
 from runtime.errors import UserError
 
 THEIRS = {
@@ -98,15 +99,15 @@ def is_adapter(name: str) -> bool:
     return name.endswith(ADAPTERS)
 
 
-def initial_adapter(name: str, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Return the initial value (float32) of an adapter's parameter, as PEFT draws it.
+def initial_adapter(name: str, shape: Sequence[int], seed: int, part: Part = ()) -> Tensor:
+    """Return the initial value (float32) of a part of an adapter's parameter, as PEFT draws it.
 
     B is 0, so that the model begins as it is; A is uniform within 1 / sqrt(in), Kaiming's with slope sqrt(5).
     """
     if name.endswith(ADAPTERS[1]):
-        return torch.zeros(*shape)
+        return torch.zeros(*shape)[part]
     bound = 1 / math.sqrt(shape[1])
-    return torch.empty(*shape).uniform_(-bound, bound, generator=generator)
+    return drawn(lambda tile, generator: tile.uniform_(-bound, bound, generator=generator), name, shape, seed, part)
 
 
 def merge(

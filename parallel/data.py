@@ -6,19 +6,19 @@ Functions import FSDP and DTensor, which takes a second: a refused command line 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from runtime.draws import Part
 from runtime.errors import UserError
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 Strategy = Literal["ddp", "legacy_ddp", "zero1", "zero2", "zero3"]
+WeightOf = Callable[[str, torch.Size, Part], Tensor]
+"""(parameter's name, whole shape, first and last + 1 of each dimension) -> that part, the same on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,48 +124,44 @@ def shard_model(
 
 
 @torch.no_grad()
-def init_parameters(model: nn.Module, device: torch.device, weight_of: Callable[[str, torch.Size], Tensor]) -> None:
-    """Materialize and initialize a sharded model on the meta device, one whole tensor at a time.
+def init_parameters(model: nn.Module, device: torch.device, weight_of: WeightOf) -> None:
+    """Materialize and initialize a sharded model on the meta device, each parameter by its part on this rank.
 
-    Every rank draws the *whole* parameter and keeps its shard. Drawn shard by shard, all shards would hold the same
-    numbers, and the weights would depend on the mesh.
-
-    Args:
-        weight_of: (parameter's name, whole shape) -> whole tensor, the same on every rank.
+    Drawn by torch's own way, all shards would hold the same numbers, and the weights would depend on the mesh.
     """
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
-        copy_whole(parameter, weight_of(name, parameter.shape))
+        own, part = own_part(parameter)
+        own.copy_(weight_of(name, parameter.shape, part))
 
 
 @torch.no_grad()
 def copy_whole(parameter: nn.Parameter, whole: Tensor) -> None:
     """Copy a whole tensor, the same on every rank, into what this rank holds of a parameter."""
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(parameter, DTensor):
-        parameter.to_local().copy_(own_shard(whole, parameter))
-    else:
-        parameter.copy_(whole)
+    own, part = own_part(parameter)
+    own.copy_(whole[part])
 
 
-def own_shard(whole: Tensor, like: "DTensor") -> Tensor:
-    """Return this rank's shard of ``whole``, sharded as ``like``, without communication.
+def own_part(parameter: Tensor) -> tuple[Tensor, Part]:
+    """Return what this rank holds of a parameter, and which part of the whole that is; no communication.
 
     Where tensor parallelism and FSDP split the same dimension, tensor parallelism (the last of the mesh) split first.
     """
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    for mesh_dim in reversed(range(like.device_mesh.ndim)):
-        placement = like.placements[mesh_dim]
+    part = [slice(0, length) for length in parameter.shape]
+    if not isinstance(parameter, DTensor):
+        return parameter, tuple(part)
+    for mesh_dim in reversed(range(parameter.device_mesh.ndim)):
+        placement = parameter.placements[mesh_dim]
         if isinstance(placement, Shard | _StridedShard):
-            size, rank = like.device_mesh.size(mesh_dim), like.device_mesh.get_local_rank(mesh_dim)
-            length = whole.shape[placement.dim]
-            chunk = -(-length // size)
-            start = min(rank * chunk, length)
-            whole = whole.narrow(placement.dim, start, min(chunk, length - start))
-    return whole
+            size, rank = parameter.device_mesh.size(mesh_dim), parameter.device_mesh.get_local_rank(mesh_dim)
+            start, stop = part[placement.dim].start, part[placement.dim].stop
+            chunk = -(-(stop - start) // size)
+            start = min(start + rank * chunk, stop)
+            part[placement.dim] = slice(start, min(start + chunk, stop))
+    return parameter.to_local(), tuple(part)
 
 
 def set_gradient_sync(model: nn.Module, last: bool, strategy: Strategy = "zero3") -> None:

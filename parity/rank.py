@@ -16,10 +16,11 @@ import pretrain_dit
 import pretrain_gpt
 from checkpoint import saving
 from data.loader import Samples
-from model.base import generator_of, initial_weight
+from model.base import initial_weight
 from model.dit import initial_dit_weight
 from parity.modules import Notes, Piece
 from parity.samples import feed
+from runtime.draws import Part, generator_of
 from testing.training import Records, trainer_of
 from train import optim
 from train.loop import Trainer
@@ -110,9 +111,9 @@ def train(
 def _alive(initial: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return what gives a parameter's initial value, or small random numbers where it is zero."""
 
-    def value_of(config: Any, name: str, shape: Sequence[int], seed: int) -> Tensor:
+    def value_of(config: Any, name: str, shape: Sequence[int], seed: int, part: Part = ()) -> Tensor:
         value = initial(config, name, shape, seed)
-        return value if value.any() else value.normal_(0.0, 0.02, generator=generator_of(seed, name))
+        return (value if value.any() else value.normal_(0.0, 0.02, generator=generator_of(seed, name)))[part]
 
     return value_of
 

@@ -29,6 +29,7 @@ from parallel.data import finish_gradients, set_gradient_sync
 from parallel.mesh import Mesh, distributed_mesh
 from runtime.errors import UserError
 from runtime.processes import join
+from train import assemble
 from train.assemble import hidden_states
 from train.config.common import CommonConfig
 from train.config.entries import DiTRunConfig
@@ -224,6 +225,7 @@ class Recorder(TorchDispatchMode):
             patch.object(ShardingPropagator, shapes, unrecorded),
             patch.object(torch.UntypedStorage, "resize_", resized),
             patch.object(executor, "select_backend", lambda *_: SHAPES),
+            patch.object(assemble, "init_parameters", lambda part, device, _: part.to_empty(device=device)),
             self._fake,
             self,
         ):

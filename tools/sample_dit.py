@@ -32,6 +32,7 @@ from train.config.common import LoopConfig
 from train.config.diffusion import DiTRunConfig, diffusion_of, load_config
 from train.config.flags import ConfigError, config_file
 from train.config.sizes import validate_mesh
+from train.float8 import Float8Config
 from train.resume import AVERAGED
 from train.run import check_writable, run_entry
 from train.sampling import Sampler, SamplingConfig, by_class, not_finite, write_grid
@@ -74,8 +75,8 @@ def _draw(
 
 
 def config_of(run: Path) -> DiTRunConfig:
-    """Load the configuration of the run in a folder. Raises ConfigError."""
-    return load_config(config_file(run))
+    """Load the configuration of the run in a folder, for bf16 or float32. Raises ConfigError."""
+    return replace(load_config(config_file(run)), float8=Float8Config())
 
 
 def load_sampler(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.data import init_parameters, shard_model, sharding_mesh
+from parallel.data import WeightOf, init_parameters, shard_model, sharding_mesh
 from parallel.mesh import Mesh
 from parallel.pipeline.runner import Runner
 from parallel.pipeline.stages import stage_layers
@@ -24,14 +24,14 @@ def build_parts(
     mesh: Mesh,
     build: Callable[[], M],
     split: Callable[[M], None],
-    weight_of: Callable[[str, torch.Size], Tensor],
+    weight_of: WeightOf,
 ) -> list[M]:
     """Build this rank's part of the model, with weights, for each of its pipeline stages.
 
     Args:
         build: builds the whole model on torch's default device; it has ``layers`` and ``keep``.
         split: applies tensor parallelism to a part.
-        weight_of: (parameter's name, whole shape) -> its initial value.
+        weight_of: gives any part of a parameter's initial value.
     """
     strategy = config.data_parallel.strategy
     sharding = sharding_mesh(mesh.dp_cp, config.data_parallel)
@@ -44,6 +44,7 @@ def build_parts(
         # The order matters: each step works on what the previous one left.
         model.keep(layers[stage])
         split(part)
+        config.float8.convert(model.layers)
         if config.train.compile:
             _compile_layers(model.layers)
         recompute_layers(model.layers, config.recompute)

@@ -249,6 +249,7 @@ def settings(config: CommonConfig) -> dict[str, object]:
     return {
         **{name: getattr(config.optimizer, name) for name in OPTIMIZER},
         "bf16": config.train.bf16,
+        **asdict(config.float8),
         "micro_batch_size": config.train.micro_batch_size,
         "global_batch_size": config.train.batch_size(config.mesh.data_parallel_size(world_size)),
         **config.noted_settings(),

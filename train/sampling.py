@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model.base import generator_of
 from model.diffusion import Diffusion
 from model.dit import patchify, unpatchify
 from model.dit_config import DiTConfig
 from model.samplers import draw, guided
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh
+from runtime.draws import generator_of
 from runtime.together import is_first, raise_together
 from train.config.flags import ConfigError
 

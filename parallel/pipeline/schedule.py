@@ -78,6 +78,12 @@ class PipelineRunner(Runner):
             loss_fn=loss_fn,
             scale_grads=False,
         )
+        self._connect(device)
+
+    def _connect(self, device: torch.device) -> None:
+        """Let NCCL connect the group by all its ranks: only two of them may send in it, where they share a weight."""
+        if device.type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=device), group=self.mesh.get_group())
 
     def parameters(self) -> dict[str, nn.Parameter]:
         rank = self.mesh.get_local_rank()

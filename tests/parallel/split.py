@@ -30,6 +30,7 @@ from parallel.mesh import Mesh, MeshConfig, distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_model
 from planner.complete import with_layout
+from runtime.draws import Part
 from tests.parallel.tiny import ARCHITECTURE, save, whole_tensors
 from tests.parallel.whole import gradients_of, weights_of
 from train.attention import context_of
@@ -57,9 +58,9 @@ def mesh_config(tp: int = 1, cp: int = 1) -> MeshConfig:
     return MeshConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, device="cpu")
 
 
-def weight_of(model_config: ModelConfig, name: str, shape: Sequence[int]) -> Tensor:
+def weight_of(model_config: ModelConfig, name: str, shape: Sequence[int], part: Part = ()) -> Tensor:
     """Initial weights, but for biases and sinks, which near 0 would hide what is done with them."""
-    return initial_weight(model_config, name.replace("bias", "bias.matrix"), shape, SEED) * (
+    return initial_weight(model_config, name.replace("bias", "bias.matrix"), shape, SEED, part) * (
         50 if name.endswith("sinks") else 1
     )
 
@@ -89,7 +90,7 @@ def build(
     recompute_layers(model.layers, recompute)
     sharding = sharding_mesh(mesh.dp_cp, data_parallel)
     shard_model(model, model.layers, sharding, bf16=False, strategy=data_parallel.strategy)
-    init_parameters(model, mesh.device, lambda name, shape: weight_of(model_config, name, shape))
+    init_parameters(model, mesh.device, lambda name, shape, part: weight_of(model_config, name, shape, part))
     return model, cp
 
 

@@ -1,5 +1,6 @@
 """Sharded weights are the whole model's, and sharded gradients the sum over ranks."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from parallel.data import set_gradient_sync
+from model.base import initial_weight
+from model.registry import build_model, num_parameters
+from parallel.data import init_parameters, set_gradient_sync, shard_model
+from parallel.mesh import distributed_mesh
+from parallel.tensor.split import split_model
+from planner.rehearsal import standing_for
+from runtime import draws
 from testing.ranks import run_ranks
+from tests.parallel import split
 from tests.parallel.unequal import (
     SEED,
     VALID,
@@ -18,7 +26,13 @@ from tests.parallel.unequal import (
     sharded,
     whole_model,
 )
-from tests.parallel.whole import full, gradients_of
+from tests.parallel.whole import full, gradients_of, weights_of
+from tests.parity.bugs import alike_shards
+from train.config.language import parse_args
+
+LLAMA3_8B = parse_args(
+    ["--config", "configs/llama3_8b.toml", "--data-path", "x", "--tokenizer-model", "x", "--save", "x"]
+)
 
 
 def weights(rank: int, world_size: int) -> dict[str, torch.Tensor]:
@@ -51,6 +65,49 @@ def test_drawn_by_shards_the_weights_would_repeat_and_depend_on_the_ranks() -> N
     assert not torch.equal(one, two)
     assert torch.equal(*two.chunk(2))
     assert not torch.equal(*dict(whole_model().named_parameters())["layers.0.mlp.down.weight"].chunk(2))
+
+
+def in_tiles(rank: int, world_size: int, tp: int) -> list[dict[str, torch.Tensor]]:
+    """Gather a model whose weights are drawn in small tiles; then again, as if every rank were the first."""
+    draws.WHOLE, draws.TILE = 16, (4, 5)
+    with distributed_mesh(split.mesh_config(tp)) as mesh:
+        right = weights_of(split.build(mesh, split.config())[0])
+        alike_shards()
+        return [right, weights_of(split.build(mesh, split.config())[0])]
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(3, 1), (4, 2)])
+def test_drawn_in_tiles_the_weights_are_the_whole_models(ranks: int, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharded by FSDP unevenly; by tensor parallelism along either dimension, by FSDP along the first."""
+    monkeypatch.setattr(draws, "WHOLE", 16)
+    monkeypatch.setattr(draws, "TILE", (4, 5))
+    want = weights_of(split.plain(split.config()))
+    for right, alike in run_ranks(in_tiles, ranks, tp):
+        assert right.keys() == want.keys()
+        assert all(torch.equal(right[name], want[name]) for name in want)
+        assert all(torch.equal(alike[name], want[name]) == ("norm" in name) for name in want)
+
+
+@pytest.mark.parametrize(("tp", "most"), [(1, 1.01), (2, 1.01), (8, 1.02)])
+def test_one_rank_of_eight_draws_about_an_eighth(tp: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Llama 3 8B with two layers."""
+    count, config = 0, replace(LLAMA3_8B.model, num_layers=2)
+    total = num_parameters(config)
+
+    def normal(tile: torch.Tensor, mean: float, std: float, generator: torch.Generator) -> torch.Tensor:
+        nonlocal count
+        count += tile.numel()
+        return tile
+
+    with standing_for(5, 8, 8), distributed_mesh(split.mesh_config(tp)) as mesh, torch.device("meta"):
+        model = build_model(config)
+        split_model(model, mesh.tp, head_dim=config.head_dim, kv_heads=config.query_groups)
+        shard_model(model, model.layers, mesh.dp_cp, bf16=True)
+        monkeypatch.setattr(torch.Tensor, "normal_", normal)  # the modules' own is for nothing
+        init_parameters(
+            model, torch.device("meta"), lambda name, shape, part: initial_weight(config, name, shape, 1, part)
+        )
+    assert 0.99 / 8 < count / total < most / 8
 
 
 def gradients(rank: int, world_size: int, bf16: bool = False) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from parallel.data import finish_gradients, init_parameters, shard_model
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_dit
+from runtime.draws import Part
 from testing.ranks import run_ranks
 from tests.parallel.split import Step, difference, keep_parts, mesh_config, summed
 from tests.parallel.whole import full, gradients_of, weights_of
@@ -34,12 +35,12 @@ MESHES = {"tp2": (2, 2, 1), "tp4": (4, 4, 1), "tp2 cp2": (4, 2, 2), "tp2 dp2": (
 BATCH, SEED = 4, 5
 
 
-def weight_of(config: DiTConfig, name: str, shape: torch.Size) -> Tensor:
+def weight_of(config: DiTConfig, name: str, shape: torch.Size, part: Part = ()) -> Tensor:
     """Return initial weights, random instead of zero where zeros would let no gradient through."""
     weight = initial_dit_weight(config, name, shape, SEED)
-    if weight.any():
-        return weight
-    return torch.empty(shape).normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name) + shape.numel()))
+    if not weight.any():
+        weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name) + shape.numel()))
+    return weight[part]
 
 
 def data(config: DiTConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -71,7 +72,7 @@ def split_step(mesh: Mesh, config: DiTConfig, recompute: RecomputeConfig, method
     assert mesh.tp.size() == 1 or all(isinstance(parameter, DTensor) for parameter in model.parameters())
     recompute_layers(model.layers, recompute)
     shard_model(model, model.layers, mesh.dp_cp, bf16=False)
-    init_parameters(model, mesh.device, lambda name, shape: weight_of(config, name, shape))
+    init_parameters(model, mesh.device, lambda name, shape, part: weight_of(config, name, shape, part))
     x, times, labels, target = (part.chunk(mesh.dp.size())[mesh.dp.get_local_rank()] for part in data(config))
     out = model(cp.shard(x, 1), cp.positions, times, labels)
     assert type(out) is Tensor
@@ -131,7 +132,7 @@ def parts_in_sequence(rank: int, world_size: int) -> Step:
                 part = DiT(VIDEO, cp.attend)
             part.keep(range(layer, layer + 1))
             split_dit(part, mesh.tp)
-            init_parameters(part, mesh.device, lambda name, shape: weight_of(VIDEO, name, shape))
+            init_parameters(part, mesh.device, lambda name, shape, part: weight_of(VIDEO, name, shape, part))
             parts.append(part)
         x, times, labels, target = data(VIDEO)
         sent = parts[0](x, cp.positions, times, labels)
@@ -158,7 +159,7 @@ def in_bfloat16(rank: int, world_size: int) -> float:
     model = DiT(IMAGE)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     shard_model(model, model.layers, mesh, bf16=True)
-    init_parameters(model, torch.device("cpu"), lambda name, shape: weight_of(IMAGE, name, shape))
+    init_parameters(model, torch.device("cpu"), lambda name, shape, part: weight_of(IMAGE, name, shape, part))
     x, times, labels, _ = data(IMAGE)
     outs = [model(x, torch.arange(15), t, labels) for t in (times, times.bfloat16().float())]
     assert outs[0].dtype == torch.bfloat16

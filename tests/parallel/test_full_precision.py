@@ -42,7 +42,9 @@ def gradients(
     recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
     shared = sharding_mesh(mesh, DataParallelConfig(data_parallel_sharding_strategy=strategy))
     shard_model(model, model.layers, shared, bf16=True, strategy=strategy)
-    init_parameters(model, torch.device("cpu"), lambda name, shape: initial_weight(CONFIG, name, shape, SEED))
+    init_parameters(
+        model, torch.device("cpu"), lambda name, shape, part: initial_weight(CONFIG, name, shape, SEED, part)
+    )
     for micro in range(2):
         set_gradient_sync(model, micro == 1, strategy)
         tokens, labels = batch(rank if data_rank is None else data_rank, micro)

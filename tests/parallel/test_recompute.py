@@ -179,7 +179,9 @@ def sharded_step(chosen: RecomputeConfig, world_size: int, bf16: bool) -> tuple[
         model = Llama(MODEL, cp.attend)
     recompute_layers(model.layers, chosen)
     shard_model(model, model.layers, init_device_mesh("cpu", (world_size,)), bf16=bf16)
-    init_parameters(model, torch.device("cpu"), lambda name, shape: initial_weight(MODEL, name, shape, SEED))
+    init_parameters(
+        model, torch.device("cpu"), lambda name, shape, part: initial_weight(MODEL, name, shape, SEED, part)
+    )
     objective = NextToken(cp, torch.device("cpu"), chosen.loss_chunk_size)
     with Attentions() as attentions:
         loss = objective.loss_sum(model, objective.local(batch()))

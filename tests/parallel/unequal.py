@@ -29,7 +29,9 @@ def sharded(world_size: int, bf16: bool = False, strategy: Strategy = "zero3", c
     with torch.device("meta"):
         model = Llama(CONFIG)
     shard_model(model, model.layers, sharding_mesh(mesh, config), bf16=bf16, strategy=strategy)
-    init_parameters(model, torch.device("cpu"), lambda name, shape: initial_weight(CONFIG, name, shape, SEED))
+    init_parameters(
+        model, torch.device("cpu"), lambda name, shape, part: initial_weight(CONFIG, name, shape, SEED, part)
+    )
     return model
 
 

@@ -20,6 +20,7 @@ from parallel.context.executor import Executor
 from parallel.context.linear.state import StateExecutor
 from parallel.pipeline.schedule import PipelineRunner
 from parallel.tensor import styles
+from runtime.draws import Part
 from train import loop, optim
 from train.loop import Trainer
 from train.objectives.diffusion import Denoising
@@ -134,11 +135,11 @@ def local_means() -> None:
 def alike_shards() -> None:
     """Start every rank's shard with the values of the first."""
 
-    def first(whole: Tensor, like: DTensor) -> Tensor:
-        local = like.to_local()
-        return whole.flatten()[: local.numel()].view(local.shape)
+    def first(parameter: DTensor) -> tuple[Tensor, Part]:
+        own = parameter.to_local()
+        return own, tuple(slice(0, length) for length in own.shape)
 
-    parallel.data.own_shard = first
+    parallel.data.own_part = first
 
 
 def stage_without_norm() -> None:

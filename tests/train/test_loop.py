@@ -89,7 +89,7 @@ def run_with(
         with torch.device("meta"):
             model = Llama(MODEL)
         shard_model(model, model.layers, mesh.dp_cp, bf16=False)
-        init_parameters(model, mesh.device, lambda name, shape: initial_weight(MODEL, name, shape, 5))
+        init_parameters(model, mesh.device, lambda name, shape, part: initial_weight(MODEL, name, shape, 5, part))
         objective = NextToken(context_parallel("ring", seq_len=LENGTH), mesh.device)
         trainer = Trainer(
             config=config,

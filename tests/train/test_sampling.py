@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from data.latents.dataset import LatentDataConfig
-from model.base import generator_of
 from model.diffusion import Diffusion, DiffusionConfig
 from model.dit import DiT
 from model.dit_config import DiTConfig
 from parallel.context.config import FullContextConfig
 from parallel.mesh import MeshConfig, distributed_mesh
 from parallel.tensor.split import split_dit
+from runtime.draws import generator_of
 from testing.ranks import run_ranks
 from train.assemble import build_parts
 from train.attention import diffusion_context
@@ -49,7 +49,7 @@ def drawn_on(rank, world_size, config, sampling):
             mesh,
             build=lambda: DiT(MODEL, attend),
             split=lambda part: split_dit(part, mesh.tp),
-            weight_of=lambda name, shape: 0.2 * torch.randn(shape, generator=generator_of(7, name)),
+            weight_of=lambda name, shape, part: 0.2 * torch.randn(shape, generator=generator_of(7, name))[part],
         )
         joined = config.train.micro_batch_size if config.packed else None
         sampler = Sampler(parts, mesh, cp, MODEL, diffusion_of(config), sampling, 11, joined)

@@ -14,6 +14,7 @@ from parallel.mesh import MeshConfig
 from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from train.config.flags import ConfigError
+from train.float8 import Float8Config
 from train.optim import OptimizerConfig
 from train.schedule import schedule_of
 from train.watching.health import HealthConfig
@@ -142,6 +143,7 @@ class CommonConfig(ABC):
     data: Any
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
+    float8: Float8Config = field(default_factory=Float8Config)
     health: HealthConfig = field(default_factory=HealthConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -242,6 +244,7 @@ def validate_run(config: CommonConfig) -> None:
         )
     if train.compile:
         _check_compile(config)
+    config.float8.check(config)
     if train.eval_iters and not split_shares(config.reading.split)[1]:
         raise ConfigError(
             f"split is {config.reading.split}, which leaves nothing to validate on, but eval_iters is "

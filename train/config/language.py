@@ -14,6 +14,7 @@ from train.config.common import validate_backend, validate_run, with_joined_rank
 from train.config.entries import ENTRIES, Config, TrainConfig
 from train.config.flags import ConfigError
 from train.config.sizes import validate_mesh, validate_method, validate_sizes
+from train.float8 import Float8Config
 
 __all__ = [
     "Config",
@@ -143,6 +144,7 @@ def fitted(
         data_parallel=DataParallelConfig(),
         recompute=replace(config.recompute, recompute_granularity="none", recompute_offload=False),
         data=replace(config.data, reset_attention_mask=False),
+        float8=Float8Config(),
         train=replace(
             config.train,
             seq_length=length or config.train.seq_length,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from data.loader import Batch
-from model.base import generator_of
 from model.diffusion import Diffusion
 from model.dit import patchify
 from model.dit_config import DiTConfig
 from parallel.context import ContextParallel
+from runtime.draws import generator_of
 from train.objectives.base import Objective, moved
 
 CONDITIONING = ("t_embedder.", "y_embedder.")

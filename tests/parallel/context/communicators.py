@@ -16,6 +16,7 @@ from torch import Tensor
 from parallel.context import Plan, heads, transport
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange, StagedExecutor
+from parallel.context.linear.relayout import Relayout
 from parallel.context.linear.state import StateExecutor
 
 
@@ -80,7 +81,18 @@ class Noted:
         assert out.nbytes == len(group.ranks) * x.nbytes
         return self.post(group, Part("all_gather", None, x.nbytes))
 
-    def all_to_all_single(self, out: Tensor, x: Tensor, group: Group) -> None:
+    def all_to_all_single(self, out: Tensor, x: Tensor, *parts: list[int], group: Group) -> None:
+        """With the rows from and to each rank these are messages, and none where there are none."""
+        if parts:
+            each = [("receive", out), ("send", x)]
+            rows = [
+                (what, peer, n * y[0].nbytes)
+                for (what, y), of in zip(each, parts, strict=True)
+                for peer, n in enumerate(of)
+                if n
+            ]
+            self.post(group, *(Part(what, group.ranks[peer], count) for what, peer, count in rows)).wait()
+            return
         assert out.nbytes == x.nbytes
         self.post(group, Part("all_to_all", None, x.nbytes)).wait()
 
@@ -158,6 +170,21 @@ def states(plan: Plan, rank: int, links: transport.Transport) -> None:
     out, state = executor.forward(plan, q, k, v, [-0.1] * 4)
     for x in (out, *executor.backward(plan, dout, q, k, v, state, [-0.1] * 4)):
         assert (x.shape, x.dtype) == (q.shape, q.dtype)
+
+
+def hybrid(outside: Plan) -> Computes:
+    """Linear layers in the layout of ``outside``, and a softmax layer in the plan's, with an exchange on both sides."""
+
+    def compute(plan: Plan, rank: int, links: transport.Transport) -> None:
+        states(outside, rank, GpuTransport(outside.geometry, links._group, rank))
+        relayout = Relayout(outside.geometry, plan.geometry, links)
+        x = torch.empty(2, outside.local_len, 8, 64, dtype=torch.bfloat16, device="meta")
+        inside = relayout.exchange(x, 0)
+        softmax(heads=2 * plan.size, kv_heads=plan.size)(plan, rank, links)
+        for out in (relayout.exchange(inside, 1), relayout.exchange(relayout.exchange(x, 0), 1)):  # gradients go back
+            assert (out.shape, out.dtype) == (x.shape, x.dtype)
+
+    return compute
 
 
 def play(found: list[Timeline]) -> int:

@@ -23,6 +23,7 @@ from tests.parallel.context.communicators import (
     Operation,
     Part,
     Timeline,
+    hybrid,
     play,
     softmax,
     states,
@@ -115,6 +116,38 @@ def test_so_does_every_size_with_every_option_and_mask(size: int, monkeypatch: p
 def test_states_travel_to_their_end(method: str) -> None:
     for size, documents in ((2, None), (4, (0, 64, 100, 256))):  # one ends between two ranks
         assert play(timelines(make_plan(method, seq_len=256, size=size, documents=documents), states)) > 0
+
+
+HYBRIDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("lasp", "zigzag", {}),
+    ("lasp2", "striped", {"documents": DOCUMENTS}),
+    ("lasp", "ulysses", {"layout": "zigzag"}),
+    ("lasp", "exchange", {"documents": DOCUMENTS}),
+)
+
+
+def mixed(state: str, method: str, given: dict[str, Any], size: int) -> list[Timeline]:
+    """What the ranks of a hybrid post, whose layers have these two methods."""
+    inside = make_plan(method, seq_len=LENGTH, size=size, **given)
+    outside = make_plan(state, seq_len=LENGTH, size=size, multiple=inside.local_len, documents=given.get("documents"))
+    return timelines(inside, hybrid(outside))
+
+
+@pytest.mark.parametrize(("state", "method", "given"), HYBRIDS)
+def test_tokens_go_from_one_layout_to_the_other_and_back(state: str, method: str, given: dict[str, Any]) -> None:
+    for size in (2, 3, 4):
+        assert play(mixed(state, method, given, size)) > 0
+
+
+def test_a_part_of_an_exchange_that_is_lost_or_of_another_layout_is_found() -> None:
+    posted = mixed("lasp", "zigzag", {}, 4)
+    at, exchange = next((i, of) for i, (of, _) in enumerate(posted[1]) if len(of.parts) > 2)
+    kept = tuple(part for part in exchange.parts if part != exchange.parts[-1])
+    cut = [*posted[1][:at], (exchange._replace(parts=kept), at), *posted[1][at + 1 :]]
+    for broken in (cut, mixed("lasp", "striped", {}, 4)[1]):
+        assert play(posted) > 0
+        with pytest.raises(AssertionError, match="wait for ever"):
+            play([posted[0], broken, *posted[2:]])
 
 
 def with_layout(change: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -116,7 +116,7 @@ def masks_seen(rank: int, world_size: int, granularity: Any) -> list[bool]:
         split_model(model, mesh.tp, head_dim=config().head_dim, kv_heads=config().query_groups)
         recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
         shard_model(model, model.layers, mesh.dp_cp, bf16=True)
-        init_parameters(model, mesh.device, lambda name, shape: weight_of(config(), name, shape))
+        init_parameters(model, mesh.device, lambda name, shape, part: weight_of(config(), name, shape, part))
         model(data()[0], None, None, given).to_local().float().logsumexp(-1).sum().backward()
     return seen
 
@@ -225,7 +225,7 @@ def in_stages(rank: int, world_size: int) -> tuple[float, dict[str, Tensor]]:
             stages = [Stage(model, "0", first=True), Stage(model, "1", first=False)]
         for stage in stages:
             split_model(stage, mesh.tp, head_dim=GPTS[0].head_dim, kv_heads=GPTS[0].query_groups)
-            init_parameters(stage, mesh.device, lambda name, shape: weight_of(GPTS[0], name, shape))
+            init_parameters(stage, mesh.device, lambda name, shape, part: weight_of(GPTS[0], name, shape, part))
         tokens, labels = own_batch(mesh, cp)
         positions = cp.positions.clamp(max=LENGTH - 1)
         sent = stages[0](tokens, positions)

@@ -1,0 +1,158 @@
+"""What all ranks of a pipeline post in two steps and an evaluation can end, and joins what belongs together."""
+
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel.pipeline.schedule import PipelineRunner, _Stage
+from parallel.pipeline.stages import PipelineConfig
+from planner.rehearsal import standing_for
+from tests.parallel.context.communicators import Group, Noted, Part, Timeline, play
+from tests.parallel.pipeline.test_schedule import SCHEDULES
+
+Purpose = tuple[str, int, int]
+"""The direction of a message, the stage that takes it, and its micro-batch."""
+PIPELINES = [config for name, (config, _) in SCHEDULES.items() if name != "uneven"]
+MESSAGES = {"fwd_recv": ("forward", 0), "fwd_send": ("forward", 1), "bwd_recv": ("back", 0), "bwd_send": ("back", -1)}
+"""Their direction, and the stage that takes them from the one that posts them."""
+VOTES = 4
+"""Messages between two stages before the first step and before the evaluation."""
+
+
+class Links(Noted):
+    """What torch's schedules and ours post. A message that is posted alone has a communicator of its two ranks."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.group = rank, Group(tuple(range(size)), 0)
+
+    def alone(self, what: str, tensor: Tensor, peer: int) -> Any:
+        return self.post(Group((min(self.rank, peer), max(self.rank, peer)), 0), part(what, tensor, peer))
+
+    def isend(self, x: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int = 0) -> Any:
+        return self.alone("send", x, group_dst if dst is None else dst)
+
+    def irecv(self, x: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int = 0) -> Any:
+        if x.dtype == torch.int32:
+            x.fill_(1)  # the stages' vote that shapes are known
+        return self.alone("receive", x, group_src if src is None else src)
+
+    def all_reduce(self, x: Tensor, group: Any) -> None:
+        super().all_reduce(x, self.group)
+
+    def batch_isend_irecv(self, of: list[Any]) -> list[Any]:
+        parts = (part("send" if one.op == self.isend else "receive", one.tensor, one.group_peer) for one in of)
+        return [self.post(self.group, *parts)]
+
+
+def part(what: str, tensor: Tensor, peer: int) -> Part:
+    """A message, told from others of its size by its purpose."""
+    return Part(what, peer, getattr(tensor, "purpose", tensor.nbytes))
+
+
+class GpuRunner(PipelineRunner):
+    """A runner that connects its group as on a GPU."""
+
+    def _connect(self, device: torch.device) -> None:
+        with patch.object(torch, "zeros", lambda *size, device: torch.empty(*size, device="meta")):
+            super()._connect(torch.device("cuda"))
+
+
+def purposeful(name: str) -> Any:
+    """Let a stage's messages know their purpose."""
+    method, (direction, ahead) = getattr(_Stage, f"get_{name}_ops"), MESSAGES[name]
+
+    def noted(self: _Stage, chunk: int) -> list[Any]:
+        found = method(self, chunk)
+        for operation in found:
+            operation.tensor.purpose = (direction, self.stage_index + ahead, chunk)
+        return found
+
+    return patch.object(_Stage, f"get_{name}_ops", noted)
+
+
+def computed(part: nn.ParameterDict, batch: dict[str, Tensor]) -> Tensor:
+    out = batch["x"] * torch.stack([*part.values()]).prod(0)
+    return out.sum() if "last" in part else out
+
+
+def timeline(rank: int, size: int, config: PipelineConfig, micro_batches: int, tied: bool) -> Timeline:
+    """What a rank posts; the first and the last stage share a weight if ``tied``. No step makes a group."""
+    links, last = Links(rank, size), config.stages(size) - 1
+    posts = {name: getattr(links, name) for name in ("isend", "irecv", "batch_isend_irecv", "all_reduce")}
+    names = [
+        ["last" if s == last else "first", *["shared"] * (tied and s in (0, last))] for s in config.own(rank, size)
+    ]
+    like = torch.empty(2, 4, device="meta")
+    with ExitStack() as stack:
+        stack.enter_context(standing_for(rank, size, 8))
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+        for context in (
+            *(patch.multiple(at, **posts) for at in (dist, dist.distributed_c10d)),
+            *map(purposeful, MESSAGES),
+        ):
+            stack.enter_context(context)
+        runner = GpuRunner(
+            [nn.ParameterDict({name: torch.ones(4) for name in of}) for of in names],
+            computed,
+            "ddp",
+            config=config,
+            mesh=mesh,
+            device=torch.device("cpu"),
+            micro_batches=micro_batches,
+            first_input=("x", like),
+            hidden=like,
+            tied={"shared": (0, last)} if tied else None,
+        )
+        batches = [{"x": torch.ones(2, 4)} for _ in range(micro_batches)]
+        groups = dist.distributed_c10d._world.group_count
+        for _ in range(2):
+            runner.forward_backward(batches, 1)
+        runner.forward(batches)
+        assert dist.distributed_c10d._world.group_count == groups
+    return links.operations
+
+
+def posted(size: int, config: PipelineConfig, micro_batches: int, tied: bool) -> list[Timeline]:
+    return [timeline(rank, size, config, micro_batches, tied) for rank in range(size)]
+
+
+@pytest.mark.parametrize("config", PIPELINES, ids=lambda config: config.pipeline_schedule)
+def test_every_schedule_ends(config: PipelineConfig) -> None:
+    for size, rounds, tied in ((2, 1, False), (2, 2, True), (3, 2, False), (3, 1, True), (4, 2, False), (4, 1, True)):
+        messages = (5 * rounds * size + VOTES) * (config.stages(size) - 1) + 4 * tied
+        assert play(posted(size, config, rounds * size, tied)) == size + 2 * messages
+
+
+def changed(timeline: Timeline, purpose: Purpose, instead: Purpose | None) -> Timeline:
+    """Post another message in the place of one, or none."""
+    found = []
+    for operation, index in timeline:
+        kept = [of for of in operation.parts if instead or of.size != purpose]
+        parts = tuple(of._replace(size=instead) if of.size == purpose else of for of in kept)  # type: ignore[arg-type, comparison-overlap]
+        found.append((operation._replace(parts=parts), index))
+    assert found != timeline
+    return found
+
+
+@pytest.mark.parametrize("config", PIPELINES, ids=lambda config: config.pipeline_schedule)
+def test_a_message_that_is_lost_or_in_the_place_of_another_is_found(config: PipelineConfig) -> None:
+    found = posted(3, config, 6, tied=True)
+    play(found)
+    for rank, purpose, other in ((0, ("forward", 1, 2), ("forward", 1, 3)), (1, ("back", 1, 1), ("back", 1, 2))):
+        for instead in (None, other):
+            broken = [changed(of, purpose, instead) if rank == at else of for at, of in enumerate(found)]
+            with pytest.raises(AssertionError, match=r"wait for ever: rank \d in Operation"):
+                play(broken)
+
+
+def test_a_group_in_which_only_two_of_three_send_must_be_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuRunner, "_connect", lambda *_: None)
+    with pytest.raises(AssertionError, match=r"not connected: only \[0, 2\]"):
+        play(posted(3, SCHEDULES["GPipe"][0], 3, tied=True))

@@ -48,10 +48,17 @@ def visible(x, y, first, stop, low, high, hi):
 
 
 @triton.jit
+def places(at, stride, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Point at the channels of ROWS tokens of one head; the offsets inside a block fit 32 bits, and stay in a loop."""
+    i, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    return at + first.to(tl.int64) * stride + ((i * stride)[:, None] + d[None, :])
+
+
+@triton.jit
 def rows_of(at, stride, first, stop, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
     """Load ROWS tokens of one head from ``first`` on, zero from ``stop`` and from channel D on."""
     i, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    at = at + first.to(tl.int64) * stride + ((i * stride)[:, None] + d[None, :])
+    at = places(at, stride, first, ROWS, WIDTH)
     if MASKED:
         found = tl.load(at, mask=(first + i < stop)[:, None] & (d < D)[None, :], other=0.0)
     elif D < WIDTH:
@@ -86,16 +93,16 @@ def forward_kernel(
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     begin = tl.load(blocks + 4 * tl.program_id(0)) * ROWS
     x, d = begin + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    at = (batch * T + x) * H + head
-    held = (x < T)[:, None] & (d < D)[None, :]
+    lse += batch * T * H + head
+    out = places(out + (batch * T * H + head) * D, H * D, begin, ROWS, WIDTH)
     queries = rows_of(q + batch * strides[0] + head * strides[2], strides[1], begin, T, D, ROWS, WIDTH, True)
     k += batch * strides[3] + head // group * strides[5]
     v += batch * strides[6] + head // group * strides[8]
     scale *= LOG2E
     if CONTINUE:
-        before = tl.load(lse + at, mask=x < T, other=-float("inf")) * LOG2E
+        before = tl.load(lse + x * H, mask=x < T, other=-float("inf")) * LOG2E
         known = before > -float("inf")
-        total = tl.load(out + at[:, None] * D + d[None, :], mask=held & known[:, None], other=0.0)
+        total = tl.load(out, mask=known[:, None] & (d < D)[None, :], other=0.0)
         weight = tl.where(known, 1.0, 0.0)
     else:
         before = tl.full((ROWS,), -float("inf"), tl.float32)
@@ -124,9 +131,9 @@ def forward_kernel(
                 peak = top
     # What no tile touched keeps its bits.
     changed = (x < T) & ((peak != before) | (weight != start_weight))
-    tl.store(lse + at, (peak + tl.log2(weight)) / LOG2E, mask=changed)
+    tl.store(lse + x * H, (peak + tl.log2(weight)) / LOG2E, mask=changed)
     total = rounded(total / weight[:, None], out.dtype.element_ty, WIDEN)
-    tl.store(out + at[:, None] * D + d[None, :], total, mask=changed[:, None] & (d < D)[None, :])
+    tl.store(out, total, mask=changed[:, None] & (d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -157,14 +164,13 @@ def rows_kernel(
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     begin = tl.load(blocks + 4 * tl.program_id(0)) * ROWS
     x, d = begin + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    at = (batch * T + x) * H + head
-    at_rows, held = at[:, None] * D + d[None, :], (x < T)[:, None] & (d < D)[None, :]
+    held, own = (x < T)[:, None] & (d < D)[None, :], batch * T * H + head
     queries = rows_of(q + batch * strides[0] + head * strides[2], strides[1], begin, T, D, ROWS, WIDTH, True)
     douts = rows_of(dout + batch * strides[9] + head * strides[11], strides[10], begin, T, D, ROWS, WIDTH, True)
-    outs = tl.load(out + at_rows, mask=held, other=0.0).to(tl.float32)
+    outs = rows_of(out + own * D, H * D, begin, T, D, ROWS, WIDTH, True).to(tl.float32)
     change = tl.sum(outs * douts.to(tl.float32), 1)
-    tl.store(delta + at, change, mask=x < T)
-    level = tl.load(lse + at, mask=x < T, other=0.0) * LOG2E
+    tl.store(delta + own + x * H, change, mask=x < T)
+    level = tl.load(lse + own + x * H, mask=x < T, other=0.0) * LOG2E
     k += batch * strides[3] + head // group * strides[5]
     v += batch * strides[6] + head // group * strides[8]
     total = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -184,9 +190,10 @@ def rows_kernel(
                 scores *= dot(douts, tl.trans(values), "ieee", WIDEN) - change[:, None]
                 total += dot(rounded(scores, keys.dtype, WIDEN), keys, "ieee", WIDEN)
     total *= scale
+    dq = places(dq + own * D, H * D, begin, ROWS, WIDTH)
     if CONTINUE:
-        total += tl.load(dq + at_rows, mask=held, other=0.0)
-    tl.store(dq + at_rows, rounded(total, dq.dtype.element_ty, WIDEN), mask=held)
+        total += tl.load(dq, mask=held, other=0.0)
+    tl.store(dq, rounded(total, dq.dtype.element_ty, WIDEN), mask=held)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -219,7 +226,6 @@ def columns_kernel(
     batch, head = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
     begin = tl.load(blocks + 4 * tl.program_id(0)) * COLUMNS
     x, d = begin + tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
-    at = ((batch * S + x) * K + head)[:, None] * D + d[None, :]
     held = (x < S)[:, None] & (d < D)[None, :]
     keys = rows_of(k + batch * strides[3] + head * strides[5], strides[4], begin, S, D, COLUMNS, WIDTH, True)
     values = rows_of(v + batch * strides[6] + head * strides[8], strides[7], begin, S, D, COLUMNS, WIDTH, True)
@@ -234,7 +240,7 @@ def columns_kernel(
                     place = tl.where(step < ahead, step, step - ahead + tail) if MASKED else ahead + step
                     start = lo + place * ROWS
                     y = start + tl.arange(0, ROWS)
-                    of_rows, real = (batch * T + y) * H + member, y < hi
+                    of_rows, real = batch * T * H + member + y * H, y < hi
                     queries = rows_of(q_at, strides[1], start, hi, D, ROWS, WIDTH, MASKED)
                     douts = rows_of(dout_at, strides[10], start, hi, D, ROWS, WIDTH, MASKED)
                     level = tl.load(lse + of_rows, mask=real, other=0.0) * LOG2E
@@ -247,8 +253,12 @@ def columns_kernel(
                     scores *= dot(values, tl.trans(douts), "ieee", WIDEN) - change[None, :]
                     sum_k += dot(rounded(scores, queries.dtype, WIDEN), queries, "ieee", WIDEN)
     sum_k *= scale
+    own = (batch * S * K + head) * D
+    dk = places(dk + own, K * D, begin, COLUMNS, WIDTH)
     if CONTINUE:
-        sum_k += tl.load(dk + at, mask=held, other=0.0)
-        sum_v += tl.load(dv + at, mask=held, other=0.0)
-    tl.store(dk + at, rounded(sum_k, dk.dtype.element_ty, WIDEN), mask=held)
-    tl.store(dv + at, rounded(sum_v, dv.dtype.element_ty, WIDEN), mask=held)
+        sum_k += tl.load(dk, mask=held, other=0.0)
+    tl.store(dk, rounded(sum_k, dk.dtype.element_ty, WIDEN), mask=held)
+    dv = places(dv + own, K * D, begin, COLUMNS, WIDTH)
+    if CONTINUE:
+        sum_v += tl.load(dv, mask=held, other=0.0)
+    tl.store(dv, rounded(sum_v, dv.dtype.element_ty, WIDEN), mask=held)

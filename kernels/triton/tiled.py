@@ -29,12 +29,12 @@ class Blocking(NamedTuple):
 EXACT = Blocking(32, 32, 4, 1)
 """In float32."""
 BLOCKINGS = {
-    ("forward", 80): {64: Blocking(128, 64, 4, 3), 128: Blocking(128, 64, 8, 2), 256: Blocking(64, 32, 4, 2)},
-    ("rows", 80): {64: Blocking(128, 64, 4, 2), 128: Blocking(64, 64, 4, 2), 256: Blocking(64, 32, 8, 2)},
-    ("columns", 80): {64: Blocking(64, 128, 8, 2), 128: Blocking(64, 64, 8, 2), 256: Blocking(32, 64, 8, 1)},
+    ("forward", 80): {64: Blocking(128, 64, 4, 3), 128: Blocking(128, 64, 8, 2), 256: Blocking(64, 64, 8, 2)},
+    ("rows", 80): {64: Blocking(128, 64, 8, 2), 128: Blocking(64, 64, 8, 2), 256: Blocking(64, 32, 8, 2)},
+    ("columns", 80): {64: Blocking(64, 128, 8, 2), 128: Blocking(64, 64, 8, 2), 256: Blocking(32, 64, 8, 2)},
     ("forward", 90): {64: Blocking(128, 128, 8, 3), 128: Blocking(128, 128, 8, 2), 256: Blocking(128, 64, 8, 2)},
     ("rows", 90): {64: Blocking(128, 64, 8, 3), 128: Blocking(128, 64, 8, 2), 256: Blocking(64, 64, 8, 2)},
-    ("columns", 90): {64: Blocking(64, 128, 8, 2), 128: Blocking(64, 128, 8, 2), 256: Blocking(64, 64, 8, 1)},
+    ("columns", 90): {64: Blocking(64, 128, 8, 2), 128: Blocking(64, 128, 8, 2), 256: Blocking(32, 64, 8, 2)},
 }
 """By kernel and compute capability, from which on, and by width, up to which."""
 

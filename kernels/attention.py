@@ -142,8 +142,8 @@ def _triton(device_type: str, dtype: torch.dtype) -> AttentionBackend:
 
     if find_spec("triton") is None:
         raise UserError("attention_backend is triton, which is not installed; use auto")
-    if device_type != "cuda" and not interpreted():
-        raise UserError(f"attention_backend triton needs a cuda device and this one is {device_type}; use auto or aten")
+    if device_type == "cpu" and not interpreted():
+        raise UserError("attention_backend triton needs a cuda device and this one is cpu; use auto or aten")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise UserError(f"attention_backend triton takes no {dtype}; use reference")
     from kernels.triton import tiled

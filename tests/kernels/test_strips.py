@@ -43,7 +43,7 @@ def test_every_pair_of_a_square_is_in_one_strip(side: int, kind: str, by_rows: b
 
 @pytest.mark.parametrize("kind", [CAUSAL, ANTI])
 def test_a_square_of_one_step_touches_no_row_twice_forward_and_no_column_twice_backward(kind: str) -> None:
-    strips = select_backend("aten", "cpu", torch.float32).strips
+    strips = select_backend("aten", "cpu", torch.float32).tiled
     assert strips is not None
     tile = Tile(slice(0, 500), slice(0, 500), kind)
     for by_rows in (True, False):

@@ -53,11 +53,24 @@ class Launched(NamedTuple):
 
     def used(self, folder: Path) -> dict[str, int]:
         """Bytes of shared memory of a block and, of a thread, its registers and bytes of STACK, to which it spills."""
-        (cubin := folder / "cubin").write_bytes(self.kernel.asm["cubin"])
-        command = [str(PROGRAMS / "cuobjdump"), "--dump-resource-usage", str(cubin)]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        said = self._said(folder, "--dump-resource-usage")
         found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
         return {"shared": self.kernel.metadata.shared, **found}
+
+    def spilled(self, folder: Path) -> list[tuple[int, int]]:
+        """What each innermost loop with matrix products loads from the stack and stores there, in instructions."""
+        said = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", self._said(folder, "-sass"))
+        lines = [(int(place, 16), line) for place, line in said]
+        jumps = [(int(to[1], 16), place) for place, line in lines if (to := re.search(r"BRA.* 0x([0-9a-f]+)", line))]
+        loops = [jump for jump in jumps if jump[0] < jump[1]]
+        inner = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
+        bodies = [" ".join(line for place, line in lines if first <= place <= last) for first, last in inner]
+        return [(body.count("LDL"), body.count("STL")) for body in bodies if "MMA" in body]
+
+    def _said(self, folder: Path, option: str) -> str:
+        (cubin := folder / "cubin").write_bytes(self.kernel.asm["cubin"])
+        command = [str(PROGRAMS / "cuobjdump"), option, str(cubin)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def compiled(capability: int, code: Callable[[], object]) -> list[Launched]:

@@ -7,8 +7,8 @@ a sum of 1. Nothing depends on the order in which programs run.
 
 Rabe and Staats 2021 (running softmax); Dao 2023, FlashAttention-2 (the loops, and their split into masked and not).
 
-Shapes as in ``kernels.tiles``. H is a multiple of K; D up to 256. out, lse, dq, dk, dv and delta are contiguous, and
-of the others heads are: strides are of batch, token and head.
+Shapes as in ``kernels.tiles``. H is a multiple of K; D up to 256. out, lse, dq, dk and dv are contiguous, and of the
+others heads are: strides are of batch, token and head. level and delta ``[B, H, T]``.
 """
 
 import triton
@@ -144,6 +144,7 @@ def rows_kernel(
     dout,
     out,
     lse,
+    level,
     delta,
     dq,
     blocks,
@@ -160,7 +161,7 @@ def rows_kernel(
     CONTINUE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Add to dq, and write delta = rowsum(dout * out) of all rows that a tile touches, for the columns."""
+    """Add to dq; write lse in powers of 2, and delta = rowsum(dout * out), of the rows that a tile touches."""
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     begin = tl.load(blocks + 4 * tl.program_id(0)) * ROWS
     x, d = begin + tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -169,8 +170,10 @@ def rows_kernel(
     douts = rows_of(dout + batch * strides[9] + head * strides[11], strides[10], begin, T, D, ROWS, WIDTH, True)
     outs = rows_of(out + own * D, H * D, begin, T, D, ROWS, WIDTH, True).to(tl.float32)
     change = tl.sum(outs * douts.to(tl.float32), 1)
-    tl.store(delta + own + x * H, change, mask=x < T)
-    level = tl.load(lse + own + x * H, mask=x < T, other=0.0) * LOG2E
+    peak = tl.load(lse + own + x * H, mask=x < T, other=0.0) * LOG2E
+    of_head = (batch * H + head) * T + x
+    tl.store(level + of_head, peak, mask=x < T)
+    tl.store(delta + of_head, change, mask=x < T)
     k += batch * strides[3] + head // group * strides[5]
     v += batch * strides[6] + head // group * strides[8]
     total = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -183,7 +186,7 @@ def rows_kernel(
                 keys = rows_of(k, strides[4], start, hi, D, COLUMNS, WIDTH, MASKED)
                 values = rows_of(v, strides[7], start, hi, D, COLUMNS, WIDTH, MASKED)
                 scores = dot(queries, tl.trans(keys), "ieee", WIDEN)
-                scores = tl.exp2(scores * (scale * LOG2E) - level[:, None])
+                scores = tl.exp2(scores * (scale * LOG2E) - peak[:, None])
                 if MASKED:
                     pairs = visible(x, start + tl.arange(0, COLUMNS), first, stop, low, high, hi)
                     scores = tl.where(pairs, scores, 0.0)
@@ -202,7 +205,7 @@ def columns_kernel(
     k,
     v,
     dout,
-    lse,
+    level,
     delta,
     dk,
     dv,
@@ -232,6 +235,7 @@ def columns_kernel(
     sum_k = tl.zeros((COLUMNS, WIDTH), tl.float32)
     sum_v = tl.zeros((COLUMNS, WIDTH), tl.float32)
     for member in range(head * group, head * group + group):
+        of_head = (batch * H + member) * T
         q_at, dout_at = q + batch * strides[0] + member * strides[2], dout + batch * strides[9] + member * strides[11]
         for entry in range(tl.load(blocks + 4 * tl.program_id(0) + 1), tl.load(blocks + 4 * tl.program_id(0) + 2)):
             first, stop, low, high, lo, hi, steps, ahead, tail = span(entries + 6 * entry, begin, COLUMNS, ROWS)
@@ -240,13 +244,13 @@ def columns_kernel(
                     place = tl.where(step < ahead, step, step - ahead + tail) if MASKED else ahead + step
                     start = lo + place * ROWS
                     y = start + tl.arange(0, ROWS)
-                    of_rows, real = batch * T * H + member + y * H, y < hi
                     queries = rows_of(q_at, strides[1], start, hi, D, ROWS, WIDTH, MASKED)
                     douts = rows_of(dout_at, strides[10], start, hi, D, ROWS, WIDTH, MASKED)
-                    level = tl.load(lse + of_rows, mask=real, other=0.0) * LOG2E
-                    change = tl.load(delta + of_rows, mask=real, other=0.0)
+                    at = of_head + y
+                    peak = tl.load(level + at, mask=y < hi, other=0.0) if MASKED else tl.load(level + at)
+                    change = tl.load(delta + at, mask=y < hi, other=0.0) if MASKED else tl.load(delta + at)
                     scores = dot(keys, tl.trans(queries), "ieee", WIDEN)
-                    scores = tl.exp2(scores * (scale * LOG2E) - level[None, :])
+                    scores = tl.exp2(scores * (scale * LOG2E) - peak[None, :])
                     if MASKED:
                         scores = tl.where(visible(x, y, first, stop, low, high, hi), scores, 0.0)
                     sum_v += dot(rounded(scores, douts.dtype, WIDEN), douts, "ieee", WIDEN)

@@ -20,8 +20,8 @@ from tests.kernels.triton.harness import SHARED, JITFunction, compiled, interpre
 
 BOUNDS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 """Relative to the largest value: scores are rounded to the inputs' dtype before the second product."""
-RELOADED = 16
-"""Most instructions of a loop that read what does not change in it from the stack."""
+SPILLED = (24, 3)
+"""Most instructions of a loop that read from the stack, mostly what stays the same, and that store there."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability: in
         assert used["shared"] <= SHARED[capability]
         assert used["REG"] <= 255
         assert len(loops) == 2, "one without a mask, and one with"
-        assert all(stored == 0 and loaded <= RELOADED for loaded, stored in loops), (one.name, one.blocking, loops)
+        assert all(a <= most for loop in loops for a, most in zip(loop, SPILLED, strict=True)), (one.name, loops)
 
 
 @pytest.mark.slow
@@ -90,7 +90,8 @@ def test_blocks_that_are_too_large_are_seen(tmp_path: Path, monkeypatch: pytest.
     from kernels.triton import tiled
 
     monkeypatch.setattr(tiled, "blocking_of", lambda *_: tiled.Blocking(128, 128, 8, 2))
-    assert any(stored for one in compiled(90, lambda: launches(128)) for _, stored in one.spilled(tmp_path))
+    found = [loop for one in compiled(90, lambda: launches(128)) for loop in one.spilled(tmp_path)]
+    assert max(stored for _, stored in found) > 10 * SPILLED[1], found
 
 
 def test_work_lists_travel_once_and_hold_every_pair() -> None:

@@ -4,8 +4,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.strips import in_one_piece
-
 ROWS = 16
 
 
@@ -31,7 +29,7 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     """Fold a block's result in, as ``kernels.merge.merge_``; ``out`` ``[B, T, H, D]`` or ``[T, H, D]``, float32."""
     if out.ndim == 3:
         out, lse, block_out, block_lse = (x[None] for x in (out, lse, block_out, block_lse))
-    given = out, lse, in_one_piece(block_out), block_lse
+    given = out, lse, block_out if block_out.stride(-1) == 1 else block_out.contiguous(), block_lse
     batch, tokens, heads, width = out.shape
     strides = tuple(stride for x in given for stride in x.stride()[:3])
     count = batch * tokens * heads

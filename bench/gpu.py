@@ -27,7 +27,7 @@ from testing.machine import describe, time_steps
 from tools.results import aligned
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
-BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn"), "cpu": ("aten",)}
+BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn", "triton"), "cpu": ("aten",)}
 WORST_ERROR = 2e-2
 """Relative difference from torch's own, in the 2-norm, beyond which a kernel is not timed."""
 

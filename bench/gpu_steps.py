@@ -263,7 +263,7 @@ class Step(NamedTuple):
 
 STEPS = {
     "environment": Step(environment, 60),
-    "backends": Step(backends, 60),
+    "backends": Step(backends, 90),
     "triton": Step(triton, 90),
     "ranks": Step(ranks, 60),
     "waits": Step(waits, 30),

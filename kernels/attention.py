@@ -6,17 +6,18 @@ align a rectangle. Reversed along tokens, an ANTI block is a CAUSAL one, so it n
 fully masked row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import cudnn, flash_attn, onednn, reference
-from kernels.blocks import ANTI, CAUSAL, FULL
+from kernels.blocks import ANTI, CAUSAL, FULL, Tile
 from kernels.packed import Lengths, Packed
 from kernels.strips import Strips, heads_first
 from runtime.errors import UserError
@@ -24,17 +25,36 @@ from runtime.errors import UserError
 aten = torch.ops.aten
 
 
+class Tiled(Protocol):
+    """A kernel that takes lists of tiles by itself; arguments and results as in ``kernels.tiles``."""
+
+    def attend_(
+        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float
+    ) -> None:
+        """Fold the attention of these tiles into running results, in place."""
+
+    def add_gradients_(
+        self,
+        gradients: tuple[Tensor, ...],
+        queries: tuple[Tensor, ...],
+        keys: tuple[Tensor, ...],
+        tiles: Sequence[Tile],
+        scale: float,
+    ) -> None:
+        """Add the gradients through these tiles to (dq, dk, dv), in place."""
+
+
 @dataclass(frozen=True)
 class AttentionBackend:
     """A forward (q, k, v, causal, scale) -> (out, lse) and its backward, which takes global out and lse.
 
-    ``strips`` cuts all tiles, ``packed`` takes the small ones together; None if it takes tiles as they are.
+    ``tiled`` takes all tiles, ``packed`` the small ones together; without either they are taken one by one.
     """
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
-    strips: Strips | None = None
+    tiled: Tiled | None = None
     packed: Packed | None = None
 
 
@@ -83,9 +103,12 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
     """
     if name == "reference":
         return AttentionBackend("reference", reference.block_forward, reference.block_backward)
+    if name == "triton":
+        return _triton(device_type, dtype)
     if name not in ("auto", "aten", "cudnn", "flash_attn"):
         raise UserError(
-            f"attention_backend is {name!r}, which does not exist; use auto, aten, cudnn, flash_attn or reference"
+            f"attention_backend is {name!r}, which does not exist; use auto, aten, cudnn, flash_attn, triton or "
+            "reference"
         )
     if device_type == "cpu":
         if name in ("cudnn", "flash_attn"):
@@ -113,6 +136,20 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
     if name == "cudnn":
         return AttentionBackend("cudnn", *in_eights(*cudnn.by_shape(None)), packed=packed)
     return AttentionBackend("aten", *in_eights(*plain), packed=packed)
+
+
+def _triton(device_type: str, dtype: torch.dtype) -> AttentionBackend:
+    from kernels.triton import interpreted
+
+    if find_spec("triton") is None:
+        raise UserError("attention_backend is triton, which is not installed; use auto")
+    if device_type == "cpu" and not interpreted():
+        raise UserError("attention_backend triton needs a cuda device and this one is cpu; use auto or aten")
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise UserError(f"attention_backend triton takes no {dtype}; use reference")
+    from kernels.triton import tiled
+
+    return AttentionBackend("triton", tiled.forward, tiled.backward, tiled)
 
 
 @cache

@@ -1,5 +1,8 @@
 """Merge partial attention results over disjoint sets of keys."""
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -14,9 +17,19 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
         out, block_out: ``[B, T, H, D]``, or of any shape ``[..., D]``; ``out`` float32 or wider.
         lse, block_lse: ``[B, T, H]``, or ``[...]``; ``lse`` float32 or wider; ``block_lse`` finite.
     """
+    if out.is_cuda and out.dtype == torch.float32 and out.ndim in (3, 4) and _has_triton():
+        from kernels.triton.merge import merge_ as in_one_launch
+
+        in_one_launch(out, lse, block_out, block_lse)
+        return
     weight = torch.sigmoid(block_lse - lse).to(out.dtype)  # [B, T, H]
     out.lerp_(block_out.to(out.dtype), weight[..., None])
     torch.logaddexp(lse, block_lse.to(lse.dtype), out=lse)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

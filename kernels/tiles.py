@@ -28,8 +28,8 @@ def attend_tiles_(
     Args:
         out, lse: results over earlier keys, float32 or wider; lse is -inf for a row without any.
     """
-    if backend.strips is not None:
-        backend.strips.attend_(out, lse, q, k, v, tiles, scale)
+    if backend.tiled is not None:
+        backend.tiled.attend_(out, lse, q, k, v, tiles, scale)
         return
     if backend.packed is not None:
         small, tiles = shared(tiles)
@@ -55,8 +55,8 @@ def add_gradients_(
         queries: (q, dout, out, lse); out and lse are the *global* results of the rows.
         keys: (k, v).
     """
-    if backend.strips is not None:
-        backend.strips.add_gradients_(gradients, queries, keys, tiles, scale)
+    if backend.tiled is not None:
+        backend.tiled.add_gradients_(gradients, queries, keys, tiles, scale)
         return
     if backend.packed is not None:
         small, tiles = shared(tiles)

@@ -110,7 +110,8 @@ def test_a_head_that_lies_in_pieces_is_put_together(odd: int, dtype: torch.dtype
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("triton", "cpu", torch.float32), "'triton'.*does not exist"),
+        (("fastest", "cpu", torch.float32), "'fastest'.*does not exist"),
+        (("triton", "cpu", torch.float32), "needs a cuda device"),
         (("flash_attn", "cpu", torch.float32), "needs a cuda device"),
         (("auto", "cuda", torch.float32), "use --bf16"),
     ],
@@ -159,7 +160,7 @@ def test_a_square_kind_refuses_a_rectangle(kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
-@pytest.mark.parametrize("name", ["aten", "cudnn", "auto"])
+@pytest.mark.parametrize("name", ["aten", "cudnn", "triton", "auto"])
 @pytest.mark.parametrize(
     ("queries", "keys", "kind"), [(128, 128, CAUSAL), (256, 64, FULL), (1000, 1000, CAUSAL), (1000, 1000, ANTI)]
 )

@@ -189,10 +189,10 @@ def _validate_backend(config: Config) -> None:
             f"attention_backend is {backend}, which is softmax attention, and model_type {kind} has linear attention; "
             "use auto, chunked, triton or reference"
         )
-    if not linear and backend in ("chunked", "triton"):
+    if not linear and backend == "chunked":
         raise ConfigError(
             f"attention_backend is {backend}, which is linear attention, and model_type {kind} has softmax attention; "
-            "use auto, aten, cudnn, flash_attn or reference"
+            "use auto, aten, cudnn, flash_attn, triton or reference"
         )
     if not linear:
         validate_backend(config)

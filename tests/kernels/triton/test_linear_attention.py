@@ -1,51 +1,28 @@
 """The fused kernel: numbers through Triton's interpreter on the CPU, and what its compiler makes of it for a GPU."""
 
-import json
 import math
-import os
-import re
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.kernels.linear_cases import CASES, FAR, NAMES, Case, errors, naive_errors
-from tests.starts import PATIENCE
 
 triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; requirements-dev.txt has it")
 
-ROOT = Path(__file__).parents[3]
+from tests.kernels.triton.harness import SHARED, compiled, interpret, meta  # noqa: E402
+
+PROGRAM = "tests.kernels.linear_cases"
 BOUND = 1e-5
 BOUNDS = 7
 """Place of the kernel's argument ``bounds``."""
-SHARED = {80: 163 << 10, 90: 227 << 10}
-"""Bytes of shared memory that a block may have, by compute capability (CUDA Programming Guide)."""
-PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-
-def interpret(*arguments: str, timeout: float = PATIENCE) -> dict[str, Any]:
-    """What the cases print in a process whose Triton interprets."""
-    if triton.__version__ < "3.7":
-        pytest.skip("the interpreter of Triton before 3.7 cannot loop as often as a tensor says under NumPy 2.4")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.kernels.linear_cases", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
     """The errors of all cases."""
-    return interpret()
+    return interpret(PROGRAM)
 
 
 def within_bounds(case: Case, found: dict[str, float]) -> bool:
@@ -63,7 +40,7 @@ def test_kernel_equals_the_reference(index: int, interpreted: dict[str, Any]) ->
 
 @pytest.mark.slow
 def test_kernel_equals_the_reference_far_away() -> None:
-    for case, found in zip(FAR, interpret("far", timeout=900)["errors"], strict=True):
+    for case, found in zip(FAR, interpret(PROGRAM, "far", timeout=900)["errors"], strict=True):
         assert within_bounds(case, found), (case, found)
 
 
@@ -74,63 +51,6 @@ def test_the_bound_sees_a_wrong_decay(interpreted: dict[str, Any]) -> None:
 def test_a_wide_output_is_not_rounded(interpreted: dict[str, Any]) -> None:
     widths = interpreted["widths"]
     assert widths["torch.float32"] < 0.9 * widths["torch.bfloat16"]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that a test compiles stays in the home folder, or comes from there."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
-class Launched(NamedTuple):
-    """What the launcher passed, and the kernel that a GPU would get for it."""
-
-    given: tuple[Any, ...]
-    blocking: dict[str, Any]
-    kernel: Any
-
-    def used(self, folder: Path) -> dict[str, int]:
-        """Bytes of shared memory of a block and, of a thread, its registers and bytes of STACK, to which it spills."""
-        (cubin := folder / "cubin").write_bytes(self.kernel.asm["cubin"])
-        command = [str(PROGRAMS / "cuobjdump"), "--dump-resource-usage", str(cubin)]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
-        return {"shared": self.kernel.metadata.shared, **found}
-
-
-@pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Launched]]:
-    """Run code on tensors without memory; each launch is compiled for a capability, with its own arguments."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    from kernels.triton import linear_attention as fused
-
-    kernel, found = fused.scan_kernel, list[Launched]()
-
-    class Compiling:
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
-            return lambda *given, **named: found.append(
-                Launched(given, named, kernel.warmup(*given, grid=grid, **named))
-            )
-
-    def launched(capability: int, code: Callable[[], object]) -> list[Launched]:
-        stub = SimpleNamespace(
-            get_current_device=lambda: capability,  # Triton keeps a target for each
-            get_current_stream=lambda device: 0,
-            get_current_target=lambda: GPUTarget("cuda", capability, 32),
-        )
-        with monkeypatch.context() as patch:
-            patch.setattr(driver, "_active", stub)
-            patch.setattr(fused, "scan_kernel", Compiling())
-            code()
-        return found
-
-    return launched
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def forward(width: int, value_width: int, heads: int = 8, documents: tuple[int, ...] | None = None) -> None:
@@ -161,11 +81,9 @@ def steps(width: int, value_width: int) -> None:
 
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("width", "value_width"), [(128, 128), (256, 128)])
-def test_compiles_within_the_shared_memory_of_a_gpu(
-    capability: int, width: int, value_width: int, launch: Callable[..., list[Launched]]
-) -> None:
+def test_compiles_within_the_shared_memory_of_a_gpu(capability: int, width: int, value_width: int) -> None:
     """Width 256 is that of the first TransNormer layer, whose LRPE doubles its queries and keys."""
-    (launched,) = launch(capability, lambda: forward(width, value_width))
+    (launched,) = compiled(capability, lambda: forward(width, value_width))
     assert launched.kernel.metadata.shared <= SHARED[capability]
     assert ("wgmma" if capability == 90 and width == 128 else "mma") in launched.kernel.asm["ptx"]
 
@@ -174,9 +92,9 @@ def test_compiles_within_the_shared_memory_of_a_gpu(
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("width", "value_width"), [(16, 16), (64, 64), (128, 64), (128, 128), (256, 128)])
 def test_every_launch_keeps_to_a_gpus_registers_and_shared_memory(
-    capability: int, width: int, value_width: int, launch: Callable[..., list[Launched]], tmp_path: Path
+    capability: int, width: int, value_width: int, tmp_path: Path
 ) -> None:
-    launched = launch(capability, lambda: steps(width, value_width))
+    launched = compiled(capability, lambda: steps(width, value_width))
     kernels = {id(one.kernel): one for one in launched}
     assert len(launched) == 2 * 14
     assert len(kernels) > 10, "one a set of flags and of arguments that Triton tells apart"
@@ -189,23 +107,21 @@ def test_every_launch_keeps_to_a_gpus_registers_and_shared_memory(
 
 
 @pytest.mark.slow
-def test_blocks_that_are_too_large_are_seen(
-    launch: Callable[..., list[Launched]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_are_too_large_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kernels.triton import linear_attention as fused
 
     large = fused.Blocking(64, 256, 128, num_warps=4, num_stages=2)
     monkeypatch.setattr(fused, "blocking_of", lambda *_: large)
-    (launched,) = launch(80, lambda: forward(256, 128))
+    (launched,) = compiled(80, lambda: forward(256, 128))
     assert launched.used(tmp_path)["STACK"] > 1000
     monkeypatch.setattr(fused, "blocking_of", lambda *_: large._replace(C=128, num_stages=4))
-    assert launch(80, lambda: forward(256, 128))[-1].used(tmp_path)["shared"] > SHARED[80]
+    assert compiled(80, lambda: forward(256, 128))[-1].used(tmp_path)["shared"] > SHARED[80]
 
 
-def test_documents_travel_to_the_device_once(launch: Callable[..., list[Launched]]) -> None:
+def test_documents_travel_to_the_device_once() -> None:
     """Not in every layer, whose host would wait for it."""
     for documents in (None, (0, 100, 1000)):
-        first, again = launch(90, lambda given=documents: [forward(16, 16, documents=given) for _ in range(2)])[-2:]
+        first, again = compiled(90, lambda given=documents: [forward(16, 16, documents=given) for _ in range(2)])[-2:]
         assert first.given[BOUNDS] is again.given[BOUNDS]
         assert first.given[BOUNDS].shape == (len(documents or (0, 1000)),)
 

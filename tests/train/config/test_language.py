@@ -217,7 +217,7 @@ def test_wrong_flags_are_refused_by_name(argv, words):
             "--model-type transnormer --attention-backend aten",
             ["attention_backend is aten", "auto, chunked, triton"],
         ),
-        (1, "--attention-backend triton", ["attention_backend is triton", "model_type llama has softmax", "aten"]),
+        (1, "--attention-backend chunked", ["attention_backend is chunked", "model_type llama has softmax", "aten"]),
         (
             2,
             "--model-type transnormer --context-parallel-size 2",

@@ -1,0 +1,163 @@
+"""Launches of the tiles' kernels (``kernels.triton.attention``): what ``kernels.tiles`` and a single block ask for.
+
+Shapes as in ``kernels.tiles``; D up to 256, bfloat16, float16 or, slowly, float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.blocks import CAUSAL, FULL, Block, Tile
+from kernels.strips import in_one_piece
+from kernels.triton import attention, interpreted
+from kernels.triton.work import as_blocks, work_of
+from runtime.errors import UserError
+
+
+class Blocking(NamedTuple):
+    """Rows and columns of a step, and launch options."""
+
+    ROWS: int
+    COLUMNS: int
+    num_warps: int
+    num_stages: int
+
+
+EXACT = Blocking(16, 16, 4, 1)
+"""In float32, without tensor cores; larger ones take minutes to compile."""
+BLOCKINGS = {
+    ("forward", 80): {64: Blocking(128, 64, 4, 3), 128: Blocking(128, 64, 8, 2), 256: Blocking(64, 64, 8, 2)},
+    ("rows", 80): {64: Blocking(128, 64, 8, 2), 128: Blocking(64, 64, 8, 2), 256: Blocking(64, 32, 8, 2)},
+    ("columns", 80): {64: Blocking(64, 128, 8, 2), 128: Blocking(64, 64, 8, 2), 256: Blocking(32, 64, 8, 2)},
+    ("forward", 90): {64: Blocking(128, 128, 8, 3), 128: Blocking(128, 128, 8, 2), 256: Blocking(128, 64, 8, 2)},
+    ("rows", 90): {64: Blocking(128, 64, 8, 3), 128: Blocking(128, 64, 8, 2), 256: Blocking(64, 64, 8, 2)},
+    ("columns", 90): {64: Blocking(64, 128, 8, 2), 128: Blocking(64, 128, 8, 2), 256: Blocking(32, 64, 8, 2)},
+}
+"""By kernel and compute capability, from which on, and by width, up to which."""
+SMALLER = (86, 89, 120, 121)
+"""Capabilities of GPUs with 99 KiB of shared memory for a block: they take the sizes of 80, up to width 128."""
+
+
+def capability(device: torch.device) -> int:
+    """Return the compute capability of a GPU, 90 for 9.0; the interpreter has the smallest."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    return 10 * major + minor
+
+
+def blocking_of(kernel: str, q: Tensor) -> Blocking:
+    """Return sizes and options that fit the registers and the shared memory of q's device."""
+    level = capability(q.device)
+    most = 128 if level in SMALLER else 256
+    if q.shape[-1] > most:
+        raise UserError(
+            f"attention_backend triton takes heads of up to {most} channels on this device, and these are "
+            f"{q.shape[-1]}; use --attention-backend auto"
+        )
+    if q.dtype == torch.float32:
+        return EXACT
+    by_width = BLOCKINGS[kernel, 90 if level >= 90 and level not in SMALLER else 80]
+    return by_width[next(width for width in by_width if q.shape[-1] <= width)]
+
+
+def attend_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float) -> None:
+    """Fold the attention of these tiles into running results, in place; ``out`` and ``lse`` are contiguous."""
+    _attend_(out, lse, q, k, v, as_blocks(tiles), scale, True)
+
+
+def add_gradients_(
+    gradients: tuple[Tensor, ...],
+    queries: tuple[Tensor, ...],
+    keys: tuple[Tensor, ...],
+    tiles: Sequence[Tile],
+    scale: float,
+) -> None:
+    """Add the gradients through these tiles to (dq, dk, dv), in place; they are contiguous."""
+    _add_gradients_(gradients, queries, keys, as_blocks(tiles), scale, True)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute a block's out, in q's dtype, and lse."""
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+    _attend_(out, lse, q, k, v, _whole(q, k, causal), scale, False)
+    return out, lse
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute a block's dq, dk and dv, in the dtypes of q, k and v, given the *global* out and lse."""
+    gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    _add_gradients_(gradients, (q, dout, out, lse), (k, v), _whole(q, k, causal), scale, False)
+    return gradients
+
+
+def _whole(q: Tensor, k: Tensor, causal: bool) -> tuple[Block, ...]:
+    return ((0, q.shape[1], 0, k.shape[1], CAUSAL if causal else FULL),)
+
+
+def _attend_(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Block, ...], scale: float, more: bool
+) -> None:
+    _check_contiguous(out, lse)
+    if tiles:
+        q, k, v = map(in_one_piece, (q, k, v))
+        shared = _shared(q, k, more)
+        blocking = blocking_of("forward", q)
+        blocks, entries = work_of(tiles, blocking.ROWS, True, q.device)
+        grid = (len(blocks) // 4, q.shape[0] * q.shape[2])
+        given = q, k, v, out, lse, blocks, entries, scale, _strides(q, k, v), q.shape[1]
+        attention.forward_kernel[grid](*given, **shared, **blocking._asdict())
+
+
+def _add_gradients_(
+    gradients: tuple[Tensor, ...],
+    queries: tuple[Tensor, ...],
+    keys: tuple[Tensor, ...],
+    tiles: tuple[Block, ...],
+    scale: float,
+    more: bool,
+) -> None:
+    _check_contiguous(*gradients)
+    if not tiles:
+        return
+    q, dout, k, v = map(in_one_piece, (*queries[:2], *keys))
+    out, lse = (x.contiguous() for x in queries[2:])
+    dq, dk, dv = gradients
+    level, delta = lse.new_empty(2, q.shape[0], q.shape[2], q.shape[1])
+    shared, strides = _shared(q, k, more), _strides(q, k, v, dout)
+    blocking = blocking_of("rows", q)
+    blocks, entries = work_of(tiles, blocking.ROWS, True, q.device)
+    grid = (len(blocks) // 4, q.shape[0] * q.shape[2])
+    given: tuple[Any, ...] = q, k, v, dout, out, lse, level, delta, dq, blocks, entries, scale, strides, q.shape[1]
+    attention.rows_kernel[grid](*given, **shared, **blocking._asdict())
+    blocking = blocking_of("columns", q)
+    blocks, entries = work_of(tiles, blocking.COLUMNS, False, q.device)
+    grid = (len(blocks) // 4, k.shape[0] * k.shape[2])
+    given = q, k, v, dout, level, delta, dk, dv, blocks, entries, scale, strides, q.shape[1], k.shape[1]
+    attention.columns_kernel[grid](*given, **shared, **blocking._asdict())
+
+
+def _shared(q: Tensor, k: Tensor, more: bool) -> dict[str, Any]:
+    """Return the last arguments of every kernel."""
+    width = q.shape[3]
+    return {
+        "H": q.shape[2],
+        "group": q.shape[2] // k.shape[2],
+        "D": width,
+        "WIDTH": max(16, triton.next_power_of_2(width)),
+        "CONTINUE": more,
+        "WIDEN": interpreted(),
+    }
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for x in tensors for stride in x.stride()[:3])
+
+
+def _check_contiguous(*totals: Tensor) -> None:
+    for x in totals:
+        if not x.is_contiguous():
+            raise ValueError(f"attention_backend triton adds to contiguous tensors, and one has strides {x.stride()}")

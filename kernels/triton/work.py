@@ -1,0 +1,54 @@
+"""Work lists of the tiles' kernels: for each block of rows, or of columns, the tiles that touch it.
+
+A tile is a band: queries i and keys j with ``low <= j - i <= high``; seen from its columns, rows and columns change
+places, and so do -low and -high. A list is made once for all layers and lies on the device.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.blocks import ANTI, CAUSAL, Block, Tile
+
+FAR = 1 << 30
+"""Farther apart than any two tokens."""
+
+
+def as_blocks(tiles: Sequence[Tile]) -> tuple[Block, ...]:
+    """Return the tiles as numbers, which can be a key."""
+    return tuple([(q.start, q.stop, k.start, k.stop, kind) for q, k, kind in tiles])
+
+
+@lru_cache(maxsize=256)  # a few for each round of a ring, and other ones with every micro-batch
+def work_of(tiles: tuple[Block, ...], size: int, by_rows: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return blocks and entries of the tiles, for blocks of ``size`` rows, or columns; int32 on the device.
+
+    Returns:
+        Blocks ``[touched, 4]``: number of the block, its first and last + 1 entry, 0; most pairs first, so that no
+        long one is left at the end. Entries ``[n, 6]``: a tile's first and last + 1 row, first and last + 1 column,
+        low and high; or columns first.
+    """
+    bands = np.array([_band(tile, by_rows) for tile in tiles])
+    first, last = bands[:, 0] // size, (bands[:, 1] - 1) // size
+    counts = last - first + 1
+    tile = np.repeat(np.arange(len(bands)), counts)
+    block = np.arange(len(tile)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+    order = np.argsort(block, kind="stable")
+    block, entries = block[order], bands[tile[order]]
+    x0, x1 = np.maximum(block * size, entries[:, 0]), np.minimum(block * size + size, entries[:, 1]) - 1
+    seen = np.minimum(entries[:, 3], x1 + entries[:, 5] + 1) - np.maximum(entries[:, 2], x0 + entries[:, 4])
+    numbers, starts = np.unique(block, return_index=True)
+    table = np.stack([numbers, starts, np.append(starts[1:], len(block)), 0 * starts], 1)
+    table = table[np.argsort(-np.add.reduceat(seen, starts), kind="stable")]
+    host = np.concatenate([table.ravel(), entries.ravel()]).astype(np.int32)
+    moved = torch.from_numpy(host).to(device)  # one copy
+    return moved[: table.size], moved[table.size :]
+
+
+def _band(tile: Block, by_rows: bool) -> tuple[int, ...]:
+    q0, q1, k0, k1, kind = tile
+    low, high = (k0 - q0 if kind == ANTI else -FAR), (k0 - q0 if kind == CAUSAL else FAR)
+    return (q0, q1, k0, k1, low, high) if by_rows else (k0, k1, q0, q1, -high, -low)

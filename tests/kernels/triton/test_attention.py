@@ -1,0 +1,149 @@
+"""Attention of lists of tiles: numbers by Triton's interpreter and on a GPU, and what its compiler makes for one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.attention import select_backend
+from kernels.blocks import ANTI, CAUSAL, FULL
+from parallel.context import make_plan
+from tests.kernels import test_tiles
+from tests.kernels.attention_cases import CASES, NAMES, block_error, errors, merge_error, tile
+from tests.kernels.test_tiles import MASKS, attention_by_tiles, inputs, tiles_of, truth
+from tests.parallel.context.communicators import softmax, timelines
+
+triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; requirements-dev.txt has it")
+
+from tests.kernels.triton.harness import SHARED, JITFunction, compiled, interpret, meta  # noqa: E402
+
+BOUNDS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
+"""Relative to the largest value: scores are rounded to the inputs' dtype before the second product."""
+SPILLED = (24, 3)
+"""Most instructions of a loop that read from the stack, mostly what stays the same, and that store there."""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Any]:
+    return interpret("tests.kernels.attention_cases")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_all_pairs_in_float64(name: str, interpreted: dict[str, Any]) -> None:
+    found = interpreted["errors"][name]
+    assert max(found.values()) < BOUNDS[CASES[name].dtype], found
+    assert found["lse"] < 1e-6  # never rounded
+
+
+def test_so_do_a_block_alone_and_the_merge(interpreted: dict[str, Any]) -> None:
+    assert interpreted["block"] < BOUNDS["float32"]
+    assert interpreted["merge"] < 1e-6
+
+
+def test_a_mask_off_by_one_is_seen(interpreted: dict[str, Any]) -> None:
+    assert all(interpreted["fault"][name] > 0.1 for name in NAMES), interpreted["fault"]
+
+
+def launches(width: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Each kernel, alone and continuing."""
+    backend = select_backend("triton", "cuda", dtype)
+    q, k = meta(2, 1000, 16, width, dtype=dtype), meta(2, 1000, 4, width, dtype=dtype)
+    out, lse = backend.forward(q, k, k, True, 0.1)
+    backend.backward(q, q, k, k, out, lse, True, 0.1)
+    tiles = [tile(0, 1000, 0, 1000, CAUSAL)]
+    sums = [meta(*x.shape, dtype=torch.float32) for x in (q, k, k)]
+    assert backend.tiled is not None
+    backend.tiled.attend_(sums[0], lse, q, k, k, tiles, 0.1)
+    backend.tiled.add_gradients_(tuple(sums), (q, q, out, lse), (k, k), tiles, 0.1)
+
+
+def test_the_forward_compiles_for_a_gpu(tmp_path: Path) -> None:
+    q = meta(2, 1000, 16, 128)
+    (one,) = compiled(90, lambda: select_backend("triton", "cuda", q.dtype).forward(q, q, q, True, 0.1))
+    assert one.kernel.metadata.shared <= SHARED[90]
+    assert "wgmma" in one.kernel.asm["ptx"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
+def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability: int, width: int, tmp_path: Path) -> None:
+    for one in compiled(capability, lambda: launches(width)):
+        used, loops = one.used(tmp_path), one.spilled(tmp_path)
+        print(capability, width, one.name, one.blocking, used, loops)
+        assert used["shared"] <= SHARED[capability]
+        assert used["REG"] <= 255
+        assert len(loops) == 2, "one without a mask, and one with"
+        assert all(a <= most for loop in loops for a, most in zip(loop, SPILLED, strict=True)), (one.name, loops)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+def test_float32_fits_too(capability: int) -> None:
+    for one in compiled(capability, lambda: launches(256, torch.float32)):
+        assert one.kernel.metadata.shared <= SHARED[capability]
+
+
+@pytest.mark.slow
+def test_blocks_that_are_too_large_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.triton import tiled
+
+    monkeypatch.setattr(tiled, "blocking_of", lambda *_: tiled.Blocking(128, 128, 8, 2))
+    found = [loop for one in compiled(90, lambda: launches(128)) for loop in one.spilled(tmp_path)]
+    assert max(stored for _, stored in found) > 10 * SPILLED[1], found
+
+
+def test_work_lists_travel_once_and_hold_every_pair() -> None:
+    from kernels.triton.work import as_blocks, work_of
+
+    for mask in ("window on both sides and documents", "documents, not causal"):
+        tiles, cpu = tiles_of(mask), torch.device("cpu")
+        assert work_of(as_blocks(tiles), 64, True, cpu) is work_of(as_blocks(tiles_of(mask)), 64, True, cpu)
+        for by_rows in (True, False):
+            blocks, entries = (x.tolist() for x in work_of(as_blocks(tiles), 64, by_rows, cpu))
+            found = []
+            for number, first, last, _ in (blocks[i : i + 4] for i in range(0, len(blocks), 4)):
+                for a0, a1, b0, b1, low, high in (entries[6 * i : 6 * i + 6] for i in range(first, last)):
+                    rows = range(max(a0, 64 * number), min(a1, 64 * number + 64))
+                    found.append(sum(max(0, min(b1, x + high + 1) - max(b0, x + low)) for x in rows))
+                    assert found[-1], "an entry without a pair"
+            assert sum(found) == sum(tile.pairs for tile in tiles)
+
+
+def test_every_tensor_of_a_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What plans of all kinds pass on is contiguous where the kernels add to it; see ``_check_contiguous``."""
+    launched = list[str]()
+    monkeypatch.setattr(JITFunction, "__getitem__", lambda kernel, _: lambda *_, **__: launched.append(kernel.__name__))
+    for method in ("zigzag", "wallfacer", "ulysses", "exchange"):
+        timelines(make_plan(method, seq_len=251, size=4, window=(60, 0)), softmax("triton", heads=8, kv_heads=4))
+    assert set(launched) == {"forward_kernel", "rows_kernel", "columns_kernel"}
+
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_all_pairs_on_a_gpu(name: str) -> None:
+    found = errors(CASES[name], "cuda")
+    assert max(found.values()) < BOUNDS[CASES[name].dtype], found
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_of_many_blocks_equal_the_naive_form_on_a_gpu(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = select_backend("triton", "cuda", torch.bfloat16)
+    monkeypatch.setattr(test_tiles, "select_backend", lambda *_: backend)
+    given = tuple(x.cuda() for x in inputs(torch.bfloat16))
+    for got, want in zip(attention_by_tiles("triton", given, tiles_of(mask)), truth(given, mask), strict=True):
+        assert ((got.double() - want).norm() / want.norm()).item() < 1e-2
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_blocks_and_the_merge_are_right_on_a_gpu() -> None:
+    assert max(block_error(kind, "cuda") for kind in (FULL, CAUSAL, ANTI)) < BOUNDS["float32"]
+    assert merge_error("cuda") < 1e-6

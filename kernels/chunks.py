@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 OfRows = Callable[[Tensor, slice], Tensor]
 """(rows [n, C], their slice) -> [n, ...], or a scalar to be summed."""
@@ -44,20 +45,19 @@ def _chunks(x: Tensor, size: int) -> Iterator[slice]:
 class _Gradients:
     """The gradients of chunks: of x row by row, of parameters as sums in float32 or wider."""
 
-    def __init__(self, fn: OfRows, x: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
-        need_x, *need = needed
-        self._fn, self._x, self._needed = fn, x, need
-        self._wanted = [p for p, wanted in zip(parameters, need, strict=True) if wanted]
-        self._sums: list[
-            Tensor
-        ] = []  # begun by the first chunk: a gradient may be divided otherwise than its parameter
+    def __init__(self, x: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        need_x, *self._needed = needed
+        self._wanted = [p for p, wanted in zip(parameters, self._needed, strict=True) if wanted]
         self._dx = torch.empty_like(x) if need_x else None
+        # Begun by the first chunk: a gradient may be divided otherwise than its parameter.
+        self._sums: list[Tensor] = []
 
-    def add(self, rows: slice, grad: Tensor | None = None) -> Tensor:
+    def add(self, fn: OfRows, x: Tensor, rows: slice, grad: Tensor | None = None) -> Tensor:
         """Compute a chunk and add its gradients, given its result's, or 1; return the result."""
-        part = self._x[rows].detach().requires_grad_(self._dx is not None)
-        with torch.enable_grad():
-            out = self._fn(part, rows)
+        part = x[rows].detach().requires_grad_(self._dx is not None)
+        # Without hooks: a checkpoint around this would compute all again for each chunk that reads what it keeps.
+        with torch.enable_grad(), saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+            out = fn(part, rows)
         found = torch.autograd.grad(out, self._wanted if self._dx is None else [part, *self._wanted], grad)
         if self._dx is not None:
             self._dx[rows], found = found[0], found[1:]
@@ -73,7 +73,7 @@ class _Gradients:
         """Return the gradients of x and of all parameters, in their dtypes; None for what needs none."""
         for one in (self._dx, *self._sums):
             if factor is not None and one is not None:
-                one.mul_(factor)
+                one.mul_(factor.reshape(1))  # of one dimension, else it is rounded to bfloat16 before
         totals = iter(total.to(p.dtype) for total, p in zip(self._sums, self._wanted, strict=True))
         return [self._dx, *(next(totals) if needed else None for needed in self._needed)]
 
@@ -97,9 +97,9 @@ class _OverChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        gradients = _Gradients(ctx.fn, x, ctx.parameters, ctx.needs_input_grad[2:])
+        gradients = _Gradients(x, ctx.parameters, ctx.needs_input_grad[2:])
         for rows in _chunks(x, ctx.size):
-            gradients.add(rows, grad[rows])
+            gradients.add(ctx.fn, x, rows, grad[rows])
         return None, None, *gradients.times()
 
 
@@ -108,14 +108,13 @@ class _SumOverChunks(torch.autograd.Function):
     def forward(ctx: Any, fn: OfRows, size: int, trains: bool, x: Tensor, *parameters: Tensor) -> Tensor:
         if not trains or not any(ctx.needs_input_grad):
             return torch.stack([fn(x[rows], rows) for rows in _chunks(x, size)]).sum()
-        gradients = _Gradients(fn, x, parameters, ctx.needs_input_grad[3:])
-        total = torch.stack([gradients.add(rows) for rows in _chunks(x, size)]).sum()
-        ctx.gradients = gradients
-        return total
+        ctx.gradients = _Gradients(x, parameters, ctx.needs_input_grad[3:])
+        return torch.stack([ctx.gradients.add(fn, x, rows) for rows in _chunks(x, size)]).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.gradients.times(grad)
-        del ctx.gradients
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of a sum over chunks are kept for one backward, and this is another")
+        found, ctx.gradients = ctx.gradients.times(grad), None
         return None, None, None, *found

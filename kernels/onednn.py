@@ -25,50 +25,58 @@ SQUARE = 512
 BLOCK = 1 << 18
 """Most scores of a block: 1 MiB."""
 LEAST_WORK = 1 << 22
-"""Scores times channels of a head, for each thread, below which Python's calls take longer than what they call."""
-GRAIN = 64
-"""Rows and columns must be multiples of it: oneDNN compiles each new shape, 0.5 ms and up to 1 MB that it keeps, which
-documents of any lengths would not earn back."""
+"""Scores times channels of a head below which Python's calls take longer than what they call."""
+GRAIN, NARROWEST = 64, 32
+"""Rows and columns must be multiples of the first: oneDNN compiles each new shape, 0.5 ms and up to 1 MB that it keeps,
+which documents of any lengths would not earn back. Narrower heads than the second gain nothing."""
 LOG2_E = math.log2(math.e)
 
 
 def is_faster(dtype: torch.dtype) -> bool:
-    """Whether large strips of q, k and v of this dtype are faster here; their results are float32 or wider."""
-    return products.ONEDNN and torch.promote_types(dtype, torch.float32) == torch.float32
+    """Whether large strips of q, k and v of this dtype are faster here; their results are float32 or wider.
+
+    With several threads they are not: torch's kernel gives each its heads, and these would meet after every operator.
+    """
+    return products.ONEDNN and torch.promote_types(dtype, torch.float32) == torch.float32 and _alone()
 
 
 def suits(q: Tensor, k: Tensor, causal: bool) -> bool:
     """Whether to take these functions for a strip of float32 or wider, rather than torch's kernel."""
     rows, width, columns = *q.shape[2:], k.shape[2]
-    worth = rows * columns * width >= LEAST_WORK * torch.get_num_threads() and not (rows % GRAIN or columns % GRAIN)
-    return is_faster(q.dtype) and worth and not (causal and rows > SQUARE)
+    if rows % GRAIN or columns % GRAIN or width < NARROWEST or (causal and rows > SQUARE):
+        return False
+    return rows * columns * width >= LEAST_WORK and is_faster(q.dtype)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return out and lse of the queries over these keys; ``causal`` and ``mask`` as ``Strips`` has them."""
     (batch, heads, rows, width), columns = q.shape, k.shape[2]
-    mask = triangle(CAUSAL, SQUARE, q.dtype)[:rows, :columns] if causal else mask
-    blocks = _cuts(columns, 2 * SQUARE)  # with a mask there is one: each row sees a key of each block
-    out = q.new_empty(len(blocks), batch, rows, heads, width).transpose(2, 3)
-    most, total = (q.new_empty(len(blocks), batch, heads, rows) for _ in range(2))
+    mask = triangle(CAUSAL, SQUARE, q.dtype)[:rows, :columns] if causal else mask  # then there is one block
+    blocks = _cuts(columns, 2 * SQUARE)
+    out = q.new_empty(batch, rows, heads, width).transpose(1, 2)
+    lse = q.new_empty(batch, heads, rows)
     for b, h, group in _heads(q, k):
         queries, keys = (q[b, h] * (scale * LOG2_E)).contiguous(), k[b, group].contiguous()
         values = v[b, group].contiguous().t()  # with gaps between its rows a product takes a thousand times as long
         for at in _cuts(rows, BLOCK // min(columns, 2 * SQUARE)):
-            for block, to in enumerate(blocks):
+            most, total, parts = list[Tensor](), list[Tensor](), list[Tensor]()
+            for to in blocks:
                 scores = product(queries[at], keys[to])
                 if mask is not None:
-                    scores.add_(mask[at])
-                here = block, b, h, at
-                scores.sub_(torch.amax(scores, 1, out=most[here])[:, None]).exp2_()
-                torch.sum(scores, 1, out=total[here])
-                out[here] = product(scores, values[:, to])
-    if len(blocks) == 1:
-        return out[0].div_(total[0, ..., None]), total[0].log_().add_(most[0], alpha=1 / LOG2_E)
-    largest = most.amax(0)
-    weights = most.sub_(largest).exp2_()
-    summed = total.mul_(weights).sum(0)
-    return out.mul_(weights.div_(summed)[..., None]).sum(0), summed.log_().add_(largest, alpha=1 / LOG2_E)
+                    scores.add_(mask)
+                most.append(scores.amax(1, keepdim=True))
+                total.append(scores.sub_(most[-1]).exp2_().sum(1, keepdim=True))
+                parts.append(product(scores, values[:, to]))
+            largest, summed = most[0], total[0]
+            if len(blocks) > 1:
+                levels = torch.stack(most)
+                largest = levels.amax(0)
+                weights = levels.sub_(largest).exp2_()
+                summed = torch.stack(total).mul_(weights).sum(0)
+                parts[0] = torch.stack(parts).mul_(weights).sum(0)
+            torch.div(parts[0], summed, out=out[b, h, at])
+            torch.add(summed.log_()[:, 0], largest[:, 0], alpha=1 / LOG2_E, out=lse[b, h, at])
+    return out, lse
 
 
 def backward(
@@ -97,23 +105,23 @@ def backward(
         queries, grads = (q[b, h] * (scale * LOG2_E)).contiguous(), dout[b, h].contiguous()
         keys, values = k[b, group].contiguous(), v[b, group].contiguous()
         for at in _cuts(rows, BLOCK // min(columns, SQUARE)):
-            queries_here, grads_here, lse_here, sums_here = (
-                queries[at],
-                grads[at],
-                less_lse[b, h, at],
-                less_sums[b, h, at],
-            )
+            queries_here, grads_here = queries[at], grads[at]
+            lse_here, sums_here = less_lse[b, h, at], less_sums[b, h, at]
             for to in _cuts(columns, SQUARE):
                 keys_here = keys[to]
                 weights = product(keys_here, queries_here, lse_here)  # [S, T]
                 if mask is not None:
-                    weights.add_(mask[to, at])
+                    weights.add_(mask)
                 weights.exp2_()
                 dv[b, group, to].add_(product(weights, grads_here.t()))
                 scores = product(values[to], grads_here, sums_here).mul_(weights)
                 dk[b, group, to].add_(product(scores, queries_here.t()))
                 dq[b, h, :, at].add_(product(keys_here.t(), scores.t()))
     return dq.transpose(2, 3).mul_(scale), dk.mul_(1 / LOG2_E), dv
+
+
+def _alone() -> bool:
+    return torch.get_num_threads() == 1
 
 
 def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:

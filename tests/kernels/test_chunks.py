@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.chunks import over_chunks, sum_over_chunks
@@ -80,6 +81,28 @@ def test_a_sum_that_needs_no_gradient_computes_none() -> None:
     module.requires_grad_(False)
     (dx,) = torch.autograd.grad(summed(module, x, dout, 4), x)
     assert furthest([dx], list(torch.autograd.grad((module(x) * dout).sum(), x))) < 1e-14
+
+
+def test_a_sum_in_a_checkpoint_computes_each_chunk_once() -> None:
+    _, x, _ = problem()
+    weight, calls = torch.randn(INSIDE, WIDTH, dtype=x.dtype, requires_grad=True), list[slice]()
+
+    def squares(part: Tensor, rows: slice) -> Tensor:
+        calls.append(rows)
+        return (part @ weight.t()).square().sum()
+
+    found = checkpoint(lambda given: sum_over_chunks(squares, given, 4, (weight,)), x, use_reentrant=False)
+    (got,) = torch.autograd.grad(found, weight)
+    assert len(calls) == 4  # what checkpoints keep for the backward is not asked for
+    assert furthest([got], list(torch.autograd.grad((x @ weight.t()).square().sum(), weight))) < 1e-14
+
+
+def test_a_sum_has_one_backward() -> None:
+    module, x, dout = problem()
+    total = summed(module, x, dout, 4)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="kept for one backward"):
+        total.backward()
 
 
 def test_what_needs_no_gradient_gets_none() -> None:

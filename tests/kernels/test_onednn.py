@@ -92,6 +92,8 @@ def test_a_backend_takes_it_for_large_strips_alone(monkeypatch: pytest.MonkeyPat
     """All tiles of a causal sequence, and an ANTI one, beside the reference; counted, who computed how many strips."""
     monkeypatch.setattr(products, "ONEDNN", True)
     monkeypatch.setattr(onednn, "LEAST_WORK", 1 << 20)
+    monkeypatch.setattr(onednn, "NARROWEST", 16)
+    monkeypatch.setattr(onednn, "_alone", lambda: True)
     taken = {True: 0, False: 0}
     suits = onednn.suits
 
@@ -122,9 +124,10 @@ def test_a_backend_takes_it_for_large_strips_alone(monkeypatch: pytest.MonkeyPat
 def test_leaves_the_rest_to_torchs_kernel(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "ONEDNN", change != "another processor")
     rows = {"little work": 64, "a causal strip with many rows": 640, "odd": 500}.get(change, 512)
-    q = torch.empty(1, 8, rows, 128, dtype=torch.float64 if change == "float64" else torch.float32)
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: min(threads, 2))
+    width = 16 if change == "narrow" else 128
+    q = torch.empty(1, 8, rows, width, dtype=torch.float64 if change == "float64" else torch.float32)
+    monkeypatch.setattr(onednn, "_alone", lambda: change != "threads")
     assert not onednn.suits(q, q, causal=True)
     monkeypatch.setattr(products, "ONEDNN", True)
+    monkeypatch.setattr(onednn, "_alone", lambda: True)
     assert onednn.suits(q.new_empty(1, 8, 512, 128, dtype=torch.float32), q.new_empty(1, 8, 512, 128), causal=True)

@@ -132,7 +132,8 @@ lasp-table: $(READY) ## LASP's table of convergence at small scale: 26 runs of 3
 	@OMP_NUM_THREADS=1 exec $(PY) -m papers.convergence $(ARGS)
 
 papers: $(READY) ## The papers' tables, published and predicted and, where it is cheap here, measured, into papers/results/; PAPERS="ring" chooses
-	@for paper in $(PAPERS); do $(PY) -m papers.$$paper --measure --results papers/results $(ARGS) || exit 1; done
+	@for paper in $(PAPERS); do \
+	  measure=--measure; [ $$paper != striped ] || measure=; $(PY) -m papers.$$paper $$measure --results papers/results $(ARGS) || exit 1; done
 
 chaos: $(READY) ## Kill, signal and start twice runs of 4 processes, compared with an undisturbed one, into bench/results/chaos.md (hours)
 	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(ARGS)

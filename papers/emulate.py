@@ -98,7 +98,7 @@ def clock(device: str, repeats: int) -> Timer:
     def seconds(step: Callable[[], None], tiles: Tiles) -> float:
         nonlocal timed
         timed += 1
-        print(f"\r{timed} kinds of rounds timed", end="", file=sys.stderr, flush=True)
+        print(f"\rrounds timed: {timed}", end="", file=sys.stderr, flush=True)
         return median(time_steps(step, device, repeats))
 
     return seconds

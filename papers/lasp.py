@@ -137,7 +137,7 @@ def _scalability_explained(found: Sequence[Row]) -> str:
         own = [row for row in found if row.of["backend"] == backend]
         alike = sum((row.published["gb"] == "OOM") == (row.analytic["gb"] == "OOM") for row in own)
         worst = max(abs(row.difference["gb"]) for row in above_floor(found, backend))
-        said.append(f"{backend}: {alike} of {len(own)}, memory above the floor within {worst:.1%}")
+        said.append(f"{backend}: {alike} of {len(own)}, memory of rows above the floor within {worst:.1%}")
     return (
         f"What fits and what does not is predicted as published in {'; '.join(said)}. 10^9 bytes, "
         f"TransNormer 1B, batch 1, no recomputation; a logit takes {LOGIT_BYTES} bytes, without a fused loss. One "

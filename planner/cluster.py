@@ -106,7 +106,7 @@ def load_cluster(path: str | Path) -> Cluster:
             raise ClusterError(f"{path}: unknown key {name}; known are {', '.join(known)}")
     for name, needed in known.items():
         if needed and name not in values:
-            raise ClusterError(f"{path}: {name} is missing; add it, as in {CLUSTERS.name}/a100_pod.toml")
+            raise ClusterError(f"{path}: {name} is missing; add it, as in configs/clusters/a100_pod.toml")
     try:
         return Cluster(**values)
     except ClusterError as error:

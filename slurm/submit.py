@@ -74,7 +74,8 @@ def read_site(path: str) -> tuple[Site, int]:
     scripts = sorted(file.stem for file in HERE.glob("*.sbatch"))
     if not isinstance(table, dict) or table.get("script") not in scripts:
         found = table.get("script") if isinstance(table, dict) else table
-        raise ClusterError(f"{path}: script of [slurm] is {found}; it must be one of {', '.join(scripts)}")
+        said = "[slurm] names no script" if found is None else f"script of [slurm] is {found}"
+        raise ClusterError(f"{path}: {said}; add one of {', '.join(scripts)}, or name the file of a Slurm cluster")
     kinds = {entry.name: entry.type for entry in fields(Site)}
     for name, value in table.items():
         if name not in kinds:

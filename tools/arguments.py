@@ -56,6 +56,8 @@ def one_line_errors(main: Callable[P, int | None]) -> Callable[P, int]:
     def command(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
             return main(*args, **kwargs) or 0
+        except BrokenPipeError:
+            raise
         except (UserError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -71,6 +73,9 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     signal.signal(signal.SIGTERM, _terminated)
     try:
         sys.exit(main())
+    except BrokenPipeError:  # whoever reads the output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("interrupted", file=sys.stderr)

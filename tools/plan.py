@@ -98,7 +98,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
         )
     for name in ("write", "profile", "markdown", "top"):
         if args.fits and getattr(args, name):
-            raise ConfigError(f"{name} is given, and fits is of one configuration and ranks none; leave it out")
+            raise ConfigError(f"--{name} is given, and --fits is of one configuration and ranks none; leave it out")
     args.top = args.top or DEFAULT_TOP
     if args.profile and launched_world_size() != world_size:
         raise ConfigError(
@@ -148,6 +148,8 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     if args.json:
         told = {"memory_bytes_by_part": parts, "memory_bytes": one.bytes, "fits": one.bytes <= room}
         told |= {"changes": [asdict(change) for change in needed], "seconds_then": seconds}
+        told |= {"method": method_of(config), "mesh": mesh_of(config), "memory": memory_of(config)}
+        told |= {"processes": world_size, "sequence_length": config.sequence_length}
         print(json.dumps({"cluster": asdict(cluster), **told}))
         return
     settled = ", ".join(filter(None, (method_of(config), mesh_of(config), memory_of(config))))

@@ -111,7 +111,7 @@ def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(arguments: list[s
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ("", "script of .slurm. is None; it must be one of a100, h100"),
+        ("", ".slurm. names no script; add one of a100, h100"),
         ('[slurm]\nscript = "v100"\n', "script of .slurm. is v100"),
         ('[slurm]\nscript = "a100"\nqueue = "x"\n', "unknown key queue of .slurm."),
         ('[slurm]\nscript = "a100"\ncpus_per_gpu = "x"\n', "cpus_per_gpu of .slurm. is 'x'"),

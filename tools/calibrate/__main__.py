@@ -3,7 +3,8 @@ r"""Measure the devices at hand, and the links between the processes started, an
 python -m tools.calibrate --out laptop.toml --links configs/clusters/cpu.toml      # alone: links as in that file
 torchrun --nproc-per-node 4 -m tools.calibrate --out laptop.toml --links configs/clusters/cpu.toml
 srun --nodes 2 --ntasks-per-node 8 python -m tools.calibrate --out pod.toml --name "our pod"
-python -m tools.plan --config configs/llama_tiny.toml --cluster laptop.toml --context-parallel-size 4
+python -m tools.plan --config configs/llama_tiny.toml --cluster laptop.toml --context-parallel-size 4 \
+    --vocab-size 8192                                            # or, with the data there, its tokenizer's
 
 Links inside nodes need two processes on each, links between nodes two nodes. What was not measured, and is not taken
 from --links, stands in the file as a comment, and the planner names it. On a CPU every process has one thread.
@@ -110,7 +111,8 @@ def calibrate(argv: list[str]) -> None:
         missing = [key for key in ABOUT_LINKS if f"# {key} is missing" in text]
         print(f"written: {args.out}")
         if missing:
-            print(f"not measured, and missing there: {', '.join(missing)}; start more processes, or give --links FILE")
+            print(f"not measured, and missing there: {', '.join(missing)}")
+            print("start it on two nodes, with two processes on each, or take what is missing from --links FILE")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 FEWEST_ROWS = 32
 """Below them a product takes less time than its call."""
@@ -96,4 +96,6 @@ def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
 
 
 if torch.backends.mkldnn.is_available():
-    register_flop_formula([torch.ops.mkldnn._linear_pointwise, torch.ops.longmesh.product])(_flops)
+    operators = (torch.ops.mkldnn._linear_pointwise, torch.ops.longmesh.product)
+    # A vendored copy in the same process may have registered oneDNN's.
+    register_flop_formula([one for one in operators if one not in flop_registry])(_flops)

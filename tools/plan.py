@@ -84,8 +84,6 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     config: Any = parsed(rest)
     named = config.context.cluster
     cluster = default_cluster(config.mesh.device_type) if named is None else load_cluster(named)
-    if named is None and os.environ.get("RANK", "0") == "0":
-        print(f"without --cluster FILE this is for {cluster.name}, {cluster.memory_gb:g} GB each", file=sys.stderr)
     started = "WORLD_SIZE" in os.environ
     product = math.prod(getattr(config.mesh, name) for name in SIZES)
     world_size = args.world_size or (launched_world_size() if started else product)

@@ -4,7 +4,7 @@ python -m tools.calibrate --out laptop.toml --links configs/clusters/cpu.toml   
 torchrun --nproc-per-node 4 -m tools.calibrate --out laptop.toml --links configs/clusters/cpu.toml
 srun --nodes 2 --ntasks-per-node 8 python -m tools.calibrate --out pod.toml --name "our pod"
 python -m tools.plan --config configs/llama_tiny.toml --cluster laptop.toml --context-parallel-size 4 \
-    --vocab-size 8192                                            # or, with the data there, its tokenizer's
+    --vocab-size 8192
 
 Links inside nodes need two processes on each, links between nodes two nodes. What was not measured, and is not taken
 from --links, stands in the file as a comment, and the planner names it. On a CPU every process has one thread.

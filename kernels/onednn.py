@@ -37,7 +37,8 @@ def is_faster(dtype: torch.dtype) -> bool:
 
     With several threads they are not: torch's kernel gives each its heads, and these would meet after every operator.
     """
-    return products.ONEDNN and torch.promote_types(dtype, torch.float32) == torch.float32 and _alone()
+    alone = torch.get_num_threads() == 1
+    return products.ONEDNN and alone and torch.promote_types(dtype, torch.float32) == torch.float32
 
 
 def suits(q: Tensor, k: Tensor, causal: bool) -> bool:
@@ -118,10 +119,6 @@ def backward(
                 dk[b, group, to].add_(product(scores, queries_here.t()))
                 dq[b, h, :, at].add_(product(keys_here.t(), scores.t()))
     return dq.transpose(2, 3).mul_(scale), dk.mul_(1 / LOG2_E), dv
-
-
-def _alone() -> bool:
-    return torch.get_num_threads() == 1
 
 
 def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:

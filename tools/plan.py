@@ -148,7 +148,7 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     if args.json:
         told = {"memory_bytes_by_part": parts, "memory_bytes": one.bytes, "fits": one.bytes <= room}
         told |= {"changes": [asdict(change) for change in needed], "seconds_then": seconds}
-        told |= {"method": method_of(config), "mesh": mesh_of(config), "memory": memory_of(config)}
+        told |= {"method": method_of(config), "mesh": mesh_of(config), "memory_by": memory_of(config)}
         told |= {"processes": world_size, "sequence_length": config.sequence_length}
         print(json.dumps({"cluster": asdict(cluster), **told}))
         return

@@ -93,7 +93,7 @@ def test_a_backend_takes_it_for_large_strips_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(products, "ONEDNN", True)
     monkeypatch.setattr(onednn, "LEAST_WORK", 1 << 20)
     monkeypatch.setattr(onednn, "NARROWEST", 16)
-    monkeypatch.setattr(onednn, "_alone", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     taken = {True: 0, False: 0}
     suits = onednn.suits
 
@@ -126,8 +126,8 @@ def test_leaves_the_rest_to_torchs_kernel(change: str, monkeypatch: pytest.Monke
     rows = {"little work": 64, "a causal strip with many rows": 640, "odd": 500}.get(change, 512)
     width = 16 if change == "narrow" else 128
     q = torch.empty(1, 8, rows, width, dtype=torch.float64 if change == "float64" else torch.float32)
-    monkeypatch.setattr(onednn, "_alone", lambda: change != "threads")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2 if change == "threads" else 1)
     assert not onednn.suits(q, q, causal=True)
     monkeypatch.setattr(products, "ONEDNN", True)
-    monkeypatch.setattr(onednn, "_alone", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert onednn.suits(q.new_empty(1, 8, 512, 128, dtype=torch.float32), q.new_empty(1, 8, 512, 128), causal=True)

@@ -166,6 +166,7 @@ def test_memory_by_component_and_what_to_change_first(capsys: pytest.CaptureFixt
     assert found["memory_bytes"] == sum(found["memory_bytes_by_part"].values())
     assert found["memory_bytes_by_part"]["logits"] >= 4096 * 32000 * 2
     assert not found["fits"]
+    assert (found["processes"], found["mesh"]) == (2, "context 2")
     counts = [change["bytes"] for change in found["changes"]]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] <= 1e9 * most

@@ -26,9 +26,11 @@ BLOCK = 1 << 18
 """Most scores of a block: 1 MiB."""
 LEAST_WORK = 1 << 22
 """Scores times channels of a head below which Python's calls take longer than what they call."""
-GRAIN, NARROWEST = 64, 32
-"""Rows and columns must be multiples of the first: oneDNN compiles each new shape, 0.5 ms and up to 1 MB that it keeps,
-which documents of any lengths would not earn back. Narrower heads than the second gain nothing."""
+NARROWEST = 32
+"""Channels of a head below which there is nothing to gain."""
+GRAIN, EARNED = 64, 1 << 22
+"""Rows and columns that are multiples of the first come again. oneDNN compiles each other shape, 0.5 ms a product and
+up to 1 MB that it keeps: scores of all heads below the second, as of documents of any lengths, do not earn that."""
 LOG2_E = math.log2(math.e)
 
 
@@ -44,7 +46,8 @@ def is_faster(dtype: torch.dtype) -> bool:
 def suits(q: Tensor, k: Tensor, causal: bool) -> bool:
     """Whether to take these functions for a strip of float32 or wider, rather than torch's kernel."""
     rows, width, columns = *q.shape[2:], k.shape[2]
-    if rows % GRAIN or columns % GRAIN or width < NARROWEST or (causal and rows > SQUARE):
+    earned = not (rows % GRAIN or columns % GRAIN) or q.shape[:3].numel() * columns >= EARNED
+    if not earned or width < NARROWEST or (causal and rows > SQUARE):
         return False
     return rows * columns * width >= LEAST_WORK and is_faster(q.dtype)
 

@@ -164,7 +164,9 @@ def _links(device: torch.device, local: int, say: Say) -> Figures:
         # all ranks of a node together get one link's rate, or each its own: halfway in the logarithm decides
         shared = local == 1 or alone / together > local**0.5
         how = f"{local} ranks of a node at once, each to its like"
-        found["between_gb_per_s"] = together * (local if shared else 1) / 1e9, how
+        # a link's own rate: what ranks with a link each reach at once, their processors may bound
+        rate, of = (together * local, how) if shared else (alone, "one rank of each node alone")
+        found["between_gb_per_s"] = rate / 1e9, of
         found["between_latency_us"] = 1e6 * latency, how
         found["between_link"] = "node" if shared else "rank", f"one rank alone is {alone / together:.2g} times as fast"
     return found

@@ -6,6 +6,7 @@ Functions import FSDP and DTensor, which takes a second: a refused command line 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -69,7 +70,13 @@ def sharding_mesh(mesh: DeviceMesh, config: DataParallelConfig) -> DeviceMesh:
 
 
 def shard_model(
-    model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, bf16: bool, strategy: Strategy = "zero3"
+    model: nn.Module,
+    layers: nn.ModuleList,
+    mesh: DeviceMesh,
+    *,
+    bf16: bool,
+    strategy: Strategy = "zero3",
+    prefetch: bool = False,
 ) -> None:
     """Apply a strategy to each layer and to the rest of the model, in place.
 
@@ -94,6 +101,8 @@ def shard_model(
         layers: the repeated blocks, gathered one at a time.
         mesh: from ``sharding_mesh``.
         bf16: gather and compute in bfloat16, except in modules of the layers that set ``full_precision``.
+        prefetch: post the gathering of a layer's weights before the layer before it is computed; on a CPU, which
+            computes nothing meanwhile, it only costs a layer's memory. Backwards do so without being asked.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -121,6 +130,9 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
             module.set_gradient_divide_factor(1.0)
+    if prefetch and strategy not in ("ddp", "legacy_ddp"):
+        for module, following in pairwise([model, *layers]):
+            module.set_modules_to_forward_prefetch([m for m in following.modules() if isinstance(m, FSDPModule)])
 
 
 @torch.no_grad()

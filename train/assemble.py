@@ -48,7 +48,8 @@ def build_parts(
         if config.train.compile:
             _compile_layers(model.layers)
         recompute_layers(model.layers, config.recompute)
-        shard_model(part, model.layers, sharding, bf16=config.train.bf16, strategy=strategy)
+        prefetch = mesh.device.type == "cuda"
+        shard_model(part, model.layers, sharding, bf16=config.train.bf16, strategy=strategy, prefetch=prefetch)
         init_parameters(part, mesh.device, weight_of)
         parts.append(part)
     return parts

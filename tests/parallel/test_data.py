@@ -1,6 +1,7 @@
 """Sharded weights are the whole model's, and sharded gradients the sum over ranks."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -132,6 +133,27 @@ def test_gradients_are_summed_over_ranks_with_unequal_numbers_of_tokens(size: in
     for got in run_ranks(gradients, size):
         assert difference(got, mean_over_tokens) < 1e-5
         assert difference(got, mean_of_means) > 1e-2
+
+
+def with_weights_on_their_way(rank: int, world_size: int, prefetch: bool) -> tuple[list[bool], dict[str, torch.Tensor]]:
+    """Whether, when a layer but the last is computed, the next one's weights are being gathered; and the gradients."""
+    model, posted = sharded(world_size, prefetch=prefetch), list[bool]()
+    for layer, following in pairwise(model.layers):
+        group = following._get_fsdp_state()._fsdp_param_group
+        layer.mlp.register_forward_hook(
+            lambda *_, group=group: posted.append(group.is_unsharded or group._all_gather_result is not None)
+        )
+    (loss_sum(model, rank) / sum(VALID[:world_size])).backward()
+    return posted, gradients_of(model)
+
+
+def test_a_layers_weights_are_gathered_while_the_layer_before_is_computed() -> None:
+    for (with_it, got), (without, want) in zip(
+        run_ranks(with_weights_on_their_way, 2, True), run_ranks(with_weights_on_their_way, 2, False), strict=True
+    ):
+        assert with_it == [True]
+        assert without == [False]
+        assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def averaged(rank: int, world_size: int) -> dict[str, torch.Tensor]:

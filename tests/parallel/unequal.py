@@ -23,12 +23,15 @@ def whole_model() -> Llama:
     return model
 
 
-def sharded(world_size: int, bf16: bool = False, strategy: Strategy = "zero3", copies: int = 1) -> Llama:
+def sharded(
+    world_size: int, bf16: bool = False, strategy: Strategy = "zero3", copies: int = 1, prefetch: bool = False
+) -> Llama:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_cp",))
     config = DataParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies)
     with torch.device("meta"):
         model = Llama(CONFIG)
-    shard_model(model, model.layers, sharding_mesh(mesh, config), bf16=bf16, strategy=strategy)
+    shards = sharding_mesh(mesh, config)
+    shard_model(model, model.layers, shards, bf16=bf16, strategy=strategy, prefetch=prefetch)
     init_parameters(
         model, torch.device("cpu"), lambda name, shape, part: initial_weight(CONFIG, name, shape, SEED, part)
     )

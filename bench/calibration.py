@@ -7,7 +7,7 @@ counts. Alone, without torchrun, there are no links to measure.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -34,9 +34,10 @@ FFN = 4
 REPEATS = 3
 TINY, TILES = 4, 8
 """Positions of a tile whose computing is nothing beside its launch, and tiles of the rank that has most."""
-FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 10, 16, 1 << 28
+FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 10, 4, 1 << 28
 LONG_ENOUGH = 0.05
-"""Seconds of an exchange after which no larger message is tried."""
+"""Seconds of an exchange after which no larger message is tried. Where one waits longer than TCP's least timeout, 0.2 s,
+behind what its sender has posted, it is sent again for nothing."""
 HOST_BYTES = 1 << 28
 PROBES, FIRST_PROBES = 5, 50
 """Exchanges of which the median counts, after two; of the smallest message, which waits for a core most, more."""
@@ -185,7 +186,7 @@ def _overlaps(device: torch.device, work: Workload, local: int, say: Say) -> Fig
         for _ in range(times):
             attend()
 
-    busy, count = slowest(compute, device.type, PROBES), FIRST_BYTES
+    busy, count = slowest(compute, device.type, 3 * PROBES, mean), FIRST_BYTES
     while (sent := exchange_seconds(device, peers, count)) < busy and count < MOST_BYTES:
         count = min(MOST_BYTES, int(count * min(GROWTH, max(2.0, busy / sent))))
     post, first = posting(device, peers[:1], peers[1:], count), rank - rank % local
@@ -204,8 +205,9 @@ def _overlaps(device: torch.device, work: Workload, local: int, say: Say) -> Fig
             meet()()
 
     found: Figures = {}
+    # by means: how the ranks of a processor take turns differs from one step to the next
     for name, step, how in (("posted_overlap", posted, "posted before it"), ("shared_overlap", waited, "waited for")):
-        together = slowest(step, device.type, 3 * PROBES)
+        together = slowest(step, device.type, 3 * PROBES, mean)
         share = min(1.0, max(0.0, (busy + sent - together) / min(busy, sent)))
         say(f"computing {1e3 * busy:.4g} ms, an exchange {1e3 * sent:.4g} ms, {how}: {1e3 * together:.4g} ms")
         found[name] = share, f"an exchange of {1e3 * sent:.3g} ms {how}, with {1e3 * busy:.3g} ms of computing"
@@ -247,8 +249,10 @@ def posting(device: torch.device, to: Sequence[int], of: Sequence[int], size: in
     return post
 
 
-def slowest(step: Callable[[], None] | None, device: str, repeats: int) -> float:
-    """Time a step that ranks make at once, or not at all, by the median of each; return the slowest's. Collective."""
+def slowest(
+    step: Callable[[], None] | None, device: str, repeats: int, middle: Callable[[list[float]], float] = median
+) -> float:
+    """Time a step that ranks make at once, or not at all, by the middle of each; return the slowest's. Collective."""
     dist.barrier()
-    mine = median(time_steps(step, device, repeats)) if step else 0.0
+    mine = middle(time_steps(step, device, repeats)) if step else 0.0
     return max(gather_results(lambda: mine))

@@ -36,8 +36,8 @@ TINY, TILES = 4, 8
 """Positions of a tile whose computing is nothing beside its launch, and tiles of the rank that has most."""
 FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 10, 4, 1 << 28
 LONG_ENOUGH = 0.05
-"""Seconds of an exchange after which no larger message is tried. Where one waits longer than TCP's least timeout, 0.2 s,
-behind what its sender has posted, it is sent again for nothing."""
+"""Seconds of an exchange after which no larger message is tried: one that waits longer than TCP's least timeout, 0.2 s,
+behind what its sender has posted is sent again for nothing."""
 HOST_BYTES = 1 << 28
 PROBES, FIRST_PROBES = 5, 50
 """Exchanges of which the median counts, after two; of the smallest message, which waits for a core most, more."""

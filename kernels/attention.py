@@ -115,7 +115,7 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
             raise UserError(f"attention_backend {name} needs a cuda device and this one is cpu; use auto or aten")
         # The kernel steps over keys by 512, and over queries by 32, or by 64 from 192 on.
         strip = (256, 256) if onednn.is_faster(dtype) else (192, 128)
-        strips = Strips(512, *strip, _cpu_strip_forward, _cpu_strip_backward)
+        strips = Strips(512, *strip, _cpu_strip_forward, _cpu_strip_backward, _cpu_takes_whole)
         return AttentionBackend("aten", _aten_cpu_forward, _aten_cpu_backward, strips)
     if dtype not in (torch.bfloat16, torch.float16):
         raise UserError(
@@ -223,7 +223,7 @@ def _cpu_strip_forward(
     # Widen bfloat16 first: the kernel would round each partial result, and their sum must be exact.
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = (x.to(wide) for x in (q, k, v))
-    if onednn.suits(q, k, causal):
+    if onednn.suits(q, k):
         return onednn.forward(q, k, v, causal, scale, mask)
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
@@ -241,11 +241,15 @@ def _cpu_strip_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     dout, q, k, v, out, lse = (x.to(wide) for x in (dout, q, k, v, out, lse))
-    if onednn.suits(q, k, causal):
+    if onednn.suits(q, k):
         return onednn.backward(dout, q, k, v, out, lse, causal, scale, mask)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
     )
+
+
+def _cpu_takes_whole(q: Tensor, k: Tensor) -> bool:
+    return onednn.suits(q, k)
 
 
 def _aten_cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,11 @@ from kernels.products import product
 from kernels.strips import triangle
 
 SQUARE = 512
-"""Most tokens of a side of a strip that is causal or has a mask."""
+"""Most tokens of a side of a strip that has a mask."""
 BLOCK = 1 << 18
 """Most scores of a block: 1 MiB."""
+WIDE = 1024
+"""Most keys of a block of the forward, and of a causal one."""
 LEAST_WORK = 1 << 22
 """Scores times channels of a head below which Python's calls take longer than what they call."""
 NARROWEST = 32
@@ -44,11 +46,11 @@ def is_faster(dtype: torch.dtype) -> bool:
     return products.ONEDNN and alone and torch.promote_types(dtype, torch.float32) == torch.float32
 
 
-def suits(q: Tensor, k: Tensor, causal: bool) -> bool:
+def suits(q: Tensor, k: Tensor) -> bool:
     """Whether to take these functions for a strip of float32 or wider, rather than torch's kernel."""
     rows, width, columns = *q.shape[2:], k.shape[2]
     earned = not (rows % GRAIN or columns % GRAIN) or q.shape[:3].numel() * columns >= EARNED
-    if not earned or width < NARROWEST or (causal and rows > SQUARE):
+    if not earned or width < NARROWEST:
         return False
     return rows * columns * width >= LEAST_WORK and is_faster(q.dtype)
 
@@ -56,24 +58,24 @@ def suits(q: Tensor, k: Tensor, causal: bool) -> bool:
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return out and lse of the queries over these keys; ``causal`` and ``mask`` as ``Strips`` has them."""
     (batch, heads, rows, width), columns = q.shape, k.shape[2]
-    mask = triangle(CAUSAL, SQUARE, q.dtype)[:rows, :columns] if causal else mask  # then there is one block
-    blocks = _cuts(columns, 2 * SQUARE)
     out = q.new_empty(batch, rows, heads, width).transpose(1, 2)
     lse = q.new_empty(batch, heads, rows)
+    blocks = list(_blocks(rows, columns, causal, WIDE))
+    mask = triangle(CAUSAL, BLOCK // WIDE, q.dtype) if causal else mask
     for b, h, group in _heads(q, k):
         queries, keys = (q[b, h] * (scale * LOG2_E)).contiguous(), k[b, group].contiguous()
         values = v[b, group].contiguous().t()  # with gaps between its rows a product takes a thousand times as long
-        for at in _cuts(rows, BLOCK // min(columns, 2 * SQUARE)):
+        for at, seen in blocks:
             most, total, parts = list[Tensor](), list[Tensor](), list[Tensor]()
-            for to in blocks:
+            for to in seen:
                 scores = product(queries[at], keys[to])
-                if mask is not None:
-                    scores.add_(mask)
+                if mask is not None and to.stop > at.start:
+                    _hide(scores[:, max(0, at.start - to.start) :], mask)
                 most.append(scores.amax(1, keepdim=True))
                 total.append(scores.sub_(most[-1]).exp2_().sum(1, keepdim=True))
                 parts.append(product(scores, values[:, to]))
             largest, summed = most[0], total[0]
-            if len(blocks) > 1:
+            if len(seen) > 1:
                 levels = torch.stack(most)
                 largest = levels.amax(0)
                 weights = levels.sub_(largest).exp2_()
@@ -101,32 +103,54 @@ def backward(
     its way.
     """
     (batch, heads, rows, width), (groups, columns) = q.shape, k.shape[1:3]
-    mask = triangle(CAUSAL, SQUARE, q.dtype)[:rows, :columns] if causal else mask
-    mask = None if mask is None else mask.t().contiguous()  # to add rows to columns takes three times as long
-    dq = q.new_empty(q.shape)
-    dk, dv = (q.new_empty(batch, columns, groups, width).transpose(1, 2) for _ in range(2))
+    dq = q.new_empty(batch, rows, heads, width).transpose(1, 2)
+    dk, dv = (q.new_zeros(batch, columns, groups, width).transpose(1, 2) for _ in range(2))
     less_lse, less_sums = (lse * -LOG2_E).contiguous(), (dout * out).sum(-1).neg_().contiguous()
+    blocks = list(_blocks(rows, columns, causal, WIDE if causal else SQUARE))
+    mask = triangle(CAUSAL, BLOCK // WIDE, q.dtype) if causal else mask
+    mask = None if mask is None else mask.t().contiguous()  # to add rows to columns takes three times as long
     for b, h, group in _heads(q, k):
         queries, grads = (q[b, h] * (scale * LOG2_E)).contiguous(), dout[b, h].contiguous()
         keys, values = k[b, group].contiguous(), v[b, group].contiguous()
-        first_of_group = h * groups % heads == 0
-        for at in _cuts(rows, BLOCK // min(columns, SQUARE)):
+        into_keys, into_values = torch.zeros_like(keys), torch.zeros_like(values)
+        for at, seen in blocks:
             queries_here, grads_here = queries[at], grads[at]
             lse_here, sums_here = less_lse[b, h, at], less_sums[b, h, at]
-            put = Tensor.copy_ if first_of_group and at.start == 0 else Tensor.add_
             into_queries = q.new_zeros(width, 1)
-            for to in _cuts(columns, SQUARE):
+            for to in seen:
                 keys_here = keys[to]
                 weights = product(keys_here, queries_here, lse_here)  # [S, T]
-                if mask is not None:
-                    weights.add_(mask)
+                if mask is not None and to.stop > at.start:
+                    _hide(weights[max(0, at.start - to.start) :], mask)
                 weights.exp2_()
-                put(dv[b, group, to], product(weights, grads_here.t()))
+                into_values[to].add_(product(weights, grads_here.t()))
                 scores = product(values[to], grads_here, sums_here).mul_(weights)
-                put(dk[b, group, to], product(scores, queries_here.t()))
+                into_keys[to].add_(product(scores, queries_here.t()))
                 into_queries = product(keys_here.t(), scores.t()).add_(into_queries)
             torch.mul(into_queries.t(), scale, out=dq[b, h, at])
-    return dq, dk.mul_(1 / LOG2_E), dv
+        dk[b, group].add_(into_keys, alpha=1 / LOG2_E)
+        dv[b, group].add_(into_values)
+    return dq, dk, dv
+
+
+def _blocks(rows: int, columns: int, causal: bool, widest: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Yield blocks of rows, each with those of the keys that it sees, of at most ``widest``.
+
+    Causal ones are multiples of their size, and their last keys end with the rows: few shapes, of which every row sees
+    a key.
+    """
+    if not causal:
+        seen = _cuts(columns, widest)
+        yield from ((at, seen) for at in _cuts(rows, BLOCK // min(columns, widest)))
+        return
+    for start in range(0, rows, BLOCK // WIDE):
+        stop = min(start + BLOCK // WIDE, rows)
+        last = min(stop, columns)
+        yield slice(start, stop), [slice(to, min(to + widest, last)) for to in range(0, last, widest)]
+
+
+def _hide(scores: Tensor, mask: Tensor) -> None:
+    scores.add_(mask[: scores.shape[0], : scores.shape[1]])
 
 
 def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:

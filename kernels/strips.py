@@ -1,8 +1,8 @@
 """Tiles for a kernel that computes all that a mask hides within its step over keys, as aten's does on a CPU.
 
-Squares are halved until one step holds them, and then cut into strips. The forward takes strips of rows, each with all
-the keys that its queries see: a row is written once and not merged with itself. The backward takes strips of columns,
-so that dk and dv of a key are complete at once.
+Squares that the kernel does not take whole are halved until one step holds them, and then cut into strips. The forward
+takes strips of rows, each with all the keys that its queries see: a row is written once and not merged with itself. The
+backward takes strips of columns, so that dk and dv of a key are complete at once.
 
 Shapes as in ``kernels.tiles``.
 """
@@ -37,6 +37,8 @@ class Strips:
     backward: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float, Tensor | None], tuple[Tensor, Tensor, Tensor]
     ]
+    takes_whole: Callable[[Tensor, Tensor], bool] = lambda q, k: False
+    """Whether both take a causal square of these q and k as it is, however large."""
 
     def attend_(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float
@@ -44,7 +46,7 @@ class Strips:
         """Fold the attention of these tiles into running results, in place."""
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
         q, k, v = heads_first(q, k, v)
-        for rows, columns, causal, mask in self.parts(tiles, lse.dtype, by_rows=True):
+        for rows, columns, causal, mask in self._parts(q, k, tiles, lse.dtype, by_rows=True):
             part = self.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], causal, scale, mask)
             total = out[:, :, rows], lse[:, :, rows]
             if total[1].max() == -torch.inf:  # the rows' first keys: to merge with nothing costs twice the time
@@ -64,13 +66,22 @@ class Strips:
         """Add the gradients through these tiles to (dq, dk, dv), in place."""
         dq, dk, dv = (x.transpose(1, 2) for x in gradients)
         q, dout, out, lse, k, v = heads_first(*queries, *keys)
-        for rows, columns, causal, mask in self.parts(tiles, lse.dtype, by_rows=False):
+        for rows, columns, causal, mask in self._parts(q, k, tiles, lse.dtype, by_rows=False):
             at_rows = dout[:, :, rows], q[:, :, rows]
             blocks = *at_rows, k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows]
             parts = self.backward(*blocks, causal, scale, mask)
             dq[:, :, rows].add_(parts[0])
             dk[:, :, columns].add_(parts[1])
             dv[:, :, columns].add_(parts[2])
+
+    def _parts(
+        self, q: Tensor, k: Tensor, tiles: Sequence[Tile], dtype: torch.dtype, *, by_rows: bool
+    ) -> Iterator[Part]:
+        for tile in tiles:
+            if tile.kind == CAUSAL and self.takes_whole(q[:, :, tile.q], k[:, :, tile.k]):
+                yield tile.q, tile.k, True, None
+            else:
+                yield from self.parts([tile], dtype, by_rows=by_rows)
 
     def parts(self, tiles: Sequence[Tile], dtype: torch.dtype, *, by_rows: bool) -> Iterator[Part]:
         """Yield the tiles with their squares cut into strips of rows, or of columns."""

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from bench import ceilings, gpu
 from bench.errors import MeasureError
 from bench.workload import DTYPES, Workload
-from kernels.attention import select_backend
 from parallel.context import make_plan
 from parallel.context.executor import Executor
 from runtime.errors import UserError
@@ -78,14 +77,20 @@ def _rates(device: torch.device, work: Workload, lengths: tuple[int, ...], say: 
         say(f"product of {a} x {b} and {b} x {c}: {2 * a * b * c / taken / 1e12:.4g} TFLOP/s")
         seconds += taken
     products = sum(2 * a * b * c for a, b, c in shapes) / seconds / 1e12
-    rates = [_attention(device, replace(work, seq_length=length), say) for length in lengths]
-    launch = max(0.0, _middle(lambda: _launch(device, work, 1e12 * rates[-1])))
+    tiles = [replace(work, seq_length=length) for length in lengths]
+    whole = [_attention(device, tile, False, say) for tile in tiles][-1]
+    attention = tiles[-1].flops(lengths[-1] ** 2) / whole / 1e12
+    visible = tiles[-1].pairs / lengths[-1] ** 2
+    computed = _attention(device, tiles[-1], True, say) / whole
+    masked = min(1.0, max(0.0, (computed - visible) / (1 - visible)))
+    launch = max(0.0, _middle(lambda: _launch(device, work, 1e12 * attention)))
     say(f"launch and merge of a tile: {1e6 * launch:.4g} us")
-    peak = max(peak, products, rates[-1])
+    peak = max(peak, products, attention)
     return {
         "peak_tflops": (peak, f"{work.dtype}: a GPU's data sheet, else the best product or kernel measured"),
         "matmul_fraction": (products / peak, f"a layer of width {width}, {rows} rows"),
-        "attention_fraction": (rates[-1] / peak, f"forward and backward, {lengths[-1]} positions, causal"),
+        "attention_fraction": (attention / peak, f"forward and backward, {lengths[-1]} positions of a whole tile"),
+        "masked_share": (masked, f"a causal tile of {lengths[-1]} positions beside a whole one"),
         "launch_us": (1e6 * launch, f"{TILES} tiles of {TINY} positions, forward and backward"),
     }
 
@@ -96,21 +101,20 @@ def _middle(measured: Callable[[], float]) -> float:
     return median(gather_results(measured))
 
 
-def _attention(device: torch.device, work: Workload, say: Say) -> float:
-    """Measure the kernel that runs take at one length, in TFLOP/s forward and backward together."""
-    name, skipped = select_backend("auto", device.type, DTYPES[work.dtype]).name, dict[str, str]()
-
-    def seconds() -> float:
-        for row in gpu.kernels_of(device.type, work, REPEATS, skipped):
-            if row["kernel"] == name:
-                return float(row["forward_seconds"] + row["backward_seconds"])
-        raise MeasureError(
-            f"attention cannot be measured at {work.seq_length} positions: {'; '.join(skipped.values())}"
-        )
-
-    rate = work.flops(work.pairs) / _middle(seconds) / 1e12
-    say(f"attention by {name}, {work.seq_length} positions: {rate:.4g} TFLOP/s forward and backward")
-    return rate
+def _attention(device: torch.device, work: Workload, causal: bool, say: Say) -> float:
+    """Measure what runs take for one tile, in seconds forward and backward together."""
+    plan = make_plan("ring", seq_len=work.seq_length, size=1, causal=causal)
+    executor = Executor(plan.geometry, gpu.Alone(plan.geometry, None, 0), 0, "auto")
+    try:
+        step = gpu.step_of(plan, executor, *work.tensors(device.type))
+        taken = _middle(lambda: median(time_steps(step, device.type, PROBES)))
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        raise MeasureError(f"attention cannot be measured at {work.seq_length} positions: {why}") from error
+    rate = work.flops(int(plan.work().pairs.sum())) / taken / 1e12
+    kind = "a causal tile" if causal else "a whole tile"
+    say(f"attention, {kind} of {work.seq_length} positions: {rate:.4g} TFLOP/s forward and backward")
+    return taken
 
 
 def _launch(device: torch.device, work: Workload, rate: float) -> float:
@@ -165,9 +169,8 @@ def _links(device: torch.device, local: int, say: Say) -> Figures:
         # all ranks of a node together get one link's rate, or each its own: halfway in the logarithm decides
         shared = local == 1 or alone / together > local**0.5
         how = f"{local} ranks of a node at once, each to its like"
-        # a link's own rate: what ranks with a link each reach at once, their processors may bound
-        rate, of = (together * local, how) if shared else (alone, "one rank of each node alone")
-        found["between_gb_per_s"] = rate / 1e9, of
+        # The link's own rate: of ranks that meet some wait longer, and processors may bound ranks with a link each.
+        found["between_gb_per_s"] = max(alone, together * local if shared else 0.0) / 1e9, f"one rank alone, or {how}"
         found["between_latency_us"] = 1e6 * latency, how
         found["between_link"] = "node" if shared else "rank", f"one rank alone is {alone / together:.2g} times as fast"
     return found

@@ -27,6 +27,11 @@ class Tile(NamedTuple):
         rows, columns = self.q.stop - self.q.start, self.k.stop - self.k.start
         return rows * columns if self.kind == FULL else rows * (rows + 1) // 2
 
+    @property
+    def hidden(self) -> int:
+        """Count the pairs of the tile that its mask hides."""
+        return (self.q.stop - self.q.start) * (self.k.stop - self.k.start) - self.pairs
+
 
 def halved(tile: Tile, leaf: int) -> Iterator[Tile]:
     """Halve a CAUSAL or ANTI tile recursively into squares of at most ``leaf`` and FULL rectangles between them."""

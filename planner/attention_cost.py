@@ -102,7 +102,8 @@ class AttentionCost:
         work, of = self.plan.work(moves or "kv"), self.of
         per_pair = operations * of.batch * of.heads * of.head_dim
         launches = work.tiles * of.stages
-        return work.pairs.astype(np.float64) * per_pair / self._rate + launches * self.cluster.launch_us * MICRO
+        computed = work.pairs + self.cluster.masked_share * work.hidden
+        return computed * per_pair / self._rate + launches * self.cluster.launch_us * MICRO
 
     def _needed_seconds(self, moves: Moves | None, operations: int) -> float:
         """Time an attention of which only rows needed travel.

@@ -47,6 +47,8 @@ class Cluster:
     """Microseconds until a message between nodes begins to arrive."""
     between_link: Literal["node", "rank"]
     """Whether a node's ranks share one link to other nodes, or each has its own rail."""
+    masked_share: float = 0.0
+    """Share of the pairs that a causal tile hides which its kernel computes all the same."""
     posted_overlap: float = 1.0
     """Share of the shorter of computing and a transfer that is posted before it that goes on beside the longer."""
     shared_overlap: float = 0.0
@@ -67,13 +69,13 @@ class Cluster:
                 raise ClusterError(f"{name} is {value!r}; it must be an integer of 1 or more")
             if kind is float:
                 number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                may_be_zero = name.endswith(("_us", "_overlap")) or name.startswith("host_")
+                may_be_zero = name.endswith(("_us", "_overlap", "_share")) or name.startswith("host_")
                 least = "a number of 0 or more" if may_be_zero else "a number above 0"
                 if not number or value < 0 or (value == 0 and not may_be_zero):
                     raise ClusterError(f"{name} is {value!r}; it must be {least}")
             if name.endswith("_fraction") and value > 1:
                 raise ClusterError(f"{name} is {value}; it is a part of peak_tflops, above 0 and at most 1")
-            if name.endswith("_overlap") and value > 1:
+            if name.endswith(("_overlap", "_share")) and value > 1:
                 raise ClusterError(f"{name} is {value}; it is a share, from 0 to 1")
         if self.host_gb_per_s and not self.host_memory_gb:
             raise ClusterError(

@@ -8,7 +8,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -19,6 +19,9 @@ LINKS = ("shared", "rails")
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>; os.unshare and os.setns need Python 3.12
 BURST = "128kb"  # more than the 64 KiB packets that veth passes on whole
 QUEUE = 1 << 26  # bytes that may wait for the link: TCP's windows fit, nothing is dropped
+SHORT = ("u16", "0x0000", "0xff00", "at", "2")
+"""Packets of less than 256 bytes. They go ahead: acknowledgements behind what fits into such a queue would come after
+tenths of a second, which no switch does to them, and what they acknowledge would be sent late, or again."""
 TRUNK = "trunk"
 CURRENT = "/proc/thread-self/ns/net"
 WITHOUT_ROOT = "unshare --user --map-root-user --net"
@@ -114,21 +117,18 @@ class Network:
     def limit(self, rate: str | None) -> None:
         """Limit the link, or each rail, to a rate in tc's notation, in both directions; None removes the limit.
 
-        Raises NetworkError: tc does not know the rate, or the kernel lacks tbf, htb or u32.
+        Raises NetworkError: tc does not know the rate, or the kernel lacks htb or u32.
         """
         for index, node in enumerate(self._nodes):
             if "noqueue" not in node.run("tc", "qdisc", "show", "dev", TRUNK):
                 node.run("tc", "qdisc", "delete", "dev", TRUNK, "root")
             if rate is None:
                 continue
-            if not self.rails:
-                bucket = ("tbf", "rate", rate, "burst", BURST, "limit", str(QUEUE))
-                node.run("tc", "qdisc", "add", "dev", TRUNK, "root", *bucket)
-                continue
             node.run("tc", "qdisc", "add", "dev", TRUNK, "root", "handle", "1:", "htb")
-            for local in range(self.ranks_per_node):
-                source = self.address(index * self.ranks_per_node + local)
-                self._limit_rail(node, f"1:{local + 1}", f"{local + 2}:", source, rate)
+            ranks = range(index * self.ranks_per_node, (index + 1) * self.ranks_per_node)
+            self._limit_class(node, 1, rate, SHORT)
+            for own, source in enumerate(dict.fromkeys(map(self.address, ranks))):
+                self._limit_class(node, 2 + own, rate, ("ip", "src", f"{source}/32"))
 
     def crossed(self) -> tuple[int, int]:
         """Return the bytes sent from the first node to the second, and back, as the interfaces count them."""
@@ -141,13 +141,15 @@ class Network:
         return namespace
 
     @staticmethod
-    def _limit_rail(node: Namespace, of: str, handle: str, source: str, rate: str) -> None:
+    def _limit_class(node: Namespace, number: int, rate: str, match: Sequence[str]) -> None:
         # Without a quantum htb warns that it guessed one
-        bucket = ("htb", "rate", rate, "burst", BURST, "cburst", BURST, "quantum", "65536")
+        of, prio = f"1:{number}", str(number)
+        bucket = ("htb", "rate", rate, "burst", BURST, "cburst", BURST, "quantum", "65536", "prio", prio)
         node.run("tc", "class", "add", "dev", TRUNK, "parent", "1:", "classid", of, *bucket)
-        node.run("tc", "qdisc", "add", "dev", TRUNK, "parent", of, "handle", handle, "bfifo", "limit", str(QUEUE))
-        chosen = ("u32", "match", "ip", "src", f"{source}/32", "flowid", of)
-        node.run("tc", "filter", "add", "dev", TRUNK, "parent", "1:", "protocol", "ip", *chosen)
+        queue = ("handle", f"{number + 1}:", "bfifo", "limit", str(QUEUE))
+        node.run("tc", "qdisc", "add", "dev", TRUNK, "parent", of, *queue)
+        chosen = ("protocol", "ip", "prio", prio, "u32", "match", *match, "flowid", of)
+        node.run("tc", "filter", "add", "dev", TRUNK, "parent", "1:", *chosen)
 
 
 def enter(path: str) -> None:

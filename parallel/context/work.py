@@ -15,14 +15,17 @@ NOWHERE = Piece(0, 0, 0, -1)
 START, OFFSET, LENGTH, DOCUMENT = range(4)  # fields of a piece, as columns
 AT_ONCE = 1 << 16  # pieces; enough that numpy's calls cost little, and few megabytes
 
-Known = dict[tuple[int, int, bytes], tuple[int, int]]  # pattern -> (pairs, tiles)
+Known = dict[tuple[int, int, bytes], tuple[int, int, int]]
 
 
 class Work(NamedTuple):
-    """Visible (query, key) pairs and tiles: int64 ``[rounds, places]``; a place is a head group of ranks."""
+    """Visible (query, key) pairs, tiles and the pairs that these hide: int64 ``[rounds, places]``; a place is a head
+    group of ranks.
+    """
 
     pairs: np.ndarray
     tiles: np.ndarray
+    hidden: np.ndarray
 
 
 class Sets:
@@ -53,7 +56,7 @@ def work(
     """
     computed = np.array([index for index, pairing in enumerate(pairings) if pairing is not None])
     q, k = np.array([pairing for pairing in pairings if pairing is not None]).swapaxes(0, 1)  # [rounds, places]
-    found = Work(*np.zeros((2, len(pairings), q.shape[1]), dtype=np.int64))
+    found = Work(*np.zeros((3, len(pairings), q.shape[1]), dtype=np.int64))
     known: Known = {}
     few = max(1, AT_ONCE // (q.shape[1] * max(queries.most, keys.most)))
     for start in range(0, len(computed), few):
@@ -74,8 +77,8 @@ def _counts(
     reach: Reach,
     known: Known,
 ) -> np.ndarray:
-    """Return pairs and tiles of each place, int64 ``[2, places]``; adds to ``known`` what is new."""
-    found = np.zeros((2, places), dtype=np.int64)
+    """Return pairs, tiles and hidden pairs of each place, int64 ``[3, places]``; adds to ``known`` what is new."""
+    found = np.zeros((3, places), dtype=np.int64)
     for place, q, k in _groups(queries, keys):
         patterns = np.ascontiguousarray(_patterns(q, k, stride, reach))
         rows = patterns.view(np.dtype((np.void, patterns.itemsize * patterns.shape[1]))).ravel()
@@ -84,7 +87,7 @@ def _counts(
         for name, group in zip(names, first, strict=True):
             if name not in known:
                 made = tiles(_as_pieces(q[group]), _as_pieces(k[group]), stride, reach)
-                known[name] = sum(tile.pairs for tile in made), len(made)
+                known[name] = sum(tile.pairs for tile in made), len(made), sum(tile.hidden for tile in made)
         counts = np.array([known[name] for name in names])[which]
         for total, count in zip(found, counts.T, strict=True):
             np.add.at(total, place, count)

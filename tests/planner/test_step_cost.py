@@ -94,6 +94,14 @@ def test_compute_goes_by_pairs() -> None:
     assert one.backward() == pytest.approx(10 * pairs * 6656 / 1e12)
 
 
+@pytest.mark.parametrize(("method", "hidden"), [("zigzag", 1024**2 / 2), ("striped", 4 * 1024**2 / 2)])
+def test_what_a_mask_hides_may_be_computed(method: str, hidden: float) -> None:
+    """Half of the square of a rank's own keys, of 1,024 rows; striped has a square in every round."""
+    without = attention(method, COMPUTE, 4, 4096).forward()
+    with_half = attention(method, replace(COMPUTE, masked_share=0.5), 4, 4096).forward()
+    assert with_half - without == pytest.approx(0.5 * hidden * 4 * 6656 / 1e12, rel=2e-3)
+
+
 def test_every_tile_takes_a_launch() -> None:
     launches = replace(NETWORK, inside_gb_per_s=FREE, launch_us=1e6)
     assert attention("zigzag", launches, 8, 4096).forward() == pytest.approx(8)

@@ -31,6 +31,7 @@ def test_two_nodes_give_every_figure(tmp_path: Path) -> None:
     assert (found.name, found.device, found.gpus_per_node) == ("two nodes", "cpu", 2)
     assert found.peak_tflops * max(found.matmul_fraction, found.attention_fraction) > 1e-3
     assert 1 < found.inside_latency_us < 1e6
+    assert 0 <= found.masked_share <= 1
     assert f"torch {torch.__version__}" in path.read_text()
     assert "commit" in path.read_text()
 
@@ -92,7 +93,7 @@ def test_one_rank_alone_tells_rails_from_a_shared_link(monkeypatch: pytest.Monke
 
 def test_attention_without_a_kernel_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_middle", lambda measured: measured())
-    monkeypatch.setattr(calibration.gpu, "BACKENDS", {"cpu": ()})
+    monkeypatch.setattr(calibration.gpu, "step_of", lambda *_: torch.linalg.cholesky(-torch.ones(1, 1)))
     work = Workload(seq_length=16, num_heads=1, kv_heads=1, head_dim=8)
-    with pytest.raises(UserError, match="attention cannot be measured at 16 positions"):
-        calibration._attention(torch.device("cpu"), work, lambda line: None)
+    with pytest.raises(UserError, match=r"attention cannot be measured at 16 positions: .*cholesky"):
+        calibration._attention(torch.device("cpu"), work, True, lambda line: None)

@@ -66,6 +66,8 @@ def check_tiles(plan: Plan, moves: Moves) -> None:
         for index, step in enumerate(plan.rounds(rank, moves)):
             found = everyone.pairs[index, place], everyone.tiles[index, place]
             assert found == (step.pairs, len(step.tiles))
+            areas = sum((tile.q.stop - tile.q.start) * (tile.k.stop - tile.k.start) for tile in step.tiles)
+            assert everyone.hidden[index, place] == areas - step.pairs
             if step.gradient is None or apart:
                 continue
             sides = [written_out(positions(r), stride, plan.boundaries) for r in (plan.geometry.team(rank), step.holds)]

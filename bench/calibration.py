@@ -1,12 +1,14 @@
 """Measure what a cluster file has on the processes at hand: a device's rates, and the links between ranks.
 
 All ranks measure at once, since those of a node may share cores, memory and adapters; of what each finds the median
-counts. Alone, without torchrun, there are no links to measure.
+counts. What is short counts by its mean: ranks that share a core wait for it now and then, for longer than that. Alone,
+without torchrun, there are no links to measure.
 """
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import mean, median
 from typing import Any
 
@@ -39,7 +41,7 @@ LONG_ENOUGH = 0.05
 behind what its sender has posted is sent again for nothing."""
 HOST_BYTES = 1 << 28
 PROBES, FIRST_PROBES = 5, 50
-"""Exchanges of which the median counts, after two; of the smallest message, which waits for a core most, more."""
+"""Exchanges that count, after two; of what is short, more."""
 
 
 def measure(device: torch.device, work: Workload, lengths: tuple[int, ...], say: Say) -> Figures:
@@ -73,7 +75,8 @@ def _rates(device: torch.device, work: Workload, lengths: tuple[int, ...], say: 
     shapes = ((rows, width, width), (rows, width, FFN * width), (rows, FFN * width, width), (width, rows, FFN * width))
     seconds = 0.0
     for a, b, c in shapes:
-        taken = _middle(lambda a=a, b=b, c=c: ceilings.product_seconds(device.type, dtype, a, b, c))  # type: ignore[misc]
+        product = partial(ceilings.product_times, device.type, dtype, a, b, c, FIRST_PROBES)
+        taken = _middle(lambda product=product: mean(product()))  # type: ignore[misc]
         say(f"product of {a} x {b} and {b} x {c}: {2 * a * b * c / taken / 1e12:.4g} TFLOP/s")
         seconds += taken
     products = sum(2 * a * b * c for a, b, c in shapes) / seconds / 1e12
@@ -107,7 +110,7 @@ def _attention(device: torch.device, work: Workload, causal: bool, say: Say) -> 
     executor = Executor(plan.geometry, gpu.Alone(plan.geometry, None, 0), 0, "auto")
     try:
         step = gpu.step_of(plan, executor, *work.tensors(device.type))
-        taken = _middle(lambda: median(time_steps(step, device.type, PROBES)))
+        taken = _middle(lambda: mean(time_steps(step, device.type, 3 * PROBES)))
     except (RuntimeError, ValueError, NotImplementedError) as error:
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise MeasureError(f"attention cannot be measured at {work.seq_length} positions: {why}") from error
@@ -164,7 +167,10 @@ def _links(device: torch.device, local: int, say: Say) -> Figures:
     if size > local:
         across = [(rank + step * local) % size for step in (1, -1)]
         latency, together, largest = _link("between nodes", device, across, say)
-        alone = largest / (exchange_seconds(device, across if own == 0 else [], largest) - latency)
+        less, more = (
+            exchange_seconds(device, across if own == 0 else [], count) for count in (largest // GROWTH, largest)
+        )
+        alone = _rate(largest, less, more)
         say(f"between nodes, one rank of each alone: {alone / 1e9:.4g} GB/s")
         # all ranks of a node together get one link's rate, or each its own: halfway in the logarithm decides
         shared = local == 1 or alone / together > local**0.5
@@ -208,7 +214,6 @@ def _overlaps(device: torch.device, work: Workload, local: int, say: Say) -> Fig
             meet()()
 
     found: Figures = {}
-    # by means: how the ranks of a processor take turns differs from one step to the next
     for name, step, how in (("posted_overlap", posted, "posted before it"), ("shared_overlap", waited, "waited for")):
         together = slowest(step, device.type, 3 * PROBES, mean)
         share = min(1.0, max(0.0, (busy + sent - together) / min(busy, sent)))
@@ -219,20 +224,27 @@ def _overlaps(device: torch.device, work: Workload, local: int, say: Say) -> Fig
 
 def _link(name: str, device: torch.device, peers: list[int], say: Say) -> tuple[float, float, int]:
     """Return a link's latency in seconds, its rate in bytes per second and the largest message, by growing sizes."""
-    size, latency = FIRST_BYTES, 0.0
+    size, latency, before = FIRST_BYTES, 0.0, 0.0
     while True:
         seconds = exchange_seconds(device, peers, size)
         say(f"{name}, {size} bytes: {1e6 * seconds:.4g} us")
         latency = latency or seconds
         if size > FIRST_BYTES and (seconds > LONG_ENOUGH or size * GROWTH > MOST_BYTES):
-            return latency, size / max(seconds - latency, 1e-9), size
+            return latency, _rate(size, before, seconds), size
+        before = seconds
         size *= GROWTH
+
+
+def _rate(size: int, less: float, more: float) -> float:
+    """Return the bytes per second of a size and of the one before it, whose latencies are alike."""
+    return (size - size // GROWTH) / max(more - less, 1e-9)
 
 
 def exchange_seconds(device: torch.device, peers: list[int], size: int) -> float:
     """Time the slowest rank that sends ``size`` bytes to the first of ``peers`` and receives as many from the last."""
     post = posting(device, peers[:1], peers[-1:], size)
-    return slowest(lambda: post()() if peers else None, device.type, PROBES if size > FIRST_BYTES else FIRST_PROBES)
+    probes, middle = (PROBES, median) if size > FIRST_BYTES else (FIRST_PROBES, mean)
+    return slowest(lambda: post()() if peers else None, device.type, probes, middle)
 
 
 def posting(device: torch.device, to: Sequence[int], of: Sequence[int], size: int) -> Callable[[], Callable[[], None]]:

@@ -32,14 +32,16 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
     """Measure the product of two square matrices in TFLOP/s, at the fastest size."""
     rates = []
     for size in MATMUL_SIZES[device]:
-        rates.append(2 * size**3 / product_seconds(device, dtype, size, size, size) / 1e12)
+        rates.append(2 * size**3 / median(product_times(device, dtype, size, size, size)) / 1e12)
     return max(rates)
 
 
-def product_seconds(device: str, dtype: torch.dtype, rows: int, inner: int, columns: int) -> float:
-    """Measure one product of matrices ``[rows, inner]`` and ``[inner, columns]``, as a layer's forward does it."""
+def product_times(
+    device: str, dtype: torch.dtype, rows: int, inner: int, columns: int, repeats: int | None = None
+) -> list[float]:
+    """Time products of matrices ``[rows, inner]`` and ``[inner, columns]``, as a layer's forward does them."""
     a, b = torch.randn(rows, inner, device=device).to(dtype), torch.randn(columns, inner, device=device).to(dtype)
-    return median(time_steps(lambda: linear(a, b), device, REPEATS[device]))
+    return time_steps(lambda: linear(a, b), device, repeats or REPEATS[device])
 
 
 def measure(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import cycle, groupby
 from pathlib import Path
-from textwrap import fill
+from textwrap import fill, wrap
 from typing import Any
 
 from bench.link.network import NetworkError
@@ -24,7 +24,7 @@ from runtime.errors import UserError
 from runtime.files import write_text
 from testing.machine import slug
 from tools.arguments import one_line_errors, parser_for
-from tools.results import ROOT, commit_of
+from tools.results import ROOT, aligned, commit_of
 from tools.results import markdown as markdown_table
 
 COLUMNS, MADE_BY = ("published", "analytic", "measured"), "made by"
@@ -134,8 +134,15 @@ def _text(head: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def as_markdown(sheet: Sheet, rows: Sequence[Row], source: str, command: str) -> str:
-    """Format a table with its source, its hardware and what holds."""
+def _stacked(head: Sequence[str]) -> list[tuple[str, ...]]:
+    """Break names of columns into lines as wide as their longest word."""
+    found = [wrap(name, max(map(len, name.split()))) for name in head]
+    tallest = max(map(len, found))
+    return list(zip(*([*[""] * (tallest - len(lines)), *lines] for lines in found), strict=True))
+
+
+def as_text(sheet: Sheet, rows: Sequence[Row], source: str, command: str, *, markdown: bool) -> str:
+    """Format a table, as Markdown or in aligned columns, with its source, its hardware and what holds."""
     (head, cells), made = flat(rows), stamp()
     body = [[_text(name, value) for name, value in zip(head, row, strict=True)] for row in cells]
     hardware = ", ".join(dict.fromkeys(row.hardware for row in rows if row.hardware != "any"))
@@ -145,7 +152,8 @@ def as_markdown(sheet: Sheet, rows: Sequence[Row], source: str, command: str) ->
         sheet.explained(rows),
     ]
     prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
-    return "\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *markdown_table(head, body)]) + "\n"
+    table = markdown_table(head, body) if markdown else aligned([*_stacked(head), *body], range(len(rows[0].of)))
+    return "\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *table]) + "\n"
 
 
 def as_csv(rows: Sequence[Row], made: str) -> str:
@@ -303,9 +311,9 @@ def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> l
     rows = _measured_here(sheet) if args.measure else sheet.rows()
     rows = [_with_runs(row, args.runs / paper / sheet.name) for row in rows]
     command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * (here is not None)}"
-    text = as_markdown(sheet, rows, source, command)
     if not args.json:
-        print(text)
+        print(as_text(sheet, rows, source, command, markdown=False))
     if args.results and sheet.writes:
+        text = as_text(sheet, rows, source, command, markdown=True)
         write(args.results / f"{paper}_{sheet.name}", sheet, rows, text)
     return rows

@@ -15,7 +15,7 @@ NOWHERE = Piece(0, 0, 0, -1)
 START, OFFSET, LENGTH, DOCUMENT = range(4)  # fields of a piece, as columns
 AT_ONCE = 1 << 16  # pieces; enough that numpy's calls cost little, and few megabytes
 
-Known = dict[tuple[int, int, bytes], tuple[int, int, int]]
+Known = dict[tuple[int, int, bytes], tuple[int, int, int]]  # pattern -> (pairs, tiles, hidden)
 
 
 class Work(NamedTuple):

@@ -22,6 +22,7 @@ from bench.link.network import NetworkError
 from papers.jobs import Figures, Job, measured, submit_row
 from runtime.errors import UserError
 from runtime.files import write_text
+from slurm.submit import check_login_node
 from testing.machine import slug
 from tools.arguments import one_line_errors, parser_for
 from tools.results import ROOT, aligned, commit_of
@@ -262,6 +263,8 @@ def main(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if args.submit is not None:
         chosen = [tables[args.table]] if args.table else sheets
+        if not args.dry_run:
+            check_login_node()  # before rows are predicted
         if not sum(_submit(sheet, args.runs / paper / sheet.name, args) for sheet in chosen):
             raise UserError(
                 f"--row is {args.row}, and no row of {', '.join(s.name for s in chosen)} has it in its name"

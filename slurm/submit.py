@@ -12,6 +12,7 @@ import argparse
 import math
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -235,14 +236,16 @@ def _refuse(config: Any, more: str) -> None:
         )
 
 
+def check_login_node() -> None:
+    """Raise SubmitError where there is no sbatch."""
+    if shutil.which("sbatch") is None:
+        raise SubmitError("there is no sbatch here; start on a login node, or print the script with --dry-run")
+
+
 def submit(text: str) -> str:
     """Hand a script to sbatch, and return its words. Raises SubmitError with them and a hint if it refuses."""
-    try:
-        done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise SubmitError(
-            "there is no sbatch here; start on a login node, or print the script with --dry-run"
-        ) from None
+    check_login_node()
+    done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return done.stdout.strip()
     words = " ".join(done.stderr.split()).removeprefix("sbatch: error: ")

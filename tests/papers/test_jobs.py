@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from papers import jobs, lasp, ring, striped, wallfacer
+from papers import jobs, lasp, ring, rows, striped, wallfacer
 from papers.rows import Row
 from planner.cluster import CLUSTERS
 from slurm.virtual.cluster import missing, virtual_cluster
@@ -73,6 +73,7 @@ def test_a_row_is_submitted_once_and_nothing_is_overwritten(
     scripts: list[str] = []
     monkeypatch.setattr(jobs, "write_data", lambda job, data: None)
     monkeypatch.setattr(jobs, "submit", lambda text: scripts.append(text) or "Submitted batch job 7")
+    monkeypatch.setattr(rows, "check_login_node", lambda: None)
     given = ["--submit", A100, "--row", f"{ROW}", "--runs", str(tmp_path)]
     folder = tmp_path / "striped" / "speedups" / ROW
     for words in ("Submitted batch job 7", "it was before (Submitted batch job 7) and has no result yet"):
@@ -84,6 +85,15 @@ def test_a_row_is_submitted_once_and_nothing_is_overwritten(
     assert f"{folder} is there and no job of this program made it" in capsys.readouterr().out
     assert [path.name for path in folder.iterdir()] == ["mine"]
     assert len(scripts) == 1
+
+
+def test_without_slurm_nothing_is_predicted_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(rows, "_submit", lambda *_: pytest.fail("it began"))
+    assert striped.main(["--submit", A100]) == 1
+    assert "there is no sbatch here; start on a login node" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("last", "stays"), [(12, True), (12, False), (8, True)])
@@ -128,8 +138,9 @@ def test_lengths_that_ran_and_runs_that_were_out_of_memory(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_runs_of_the_real_entry_are_a_measured_row(
-    default_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    default_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(rows, "check_login_node", lambda: None)
     folder = tmp_path / "striped" / "speedups" / ROW
 
     def shown() -> Row:

@@ -8,8 +8,7 @@ Shapes as of the functions of ``kernels.strips.Strips``: q, dout and out ``[B, H
 """
 
 import math
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from itertools import product as pairs
 
 import torch
@@ -20,12 +19,9 @@ from kernels.blocks import CAUSAL
 from kernels.products import product
 from kernels.strips import triangle
 
-SQUARE = 512
-"""Most tokens of a side of a strip that has a mask."""
-BLOCK = 1 << 18
-"""Most scores of a block: 1 MiB."""
-WIDE = 1024
-"""Most keys of a block of the forward, and of a causal one."""
+ROWS, WIDE = 192, 7 * 192
+"""Queries and keys of a block: 1 MiB of scores. A product sums one after the other: gradients of keys that sum more
+queries at once are off by more than one process's (tests/parallel/context/test_executor.py)."""
 LEAST_WORK = 1 << 22
 """Scores times channels of a head below which Python's calls take longer than what they call."""
 NARROWEST = 32
@@ -60,8 +56,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: T
     (batch, heads, rows, width), columns = q.shape, k.shape[2]
     out = q.new_empty(batch, rows, heads, width).transpose(1, 2)
     lse = q.new_empty(batch, heads, rows)
-    blocks = list(_blocks(rows, columns, causal, WIDE))
-    mask = triangle(CAUSAL, BLOCK // WIDE, q.dtype) if causal else mask
+    blocks = list(_blocks(rows, columns, causal))
+    hide = _mask(causal, mask, q.dtype)
     for b, h, group in _heads(q, k):
         queries, keys = (q[b, h] * (scale * LOG2_E)).contiguous(), k[b, group].contiguous()
         values = v[b, group].contiguous().t()  # with gaps between its rows a product takes a thousand times as long
@@ -69,8 +65,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: T
             most, total, parts = list[Tensor](), list[Tensor](), list[Tensor]()
             for to in seen:
                 scores = product(queries[at], keys[to])
-                if mask is not None and to.stop > at.start:
-                    _hide(scores[:, max(0, at.start - to.start) :], mask)
+                hide(scores, at, to)
                 most.append(scores.amax(1, keepdim=True))
                 total.append(scores.sub_(most[-1]).exp2_().sum(1, keepdim=True))
                 parts.append(product(scores, values[:, to]))
@@ -106,9 +101,8 @@ def backward(
     dq = q.new_empty(batch, rows, heads, width).transpose(1, 2)
     dk, dv = (q.new_zeros(batch, columns, groups, width).transpose(1, 2) for _ in range(2))
     less_lse, less_sums = (lse * -LOG2_E).contiguous(), (dout * out).sum(-1).neg_().contiguous()
-    blocks = list(_blocks(rows, columns, causal, WIDE if causal else SQUARE))
-    mask = triangle(CAUSAL, BLOCK // WIDE, q.dtype) if causal else mask
-    mask = None if mask is None else mask.t().contiguous()  # to add rows to columns takes three times as long
+    blocks = list(_blocks(rows, columns, causal))
+    hide = _mask(causal, mask, q.dtype, transposed=True)
     for b, h, group in _heads(q, k):
         queries, grads = (q[b, h] * (scale * LOG2_E)).contiguous(), dout[b, h].contiguous()
         keys, values = k[b, group].contiguous(), v[b, group].contiguous()
@@ -120,8 +114,7 @@ def backward(
             for to in seen:
                 keys_here = keys[to]
                 weights = product(keys_here, queries_here, lse_here)  # [S, T]
-                if mask is not None and to.stop > at.start:
-                    _hide(weights[max(0, at.start - to.start) :], mask)
+                hide(weights, to, at)
                 weights.exp2_()
                 into_values[to].add_(product(weights, grads_here.t()))
                 scores = product(values[to], grads_here, sums_here).mul_(weights)
@@ -133,34 +126,36 @@ def backward(
     return dq, dk, dv
 
 
-def _blocks(rows: int, columns: int, causal: bool, widest: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield blocks of rows, each with those of the keys that it sees, of at most ``widest``.
-
-    Causal ones are multiples of their size, and their last keys end with the rows: few shapes, of which every row sees
-    a key.
-    """
-    if not causal:
-        seen = _cuts(columns, widest)
-        yield from ((at, seen) for at in _cuts(rows, BLOCK // min(columns, widest)))
-        return
-    for start in range(0, rows, BLOCK // WIDE):
-        stop = min(start + BLOCK // WIDE, rows)
-        last = min(stop, columns)
-        yield slice(start, stop), [slice(to, min(to + widest, last)) for to in range(0, last, widest)]
+def _blocks(rows: int, columns: int, causal: bool) -> Iterator[tuple[slice, list[slice]]]:
+    """Yield blocks of rows, each with those of the keys that it sees; of few shapes, but for the last."""
+    for start in range(0, rows, ROWS):
+        stop = min(start + ROWS, rows)
+        last = min(stop, columns) if causal else columns
+        yield slice(start, stop), [slice(to, min(to + WIDE, last)) for to in range(0, last, WIDE)]
 
 
-def _hide(scores: Tensor, mask: Tensor) -> None:
-    scores.add_(mask[: scores.shape[0], : scores.shape[1]])
+def _mask(
+    causal: bool, mask: Tensor | None, dtype: torch.dtype, transposed: bool = False
+) -> Callable[[Tensor, slice, slice], None]:
+    """Return what hides scores of a block, given its rows and columns, or its columns and rows."""
+    if causal:
+        mask = triangle(CAUSAL, ROWS, dtype)
+    if mask is not None and transposed:
+        mask = mask.t().contiguous()  # to add rows to columns takes three times as long
+
+    def hide(scores: Tensor, first: slice, second: slice) -> None:
+        rows, columns = (second, first) if transposed else (first, second)
+        if mask is not None and not causal:
+            scores.add_(mask[first, second])
+        elif mask is not None and columns.stop > rows.start:  # the block ends on the diagonal
+            skipped = max(0, rows.start - columns.start)
+            corner = scores[skipped:] if transposed else scores[:, skipped:]
+            corner.add_(mask[: corner.shape[0], : corner.shape[1]])
+
+    return hide
 
 
 def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
     """Yield each sequence and head, with its group of keys."""
     for b, h in pairs(range(q.shape[0]), range(q.shape[1])):
         yield b, h, h * k.shape[1] // q.shape[1]
-
-
-def _cuts(size: int, most: int) -> list[slice]:
-    """Cut ``size`` tokens into equal parts of at most ``most``."""
-    parts = -(-size // most)
-    edges = [size * part // parts for part in range(parts + 1)]
-    return [slice(*edge) for edge in pairwise(edges)]

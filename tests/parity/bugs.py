@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-import model.llama
+import model.base
 import parallel.data
 from data.loader import Batch, Batching, Samples
 from kernels import strips
@@ -57,7 +57,7 @@ def norm_counted_twice() -> None:
 
 def positions_not_passed() -> None:
     """Each rank counts its own tokens from 0."""
-    model.llama.Rotary = lambda positions, *more: Rotary(torch.arange(positions.shape[-1]), *more)
+    model.base.Rotary = lambda positions, *more: Rotary(torch.arange(positions.shape[-1]), *more)
 
 
 def label_lost() -> None:

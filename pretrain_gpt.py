@@ -14,13 +14,12 @@ from functools import partial
 import torch
 
 from data.text.megatron import build_datasets
-from data.tokenizer import load_tokenizer
 from model.attention import Attend, HybridAttention, LinearAttend
 from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
 from model.registry import TITLES, attention_title, build_model, flops_per_token, num_parameters, num_trained
 from parallel.mesh import Mesh, distributed_mesh
-from planner.complete import as_asked, complete
+from planner.complete import as_asked, complete, tokenizer_of
 from planner.dry_run import dry_run
 from planner.resize import sized
 from runtime.signals import listening
@@ -62,7 +61,7 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
 def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None, asked: Config | None = None) -> Trainer:
     """Build and load everything for training; collective. ``asked``: as ``planner.resize.sized`` yields it."""
     with raise_together():
-        tokenizer = load_tokenizer(str(config.data.tokenizer_model))
+        tokenizer = tokenizer_of(config)
     asked, config = asked or config, complete(config, tokenizer.vocab_size)
     objective, parts_of = computing(config, mesh)
     train_data, valid_data, _ = build_datasets(config.data, config.train.seq_length, config.train.seed, tokenizer)

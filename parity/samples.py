@@ -87,7 +87,7 @@ def feed(path: Path, notes: Notes) -> None:
     gpt: Any = pretrain_gpt
     dit: Any = pretrain_dit
     gpt.build_datasets, dit.build_latent_datasets = lambda *_: (train, valid, None), lambda *_: (train, valid)
-    gpt.load_tokenizer, gpt.corpus_entropy = lambda _: SimpleNamespace(vocab_size=1), lambda _: {}
+    gpt.tokenizer_of, gpt.corpus_entropy = lambda _: SimpleNamespace(vocab_size=1), lambda _: {}
     gpt.validate = dit.validate = lambda *_: None  # done as it was shrunk
     Config.contents = DiTRunConfig.contents = CommonConfig.contents  # type: ignore[method-assign]
     language.PADDING["place"] = -1

@@ -102,7 +102,8 @@ def _shrink_text(asked: Config, old: Values, new: Values) -> int:
         new["lora_rank"] = min(old["lora_rank"], 4)
         new["lora_alpha"] = old["lora_alpha"] and old["lora_alpha"] * new["lora_rank"] / old["lora_rank"]
     new |= {"seq_length": short, "vocab_size": min(old["vocab_size"] or VOCABULARY, VOCABULARY)}
-    new |= {"data_path": ("own",), "tokenizer_model": "own", "data_cache_path": None}  # ranks get samples, not files
+    # ranks get samples, not files
+    new |= {"data_path": ("own",), "tokenizer_model": "own", "mock_data": False, "data_cache_path": None}
     return short
 
 

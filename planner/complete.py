@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from data.text.mock import MockTokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from parallel.context import ContextConfig
 from planner.cluster import Cluster, ClusterError, default_cluster, load_cluster
 from planner.hybrid import fastest, layout_costs
@@ -43,6 +45,13 @@ def complete(config: Config, entries: int) -> Config:
     config = with_method(config, dist.get_world_size())
     with raise_together():
         return with_layout(config)
+
+
+def tokenizer_of(config: Config) -> Tokenizer | MockTokenizer:
+    """Load a run's tokenizer; for mock_data return one of vocab_size entries. Raises DataError: no file, or damaged."""
+    if config.data.mock_data:
+        return MockTokenizer(config.model.vocabulary)
+    return load_tokenizer(str(config.data.tokenizer_model))
 
 
 def with_vocabulary(config: Config, entries: int) -> Config:

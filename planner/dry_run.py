@@ -75,13 +75,14 @@ def ranks_to_run(config: Any, world_size: int) -> list[int]:
 def with_files(config: Any) -> tuple[Any, list[str]]:
     """Name the files that a run must have, so that the rest can be validated; return notes on those not here."""
     data, checkpoint = config.data, replace(config.checkpoint, save=config.checkpoint.save or "RUN")
-    if isinstance(config, Config):
+    if isinstance(config, Config) and not data.mock_data:
         data = replace(data, data_path=data.data_path or ("PREFIX",), tokenizer_model=data.tokenizer_model or "FILE")
-        checkpoint = replace(checkpoint, load=checkpoint.load or ("RUN" if config.model.lora_rank else None))
         wanted = [("data_path", f"{prefix}.idx") for prefix in blend(data.data_path)[0]]
         wanted += [("tokenizer_model", data.tokenizer_model)]
     else:
         wanted = [("data_path", path) for path in data.data_path if path != DIGITS]
+    if isinstance(config, Config) and config.model.lora_rank:
+        checkpoint = replace(checkpoint, load=checkpoint.load or "RUN")
     wanted += [("load", checkpoint.load)] if checkpoint.load else []
     notes = [
         f"note: {name} {path} is not on this machine"
@@ -93,7 +94,7 @@ def with_files(config: Any) -> tuple[Any, list[str]]:
 
 def _entries(config: Config) -> int:
     """Return the entries of the tokenizer or, where that is not here, of the vocabulary."""
-    if Path(config.data.tokenizer_model or "").exists():
+    if config.data.tokenizer_model and Path(config.data.tokenizer_model).exists():
         return load_tokenizer(str(config.data.tokenizer_model)).vocab_size
     if config.model.vocab_size is None:
         raise ConfigError("vocab_size is not set, and there is no tokenizer_model here to count; give one of them")
@@ -118,7 +119,8 @@ def _table(found: Sequence[Rehearsal], cluster: Cluster) -> Iterator[str]:
 def _time(config: Any, world_size: int, cluster: Cluster) -> str:
     """Return the planner's seconds."""
     documents = tuple(range(0, config.joined_length + 1, config.sequence_length)) if config.packed else None
-    if isinstance(config, DiTRunConfig) or Path(f"{blend(config.data.data_path)[0][0]}.idx").exists():
+    paths = config.data.data_path
+    if isinstance(config, DiTRunConfig) or (paths and Path(f"{blend(paths)[0][0]}.idx").exists()):
         documents = typical_documents(config)
     found = predicted(config, world_size, cluster, documents)
     parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in found.seconds.items() if seconds)

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
-from planner.complete import CONFIG, cluster_of, with_vocabulary
+from planner.complete import CONFIG, cluster_of, tokenizer_of, with_vocabulary
 from planner.ranking import Candidate, nothing_left
 from planner.search import arrangements, rank, settings, validated
 from runtime.errors import UserError
@@ -112,7 +111,7 @@ def rearranged(config: C, processes: int) -> tuple[C, str]:
     cluster = cluster_of(config)
     known: Any = config
     if isinstance(config, Config):
-        known = with_vocabulary(config, load_tokenizer(str(config.data.tokenizer_model)).vocab_size)
+        known = with_vocabulary(config, tokenizer_of(config).vocab_size)
     several = list(divided(known, processes))
     found = rank(several, processes, cluster)
     if not found.candidates and (found.too_large or found.host_short):

@@ -19,6 +19,7 @@ from data.errors import DataError
 from data.text.blend import BlendedDataset, EpochedDataset
 from data.text.digests import check_digests, write_digests
 from data.text.indexed import LOSS_MASK, Indexed, TokenReader, check_indexed, open_indexed
+from data.text.mock import MockSamples, MockTokenizer
 from runtime.files import InUseError, owned
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from data.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
-Samples = EpochedDataset | BlendedDataset
+Samples = EpochedDataset | BlendedDataset | MockSamples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class DataConfig:
 
     data_path: tuple[str, ...] = ()
     """Prefix of a Megatron .bin/.idx pair, or a blend: weight prefix weight prefix ..."""
+    mock_data: bool = False
+    """Train on tokens drawn from the seed instead of files, to measure a run without data; needs --vocab-size."""
     split: str = "95,5,0"
     """Shares of the documents for training, validation and test."""
     tokenizer_model: str | None = None
@@ -58,6 +61,11 @@ class DataConfig:
         split_shares(self.split)
         if self.data_path:
             blend(self.data_path)
+        if self.mock_data and (self.data_path or self.tokenizer_model or self.tells_documents or self.sft):
+            raise DataError(
+                "mock_data draws tokens, which no file, tokenizer, document or conversation goes with; leave out "
+                "data_path, tokenizer_model, reset_position_ids, reset_attention_mask and sft, or mock_data"
+            )
         if self.num_workers < 0:
             raise DataError(f"num_workers is {self.num_workers}; it must be 0 or more")
 
@@ -110,9 +118,11 @@ def _number(word: str) -> float | None:
 
 
 def build_datasets(
-    config: DataConfig, seq_length: int, seed: int, tokenizer: "Tokenizer"
+    config: DataConfig, seq_length: int, seed: int, tokenizer: "Tokenizer | MockTokenizer"
 ) -> tuple[Samples, Samples | None, Samples | None]:
     """Build the training, validation and test samples of `config.data_path`; None for a split whose share is 0.
+
+    With ``mock_data`` all three are drawn, whatever the shares.
 
     Sample n is a pure function of (files, split, seq_length, seed, n): a dict of `tokens` and `labels`, int64
     [seq_length], labels already shifted, `loss_mask`, float32 [seq_length], and, if documents are told apart,
@@ -130,6 +140,9 @@ def build_datasets(
 
     if seq_length < 1 or not 0 <= seed < 1 << 32:
         raise DataError(f"seq_length is {seq_length} and seed {seed}; they must be at least 1 and in [0, 2^32)")
+    if isinstance(tokenizer, MockTokenizer):
+        drawn = [MockSamples(seq_length, tokenizer.vocab_size, seed + (part << 32)) for part in range(3)]
+        return drawn[0], drawn[1], drawn[2]
     prefixes, weights = blend(config.data_path)
     first = not dist.is_initialized() or dist.get_rank() == 0
     with raise_together():

@@ -17,7 +17,7 @@ FLAGS += " --tokenizer-model x.model --global-batch-size 4 --micro-batch-size 2 
 
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resize, "load_tokenizer", lambda path: SimpleNamespace(vocab_size=512))
+    monkeypatch.setattr(resize, "tokenizer_of", lambda config: SimpleNamespace(vocab_size=512))
 
 
 def config(*more: str) -> Config:

@@ -19,8 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import tomli_w
-
 from runtime.errors import UserError
 from train.config.megatron_flags import Entry, without_what_is_so
 from train.config.megatron_flags import entries as megatron_flags
@@ -202,6 +200,8 @@ def write_toml(config: object) -> str:
         value = getattr(getattr(config, field.section), name)
         if value is not None:
             tree[field.section][name] = list(value) if field.many else value
+    import tomli_w  # late: benches and tests that write no configuration run without it
+
     return tomli_w.dumps(tree)
 
 

@@ -83,11 +83,14 @@ def validate(config: Config, world_size: int) -> None:
     validate_run(config)
     data = config.data
     _validate_backend(config)
-    if not data.data_path:
+    if data.mock_data:
+        if config.model.vocab_size is None:
+            raise ConfigError("mock_data is set and vocab_size is not; give --vocab-size, as no tokenizer tells it")
+    elif not data.data_path:
         raise ConfigError(
             "data_path is empty; give --data-path PREFIX, the .bin/.idx pair that tools/prepare_data.py wrote"
         )
-    if data.tokenizer_model is None:
+    elif data.tokenizer_model is None:
         raise ConfigError(
             "tokenizer_model is not set; give --tokenizer-model FILE, the one that the data was written with"
         )

@@ -138,8 +138,10 @@ class NextToken(Objective):
 def corpus_entropy(data: DataConfig) -> dict[str, float]:
     """Return the unigram entropy of the corpus (nats per token), to print beside a validation loss.
 
-    Returns nothing for a blend, whose token frequencies depend on its weights, and for conversations, of which not all
-    is predicted.
+    Returns nothing for a blend, whose token frequencies depend on its weights, for conversations, of which not all is
+    predicted, and for mock_data.
     """
+    if data.mock_data:
+        return {}
     prefixes, _ = blend(data.data_path)
     return {"unigram_entropy": unigram_entropy(prefixes[0])} if len(prefixes) == 1 and not data.sft else {}

@@ -48,6 +48,7 @@ def test_toml_round_trip_of_every_field(tmp_path: Path) -> None:
         "rotary_base": 5.1 + 0.2,
         "lr_warmup_fraction": 0.1 + 0.2,
         "override_opt_param_scheduler": True,
+        "mock_data": True,
     }
     linear = {"model_type": "transnormer", "linear_decay": "paper", "no_scale_embedding": True, "softmax_every": 3}
     # Which go with the model type that the others have no use for.

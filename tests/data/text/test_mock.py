@@ -1,0 +1,51 @@
+"""Drawn tokens: a function of the seed and the index alone, and a run on them without a file."""
+
+import pytest
+import torch
+
+import pretrain_gpt
+from data.errors import DataError
+from data.text.megatron import DataConfig, build_datasets
+from data.text.mock import MockTokenizer
+from runtime.errors import UserError
+from testing.training import Records, trainer_of
+from tests.pretraining import TINY
+
+FLAGS = ("--mock-data", "--device", "cpu", "--train-iters", "8", "--eval-interval", "4", "--eval-iters", "1")
+
+
+def test_a_sample_is_a_function_of_the_seed_and_its_index() -> None:
+    train, valid, test = build_datasets(DataConfig(mock_data=True), 64, 7, MockTokenizer(100))
+    again, _, _ = build_datasets(DataConfig(mock_data=True), 64, 7, MockTokenizer(100))
+    assert valid is not None
+    assert test is not None
+    first = train[5]
+    assert all(torch.equal(first[name], again[5][name]) for name in first)
+    for other in (train[6], valid[5], test[5], build_datasets(DataConfig(), 64, 8, MockTokenizer(100))[0][5]):
+        assert not torch.equal(first["tokens"], other["tokens"])
+    assert torch.equal(first["tokens"][1:], first["labels"][:-1])
+    assert int(first["tokens"].min()) >= 0
+    assert int(first["tokens"].max()) < 100
+    assert first["loss_mask"].sum() == 64
+    assert train[None]["loss_mask"].sum() == 0
+
+
+def test_a_run_on_drawn_tokens_learns() -> None:
+    log = Records()
+    with trainer_of(pretrain_gpt, [*TINY, "--vocab-size", "64", *FLAGS], log) as trainer:
+        trainer.run()
+    losses = [record["lm_loss"] for record in log._records if "lm_loss" in record]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("flags", [("--data-path", "a"), ("--tokenizer-model", "a.model"), ("--reset-attention-mask",)])
+def test_drawn_tokens_go_with_no_file_and_no_documents(flags: tuple[str, ...]) -> None:
+    with pytest.raises((DataError, UserError), match="mock_data"):
+        pretrain_gpt.parse_args([*TINY, *FLAGS, "--vocab-size", "64", *flags])
+
+
+def test_drawn_tokens_need_a_vocabulary() -> None:
+    config = pretrain_gpt.parse_args([*TINY, *FLAGS])
+    with pytest.raises(UserError, match="vocab_size"):
+        pretrain_gpt.validate(config, 1)

@@ -81,6 +81,18 @@ def test_equals_float64(name: str) -> None:
     assert max(off(attended(*inputs, kind == "causal", mask, onednn), truth)) > 1e-5
 
 
+def test_a_forward_over_few_keys_takes_many_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is summed over rows there; one product makes scores, and one uses them."""
+    shapes = list[torch.Size]()
+    monkeypatch.setattr(onednn, "product", lambda x, weight: (shapes.append(x.shape), x @ weight.t())[1])
+    q, k = torch.randn(1, 1, 1024, 32), torch.randn(1, 1, 256, 32)
+    onednn.forward(q, k, k, False, SCALE, None)
+    assert shapes == [(1024, 32), (1024, 256)]
+    shapes.clear()
+    onednn.forward(q, k, k, True, SCALE, None)  # where a mask hides keys, rows that see few take few
+    assert len(shapes) == 12
+
+
 def test_large_scores_do_not_overflow() -> None:
     inputs = made(300, 1100)
     inputs[0] *= 300

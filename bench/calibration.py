@@ -37,8 +37,8 @@ TINY, TILES = 4, 8
 """Positions of a tile whose computing is nothing beside its launch, and tiles of the rank that has most."""
 FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 10, 4, 1 << 28
 LONG_ENOUGH = 0.05
-"""Seconds of an exchange after which no larger message is tried: one that waits longer than TCP's least timeout, 0.2 s,
-behind what its sender has posted is sent again for nothing."""
+"""Seconds of an exchange's bytes after which no larger message is tried: one that waits longer than TCP's least
+timeout, 0.2 s, behind what its sender has posted is sent again for nothing."""
 HOST_BYTES = 1 << 28
 PROBES, FIRST_PROBES = 5, 50
 """Exchanges that count, after two; of what is short, more."""
@@ -85,7 +85,7 @@ def _rates(device: torch.device, work: Workload, lengths: tuple[int, ...], say: 
     attention = tiles[-1].flops(lengths[-1] ** 2) / whole / 1e12
     visible = tiles[-1].pairs / lengths[-1] ** 2
     computed = _attention(device, tiles[-1], True, say) / whole
-    masked = min(1.0, max(0.0, (computed - visible) / (1 - visible)))
+    masked = min(1.0, max(0.0, (computed - visible) / (1 - visible))) if visible < 1 else 0.0
     launch = max(0.0, _middle(lambda: _launch(device, work, 1e12 * attention)))
     say(f"launch and merge of a tile: {1e6 * launch:.4g} us")
     peak = max(peak, products, attention)
@@ -229,15 +229,18 @@ def _link(name: str, device: torch.device, peers: list[int], say: Say) -> tuple[
         seconds = exchange_seconds(device, peers, size)
         say(f"{name}, {size} bytes: {1e6 * seconds:.4g} us")
         latency = latency or seconds
-        if size > FIRST_BYTES and (seconds > LONG_ENOUGH or size * GROWTH > MOST_BYTES):
+        if size > FIRST_BYTES and (seconds - latency > LONG_ENOUGH or size * GROWTH > MOST_BYTES):
             return latency, _rate(size, before, seconds), size
         before = seconds
         size *= GROWTH
 
 
 def _rate(size: int, less: float, more: float) -> float:
-    """Return the bytes per second of a size and of the one before it, whose latencies are alike."""
-    return (size - size // GROWTH) / max(more - less, 1e-9)
+    """Return the bytes per second of a size and of the one before it, whose latencies are alike.
+
+    Most of the time of so large a message is its bytes': where less than half is left, the smaller one was disturbed.
+    """
+    return (size - size // GROWTH) / max(more - less, more / 2, 1e-9)
 
 
 def exchange_seconds(device: torch.device, peers: list[int], size: int) -> float:

@@ -19,9 +19,9 @@ from kernels.blocks import CAUSAL
 from kernels.products import product
 from kernels.strips import triangle
 
-ROWS, WIDE = 192, 7 * 192
-"""Queries and keys of a block: 1 MiB of scores. A product sums one after the other: gradients of keys that sum more
-queries at once are off by more than one process's (tests/parallel/context/test_executor.py)."""
+ROWS, WIDE, BLOCK = 192, 7 * 192, 1 << 18
+"""Queries, keys and most scores of a block: 1 MiB. A product sums one after the other: gradients of keys that sum more
+queries at once are off by more than one process's (tests/parallel/context/test_executor.py). A forward sums none."""
 LEAST_WORK = 1 << 22
 """Scores times channels of a head below which Python's calls take longer than what they call."""
 NARROWEST = 32
@@ -56,7 +56,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: T
     (batch, heads, rows, width), columns = q.shape, k.shape[2]
     out = q.new_empty(batch, rows, heads, width).transpose(1, 2)
     lse = q.new_empty(batch, heads, rows)
-    blocks = list(_blocks(rows, columns, causal))
+    most_rows = ROWS if causal else max(ROWS, BLOCK // min(columns, WIDE) // GRAIN * GRAIN)
+    blocks = list(_blocks(rows, columns, causal, most_rows))
     hide = _mask(causal, mask, q.dtype)
     for b, h, group in _heads(q, k):
         queries, keys = (q[b, h] * (scale * LOG2_E)).contiguous(), k[b, group].contiguous()
@@ -126,10 +127,10 @@ def backward(
     return dq, dk, dv
 
 
-def _blocks(rows: int, columns: int, causal: bool) -> Iterator[tuple[slice, list[slice]]]:
+def _blocks(rows: int, columns: int, causal: bool, most_rows: int = ROWS) -> Iterator[tuple[slice, list[slice]]]:
     """Yield blocks of rows, each with those of the keys that it sees; of few shapes, but for the last."""
-    for start in range(0, rows, ROWS):
-        stop = min(start + ROWS, rows)
+    for start in range(0, rows, most_rows):
+        stop = min(start + most_rows, rows)
         last = min(stop, columns) if causal else columns
         yield slice(start, stop), [slice(to, min(to + WIDE, last)) for to in range(0, last, WIDE)]
 

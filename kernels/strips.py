@@ -18,6 +18,9 @@ from torch import Tensor
 from kernels.blocks import CAUSAL, FULL, Tile, halved
 from kernels.merge import merge_
 
+LARGE = 1 << 16
+"""Numbers of q that earn a call of their own."""
+
 Part = tuple[slice, slice, bool, Tensor | None]  # rows, columns, causal, mask
 
 
@@ -38,7 +41,7 @@ class Strips:
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float, Tensor | None], tuple[Tensor, Tensor, Tensor]
     ]
     takes_whole: Callable[[Tensor, Tensor], bool] = lambda q, k: False
-    """Whether both take a causal square of these q and k as it is, however large."""
+    """Whether both take a causal square of these q and k as it is, however large, going from head to head."""
 
     def attend_(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float
@@ -47,13 +50,15 @@ class Strips:
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
         q, k, v = heads_first(q, k, v)
         for rows, columns, causal, mask in self._parts(q, k, tiles, lse.dtype, by_rows=True):
-            part = self.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], causal, scale, mask)
-            total = out[:, :, rows], lse[:, :, rows]
-            if total[1].max() == -torch.inf:  # the rows' first keys: to merge with nothing costs twice the time
-                total[0].copy_(part[0])
-                total[1].copy_(part[1])
-            else:
-                merge_(*total, *part)
+            for heads, groups in self._heads(q[:, :, rows], k[:, :, columns]):
+                at_keys = k[:, groups, columns], v[:, groups, columns]
+                part = self.forward(q[:, heads, rows], *at_keys, causal, scale, mask)
+                total = out[:, heads, rows], lse[:, heads, rows]
+                if total[1].max() == -torch.inf:  # the rows' first keys: to merge with nothing costs twice the time
+                    total[0].copy_(part[0])
+                    total[1].copy_(part[1])
+                else:
+                    merge_(*total, *part)
 
     def add_gradients_(
         self,
@@ -67,12 +72,21 @@ class Strips:
         dq, dk, dv = (x.transpose(1, 2) for x in gradients)
         q, dout, out, lse, k, v = heads_first(*queries, *keys)
         for rows, columns, causal, mask in self._parts(q, k, tiles, lse.dtype, by_rows=False):
-            at_rows = dout[:, :, rows], q[:, :, rows]
-            blocks = *at_rows, k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows]
-            parts = self.backward(*blocks, causal, scale, mask)
-            dq[:, :, rows].add_(parts[0])
-            dk[:, :, columns].add_(parts[1])
-            dv[:, :, columns].add_(parts[2])
+            for heads, groups in self._heads(q[:, :, rows], k[:, :, columns]):
+                at_rows, at_keys = (slice(None), heads, rows), (slice(None), groups, columns)
+                blocks = dout[at_rows], q[at_rows], k[at_keys], v[at_keys], out[at_rows], lse[at_rows]
+                parts = self.backward(*blocks, causal, scale, mask)
+                dq[at_rows].add_(parts[0])
+                dk[at_keys].add_(parts[1])
+                dv[at_keys].add_(parts[2])
+
+    def _heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Yield heads to take together and their groups of keys: what comes back of all heads is as large as q."""
+        groups, each = k.shape[1], q.shape[1] // k.shape[1]
+        if q[:, :each].numel() < LARGE or not self.takes_whole(q[:, :each], k[:, :1]):
+            groups, each = 1, q.shape[1]
+        for group in range(groups):
+            yield slice(each * group, each * (group + 1)), slice(group, group + 1) if groups > 1 else slice(None)
 
     def _parts(
         self, q: Tensor, k: Tensor, tiles: Sequence[Tile], dtype: torch.dtype, *, by_rows: bool

@@ -41,7 +41,7 @@ def aligned(lines: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list
     """Return the lines of a table in aligned columns, those of ``left`` to the left and numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shape = "  ".join(f"{{:{'<' if place in left else '>'}{width}}}" for place, width in enumerate(widths))
-    return [shape.format(*line) for line in lines]
+    return [shape.format(*line).rstrip() for line in lines]
 
 
 def write_results(

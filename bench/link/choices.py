@@ -54,7 +54,7 @@ OTHERS = ("ulysses", "zigzag_u4", "double_ring", "wallfacer_c2_u2")
 """Measured besides the best predictions: each was among the best of a setting of ``bench.link``."""
 ITERATIONS = 2
 RATES = (
-    *("peak_tflops", "matmul_fraction", "attention_fraction", "launch_us"),
+    *("peak_tflops", "matmul_fraction", "attention_fraction", "masked_share", "launch_us"),
     *("inside_gb_per_s", "inside_latency_us", "between_gb_per_s", "between_latency_us"),
     *("posted_overlap", "shared_overlap"),
 )
@@ -136,10 +136,8 @@ def markdown(result: dict[str, Any]) -> str:
     head += ["choice with a profile, predicted, s", "measured, s", "behind", "best measured, s"]
     head += ["predicted ranks, fastest measured first", "of", "spread"]
     counts = {softmax: [sum(each) for each in zip(*found, strict=True)] or [0, 0] for softmax, found in good.items()}
-    clusters = result["clusters"]
-    show = [
-        [link, *(f"{clusters[link][key]:.3g}" for key in RATES), clusters[link]["between_link"]] for link in clusters
-    ]
+    known = [(link, {"masked_share": Cluster.masked_share} | found) for link, found in result["clusters"].items()]
+    show = [[link, *(f"{found[key]:.3g}" for key in RATES), found["between_link"]] for link, found in known]
     lines = [
         "# The planner's choices from a calibration\n",
         *heading(result),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import attention, onednn, products
+from kernels import attention, onednn, products, strips
 from kernels.blocks import ANTI, CAUSAL, FULL, Tile
 from kernels.strips import heads_first, triangle
 from kernels.tiles import add_gradients_, attend_tiles_
@@ -81,6 +81,18 @@ def test_equals_float64(name: str) -> None:
     assert max(off(attended(*inputs, kind == "causal", mask, onednn), truth)) > 1e-5
 
 
+def test_a_forward_over_few_keys_takes_many_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is summed over rows there; one product makes scores, and one uses them."""
+    shapes = list[torch.Size]()
+    monkeypatch.setattr(onednn, "product", lambda x, weight: (shapes.append(x.shape), x @ weight.t())[1])
+    q, k = torch.randn(1, 1, 1024, 32), torch.randn(1, 1, 256, 32)
+    onednn.forward(q, k, k, False, SCALE, None)
+    assert shapes == [(1024, 32), (1024, 256)]
+    shapes.clear()
+    onednn.forward(q, k, k, True, SCALE, None)  # where a mask hides keys, rows that see few take few
+    assert len(shapes) == 12
+
+
 def test_large_scores_do_not_overflow() -> None:
     inputs = made(300, 1100)
     inputs[0] *= 300
@@ -90,8 +102,15 @@ def test_large_scores_do_not_overflow() -> None:
     assert max(off(found[:2], truth[:2])) < 1e-4
 
 
-def test_a_backend_takes_it_for_large_strips_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tiles of a causal sequence, and an ANTI one, beside the reference; counted, who computed how many strips."""
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_backend_takes_it_for_large_strips_alone(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tiles of a causal sequence, and an ANTI one, beside the reference; counted, who computed how many strips.
+
+    Heads of a group of keys come ``apart`` if they are large, so that what comes back is small.
+    """
+    monkeypatch.setattr(strips, "LARGE", 1 if apart else 1 << 30)
+    heads, backward = set[int](), onednn.backward
+    monkeypatch.setattr(onednn, "backward", lambda *given: (heads.add(given[1].shape[1]), backward(*given))[1])
     monkeypatch.setattr(products, "ONEDNN", True)
     monkeypatch.setattr(onednn, "LEAST_WORK", 1 << 20)
     monkeypatch.setattr(onednn, "NARROWEST", 16)
@@ -118,6 +137,7 @@ def test_a_backend_takes_it_for_large_strips_alone(monkeypatch: pytest.MonkeyPat
         found.append([out, lse, *gradients])
     assert max(off(*found)) < 1e-6
     assert min(taken.values()) > 0
+    assert min(heads) == (2 if apart else 4)
 
 
 @pytest.mark.parametrize(

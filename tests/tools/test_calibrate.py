@@ -42,8 +42,10 @@ def test_alone_the_links_are_named_as_missing_or_taken_from_a_file(tmp_path: Pat
     assert all(f"# {name} is missing" in path.read_text() for name in ABOUT_LINKS)
     with pytest.raises(ClusterError, match=r"alone.toml: inside_gb_per_s is missing"):
         load_cluster(path)
-    run_ranks(_calibrated, 1, 1, ("--out", str(path), "--force", "--links", str(CLUSTERS / "cpu.toml")))
+    more = ("--force", "--links", str(CLUSTERS / "cpu.toml"), "--lengths", "1")
+    run_ranks(_calibrated, 1, 1, ("--out", str(path), *more))
     found, known = load_cluster(path), load_cluster(CLUSTERS / "cpu.toml")
+    assert found.masked_share == 0, "a tile of one position hides nothing"
     assert all(getattr(found, name) == getattr(known, name) for name in ABOUT_LINKS)
     assert path.read_text().count("not measured: of processes on a CPU") == len(ABOUT_LINKS)
 
@@ -89,6 +91,14 @@ def test_one_rank_alone_tells_rails_from_a_shared_link(monkeypatch: pytest.Monke
     assert found["between_link"][0] == ("rank" if rails else "node")
     assert found["between_gb_per_s"][0] == pytest.approx(0.01, rel=0.02)  # of a rail, or of the one link
     assert found["inside_gb_per_s"][0] == pytest.approx(0.01, rel=0.02)
+
+
+def test_a_disturbed_exchange_makes_no_link_of_any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert calibration._rate(1 << 20, less=3e-3, more=1e-3) == pytest.approx(1.5 * (1 << 20) / 1e-3)
+    monkeypatch.setattr(calibration, "exchange_seconds", lambda device, peers, size: 0.06 + size / 1e8)  # far away
+    latency, rate, _ = calibration._link("far", torch.device("cpu"), [1], lambda line: None)
+    assert latency == pytest.approx(0.06, rel=0.01)
+    assert rate == pytest.approx(1e8, rel=0.1)
 
 
 def test_attention_without_a_kernel_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

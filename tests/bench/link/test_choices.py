@@ -50,9 +50,11 @@ def test_settings_with_two_candidates_are_counted_apart() -> None:
     two = {"predicted": {"lasp": 1.0, "lasp2": 2.0}, "turns": {"lasp": [1.0, 1.0], "lasp2": [2.0, 2.0]}}
     machine = dict.fromkeys(("device", "cores", "platform", "torch", "date"), "x")
     result = {"machine": machine, "load_average": [1.0], "note": None, "turns": 1}
-    result["clusters"] = {LINKS[0]: cluster | {"launch_us": 1.0, "posted_overlap": 1.0, "shared_overlap": 0.0}}
+    cluster |= {"launch_us": 1.0, "masked_share": 0.25, "posted_overlap": 1.0, "shared_overlap": 0.0}
+    result["clusters"] = {LINKS[0]: cluster}
     result["settings"] = [{**common, "model": "gpt", **ROW}, {**common, "model": "transnormer", **two}]
     text = markdown(result)
     assert "in 0 of 1 settings of softmax attention, and the first predicted in 0; of linear attention" in text
     assert "in 1 and 1 of 1." in text
+    assert "| link | peak_tflops | matmul_fraction | attention_fraction | masked_share |" in text
     assert "| gpt | 768 | a 1.00 | 1.10 | 10.0% | a 1.00 | 1.10 | 10.0% | b 1.00 | 2 1 4 3 | 4 | 30% |" in text

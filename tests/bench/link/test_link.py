@@ -124,6 +124,8 @@ def test_namespaces_come_and_go_and_the_link_is_as_slow_as_asked(rails: bool) ->
         assert "noqueue" in network._nodes[0].run("tc", "qdisc", "show", "dev", "trunk")
         with pytest.raises(NetworkError, match=r"tc qdisc add .*40parsecs|tc class add .*40parsecs"):
             network.limit("40parsecs")
+        with pytest.raises(NetworkError, match="the rate is -5mbit, which tc would take for no limit"):
+            network.limit("-5mbit")
     assert namespaces(own) == before
 
 

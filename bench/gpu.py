@@ -7,6 +7,7 @@ reason and has no figure.
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -15,12 +16,15 @@ from torch import Tensor
 
 from bench.ceilings import measure as measure_ceilings
 from bench.errors import MeasureError
+from bench.rounds import target
 from bench.workload import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Workload
 from kernels.attention import CAUSAL, block_backward, block_forward, select_backend
+from kernels.linear_attention import linear_attention
 from model.attention import sdpa
-from parallel.context import make_plan
+from parallel.context import METHODS, make_plan
 from parallel.context.executor import Executor
 from parallel.context.geometry import Transfer
+from parallel.context.heads import HeadExchange
 from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Tensors, Transport
 from testing.machine import describe, time_steps
@@ -57,7 +61,9 @@ def _try(label: str, skipped: dict[str, str], measured: Callable[[], dict[str, A
     """Return ``measured()``, or None and note the refusal (no memory, not installed, not supported)."""
     try:
         return measured()
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except torch.AcceleratorError:
+        raise  # whatever comes after it fails too
+    except Exception as error:  # Triton's own errors have no other base
         skipped[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -120,6 +126,11 @@ class Alone(Transport):
 
     def _new_group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
         return None
+
+    def post(
+        self, sends: list[tuple[int, Tensors]], receives: list[tuple[int, Tensors]], far: bool
+    ) -> tuple[list[Arrival], Callable[[], object]]:
+        return [lambda tensors=tensors: tensors for _, tensors in receives], lambda: None  # type: ignore[misc]
 
     def shift(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
         return lambda: tensors
@@ -222,6 +233,70 @@ def masked(device: str, work: Workload, repeats: int) -> dict[str, Any]:
         "tflops": rates,
         "packed": rates["packed"] / rates["one document"],
     }
+
+
+def targets(found: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
+    """Return what is wanted of the figures of ``measure`` and ``masked``; ``chosen`` is the backend that auto takes."""
+    rows, wanted = found["kernels"], list[dict[str, Any]]()
+    seconds = {
+        (row["kernel"], row["seq_length"]): (row["forward_seconds"], row["forward_seconds"] + row["backward_seconds"])
+        for row in rows
+    }
+    for length in {8192, 32768} & {row["seq_length"] for row in rows}:
+        for half, said in enumerate(("forward", "forward + backward")):
+            best = min(
+                seconds[name, length][half] for name in ("cudnn", "flash_attn", "aten") if (name, length) in seconds
+            )
+            for name, least in ((chosen, 1.0), ("triton", 0.75)):
+                if (name, length) in seconds:
+                    label = f"{name} over the best of the others, {length} tokens, {said}"
+                    wanted.append(target(label, best / seconds[name, length][half], least))
+    for method in ("zigzag", "striped"):
+        if (share := found["simulated_ratios"].get(f"{method}/share")) is not None:
+            wanted.append(target(f"{method} ranks over their share of one GPU's attention", 1 / share["ratio"], 0.95))
+    wanted.append(
+        target("a CAUSAL tile off the diagonal over one on it", found["masked"]["off_the_diagonal"], 0.97, 1.03)
+    )
+    return [*wanted, target("packed documents over the dense rate", found["masked"]["packed"], 0.85)]
+
+
+def layers_and_methods(device: str, documents: tuple[int, ...]) -> dict[str, Step]:
+    """Return forward + backward of two layers, of the scan, and of a rank's part by every method, whole and packed.
+
+    The rank has no peers, and receives what it would send.
+    """
+    from model.config import ModelConfig
+    from model.llama import Llama
+
+    model = Llama(ModelConfig(num_layers=2, hidden_size=512, num_attention_heads=8, vocab_size=1024)).to(device)
+    tokens, length = torch.zeros(1, 512, dtype=torch.long, device=device), documents[-1]
+    work = Workload(seq_length=length, num_heads=4, kv_heads=4, head_dim=64, dtype="bfloat16")
+    q, k, v, dout = work.tensors(device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def layers() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            model(tokens).sum().backward()
+
+    def scan(bounds: tuple[int, ...] | None) -> None:
+        torch.autograd.grad(linear_attention(q, k, v, [-0.1] * 4, documents=bounds)[0], leaves, dout)
+
+    def attend(plan: Plan, rank: Executor, heads: HeadExchange) -> None:
+        with torch.no_grad():
+            local = [heads.to_heads(x[:, : plan.local_len]) for x in (q, k, v, dout)]
+            step_of(plan, rank, *local)()
+            heads.to_tokens(local[3], 4)
+
+    found: dict[str, Step] = {"two layers": layers}
+    for bounds, kind in ((None, "whole"), (documents, "packed")):
+        found[f"linear attention, {kind}"] = partial(scan, bounds)
+        for method in METHODS:
+            plan = make_plan(method, seq_len=length, size=4, documents=bounds)
+            alone = Alone(plan.geometry, None, 1)
+            found[f"{method}, {kind}"] = partial(
+                attend, plan, Executor(plan.geometry, alone, 1, "auto"), HeadExchange(alone)
+            )
+    return found
 
 
 def table(result: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.errors import MeasureError
 from bench.gpu_steps import ROOT, STEPS, SkippedStep, Step
-from bench.rounds import need_cuda
+from bench.rounds import need_cuda, said
 from testing.machine import describe, device_name, slug
 from testing.records import write_records
 from tools.arguments import one_line_errors, parser_for, run_command
@@ -37,12 +37,12 @@ def of_step(command: list[str], limit: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         try:
-            status, said = ended([*command, str(out)], limit)
+            status, printed = ended([*command, str(out)], limit)
         except subprocess.TimeoutExpired:
             return {"failed": f"it took longer than {limit:.0f} s"}
-        sys.stderr.write(said)
+        sys.stderr.write(printed)
         if not out.exists():
-            return {"failed": (said.strip().splitlines() or [f"ended with status {status}"])[-1]}
+            return {"failed": (printed.strip().splitlines() or [f"ended with status {status}"])[-1]}
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
@@ -82,8 +82,13 @@ def verdict(found: dict[str, Any]) -> str:
             return f"{word.replace('_', ' ')}: {found[word]}"
     if found.get("wrong"):
         return f"WRONG: {'; '.join(found['wrong'][:3])}"
+    missed = [one for one in said(found.get("targets", ())) if one.endswith("MISSED")]
     shown = {name: value for name, value in found.items() if isinstance(value, int | float) and name != "seconds"}
-    return "right" + "".join(f", {name} {value:.4g}" for name, value in shown.items())
+    return (
+        "right"
+        + "".join(f", {name} {value:.4g}" for name, value in shown.items())
+        + "".join(f"; {one}" for one in missed)
+    )
 
 
 def asked(parser: argparse.ArgumentParser, steps: Iterable[str], argv: list[str] | None) -> argparse.Namespace:

@@ -95,8 +95,11 @@ def block_backward(
 
 
 @cache
-def select_backend(name: str, device_type: str, dtype: torch.dtype) -> AttentionBackend:
+def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: bool = False) -> AttentionBackend:
     """Return the backend ``name`` for this device and dtype; ``auto`` takes the fastest usable one.
+
+    With ``documents``, tiles have other shapes in each micro-batch, and ``auto`` passes cuDNN over: torch has it build
+    a graph for every new shape, forward and backward, and keeps them all.
 
     Raises:
         UserError: the backend is unknown, not installed, broken, or cannot take this device or dtype.
@@ -123,7 +126,7 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype) -> Attention
             "use --bf16, or --attention-backend reference for a small exact run"
         )
     packed, plain = _packed(), (_aten_cuda_forward, _aten_cuda_backward)
-    if name == "auto" and cudnn.is_preferred():
+    if name == "auto" and cudnn.is_preferred() and not documents:
         return AttentionBackend("cudnn", *in_eights(*cudnn.by_shape(plain)), packed=packed)
     if name == "flash_attn" or (name == "auto" and flash_attn.is_installed()):
         try:

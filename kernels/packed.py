@@ -119,7 +119,7 @@ def launches(tiles: Sequence[Tile], batch: int, rows: int, columns: int, device:
     return _launches(as_key, batch, rows, columns, device)
 
 
-@lru_cache(maxsize=16)  # on the device, and other ones with every micro-batch
+@lru_cache(maxsize=256)  # each round of a micro-batch asks for its own, up to as many as there are ranks
 def _launches(
     tiles: tuple[Block, ...], batch: int, rows: int, columns: int, device: torch.device
 ) -> tuple[Launch, ...]:

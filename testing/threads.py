@@ -9,7 +9,9 @@ Shapes: B batch, S positions, H query heads, K key/value heads, D head width.
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from parallel.context.heads import HeadExchange
 from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Tensors, Transport
 
-PATIENCE = 60.0
+PATIENCE = 20.0
 """Seconds that a rank waits for another."""
 Channel = tuple[int, int, str]
 """Sender, receiver, and kind of message; messages of a channel arrive in order."""
@@ -134,6 +136,12 @@ class ThreadTransport(Transport):
         return torch.stack([self._coming(other, "exchange")()[0] for other in ranks])
 
 
+@cache
+def pool(size: int) -> ThreadPoolExecutor:
+    """Return the threads of so many ranks: cuDNN's graphs are built anew in every thread, for up to half a second."""
+    return ThreadPoolExecutor(size)
+
+
 def attend(plan: Plan, inputs: Sequence[Tensor], backend: str = "auto") -> list[Tensor]:
     """Attend with all ranks of a plan of a softmax attention, each a thread.
 
@@ -156,11 +164,7 @@ def attend(plan: Plan, inputs: Sequence[Tensor], backend: str = "auto") -> list[
             errors.append(error)
             mail.fail()
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(plan.size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    wait([pool(plan.size).submit(run, rank) for rank in range(plan.size)])
     if errors:
         raise errors[0]
     whole = [x.new_zeros(x.shape[0], plan.padded_len, *x.shape[2:]) for x in (inputs[3], *inputs[:3])]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention import select_backend
+from kernels.attention import AttentionBackend, select_backend
 from kernels.merge import merged
 from kernels.sinks import sinks_gradient, with_sinks
 from kernels.tiles import add_gradients_, attend_tiles_
@@ -65,7 +65,7 @@ class Executor:
     ) -> tuple[Tensor, Tensor]:
         """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider; ``sinks`` ``[H]``."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        backend = select_backend(self.backend_name, q.device.type, q.dtype)
+        backend = self._backend(plan, q)
         rows = (q.shape[0], q.shape[1] * len(self._team), q.shape[2])  # of the whole team
         out = torch.zeros(*rows, q.shape[3], dtype=wide, device=q.device)
         lse = torch.full(rows, float("-inf"), dtype=wide, device=q.device)
@@ -99,7 +99,7 @@ class Executor:
         KV or queries circulate; their gradient follows one round behind, or as the plan says. The other stays, with
         its gradient.
         """
-        backend = select_backend(self.backend_name, q.device.type, q.dtype)
+        backend = self._backend(plan, q)
         batch, tokens, heads, width = q.shape
         of = Sizes(batch, tokens, heads, k.shape[2], width, q.element_size())
         moves = plan.backward_moves(of)
@@ -122,6 +122,9 @@ class Executor:
         brought = circulation.home() or _zeros(moving, lse.dtype)
         kept = tuple(self.transport.reduced(x, self._team) for x in kept)
         return (*kept, *brought) if moves == "kv" else (*brought, *kept)
+
+    def _backend(self, plan: Plan, q: Tensor) -> AttentionBackend:
+        return select_backend(self.backend_name, q.device.type, q.dtype, plan.documents is not None)
 
     def _take(self, prefetch: int | None) -> Arrival | None:
         """Return the gather of the handle ``prefetch``, or None without a handle.

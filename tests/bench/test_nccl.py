@@ -7,11 +7,14 @@ import pytest
 import torch
 
 import bench.nccl.__main__ as nccl
+import pretrain_gpt
 from bench.nccl.rank import result
+from kernels.attention import select_backend
 from parallel.context import LINEAR_METHODS, METHODS
 from parity.cases import Case
 from parity.rank import Found
 from parity.run import merged
+from runtime.errors import UserError
 from testing.records import read_records
 
 ROWS = [("llama", Case(cp=2, method=name)) for name in ("ring", "zigzag")]
@@ -98,6 +101,16 @@ def test_a_rank_that_is_not_killed_or_not_named_is_wrong(
         if struck
         else "no rank came to the step where it is killed: error: no such flag"
     )
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_flags_suit_the_device(device: str) -> None:
+    for method in METHODS:
+        flags = nccl.flags_of("llama", Case(cp=2, method=method), Path("data"), 2, device)
+        config = pretrain_gpt.parse_args(flags)
+        select_backend(config.context.attention_backend, config.mesh.device_type, torch.float32)
+    with pytest.raises(UserError, match="takes bfloat16"):
+        select_backend("auto", "cuda", torch.float32)
 
 
 @pytest.mark.slow

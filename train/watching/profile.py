@@ -157,6 +157,8 @@ def spent(events: Iterable[Any], rank: int, iterations: int) -> Spent:
     for event in events:
         name, span = event.name(), (event.start_ns(), event.start_ns() + event.duration_ns())
         on_gpu = "CUDA" in str(event.device_type())
+        if on_gpu and event.is_user_annotation():
+            continue  # FSDP and the optimizer mark spans of the GPU's time, in which it may wait
         if name == "[memory]":
             changes[on_gpu].append((span[0], event.nbytes()))
         elif name in marks:

@@ -24,6 +24,10 @@ class Event:
     length: int
     where: str = "DeviceType.CPU"
     size: int = 0
+    annotation: bool = False
+
+    def is_user_annotation(self) -> bool:
+        return self.annotation
 
     def name(self) -> str:
         return self.of
@@ -70,6 +74,7 @@ def test_on_a_gpu_kernels_count_and_not_what_launched_them() -> None:
         Event("aten::mm", 0, 9),
         Event("sm90_gemm", 2, 4, "DeviceType.CUDA"),
         Event("ncclDevKernel_SendRecv", 4, 5, "DeviceType.CUDA"),
+        Event("FSDP::pre_forward", 0, 9, "DeviceType.CUDA", annotation=True),  # spans what it waits for too
     ]
     found = spent(events, 0, 1)
     assert [round(1e9 * x) for x in (found.compute, found.communication, found.exposed)] == [4, 5, 3]

@@ -3,6 +3,7 @@
 A step returns figures, and under "wrong" what is not as it must be. torch is all that the first ones need.
 """
 
+import importlib
 import importlib.util
 import os
 import re
@@ -216,6 +217,7 @@ def resume(device: str, folder: Path) -> dict[str, Any]:
 
 def profile(device: str, folder: Path) -> dict[str, Any]:
     """Profile steps of two layers of that model; the table says where time and memory go."""
+    importlib.import_module("tomli_w")  # a run that is kept writes its configuration
     more = ("--num-layers", "2", "--profile", "--profile-step-start", "5", "--profile-step-end", "8")
     _run(device, "--save", str(folder / "run"), *more)
     return {"table": next((folder / "run").rglob("*.md")).read_text().splitlines()}

@@ -53,7 +53,7 @@ def dry_run(
         language = isinstance(config, Config)
         config = complete(config, _entries(config)) if language else with_method(config, world_size)
     ranks = ranks_to_run(config, world_size)
-    found = [rehearse(config, build, rank, world_size, cluster.gpus_per_node) for rank in ranks]
+    found = [rehearse(config, build, rank, world_size, cluster.gpus_per_node, device=cluster.device) for rank in ranks]
     print(f"dry run on {world_size} x {cluster.name}: a forward, a backward and an optimizer's step ran")
     print("\n".join([*_table(found, cluster), _time(config, world_size, cluster), *notes]))
     print("\n".join(_commands(arguments, entry, cluster, world_size, asked)), flush=True)

@@ -37,7 +37,9 @@ def busiest(
 ) -> Rehearsal:
     """Rehearse the processes that may take most, of these documents, and return the one that does."""
     ranks = ranks_to_run(config, world_size)
-    found = (rehearse(config, build, rank, world_size, cluster.gpus_per_node, documents) for rank in ranks)
+    found = (
+        rehearse(config, build, rank, world_size, cluster.gpus_per_node, documents, cluster.device) for rank in ranks
+    )
     return max(found, key=lambda one: one.bytes)
 
 

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +16,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -98,12 +100,42 @@ def standing_for(rank: int, world_size: int, per_node: int) -> Iterator[None]:
             _gather_order.cache_clear()
 
 
+class _FusedNorm(torch.autograd.Function):
+    """RMSNorm in the shapes of a GPU's kernel, which keeps its input and a number a token.
+
+    On a CPU torch composes it of operators, which keep four times as much.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), (grad * x).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None) -> Tensor:
+    return _FusedNorm.apply(x, weight)
+
+
 def rehearse(
-    config: C, build: Build[C], rank: int, world_size: int, per_node: int, documents: Sequence[int] | None = None
+    config: C,
+    build: Build[C],
+    rank: int,
+    world_size: int,
+    per_node: int,
+    documents: Sequence[int] | None = None,
+    device: str | None = None,
 ) -> Rehearsal:
     """Run a rank forward, backward and through its optimizer. The configuration is complete and valid.
 
-    ``documents`` are the cumulative lengths of a micro-batch's, where they attend apart; by default one a sample.
+    Args:
+        documents: cumulative lengths of a micro-batch's, where they attend apart; by default one a sample.
+        device: cuda or cpu, by default the run's own.
 
     Raises:
         UserError: attention or a pipeline stage that does not fit the rest.
@@ -122,7 +154,9 @@ def rehearse(
         entries = getattr(config.model, "vocab_size", None) or 0
         recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size))
         # The CPU takes few rows of logits at once, which are many operators for a large vocabulary.
-        with patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[config.mesh.device_type]), recorder.recording():
+        device = device or config.mesh.device_type
+        fused = patch.object(F, "rms_norm", _rms_norm) if device == "cuda" else nullcontext()
+        with patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[device]), fused, recorder.recording():
             parts = parts_of()
             averaged = isinstance(config, DiTRunConfig) and config.ema.ema_decay
             averages = Ema(averaged, parts) if averaged else None  # they lie there meanwhile

@@ -107,18 +107,19 @@ class _FusedNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), (grad * x).flatten(0, -2).sum(0).to(weight.dtype)
+        dw = None if weight is None else (grad * x).flatten(0, -2).sum(0).to(weight.dtype)
+        return torch.empty_like(x), dw
 
 
-def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None) -> Tensor:
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     return _FusedNorm.apply(x, weight)
 
 

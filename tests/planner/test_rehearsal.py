@@ -80,6 +80,16 @@ def test_documents_decide_what_an_exchange_receives() -> None:
     assert many < 0.97 * one
 
 
+def test_for_a_gpu_norms_keep_what_its_kernel_keeps() -> None:
+    flags = "--bf16 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 --device cpu"
+    config = parse_args([*flags.split(), "--vocab-size", "64", "--micro-batch-size", "1", "--global-batch-size", "1"])
+    found = {of: rehearse(config, pretrain_gpt.computing, 0, 1, 1, device=of).memory for of in ("cuda", "cpu")}
+    # before and after two norms; queries, keys, values and the output; in the feed-forward
+    kept = 4 * 1024 * 2 * (4 * 256 + 4 * 256 + 4 * config.model.ffn_size)
+    assert found["cuda"]["activations"] == pytest.approx(kept, rel=0.03)
+    assert found["cpu"]["activations"] > 1.2 * kept
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_memory_is_that_of_eight_real_processes(mesh: str) -> None:

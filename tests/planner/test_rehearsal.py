@@ -82,7 +82,8 @@ def test_documents_decide_what_an_exchange_receives() -> None:
 
 def test_for_a_gpu_norms_keep_what_its_kernel_keeps() -> None:
     flags = "--bf16 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 --device cpu"
-    config = parse_args([*flags.split(), "--vocab-size", "64", "--micro-batch-size", "1", "--global-batch-size", "1"])
+    flags += " --micro-batch-size 1 --global-batch-size 1 --vocab-size 8192"  # logits are at the peak
+    config = parse_args(flags.split())
     found = {of: rehearse(config, pretrain_gpt.computing, 0, 1, 1, device=of).memory for of in ("cuda", "cpu")}
     # before and after two norms; queries, keys, values and the output; in the feed-forward
     kept = 4 * 1024 * 2 * (4 * 256 + 4 * 256 + 4 * config.model.ffn_size)

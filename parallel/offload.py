@@ -25,6 +25,9 @@ from torch import Tensor, get_device_module
 ON_DEVICE = 2
 """Layers whose kept tensors are on the device: in the forward the one that runs, and the one before, whose copies may
 still be under way; in the backward the one that runs, and the one that is next, whose tensors are on their way."""
+FETCH_AHEAD = 1 << 30
+"""Bytes of a layer up to which they are on their way while the layer after it runs. A layer that keeps more has so many
+tokens that reading them takes little beside its attention, and memory is what is scarce."""
 
 
 class Offload:
@@ -62,6 +65,7 @@ class Layer:
     def __init__(self, offload: Offload, before: "Layer | None") -> None:
         self._offload, self._before = offload, before
         self._kept: list[ref[OnHost]] = []  # autograd holds them, and with them this
+        self._bytes = 0
 
     @torch.no_grad()
     def pack(self, x: Tensor) -> "OnHost | Tensor":
@@ -79,6 +83,7 @@ class Layer:
             stored = out.record_event()
         kept = OnHost(self, self._offload, own.device, compute, buffer, host, whole, source=x, stored=stored)
         self._kept.append(ref(kept))
+        self._bytes += buffer.numel()
         return kept
 
     def fetch(self) -> None:
@@ -88,9 +93,9 @@ class Layer:
                 kept.fetch()
 
     def fetch_with_next(self) -> None:
-        """As ``fetch``, and those of the layer before, whose backward is next."""
+        """As ``fetch``, and those of the layer before, whose backward is next, up to ``FETCH_AHEAD`` bytes."""
         self.fetch()
-        if self._before is not None:
+        if self._before is not None and self._before._bytes <= FETCH_AHEAD:
             self._before.fetch()
 
     def release(self) -> None:

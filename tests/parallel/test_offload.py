@@ -17,7 +17,7 @@ from model.attention import sdpa
 from model.config import ModelConfig
 from model.llama import Llama
 from parallel import offload
-from parallel.offload import ON_DEVICE, Layer, Offload
+from parallel.offload import ON_DEVICE, Offload
 from parallel.recompute import RecomputeConfig, recompute_layers
 
 MODEL = ModelConfig(num_layers=6, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37)
@@ -195,9 +195,9 @@ def lead(log: list[tuple[str, str]]) -> list[int]:
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_a_layer_is_fetched_while_the_one_before_it_computes(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not ahead:
-        monkeypatch.setattr(Layer, "fetch_with_next", Layer.fetch)
+def test_a_layer_is_fetched_while_the_one_after_it_computes(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = TOKENS.numel() * MODEL.hidden_size * 4
+    monkeypatch.setattr(offload, "FETCH_AHEAD", size if ahead else size - 1)
     with streams(monkeypatch) as device:
         gradients(model_of("full", True))
     assert len(lead(device.log)) == MODEL.num_layers - ON_DEVICE

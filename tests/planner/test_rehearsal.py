@@ -1,6 +1,7 @@
 """A rank's dry run: what it finds wrong, and its memory against real processes'. The report is in test_dry_run.py."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,15 @@ def test_documents_decide_what_an_exchange_receives() -> None:
         rehearse(config, pretrain_gpt.computing, 0, 4, 4, documents).bytes for documents in (None, range(0, 1025, 64))
     )
     assert many < 0.97 * one
+
+
+def test_what_is_in_host_memory_is_not_on_the_device() -> None:
+    """Of 4 layers a stage, 2 micro-batches in flight, the inputs of 2 layers are on the device: those of 6 are not."""
+    flags = "--pipeline-model-parallel-size 2 --global-batch-size 4 --recompute-granularity full --loss-chunk-size 64"
+    config = parse_args([*MODEL, *flags.split(), "--num-layers", "8", "--vocab-size", "64"])
+    moved = replace(config, recompute=replace(config.recompute, recompute_offload=True))
+    kept, less = (rehearse(one, pretrain_gpt.computing, 0, 2, 2).bytes for one in (config, moved))
+    assert 6 <= (kept - less) / (4 * 1024 * 256) < 8
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Copies to host memory and back beside the computation: on stubbed streams, no memory is used before it may be."""
 
 import gc
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -116,7 +117,7 @@ def model_of(granularity: str, moved: bool) -> Llama:
 
 def gradients(model: Llama) -> list[Tensor]:
     model.zero_grad()
-    model(TOKENS).square().sum().backward()
+    model(TOKENS.to(next(model.parameters()).device)).square().sum().backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
@@ -246,3 +247,26 @@ def test_order_of_dimensions_is_kept() -> None:
         assert torch.equal(got, x)
         assert got.dtype == x.dtype
         assert got.stride() == torch.empty_like(x).stride()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.parametrize("granularity", KEPT)
+def test_cuda_steps_pin_memory_once_and_wait_no_more_than_without(granularity: str, pools: list[Offload]) -> None:
+    waits, found = [], []
+    for moved in (False, True):
+        model = model_of(granularity, moved).to("cuda", torch.bfloat16)
+        gradients(model)
+        first = buffers(pools)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found.append(gradients(model))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchronizing" in str(one.message) for one in caught))
+        assert buffers(pools) == first
+    assert all(x.is_pinned() for pool in pools for idle in pool.idle.values() for x in idle)
+    assert waits[1] == waits[0]
+    assert all((a - b).float().norm() <= 2**-8 * b.float().norm() for a, b in zip(found[1], found[0], strict=True))

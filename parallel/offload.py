@@ -41,9 +41,10 @@ class Offload:
 
     def layer(self, first: bool) -> "Layer":
         """Begin the forward of the next layer, or of the ``first``; its copies have the time of a layer to end."""
+        before = None if first or not self._recent else self._recent[-1]
         while len(self._recent) >= ON_DEVICE:
             self._recent.popleft().release()
-        self._recent.append(Layer(self, None if first or not self._recent else self._recent[-1]))
+        self._recent.append(Layer(self, before))
         return self._recent[-1]
 
     def streams(self, device: torch.device) -> tuple[Any, Any]:

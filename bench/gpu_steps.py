@@ -45,6 +45,7 @@ RUN = {
 MFU = {"cuda": {8192: 0.4, 32768: 0.5}, "cpu": {256: 0.0}}
 """What is wanted by length, with half of the pairs counted, as a causal mask has it."""
 STEPS_OF_RUN = 20
+THOUSANDS = {"": 1, "k": 1e3, "M": 1e6}
 
 
 class SkippedStep(UserError):
@@ -198,9 +199,8 @@ def training(device: str, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"wrong": [], "targets": []}
     for length, least in MFU[device].items():
         said = _run(device, "--save", "none", "--log-interval", "1", "--seq-length", str(length))
-        losses, rates = (
-            [float(x) for x in re.findall(words, said)] for words in (r"loss ([\d.]+)", r"([\d.]+) tokens/s")
-        )
+        losses = [float(x) for x in re.findall(r"loss ([\d.]+)", said)]
+        rates = [float(x) * THOUSANDS[unit] for x, unit in re.findall(r"([\d.]+)([kM]?) tokens/s", said)]
         share, memory = re.findall(r"MFU ([\d.]+)%, ([\d.]+) GB of memory", said)[-1]
         if not losses[-1] < losses[0]:
             found["wrong"].append(f"{length} tokens: the loss goes from {losses[0]} to {losses[-1]}")

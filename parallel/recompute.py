@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from kernels.chunks import over_chunks
+from parallel.offload import Layer, Offload, OnHost, take
 from runtime.errors import UserError
 
 ATTENTION = frozenset(
@@ -75,7 +76,8 @@ def recompute_layers(layers: nn.ModuleList, config: RecomputeConfig) -> None:
     With ``attention_boundary`` the layers raise RecomputeError if their attention is not an operator of ``ATTENTION``:
     it would silently be recomputed.
     """
-    for layer in layers:
+    offload = Offload() if config.recompute_offload else None
+    for number, layer in enumerate(layers):
         parts: Any = layer
         if config.ffn_chunk_size:
             parts.mlp.forward = partial(_in_chunks, parts.mlp, parts.mlp.forward, config.ffn_chunk_size)
@@ -83,7 +85,8 @@ def recompute_layers(layers: nn.ModuleList, config: RecomputeConfig) -> None:
             parts.attention.attend = partial(checkpoint, parts.attention.attend, use_reentrant=False)
         elif config.recompute_granularity != "none":
             keep_attention = config.recompute_granularity == "attention_boundary"
-            parts.forward = partial(_again, parts.forward, keep_attention, config.recompute_offload)
+            begin = partial(offload.layer, first=number == 0) if offload else None
+            parts.forward = partial(_again, parts.forward, keep_attention, begin)
 
 
 def _in_chunks(module: nn.Module, forward: Callable[[Tensor], Tensor], size: int, x: Tensor) -> Tensor:
@@ -93,10 +96,15 @@ def _in_chunks(module: nn.Module, forward: Callable[[Tensor], Tensor], size: int
     return over_chunks(lambda part, _: forward(part), x.flatten(0, -2), size, parameters).unflatten(0, x.shape[:-1])
 
 
-def _again(forward: Callable[..., Tensor], keep_attention: bool, offload: bool, *inputs: Any) -> Tensor:
-    """Run ``forward``, keeping only its inputs and, with ``keep_attention``, the results of its attention."""
-    pack, unpack = (_to_host, _to_device) if offload else (_as_it_is, _as_it_is)
-    with saved_tensors_hooks(pack, unpack) if offload else nullcontext():  # packs the checkpoint's inputs
+def _again(
+    forward: Callable[..., Tensor], keep_attention: bool, begin: Callable[[], Layer] | None, *inputs: Any
+) -> Tensor:
+    """Run ``forward``, keeping only its inputs and, with ``keep_attention``, the results of its attention.
+
+    With ``begin`` they are kept in host memory.
+    """
+    pack, unpack = (begin().pack, take) if begin else (_as_it_is, _as_it_is)
+    with saved_tensors_hooks(pack, unpack) if begin else nullcontext():  # packs the checkpoint's inputs
         if not keep_attention:
             return checkpoint(forward, *inputs, use_reentrant=False)
         kept: deque[Any] = deque()
@@ -141,23 +149,8 @@ class _Reuse(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if not self._kept:
             raise RuntimeError("attention_boundary keeps each attention for one backward, and this is another one")
-        return tree_map_only((Tensor, _OnHost), self._unpack, self._kept.popleft())
+        return tree_map_only((Tensor, OnHost), self._unpack, self._kept.popleft())
 
 
-@dataclass(frozen=True)
-class _OnHost:
-    device: torch.device
-    copy: Tensor
-
-
-def _as_it_is(x: Tensor) -> Tensor:
+def _as_it_is(x: Any) -> Any:
     return x
-
-
-def _to_host(x: Tensor) -> _OnHost:
-    copy = torch.empty_like(x, device="cpu", pin_memory=x.device.type == "cuda")
-    return _OnHost(x.device, copy.copy_(x))
-
-
-def _to_device(x: _OnHost) -> Tensor:
-    return x.copy.to(x.device, non_blocking=True)

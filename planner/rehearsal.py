@@ -29,6 +29,7 @@ from parallel.context import executor
 from parallel.context.geometry import _gather_order
 from parallel.data import finish_gradients, set_gradient_sync
 from parallel.mesh import Mesh, distributed_mesh
+from parallel.offload import Offload
 from runtime.errors import UserError
 from runtime.processes import join
 from train import assemble
@@ -241,7 +242,7 @@ class Recorder(TorchDispatchMode):
         from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
         shapes, resize = "_propagate_tensor_meta_non_cached", torch.UntypedStorage.resize_
-        asked = getattr(ShardingPropagator, shapes)
+        asked, buffer = getattr(ShardingPropagator, shapes), Offload.buffer
 
         def unrecorded(*args: Any) -> Any:  # it makes tensors as large as those of all ranks together
             self._paused = True
@@ -256,7 +257,15 @@ class Recorder(TorchDispatchMode):
                 self._resized.add(number)
                 self._set(number, size)
 
+        def elsewhere(offload: Offload, *args: Any) -> Tensor:
+            kind, self.kind = self.kind, "host memory"
+            try:
+                return buffer(offload, *args)
+            finally:
+                self.kind = kind
+
         with (
+            patch.object(Offload, "buffer", elsewhere),
             patch.object(ShardingPropagator, shapes, unrecorded),
             patch.object(torch.UntypedStorage, "resize_", resized),
             patch.object(executor, "select_backend", lambda *_: SHAPES),
@@ -333,14 +342,15 @@ class Recorder(TorchDispatchMode):
         """Return what the rank takes and sends.
 
         The optimizer's state is there from the start; so are gradients, whole or a shard, of earlier micro-batches, and
-        the activations of others in a pipeline. What is offloaded is not there.
+        the activations of others in a pipeline. What lies in host memory is not there.
         """
         own = {self._numbers[x.untyped_storage()] for x in gradients}
         micro_batches, offload = config.train.micro_batches(mesh.dp.size()), config.recompute.recompute_offload
         at_end, before = self._alive(len(self.events)), self._alive(self.began)
         early = {n for n in at_end if self._kinds[n] == "optimizer"} | (own if micro_batches > 1 else set())
-        kept = {n: size for n, size in self._alive(self.turned).items() if n not in before and n not in self._resized}
-        skipped = early | (kept.keys() if offload else set())
+        moved = {n for n, kind in enumerate(self._kinds) if kind == "host memory"}
+        known = moved | before.keys() | self._resized
+        kept, skipped = {n: size for n, size in self._alive(self.turned).items() if n not in known}, early | moved
         live, peaks = 0, [0]
         for number, change in self.events:
             live += 0 if number in skipped else change

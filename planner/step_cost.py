@@ -10,6 +10,7 @@ from parallel.context.mask import Window
 from parallel.context.plan import Plan
 from parallel.context.traffic import Moves, Sizes, sizes
 from parallel.data import Strategy
+from parallel.offload import FETCH_AHEAD
 from planner.attention_cost import BACKWARD, FORWARD, GB, MICRO, AttentionCost, Links
 from planner.cluster import Cluster
 from planner.needed_cost import most_rows_held
@@ -112,7 +113,11 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
         "pipeline": steps * _pipeline(work, plan, arranged, cluster),
     }
     if arranged.offload and cluster.host_gb_per_s:
-        seconds["offload"] = 2 * work.micro_batches * offloaded(work, plan, arranged) / (cluster.host_gb_per_s * GB)
+        copy = offloaded(work, plan, arranged) / (cluster.host_gb_per_s * GB)  # each way, beside the computation
+        there = max(0.0, copy - layers * (layer + forward))
+        behind = layers * (layer * (passes - 1) + backward) + again
+        back = max(0.0, copy - behind) if _fetched_ahead(work, plan, arranged) else copy
+        seconds["offload"] = work.micro_batches * (there + back)
     exchanged = _data(work, plan, arranged, cluster)
     hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
     seconds["data parallel"] = max(0.0, exchanged - hidden)
@@ -193,6 +198,11 @@ def offloaded(work: Workload, plan: Plan, arranged: Arrangement) -> float:
     return work.micro_batch * plan.local_len * kept * -(-work.layers // arranged.pp) if arranged.offload else 0.0
 
 
+def _fetched_ahead(work: Workload, plan: Plan, arranged: Arrangement) -> bool:
+    kept, _ = _layer_activations(work, arranged)
+    return work.micro_batch * plan.local_len * kept <= FETCH_AHEAD
+
+
 def _own_sizes(work: Workload, plan: Plan, tp: int) -> Sizes:
     heads, kv_heads = work.heads // tp, max(1, work.kv_heads // tp)
     return sizes(plan.geometry, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)
@@ -212,16 +222,17 @@ def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, fl
     tokens = work.micro_batch * plan.local_len
     kept, inside = _layer_activations(work, arranged)
     again = arranged.recompute in ("full", "attention_boundary")
-    if arranged.offload:
-        kept = 0.0
     flying = min(arranged.pp, work.micro_batches)  # micro-batches waiting for their backward, in 1F1B
+    held = layers * flying
+    if arranged.offload:  # what is on its way; the layer that runs is counted with its inside
+        held = int(layers > 1 and _fetched_ahead(work, plan, arranged))
     scores = min(tokens, arranged.loss_chunk) if arranged.loss_chunk else tokens
     logits = scores * work.vocab * (work.element_size + 4) / arranged.tp
     layer = (tokens * inside if again else 0.0) + _attention_buffers(plan, of, plan.backward_moves(of))
     return {
         "weights, gradients, optimizer": ((16 + work.averages) * trained + work.element_size * (own - trained)) / shards
         + copies,
-        "activations": tokens * (kept * layers * flying + 3 * work.hidden * work.element_size / arranged.tp),
+        "activations": tokens * (kept * held + 3 * work.hidden * work.element_size / arranged.tp),
         "a layer's backward, or the logits": max(layer, logits),
     }
 

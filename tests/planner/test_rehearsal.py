@@ -1,6 +1,7 @@
 """A rank's dry run: what it finds wrong, and its memory against real processes'. The report is in test_dry_run.py."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,15 @@ def test_for_a_gpu_norms_keep_what_its_kernel_keeps() -> None:
     kept = 4 * 1024 * 2 * (4 * 256 + 4 * 256 + 4 * config.model.ffn_size) + 3 * 1024 * 2 * 256  # the last norm's too
     assert found["cuda"]["activations"] == pytest.approx(kept, rel=0.02)
     assert found["cpu"]["activations"] > 1.2 * kept
+
+
+def test_what_is_in_host_memory_is_not_on_the_device() -> None:
+    """Of 4 layers a stage, 2 micro-batches in flight, the inputs of 2 layers are on the device: those of 6 are not."""
+    flags = "--pipeline-model-parallel-size 2 --global-batch-size 4 --recompute-granularity full --loss-chunk-size 64"
+    config = parse_args([*MODEL, *flags.split(), "--num-layers", "8", "--vocab-size", "64"])
+    moved = replace(config, recompute=replace(config.recompute, recompute_offload=True))
+    kept, less = (rehearse(one, pretrain_gpt.computing, 0, 2, 2).bytes for one in (config, moved))
+    assert 6 <= (kept - less) / (4 * 1024 * 256) < 8
 
 
 @pytest.mark.slow

@@ -283,3 +283,31 @@ def test_stages_of_heads_take_less_memory_and_more_time(kv_heads: int) -> None:
         assert layers[stages] - inside == again
     assert layers[4] < layers[1]
     assert found[4].seconds["attention"] > found[1].seconds["attention"]
+
+
+def test_copies_to_host_memory_count_where_they_outlast_what_is_computed_beside_them() -> None:
+    shape, moved = replace(GPT_7B, layers=4, vocab=0), Arrangement(recompute="full", offload=True)
+    size = 4 * 4096 * 2 / 1e9  # GB of a token's inputs of all layers
+
+    def seconds(tokens: int, rate: float, cluster: Cluster = COMPUTE) -> dict[str, float]:
+        plan = make_plan("zigzag", seq_len=8 * tokens, size=8)
+        return predict(shape, plan, moved, replace(cluster, host_gb_per_s=rate, host_memory_gb=1)).seconds
+
+    found = seconds(8192, FREE)
+    busy = found["attention"] + found["linear"] + found["recompute"]
+    assert found["offload"] == 0
+    assert seconds(8192, 8192 * size / busy)["offload"] == pytest.approx(busy)  # each way takes as long as all of it
+    # A layer of 17 GB is fetched when it is asked for, though all of it could be hidden.
+    found = seconds(2**21, 2**21 * size)
+    assert found["attention"] > 100
+    assert found["offload"] == pytest.approx(1)
+
+
+def test_a_layer_that_is_fetched_ahead_takes_memory_and_a_large_one_is_not() -> None:
+    for tokens, layers in ((2**16, 1), (2**24, 0)):
+        plan = make_plan("zigzag", seq_len=tokens, size=8)
+        kept, moved = (
+            predict(GPT_7B, plan, Arrangement(recompute="full", offload=offload), NETWORK).memory["activations"]
+            for offload in (False, True)
+        )
+        assert kept - moved == pytest.approx((32 - layers) * tokens / 8 * 4096 * 2)

@@ -1,17 +1,23 @@
 """What settings are refused, who decays, and the norm of a gradient that lies in shards."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.memory import allocations
 from model.config import ModelConfig
 from model.llama import Llama
 from testing.ranks import run_ranks
-from train.optim import OptimizerConfig, build_optimizer, clip_gradients, gradient_norm
+from train import optim
+from train.optim import NORM_CHUNK, OptimizerConfig, build_optimizer, clip_gradients, gradient_norm
 
 
 @pytest.mark.parametrize(
@@ -113,6 +119,45 @@ def norm_over_two_dimensions(rank: int, world_size: int) -> float:
 
 def test_what_several_ranks_hold_counts_once() -> None:
     assert run_ranks(norm_over_two_dimensions, 4) == pytest.approx([exact_norm()] * 4, rel=1e-12)
+
+
+def largest_allocation(run: Callable[[], object]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    return max(allocations(recorded))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_copies_no_gradient_and_is_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient of 4096 x 4096, 67 MB in float32, of which a copy in float64 is 134 MB."""
+    gradient = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(4)).to(dtype)
+    small = [torch.full((3, 5), 1e3), torch.zeros(0, 7), torch.randn(5, 7).T]
+    exact = sum(torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in (gradient, *small)).sqrt()
+    parameters = [nn.Parameter(torch.empty_like(x)) for x in (gradient, *small)]
+    for parameter, x in zip(parameters, (gradient, *small), strict=True):
+        parameter.grad = x
+    found = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    assert largest_allocation(lambda: found.append(gradient_norm(parameters))) <= 8 * NORM_CHUNK
+    torch.testing.assert_close(found[0], exact, rtol=1e-12, atol=0)
+    # What it was made by before, and why not in float32: the control of both.
+    assert largest_allocation(lambda: torch.linalg.vector_norm(gradient, dtype=torch.float64)) == 8 * gradient.numel()
+    alone = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    assert abs(torch._foreach_norm([gradient], 2, torch.float32)[0] / alone - 1) > 1e-4
+
+
+def test_off_the_cpu_one_launch_reads_all_gradients_of_a_dtype() -> None:
+    found: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    gradients_there = [torch.empty(shape, device="meta") for shape in SHAPES]
+    with Names():
+        optim._square(gradients_there)
+    assert found == ["aten::_foreach_norm.Scalar", "aten::stack", "aten::pow.Tensor_Scalar", "aten::sum"]
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,12 @@ def test_chunks_of_the_loss_and_of_the_feed_forward_are_the_same_step(mesh: str)
     check(mesh, [*LLAMAS[:2], *GPTS[:2]], CHUNKS)
 
 
+@pytest.mark.slow
+def test_what_is_kept_in_host_memory_comes_back_as_it_was_split() -> None:
+    """Layers' inputs are DTensors here; of 4 layers, 2 are read from host memory."""
+    check("tp2", [config(num_layers=4)], RecomputeConfig(recompute_granularity="full", recompute_offload=True))
+
+
 def masks_seen(rank: int, world_size: int, granularity: Any) -> list[bool]:
     """Whether each attention of a step in bfloat16, also of the recomputation, has the mask itself."""
     given, seen = object(), list[bool]()

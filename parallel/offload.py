@@ -1,0 +1,198 @@
+"""What layers keep between forward and backward, in host memory, copied beside the computation.
+
+Two streams carry the copies, one out and one back. The host waits for nothing; streams wait for events of each other:
+
+* out waits for the computation, which has written what is copied;
+* the computation waits for out before the memory that was copied from is free for others;
+* back waits for the computation, to which the memory that it copies to belonged, and which has waited for out;
+* the computation waits for back before it reads.
+
+So the computation stands between any two copies: what is let go behind its wait, on the device or in host memory, no
+copy touches any more. ``Tensor.record_stream`` would not do: what it marks is free once the *host* sees the copy done,
+and the host, which queues a forward far ahead of the device, would take new memory for every layer.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, get_device_module
+
+ON_DEVICE = 2
+"""Layers whose kept tensors are on the device: in the forward the one that runs, and the one before, whose copies may
+still be under way; in the backward the one that runs, and the one that is next, whose tensors are on their way."""
+FETCH_AHEAD = 1 << 30
+"""Bytes of a layer up to which they are on their way while the layer after it runs. A layer that keeps more has so many
+tokens that reading them takes little beside its attention, and memory is what is scarce."""
+
+
+class Offload:
+    """Host memory, streams and order of the layers of a model, or of a pipeline stage's part of one."""
+
+    def __init__(self) -> None:
+        self.idle: defaultdict[int, list[Tensor]] = defaultdict(list)
+        """Pinned buffers of each size in bytes: pinning memory stops the device, so none is given back."""
+        self._recent: deque[Layer] = deque()
+        self._streams: tuple[Any, Any] | None = None
+
+    def layer(self, first: bool) -> "Layer":
+        """Begin the forward of the next layer, or of the ``first``; its copies have the time of a layer to end."""
+        before = None if first or not self._recent else self._recent[-1]
+        while len(self._recent) >= ON_DEVICE:
+            self._recent.popleft().release()
+        self._recent.append(Layer(self, before))
+        return self._recent[-1]
+
+    def streams(self, device: torch.device) -> tuple[Any, Any]:
+        """Return the streams out and back; on a CPU they do nothing."""
+        if self._streams is None:
+            make = get_device_module(device).Stream
+            self._streams = make(device), make(device)
+        return self._streams
+
+    def buffer(self, count: int, device: torch.device) -> Tensor:
+        """Return so many bytes of host memory, which no copy touches once the computation gets here."""
+        idle = self.idle[count]
+        return idle.pop() if idle else torch.empty(count, dtype=torch.uint8, pin_memory=device.type != "cpu")
+
+
+class Layer:
+    """What one layer keeps in one forward."""
+
+    def __init__(self, offload: Offload, before: "Layer | None") -> None:
+        self._offload, self._before = offload, before
+        self._kept: list[ref[OnHost]] = []  # autograd holds them, and with them this
+        self._bytes = 0
+
+    @torch.no_grad()
+    def pack(self, x: Tensor) -> "OnHost | Tensor":
+        """Begin the copy of ``x`` to host memory, dense, in its order of dimensions."""
+        if not x.numel():
+            return x
+        own, whole = _own_part(x)
+        here, (out, _) = get_device_module(own.device), self._offload.streams(own.device)
+        compute, like = here.current_stream(own.device), torch.empty_like(own, device="meta")
+        buffer = self._offload.buffer(like.numel() * like.itemsize, own.device)
+        host = buffer.view(like.dtype).as_strided(like.shape, like.stride())
+        out.wait_event(compute.record_event())
+        with here.stream(out):
+            host.copy_(own, non_blocking=True)
+            stored = out.record_event()
+        kept = OnHost(self, self._offload, own.device, compute, buffer, host, whole, source=x, stored=stored)
+        self._kept.append(ref(kept))
+        self._bytes += buffer.numel()
+        return kept
+
+    def fetch(self) -> None:
+        """Begin the copies back to the device of what was not asked for yet."""
+        for kept in (one() for one in self._kept):
+            if kept is not None and not kept.asked:
+                kept.fetch()
+
+    def fetch_with_next(self) -> None:
+        """As ``fetch``, and those of the layer before, whose backward is next, up to ``FETCH_AHEAD`` bytes."""
+        self.fetch()
+        if self._before is not None and self._before._bytes <= FETCH_AHEAD:
+            self._before.fetch()
+
+    def release(self) -> None:
+        """Let go of the layer's tensors on the device."""
+        for kept in (one() for one in self._kept):
+            if kept is not None:
+                kept.release()
+
+
+def take(kept: "OnHost | Tensor") -> Tensor:
+    """Return a tensor that ``Layer.pack`` was given; begin the copies of those that its backward needs next."""
+    if isinstance(kept, Tensor):
+        return kept
+    kept.layer.fetch_with_next()
+    return kept.take()
+
+
+@dataclass(eq=False)
+class OnHost:
+    """A tensor in host memory; at first, and again before it is read, on the device too."""
+
+    layer: Layer
+    offload: Offload
+    device: torch.device
+    compute: Any
+    """The stream of the computation."""
+    buffer: Tensor
+    host: Tensor
+    """The buffer with the dtype, sizes and strides of what it holds."""
+    whole: Callable[[Tensor], Tensor]
+    """Makes the tensor that was given of this rank's part."""
+    source: Tensor | None
+    """What was given, until the computation has waited for its copy."""
+    stored: Any
+    """The event behind its copy to the host."""
+    coming: tuple[Tensor, Any] | None = None
+    """The copy on the device, and the event behind it."""
+    asked: bool = False
+
+    def release(self) -> None:
+        """Let go of what was given."""
+        if self.source is not None:
+            self.compute.wait_event(self.stored)
+            self.source = None
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Begin the copy back to the device, unless it is there or on its way."""
+        if self.source is not None or self.coming is not None:
+            return
+        # Memory of the computation's stream, to which it returns: behind its wait for the copy.
+        there = torch.empty_strided(self.host.shape, self.host.stride(), dtype=self.host.dtype, device=self.device)
+        _, back = self.offload.streams(self.device)
+        back.wait_event(self.compute.record_event())
+        with get_device_module(self.device).stream(back):
+            there.copy_(self.host, non_blocking=True)
+            self.coming = there, back.record_event()
+
+    @torch.no_grad()
+    def take(self) -> Tensor:
+        """Return the tensor, which the computation may read from here on."""
+        self.asked = True
+        if self.source is not None:  # one of the last layers, whose backward comes first
+            source = self.source
+            self.release()
+            return source
+        self.fetch()
+        return self.whole(self._arrived())
+
+    def _arrived(self) -> Tensor:
+        assert self.coming is not None
+        (there, copied), self.coming = self.coming, None
+        self.compute.wait_event(copied)
+        return there
+
+    def __del__(self) -> None:
+        """Give the buffer to the next tensor of its size; also where no backward came, as behind an error."""
+        self.release()
+        if self.coming is not None:
+            self._arrived()
+        self.offload.idle[self.buffer.numel()].append(self.buffer)
+
+
+def _own_part(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return this rank's part of ``x``, and what makes the like of ``x`` of such a part."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import DTensor
+
+    whole: Callable[[Tensor], Tensor] = _as_it_is
+    if isinstance(x, DTensor):
+        placed: dict[str, Any] = {"placements": x.placements, "shape": x.shape, "stride": x.stride()}
+        whole = partial(DTensor.from_local, device_mesh=x.device_mesh, run_check=False, **placed)
+        x = x.to_local()
+    # The computation waits for what is still on its way, not the stream of the copies in its place.
+    return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x, whole
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x

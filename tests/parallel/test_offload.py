@@ -1,0 +1,272 @@
+"""Copies to host memory and back beside the computation: on stubbed streams, no memory is used before it may be."""
+
+import gc
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from model.attention import sdpa
+from model.config import ModelConfig
+from model.llama import Llama
+from parallel import offload
+from parallel.offload import ON_DEVICE, Offload
+from parallel.recompute import RecomputeConfig, recompute_layers
+
+MODEL = ModelConfig(num_layers=6, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37)
+KEPT = {"full": 1, "attention_boundary": 3}
+"""Tensors that a layer keeps."""
+TOKENS = torch.randint(37, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+class Stream:
+    """A stream as a vector clock: how far it has seen every stream come."""
+
+    def __init__(self, name: str, device: "Device") -> None:
+        self.name, self._device, self.seen = name, device, Counter({name: 1})
+
+    def record_event(self) -> tuple[str, Counter[str]]:
+        event = self.name, self.seen.copy()
+        self.seen[self.name] += 1
+        return event
+
+    def wait_event(self, event: tuple[str, Counter[str]]) -> None:
+        source, seen = event
+        self._device.log.append((self.name, f"waits for {source}"))
+        if (self.name, source) != self._device.dropped:
+            self.seen |= seen  # the larger of each
+
+
+class Device(TorchDispatchMode):
+    """A device module's streams, of which each operator runs on the current one at once; it notes what could race.
+
+    Two uses of memory, one of which writes, must be ordered by events. What is freed the computation may write again.
+    It has nothing that the host could wait for.
+    """
+
+    def __init__(self, dropped: tuple[str, str] | None = None) -> None:
+        super().__init__()
+        self.dropped, self.log, self.races = dropped, list[tuple[str, str]](), set[str]()
+        self._uses: dict[int, dict[tuple[str, bool], int]] = {}
+        self._names = iter(("out", "back"))
+        self.compute = self._current = Stream("compute", self)
+
+    def Stream(self, device: torch.device) -> Stream:
+        return Stream(next(self._names), self)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        yield
+        self._current = before
+
+    def _use(self, place: int, stream: Stream, writes: bool, what: str) -> None:
+        uses = self._uses[place]
+        for (name, wrote), when in uses.items():
+            if (writes or wrote) and stream.seen[name] < when:
+                self.races.add(f"{stream.name} {what} what {name} {'writes' if wrote else 'reads'}")
+        uses[stream.name, writes] = stream.seen[stream.name]
+
+    def _free(self, place: int) -> None:
+        self._use(place, self.compute, True, "frees")
+        del self._uses[place]
+
+    def _place(self, x: Tensor) -> int:
+        storage = x.untyped_storage()
+        if storage._cdata not in self._uses:
+            self._uses[storage._cdata] = {}
+            weakref.finalize(storage, self._free, storage._cdata).atexit = False
+        return storage._cdata
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, stream = kwargs or {}, self._current
+        out = func(*args, **kwargs)
+        self.log.append((stream.name, func.name()))
+        if stream is not self.compute and func.name() == "aten::copy_":
+            assert args[2], "a copy for which the host waits"
+        given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(func._schema.arguments)]
+        read, written = set[int](), set[int]()
+        for argument, value in given:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            (written if writes else read).update(self._place(x) for x in tree_leaves(value) if isinstance(x, Tensor))
+        fresh = {self._place(x) for x in tree_leaves(out) if isinstance(x, Tensor)} - read - written
+        for place in () if func.is_view else read:
+            self._use(place, stream, False, "reads")
+        for place in written | fresh:
+            self._use(place, stream, True, "writes")
+        return out
+
+
+def model_of(granularity: str, moved: bool) -> Llama:
+    model = Llama(MODEL, sdpa)
+    model.init_weights(3)
+    recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity, recompute_offload=moved))  # type: ignore[arg-type]
+    return model
+
+
+def gradients(model: Llama) -> list[Tensor]:
+    model.zero_grad()
+    model(TOKENS.to(next(model.parameters()).device)).square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[Offload]:
+    made: list[Offload] = []
+    init = Offload.__init__
+    monkeypatch.setattr(Offload, "__init__", lambda self: made.append(self) or init(self))
+    return made
+
+
+def buffers(pools: list[Offload]) -> list[int]:
+    return sorted(x.data_ptr() for pool in pools for idle in pool.idle.values() for x in idle)
+
+
+@contextmanager
+def streams(monkeypatch: pytest.MonkeyPatch, dropped: tuple[str, str] | None = None) -> Iterator[Device]:
+    device = Device(dropped)
+    with monkeypatch.context() as patch, device:
+        patch.setattr(offload, "get_device_module", lambda _: device)
+        yield device
+        gc.collect()
+
+
+@pytest.mark.parametrize("granularity", KEPT)
+def test_nothing_races_and_no_bit_changes(
+    granularity: str, monkeypatch: pytest.MonkeyPatch, pools: list[Offload]
+) -> None:
+    want = gradients(model_of(granularity, False))
+    with streams(monkeypatch) as device:
+        model = model_of(granularity, True)
+        made: list[list[int]] = []
+        for _ in range(3):
+            device.log.clear()
+            assert all(torch.equal(a, b) for a, b in zip(gradients(model), want, strict=True))
+            copies = Counter(device.log)
+            assert copies["out", "aten::copy_"] == KEPT[granularity] * MODEL.num_layers
+            assert copies["back", "aten::copy_"] == KEPT[granularity] * (MODEL.num_layers - ON_DEVICE)
+            made.append(buffers(pools))
+            assert made[-1] == made[0]  # all are idle again, and the first step made all
+            assert len(made[0]) == KEPT[granularity] * MODEL.num_layers
+    assert not device.races
+
+
+@pytest.mark.parametrize("granularity", KEPT)
+@pytest.mark.parametrize(
+    ("dropped", "race"),
+    [
+        (("out", "compute"), "out reads what compute writes"),
+        (("compute", "out"), "compute frees what out reads"),
+        (("back", "compute"), "back writes what compute writes"),
+        (("compute", "back"), "compute reads what back writes"),
+        (("compute", "back"), "out writes what back reads"),  # a buffer that is used again
+    ],
+)
+def test_every_wait_is_needed(
+    granularity: str, dropped: tuple[str, str], race: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with streams(monkeypatch, dropped) as device:
+        model = model_of(granularity, True)
+        for _ in range(2):
+            gradients(model)
+    assert race in device.races
+
+
+def lead(log: list[tuple[str, str]]) -> list[int]:
+    """Operators of the computation between the call for each copy back and the wait for it."""
+    called, found, done = list[int](), list[int](), 0
+    for stream, what in log:
+        done += stream == "compute" and what.startswith("aten::") and "wait" not in what
+        if (stream, what) == ("back", "aten::copy_"):
+            called.append(done)
+        if (stream, what) == ("compute", "waits for back"):
+            found.append(done - called.pop(0))
+    return found
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_layer_is_fetched_while_the_one_after_it_computes(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = TOKENS.numel() * MODEL.hidden_size * 4
+    monkeypatch.setattr(offload, "FETCH_AHEAD", size if ahead else size - 1)
+    with streams(monkeypatch) as device:
+        gradients(model_of("full", True))
+    assert len(lead(device.log)) == MODEL.num_layers - ON_DEVICE
+    assert all((operators > 50) == ahead for operators in lead(device.log))
+
+
+@pytest.mark.parametrize("granularity", KEPT)
+def test_a_backward_that_never_came_or_that_ends_early(
+    granularity: str, monkeypatch: pytest.MonkeyPatch, pools: list[Offload]
+) -> None:
+    with streams(monkeypatch) as device:
+        model = model_of(granularity, True)
+        inside: list[Tensor] = []
+        model.layers[1].register_forward_hook(lambda *given: inside.append(given[-1]))
+        gradients(model)
+        model(TOKENS)
+        loss = model(TOKENS).square().sum()
+        torch.autograd.grad(loss, inside[-1])  # layer 1 was fetched ahead, and nobody asks for it
+        assert len(buffers(pools)) < 2 * KEPT[granularity] * MODEL.num_layers
+        del loss
+        inside.clear()
+        before = buffers(pools)
+        gradients(model)
+        assert buffers(pools) == before
+    assert not device.races
+
+
+def test_a_graph_may_be_gone_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = [2 * x for x in gradients(model_of("full", False))]
+    with streams(monkeypatch) as device:
+        model = model_of("full", True)
+        loss = model(TOKENS).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert all(torch.equal(p.grad, x) for p, x in zip(model.parameters(), want, strict=True))
+    assert not device.races
+
+
+def test_order_of_dimensions_is_kept() -> None:
+    layer = Offload().layer(first=True)
+    for x in (torch.randn(3, 4, 5).transpose(0, 2), torch.randn(7, 6)[1:5, ::2], torch.tensor(2.0).bfloat16()):
+        kept = layer.pack(x)
+        kept.release()
+        got = offload.take(kept)
+        assert got is not x
+        assert torch.equal(got, x)
+        assert got.dtype == x.dtype
+        assert got.stride() == torch.empty_like(x).stride()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.parametrize("granularity", KEPT)
+def test_cuda_steps_pin_memory_once_and_wait_no_more_than_without(granularity: str, pools: list[Offload]) -> None:
+    waits, found = [], []
+    for moved in (False, True):
+        model = model_of(granularity, moved).to("cuda", torch.bfloat16)
+        gradients(model)
+        first = buffers(pools)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found.append(gradients(model))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchronizing" in str(one.message) for one in caught))
+        assert buffers(pools) == first
+    assert all(x.is_pinned() for pool in pools for idle in pool.idle.values() for x in idle)
+    assert waits[1] == waits[0]
+    assert all((a - b).float().norm() <= 2**-8 * b.float().norm() for a, b in zip(found[1], found[0], strict=True))

@@ -18,18 +18,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kernels.attention import AttentionBackend
 from kernels.loss import LOSS_CHUNK
 from parallel.context import executor
 from parallel.context.geometry import _gather_order
 from parallel.data import finish_gradients, set_gradient_sync
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.offload import Offload
+from planner.gpu_shapes import SHAPES, rms_norm
 from runtime.errors import UserError
 from runtime.processes import join
 from train import assemble
@@ -62,12 +61,6 @@ SENT: dict[str, tuple[int, Callable[[int], float]]] = {
 SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
 SCANS = ("longmesh::linear_attention", "longmesh::state_attention")
 """Operators whose shape functions stand for them: their own code goes over the tokens in a loop."""
-SHAPES = AttentionBackend(
-    "shapes",
-    lambda q, k, v, *_: (torch.empty_like(q), torch.empty_like(q[..., 0], dtype=torch.float32)),
-    lambda dout, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
-)
-"""A block's attention in the shapes and dtypes of a GPU's kernels."""
 
 
 @dataclass(frozen=True)
@@ -99,29 +92,6 @@ def standing_for(rank: int, world_size: int, per_node: int) -> Iterator[None]:
             dist.destroy_process_group()
             _clear_sharding_prop_cache()  # it and the other hold this rank's groups and tensors
             _gather_order.cache_clear()
-
-
-class _FusedNorm(torch.autograd.Function):
-    """RMSNorm in the shapes of a GPU's kernel, which keeps its input and a number a token.
-
-    On a CPU torch composes it of operators, which keep four times as much.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight, _ = ctx.saved_tensors
-        dw = None if weight is None else (grad * x).flatten(0, -2).sum(0).to(weight.dtype)
-        return torch.empty_like(x), dw
-
-
-def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return _FusedNorm.apply(x, weight)
 
 
 def rehearse(
@@ -157,7 +127,7 @@ def rehearse(
         recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size))
         # The CPU takes few rows of logits at once, which are many operators for a large vocabulary.
         device = device or config.mesh.device_type
-        fused = patch.object(F, "rms_norm", _rms_norm) if device == "cuda" else nullcontext()
+        fused = patch.object(F, "rms_norm", rms_norm) if device == "cuda" else nullcontext()
         with patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[device]), fused, recorder.recording():
             parts = parts_of()
             averaged = isinstance(config, DiTRunConfig) and config.ema.ema_decay

@@ -1,4 +1,4 @@
-"""What a GPU's kernels return and keep, in shapes and dtypes alone: the CPU has other kernels, or composes operators."""
+"""What a GPU's kernels return and keep, in shapes and dtypes alone: a CPU has others, or composes operators."""
 
 from collections.abc import Sequence
 from typing import Any

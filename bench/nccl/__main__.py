@@ -31,7 +31,7 @@ from bench.nccl.rank import CASES, LINKS, result
 from data.text.prepare import prepare
 from data.text.record import Request
 from parallel.context import LINEAR_METHODS, METHODS
-from parity.cases import Case
+from parity.cases import KINDS, Case
 from parity.run import Run, compare, merged, reference_of
 from runtime.errors import UserError
 from tools.arguments import one_line_errors, parser_for, positive, run_command
@@ -109,7 +109,7 @@ def flags_of(kind: str, case: Case, data: Path, processes: int, device: str) -> 
     sizes |= {"num-query-groups": 1} if kind == "llama" else {}
     more = [word for name, each in sizes.items() for word in (f"--{name}", str(each * processes))]
     # a minute and not ten until a collective that hangs is an error
-    if device == "cuda":
+    if device == "cuda" and kind in KINDS and case.method != "none":
         more += ["--attention-backend", "reference"]  # the kernels take 16 bits alone
     return [*case.flags(kind, data, 2), *more, "--device", device, "--distributed-timeout-minutes", "1"]
 

@@ -13,7 +13,7 @@ from kernels.attention import select_backend
 from parallel.context import LINEAR_METHODS, METHODS
 from parity.cases import Case
 from parity.rank import Found
-from parity.run import merged
+from parity.run import merged, reference_of
 from runtime.errors import UserError
 from testing.records import read_records
 
@@ -105,10 +105,13 @@ def test_a_rank_that_is_not_killed_or_not_named_is_wrong(
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_flags_suit_the_device(device: str) -> None:
-    for method in METHODS:
-        flags = nccl.flags_of("llama", Case(cp=2, method=method), Path("data"), 2, device)
-        config = pretrain_gpt.parse_args(flags)
-        select_backend(config.context.attention_backend, config.mesh.device_type, torch.float32)
+    rows = [("llama", Case(cp=2, method=method)) for method in METHODS]
+    rows += [("transnormer", Case(cp=2, method=method)) for method in LINEAR_METHODS]
+    for kind, case in (*rows, ("llama", reference_of("llama")), ("transnormer", reference_of("transnormer"))):
+        config = pretrain_gpt.parse_args(nccl.flags_of(kind, case, Path("data"), 2, device))
+        pretrain_gpt.validate(config, case.ranks)
+        if kind == "llama" and case.method != "none":
+            select_backend(config.context.attention_backend, config.mesh.device_type, torch.float32)
     with pytest.raises(UserError, match="takes bfloat16"):
         select_backend("auto", "cuda", torch.float32)
 

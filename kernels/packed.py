@@ -10,7 +10,6 @@ multiple of K; lse ``[R, H]``. Unpacked as in ``kernels.tiles``.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from kernels.blocks import ANTI, FULL, Block, Tile
 from kernels.merge import merge_
 from kernels.strips import in_one_piece
+from runtime.copies import kept, to_device
 
 SMALL = 1 << 20
 """Most pairs of a tile that shares a launch; a larger one keeps a device busy alone, and copies no rows."""
@@ -119,7 +119,7 @@ def launches(tiles: Sequence[Tile], batch: int, rows: int, columns: int, device:
     return _launches(as_key, batch, rows, columns, device)
 
 
-@lru_cache(maxsize=256)  # each round of a micro-batch asks for its own, up to as many as there are ranks
+@kept(256)  # each round of a micro-batch asks for its own, up to as many as there are ranks
 def _launches(
     tiles: tuple[Block, ...], batch: int, rows: int, columns: int, device: torch.device
 ) -> tuple[Launch, ...]:
@@ -141,7 +141,7 @@ def _launch(tiles: list[Block], batch: int, rows: int, columns: int, device: tor
     by_column = [_run(k0, k1, kind) for _, _, k0, k1, kind in ordered]
     row_starts, column_starts = (np.cumsum([0, *map(len, runs)]) for runs in (by_row, by_column))
     host = [row_starts, column_starts, np.concatenate(by_row), np.concatenate(by_column)]
-    moved = torch.from_numpy(np.concatenate(host)).to(device).split([len(x) for x in host])  # one copy to the device
+    moved = to_device(torch.from_numpy(np.concatenate(host)), device).split([len(x) for x in host])  # one copy
     lengths = Lengths(moved[0].int(), moved[1].int(), max(map(len, by_row)), max(map(len, by_column)))
     ends = np.cumsum([0, *map(len, passes)])
     steps = []

@@ -5,13 +5,13 @@ places, and so do -low and -high. A list is made once for all layers and lies on
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.blocks import ANTI, CAUSAL, Block, Tile
+from runtime.copies import kept, to_device
 
 FAR = 1 << 30
 """Farther apart than any two tokens."""
@@ -22,7 +22,7 @@ def as_blocks(tiles: Sequence[Tile]) -> tuple[Block, ...]:
     return tuple([(q.start, q.stop, k.start, k.stop, kind) for q, k, kind in tiles])
 
 
-@lru_cache(maxsize=256)  # a few for each round of a ring, and other ones with every micro-batch
+@kept(256)  # a few for each round of a ring, and other ones with every micro-batch
 def work_of(tiles: tuple[Block, ...], size: int, by_rows: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return blocks and entries of the tiles, for blocks of ``size`` rows, or columns; int32 on the device.
 
@@ -44,7 +44,7 @@ def work_of(tiles: tuple[Block, ...], size: int, by_rows: bool, device: torch.de
     table = np.stack([numbers, starts, np.append(starts[1:], len(block)), 0 * starts], 1)
     table = table[np.argsort(-np.add.reduceat(seen, starts), kind="stable")]
     host = np.concatenate([table.ravel(), entries.ravel()]).astype(np.int32)
-    moved = torch.from_numpy(host).to(device)  # one copy
+    moved = to_device(torch.from_numpy(host), device)  # one copy
     return moved[: table.size], moved[table.size :]
 
 

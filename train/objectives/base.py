@@ -4,15 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from data.loader import Batch
-
-
-def moved(x: Tensor, device: torch.device) -> Tensor:
-    """Return x on the device; to a GPU it goes while the host and the stream's work before go on."""
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 class Objective(ABC):

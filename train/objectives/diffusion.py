@@ -13,8 +13,9 @@ from model.diffusion import Diffusion
 from model.dit import patchify
 from model.dit_config import DiTConfig
 from parallel.context import ContextParallel
+from runtime.copies import to_device
 from runtime.draws import generator_of
-from train.objectives.base import Objective, moved
+from train.objectives.base import Objective
 
 CONDITIONING = ("t_embedder.", "y_embedder.")
 """Modules of every pipeline stage, since only hidden states pass between stages."""
@@ -78,7 +79,7 @@ class Denoising(Objective):
             "valid": batch["sample"] >= 0,
         }
         count = self._weights(local["valid"], self._real).sum(dtype=torch.int64)[None]
-        return {name: moved(value, self._device) for name, value in local.items()} | {"count": count}
+        return {name: to_device(value, self._device) for name, value in local.items()} | {"count": count}
 
     def _sharded(self, patches: Tensor) -> Tensor:
         """Return this rank's patches of whole samples [B, all patches, W]."""

@@ -17,7 +17,8 @@ from model.base import LanguageModel
 from parallel.context import ContextParallel
 from parallel.context.plan import PLANS, PlanHandle
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
-from train.objectives.base import Objective, moved
+from runtime.copies import to_device
+from train.objectives.base import Objective
 
 PADDING = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0}
 """Values of padding, by what a rank holds of a batch."""
@@ -86,7 +87,7 @@ class NextToken(Objective):
         names = [name for name in PADDING if name in batch]
         own = {name: cp.shard(batch[name], dim=1, pad_value=PADDING[name]) for name in names}
         count = (own["labels"] != IGNORE_INDEX).sum()[None]
-        return {name: moved(x, self._device) for name, x in own.items()} | plan | {"count": count}
+        return {name: to_device(x, self._device) for name, x in own.items()} | plan | {"count": count}
 
     def _positions_of(self, starts: Tensor) -> Tensor:
         """Return the positions [B, S] of samples whose documents have these ``starts`` [B, S]."""

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.torch_version import TorchVersion
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 FEWEST_ROWS = 32
@@ -21,6 +22,8 @@ FEWEST_ROWS = 32
 
 
 def _takes_onednn() -> bool:
+    if TorchVersion(torch.__version__) < "2.13":  # which cannot part a backward of our own in two (zero bubble)
+        return False
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     info = Path("/proc/cpuinfo")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.torch_version import TorchVersion
 
 from parallel.pipeline.schedule import PipelineRunner, _Stage
 from parallel.pipeline.stages import PipelineConfig
@@ -21,8 +22,8 @@ Purpose = tuple[str, int, int]
 PIPELINES = [config for name, (config, _) in SCHEDULES.items() if name != "uneven"]
 MESSAGES = {"fwd_recv": ("forward", 0), "fwd_send": ("forward", 1), "bwd_recv": ("back", 0), "bwd_send": ("back", -1)}
 """Their direction, and the stage that takes them from the one that posts them."""
-VOTES = 4
-"""Messages between two stages before the first step and before the evaluation."""
+VOTES = 4 if TorchVersion(torch.__version__) >= "2.13" else 2
+"""Messages between two stages before the first step and before the evaluation; older versions of torch send half."""
 
 
 class Links(Noted):
@@ -152,6 +153,7 @@ def test_a_message_that_is_lost_or_in_the_place_of_another_is_found(config: Pipe
                 play(broken)
 
 
+@pytest.mark.skipif(VOTES == 2, reason="before 2.13 torch's own first operation is of all ranks")
 def test_a_group_in_which_only_two_of_three_send_must_be_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GpuRunner, "_connect", lambda *_: None)
     with pytest.raises(AssertionError, match=r"not connected: only \[0, 2\]"):

@@ -11,8 +11,6 @@ Shapes: B sequences, T tokens, H heads, D width of queries and keys, E width of 
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +21,8 @@ from torch import Tensor
 from kernels.linear_scan import rates_of
 from kernels.triton import interpreted
 from kernels.triton.language import dot, rounded
+from kernels.triton.segments import parts_of, segments_of
 
-
-PROGRAMS = 4 * 132
-"""Programs that a scan is cut into, at most: four for each multiprocessor of an H100 or H200, so that a last wave of them
-is a small part. The same on every GPU, so that roundings are."""
 SIZE = 512
 """Numbers of a state that one program of ``carry_kernel`` holds."""
 
@@ -70,7 +65,7 @@ def scan_kernel(
 ):
     """Scan as in ``kernels.linear_attention.Scan``; out and final are contiguous, channels have stride 1.
 
-    With ``EACH`` segments have a state of their own, see ``Segments``: without outputs the one that each adds, with
+    With ``EACH`` segments have states (``kernels.triton.segments``): without outputs the one that each adds, with
     outputs the one that it starts with. Otherwise segments are documents, of which one takes and one leaves a state.
     """
     segment = tl.program_id(0) % segments
@@ -193,37 +188,6 @@ def blocking_of(width: int, value_width: int, dtype: torch.dtype) -> Blocking:
     return Blocking(32 if rows > 128 or dtype == torch.float32 else 64, rows, columns, num_warps=8, num_stages=2)
 
 
-class Segments(NamedTuple):
-    """S segments, of which N have a state ``[B, H, N, D, E]``: those of documents in several, of the first and last."""
-
-    bounds: Tensor
-    """int32 ``[2, S + 1]``: their cumulative lengths; the places of their states, or -1."""
-    steps: Tensor
-    """int32 ``[2, N + 1]``, of those with a state: their lengths; 1 where a document starts."""
-
-
-@lru_cache(maxsize=64)  # packed documents differ from batch to batch; all layers of a step ask for the same
-def segments_of(documents: tuple[int, ...], wanted: int, chunk: int, device: torch.device) -> Segments:
-    """Cut documents into at least ``wanted`` segments of whole chunks, if they have as many; N <= 2 * (wanted + 1).
-
-    The copies to a GPU make the host wait.
-    """
-    chunks = [triton.cdiv(end - first, chunk) for first, end in pairwise(documents)]
-    bounds, places, lengths, starts = [], [], [], []
-    for (first, end), count in zip(pairwise(documents), chunks, strict=True):
-        parts = min(count, triton.cdiv(count * wanted, sum(chunks)))
-        keeps = parts > 1 or first == 0 or end == documents[-1]
-        cuts = [first + part * count // parts * chunk for part in range(parts)]
-        for start, stop in pairwise([*cuts, end]):
-            bounds.append(start)
-            places.append(len(lengths) if keeps else -1)
-            if keeps:
-                lengths.append(stop - start)
-                starts.append(int(start == first > 0))
-    tables = [[*bounds, documents[-1]], [*places, -1]], [[*lengths, 0], [*starts, 0]]
-    return Segments(*(torch.tensor(table, dtype=torch.int32, device=device) for table in tables))
-
-
 def scan(
     q: Tensor | None,
     k: Tensor,
@@ -252,7 +216,7 @@ def scan(
     blocking = blocking_of(width, value_width, k.dtype)
     blocks = triton.cdiv(value_width, blocking.BLOCK_E)
     ends = tuple(documents or (0, length))
-    bounds, steps = segments_of(ends, max(1, PROGRAMS // (batch * heads * blocks)), blocking.C, k.device)
+    bounds, steps = segments_of(ends, parts_of(batch * heads * blocks), blocking.C, k.device)
     segments, carried = bounds.shape[1] - 1, steps.shape[1] - 1
     rates = rates_of(tuple(log_decay), torch.float32, k.device)
 

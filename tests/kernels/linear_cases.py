@@ -45,8 +45,7 @@ CASES = [
 ]
 CUT = [  # with decays that remember more than a segment
     Case(200, decays=(1.0, 0.99), batch=1, programs=6),  # segments of 2, 2 and 3 chunks, the last of 8 tokens
-    Case(200, documents=(0, 64, 97, 200), decays=(0.99,), batch=1, programs=4),  # of 2; 2; 2 and 2
-    Case(200, documents=(0, 20, 40, 190, 200), decays=(0.99,), batch=1, programs=2),  # the second has no state
+    Case(200, documents=(0, 20, 64, 190, 200), decays=(0.99,), batch=1, programs=3),  # 1; 2, without a state; 2, 2; 1
     Case(130, "bfloat16", (0, 1, 64, 130), (0.99,), batch=1, programs=528),  # every chunk alone
 ]
 """Documents in several segments. A few bounds of segments are ends of documents; none lies within one."""
@@ -94,9 +93,9 @@ def results(case: Case, backend: str, dtype: torch.dtype | None = None, device: 
 def errors(case: Case, backend: str, device: str = "cpu") -> dict[str, float]:
     """Each result's error against the reference in float64."""
     if backend == "triton":
-        from kernels.triton import linear_attention as fused
+        from kernels.triton import segments
 
-        fused.PROGRAMS = case.programs
+        segments.PROGRAMS = case.programs
     return _compared([x.cpu() for x in results(case, backend, device=device)], case)
 
 
@@ -129,13 +128,17 @@ def main() -> None:
         json.dump({"errors": [errors(case, "triton") for case in (*FAR, *CUT_FAR)]}, sys.stdout)
         return
     from kernels.triton import linear_attention as fused
+    from kernels.triton import segments
 
     (q, k, v, _), _ = inputs(Case(65, "bfloat16"))
     want, _ = reference.linear_attention(q.double(), k.double(), v.double(), (0.0, -0.1, -0.2))
     outs = [fused.scan(q, k, v, (0.0, -0.1, -0.2), wide=wide)[0] for wide in (False, True)]
     widths = {str(out.dtype): ((out.double() - want).norm() / want.norm()).item() for out in outs}
     found = [errors(case, "triton") for case in (*CASES, *CUT)]
-    json.dump({"errors": found, "faults": _faults(fused), "widths": widths}, sys.stdout)
+    segments.PROGRAMS = 528
+    pairs = [[fused.scan(x, k, v, (-0.01,) * 3, reverse=reverse)[1] for x in (q, None)] for reverse in (False, True)]
+    alone = [torch.equal(*pair) for pair in pairs]
+    json.dump({"errors": found, "faults": _faults(fused), "widths": widths, "alone": alone}, sys.stdout)
 
 
 def _faults(fused: Any) -> dict[str, dict[str, float]]:

@@ -11,7 +11,7 @@ from tests.kernels.linear_cases import CASES, CUT, CUT_FAR, FAR, NAMES, Case, er
 
 triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; requirements-dev.txt has it")
 
-from tests.kernels.triton.harness import SHARED, compiled, interpret, meta  # noqa: E402
+from tests.kernels.triton.harness import SHARED, Launched, compiled, interpret, meta  # noqa: E402
 
 PROGRAM = "tests.kernels.linear_cases"
 BOUND = 1e-5
@@ -55,16 +55,17 @@ def test_a_wide_output_is_not_rounded(interpreted: dict[str, Any]) -> None:
     assert widths["torch.float32"] < 0.9 * widths["torch.bfloat16"]
 
 
-@pytest.fixture
-def in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.triton.linear_attention.PROGRAMS", 1)
+def test_a_state_without_outputs_is_the_same(interpreted: dict[str, Any]) -> None:
+    assert interpreted["alone"] == [True, True]
 
 
-def forward(width: int, value_width: int, heads: int = 8, documents: tuple[int, ...] | None = None) -> None:
+def forward(
+    width: int, value_width: int, documents: tuple[int, ...] | None = None, *, size: tuple[int, ...] = (2, 1000, 8)
+) -> None:
     from kernels.triton.linear_attention import scan
 
-    q, v = meta(2, 1000, heads, width), meta(2, 1000, heads, value_width)
-    scan(q, q, v, [-0.1] * heads, documents=documents)
+    q, v = meta(*size, width), meta(*size, value_width)
+    scan(q, q, v, [-0.1] * size[-1], documents=documents)
 
 
 def steps(width: int, value_width: int, heads: int, documents: tuple[int, ...] | None) -> None:
@@ -88,8 +89,10 @@ def steps(width: int, value_width: int, heads: int, documents: tuple[int, ...] |
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("width", "value_width"), [(128, 128), (256, 128)])
 def test_compiles_within_the_shared_memory_of_a_gpu(capability: int, width: int, value_width: int) -> None:
-    """Width 256 is that of the first TransNormer layer, whose LRPE doubles its queries and keys."""
-    added, carried, launched = compiled(capability, lambda: forward(width, value_width))
+    """A sequence of 131,072 tokens; width 256 is the first TransNormer layer's, whose LRPE doubles queries and keys."""
+    added, carried, launched = compiled(capability, lambda: forward(width, value_width, size=(1, 131072, 16)))
+    assert math.prod(added.grid) == math.prod(launched.grid) == 512, "for 132 multiprocessors"
+    assert carried.given[0].shape == (1, 16, 8, width, value_width), "states of segments"
     assert [one.name for one in (added, carried, launched)] == ["scan_kernel", "carry_kernel", "scan_kernel"]
     assert all(one.kernel.metadata.shared <= SHARED[capability] for one in (added, carried, launched))
     assert ("wgmma" if capability == 90 and width == 128 else "mma") in launched.kernel.asm["ptx"]
@@ -101,13 +104,14 @@ def test_compiles_within_the_shared_memory_of_a_gpu(capability: int, width: int,
 def test_every_launch_keeps_to_a_gpus_registers_and_shared_memory(
     capability: int, width: int, value_width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched = compiled(capability, lambda: steps(width, value_width, 16, (0, 100, 1000)))
-    assert len(launched) == 12 * 3 + 2 * 2, "three a scan in segments, two without outputs"
-    monkeypatch.setattr("kernels.triton.linear_attention.PROGRAMS", 1)
-    for heads, documents in ((8, None), (16, (0, 100, 1000))):
+    from kernels.triton import linear_attention as fused
+
+    launched = list[Launched]()
+    for parts, heads, documents in ((1, 8, None), (1, 16, (0, 100, 1000)), (4, 16, (0, 100, 1000))):
+        monkeypatch.setattr(fused, "parts_of", lambda _, parts=parts: parts)
         launched += compiled(capability, lambda given=(heads, documents): steps(width, value_width, *given))
     kernels = {id(one.kernel): one for one in launched}
-    assert len(launched) == 40 + 2 * 14
+    assert len(launched) == 2 * 14 + 12 * 3 + 2 * 2, "in segments three for a scan, two without outputs"
     assert len(kernels) > 20, "one a set of flags and of arguments that Triton tells apart"
     for one in kernels.values():
         used = one.used(tmp_path)
@@ -118,10 +122,10 @@ def test_every_launch_keeps_to_a_gpus_registers_and_shared_memory(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_one_piece")
 def test_blocks_that_are_too_large_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kernels.triton import linear_attention as fused
 
+    monkeypatch.setattr(fused, "parts_of", lambda _: 1)
     large = fused.Blocking(64, 256, 128, num_warps=4, num_stages=2)
     monkeypatch.setattr(fused, "blocking_of", lambda *_: large)
     (launched,) = compiled(80, lambda: forward(256, 128))
@@ -139,19 +143,15 @@ def test_documents_travel_to_the_device_once() -> None:
         assert all(other is first for other in others)
 
 
-@pytest.mark.parametrize("length", [8192, 32768, 131072])
-def test_a_long_sequence_is_many_programs(length: int) -> None:
-    """16 heads of 128, of which a program takes 32 value channels, on 132 multiprocessors."""
-    from kernels.triton.linear_attention import PROGRAMS, segments_of
+@pytest.mark.parametrize(("programs", "parts"), [(1, 528), (64, 8), (105, 5), (106, 1), (132, 1), (133, 3), (600, 1)])
+def test_what_fills_a_gpu_is_not_cut(programs: int, parts: int) -> None:
+    from kernels.triton.segments import parts_of
 
-    bounds, steps = segments_of((0, length), PROGRAMS // 64, 64, torch.device("cpu"))
-    assert bounds[0].tolist() == [length * part // 8 for part in range(9)]
-    assert 3.5 * 132 < 64 * 8 <= 4 * 132
-    assert not steps[1].any()
+    assert parts_of(programs) == parts
 
 
 def test_segments_are_whole_chunks_of_one_document() -> None:
-    from kernels.triton.linear_attention import segments_of
+    from kernels.triton.segments import segments_of
 
     bounds, steps = segments_of((0, 1, 65, 1000, 1001), 5, 64, torch.device("cpu"))
     assert bounds.tolist() == [[0, 1, 65, 257, 449, 641, 833, 1000, 1001], [0, -1, 1, 2, 3, 4, 5, 6, -1]]
@@ -160,7 +160,18 @@ def test_segments_are_whole_chunks_of_one_document() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
-@pytest.mark.parametrize("case", [*CASES, Case(4097, "bfloat16"), Case(4097, "bfloat16", (0, 1000, 4097))])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        *CUT,
+        *(
+            Case(4097, "bfloat16", documents, programs=programs)
+            for documents in (None, (0, 1000, 4097))
+            for programs in (1, 528)
+        ),
+    ],
+)
 def test_kernel_equals_the_reference_on_a_gpu(case: Case) -> None:
 
     found = errors(case, "triton", "cuda")

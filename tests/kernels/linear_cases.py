@@ -58,10 +58,9 @@ FAR = [
     *(Case(4097, dtype, (0, 1000, 3000, 4097), batch=1) for dtype in ("float32", "bfloat16")),
 ]
 CUT_FAR = [
-    Case(length, dtype, documents, (1.0, 0.999, 0.93), value_width=value_width, batch=1, programs=528)
+    Case(length, dtype, documents, (1.0, 0.999, 0.93), value_width=70, batch=1, programs=528)
     for length, documents in ((129, None), (1000, None), (4097, None), (4097, (0, 1, 64, 1000, 4096, 4097)))
     for dtype in ("float32", "bfloat16")
-    for value_width in (24, 70)
 ]
 
 

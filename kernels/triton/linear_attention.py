@@ -1,13 +1,16 @@
-"""Linear attention's scan as one fused Triton kernel: intra-chunk, inter-chunk and state update in one pass.
+"""Linear attention's scan as a fused Triton kernel: intra-chunk, inter-chunk and state update in one pass.
 
-One program runs one head of one document and a block of its value channels through all chunks, and keeps the state of
-these channels in float32 registers. Forward and backward share the kernel, see ``kernels.linear_attention``.
+One program runs one head of one segment and a block of its value channels through the segment's chunks, and keeps the
+state of these channels in float32 registers. A segment is a document, or, where these are too few to fill a GPU, some
+consecutive chunks of one. Such segments run at once, in three launches, as in lightning attention (Qin et al. 2024) and
+flash-linear-attention's simple GLA, which keep a state per chunk: the kernel computes what each segment adds to the
+state; ``carry_kernel`` goes through these states in order; the kernel computes the outputs from each segment's start.
+Forward and backward share the kernels, see ``kernels.linear_attention``.
 
-Shapes: B sequences, T tokens, H heads, D width of queries and keys, E width of values, C tokens per chunk.
+Shapes: B sequences, T tokens, H heads, D width of queries and keys, E width of values, C tokens per chunk, S segments.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +21,13 @@ from torch import Tensor
 from kernels.linear_scan import rates_of
 from kernels.triton import interpreted
 from kernels.triton.language import dot, rounded
+from kernels.triton.segments import parts_of, segments_of
+
+SIZE = 512
+"""Numbers of a state that one program of ``carry_kernel`` holds."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments", "carried"])  # they differ from batch to batch
 def scan_kernel(
     q,
     k,
@@ -44,22 +51,37 @@ def scan_kernel(
     H,
     D,
     E,
-    documents,
+    segments,
+    carried,
     C: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     REVERSE: tl.constexpr,
     HAS_STATE: tl.constexpr,
     OUTPUT: tl.constexpr,
+    EACH: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Scan as in ``kernels.linear_attention.Scan``; out and final are contiguous, channels have stride 1."""
-    document = tl.program_id(0) % documents
-    row = (tl.program_id(0) // documents).to(tl.int64)  # of B * H
+    """Scan as in ``kernels.linear_attention.Scan``; out and final are contiguous, channels have stride 1.
+
+    With ``EACH`` segments have states (``kernels.triton.segments``): without outputs the one that each adds, with
+    outputs the one that it starts with. Otherwise segments are documents, of which one takes and one leaves a state.
+    """
+    segment = tl.program_id(0) % segments
+    row = (tl.program_id(0) // segments).to(tl.int64)  # of B * H
     batch, head = row // H, row % H
-    first = tl.load(bounds + document)
-    length = tl.load(bounds + document + 1) - first
+    if EACH:
+        slot = tl.load(bounds + segments + 1 + segment)
+        place = row * carried + slot  # of its state
+        enters = slot >= 0
+        leaves = enters
+    else:
+        place = row
+        enters = segment == (segments - 1 if REVERSE else 0)
+        leaves = segment == (0 if REVERSE else segments - 1)
+    first = tl.load(bounds + segment)
+    length = tl.load(bounds + segment + 1) - first
     rate = tl.load(rates + head)
 
     d = tl.arange(0, BLOCK_D)
@@ -69,13 +91,14 @@ def scan_kernel(
     running = tl.zeros((BLOCK_D, BLOCK_E), dtype=tl.float32)
     if HAS_STATE:
         # Forwards the state enters the first document; backwards its gradient enters the last.
-        entry = documents - 1 if REVERSE else 0
-        states = state + row * D * E + d[:, None] * state_row + e[None, :] * state_column
-        running = tl.load(states, mask=held & (document == entry), other=0.0).to(tl.float32)
+        states = state + place * D * E + d[:, None] * state_row + e[None, :] * state_column
+        running = tl.load(states, mask=held & enters, other=0.0).to(tl.float32)
 
     distance = c[None, :] - c[:, None] if REVERSE else c[:, None] - c[None, :]
     decay = tl.where(distance >= 0, tl.exp(rate * tl.maximum(distance, 0).to(tl.float32)), 0.0)  # [C, C]
     chunks = tl.cdiv(length, C)
+    if EACH and not OUTPUT:
+        chunks = tl.where(leaves, chunks, 0)
     for n in range(chunks):
         start = (chunks - 1 - n if REVERSE else n) * C
         count = tl.minimum(C, length - start)
@@ -95,15 +118,53 @@ def scan_kernel(
             result = dot(queries, rounded(running, queries.dtype, WIDEN), PRECISION, WIDEN)
             result *= tl.exp(rate * (after if REVERSE else before))[:, None]
             result += dot(rounded(scores, values.dtype, WIDEN), values, PRECISION, WIDEN)
-            outputs = out + ((batch * tl.load(bounds + documents) + token[:, None]) * H + head) * E + e[None, :]
+            outputs = out + ((batch * tl.load(bounds + segments) + token[:, None]) * H + head) * E + e[None, :]
             tl.store(outputs, rounded(result, out.dtype.element_ty, WIDEN), mask=wanted_e)
         weights = tl.exp(rate * (before if REVERSE else after))
         weighted = rounded(keys * weights[:, None], keys.dtype, WIDEN)
         running *= tl.exp(rate * count.to(tl.float32))
         running += dot(tl.trans(weighted), values, PRECISION, WIDEN)
 
-    leaving = 0 if REVERSE else documents - 1
-    tl.store(final + row * D * E + d[:, None] * E + e[None, :], running, mask=held & (document == leaving))
+    if not (EACH and OUTPUT):
+        tl.store(final + place * D * E + d[:, None] * E + e[None, :], running, mask=held & leaves)
+
+
+@triton.jit(do_not_specialize=["carried"])
+def carry_kernel(
+    states,
+    state,
+    final,
+    rates,
+    steps,
+    state_row,
+    state_column,
+    H,
+    E,
+    numbers,
+    carried,
+    REVERSE: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Replace what each segment adds to the state by the state that it starts with, and give that after the last."""
+    row = tl.program_id(0).to(tl.int64)  # of B * H
+    i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)  # of D * E
+    held = i < numbers
+    rate = tl.load(rates + row % H)
+    running = tl.zeros((SIZE,), dtype=tl.float32)
+    if HAS_STATE:
+        entering = state + row * numbers + i // E * state_row + i % E * state_column
+        running = tl.load(entering, mask=held, other=0.0).to(tl.float32)
+    for n in range(carried):
+        step = carried - 1 - n if REVERSE else n
+        length = tl.load(steps + step).to(tl.float32)
+        meet = tl.load(steps + carried + 1 + step + (1 if REVERSE else 0))
+        running = tl.where(meet != 0, 0.0, running)
+        here = states + (row * carried + step) * numbers + i
+        added = tl.load(here, mask=held, other=0.0)
+        tl.store(here, running, mask=held)
+        running = running * tl.exp(rate * length) + added
+    tl.store(final + row * numbers + i, running, mask=held)
 
 
 class Blocking(NamedTuple):
@@ -127,12 +188,6 @@ def blocking_of(width: int, value_width: int, dtype: torch.dtype) -> Blocking:
     return Blocking(32 if rows > 128 or dtype == torch.float32 else 64, rows, columns, num_warps=8, num_stages=2)
 
 
-@lru_cache(maxsize=64)  # packed documents differ from batch to batch; all layers of a step ask for the same
-def bounds_of(documents: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return cumulative lengths of documents as int32 ``[documents + 1]``; the copy to a GPU makes the host wait."""
-    return torch.tensor(documents, dtype=torch.int32, device=device)
-
-
 def scan(
     q: Tensor | None,
     k: Tensor,
@@ -147,8 +202,6 @@ def scan(
     """Scan the tokens as ``kernels.linear_attention.Scan`` does."""
     batch, length, heads, width = k.shape
     value_width = v.shape[-1]
-    bounds = bounds_of(tuple(documents or (0, length)), k.device)
-    count = len(bounds) - 1
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     if q is not None and q.stride(-1) != 1:
         q = q.contiguous()
@@ -156,36 +209,56 @@ def scan(
     out = v.new_empty(shape, dtype=torch.float32 if wide else v.dtype)
     final = torch.empty(batch, heads, width, value_width, dtype=torch.float32, device=k.device)
     if state is not None and state.transpose(-1, -2).is_contiguous():
-        rows, columns = 1, width
+        strides = 1, width
     else:
-        rows, columns = value_width, 1
+        strides = value_width, 1
         state = None if state is None else state.contiguous()
     blocking = blocking_of(width, value_width, k.dtype)
-    grid = (batch * heads * count, triton.cdiv(value_width, blocking.BLOCK_E))
-    unused: Any = k
-    scan_kernel[grid](
-        unused if q is None else q,
-        k,
-        v,
-        out,
-        unused if state is None else state,
-        final,
-        rates_of(tuple(log_decay), torch.float32, k.device),
-        bounds,
-        *(k if q is None else q).stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        rows,
-        columns,
-        heads,
-        width,
-        value_width,
-        count,
-        REVERSE=reverse,
-        HAS_STATE=state is not None,
-        OUTPUT=q is not None,
-        PRECISION="ieee",
-        WIDEN=interpreted(),
-        **blocking._asdict(),
-    )
+    blocks = triton.cdiv(value_width, blocking.BLOCK_E)
+    ends = tuple(documents or (0, length))
+    bounds, steps = segments_of(ends, parts_of(batch * heads * blocks), blocking.C, k.device)
+    segments, carried = bounds.shape[1] - 1, steps.shape[1] - 1
+    rates = rates_of(tuple(log_decay), torch.float32, k.device)
+
+    def run(q: Tensor | None, state: Tensor | None, final: Tensor, strides: tuple[int, int], each: bool) -> None:
+        unused: Any = k
+        scan_kernel[batch * heads * segments, blocks](
+            unused if q is None else q,
+            k,
+            v,
+            out,
+            unused if state is None else state,
+            final,
+            rates,
+            bounds,
+            *(k if q is None else q).stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *strides,
+            heads,
+            width,
+            value_width,
+            segments,
+            carried,
+            REVERSE=reverse,
+            HAS_STATE=state is not None,
+            OUTPUT=q is not None,
+            EACH=each,
+            PRECISION="ieee",
+            WIDEN=interpreted(),
+            **blocking._asdict(),
+        )
+
+    if segments == len(ends) - 1:
+        run(q, state, final, strides, each=False)
+        return out, final
+    states = torch.empty(batch, heads, carried, width, value_width, dtype=torch.float32, device=k.device)
+    own = value_width, 1
+    run(None, None, states, own, each=True)
+    numbers = width * value_width
+    given = states, states if state is None else state, final, rates, steps, *strides, heads, value_width, numbers
+    grid = batch * heads, triton.cdiv(numbers, SIZE)
+    carry_kernel[grid](*given, carried, REVERSE=reverse, HAS_STATE=state is not None, SIZE=SIZE)
+    if q is not None:
+        run(q, states, states, own, each=True)
     return out, final

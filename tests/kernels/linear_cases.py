@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class Case(NamedTuple):
     width: int = 16
     value_width: int = 24
     batch: int = 2
+    programs: int = 1
+    """What Triton's scan is cut for; 1 leaves each document in one piece."""
 
 
 LENGTHS = (1, 63, 64, 65, 200)
@@ -41,6 +43,12 @@ CASES = [
     Case(70, width=20, value_width=70),  # more value channels than one program takes, and neither a power of two
     Case(70, dtype="bfloat16", width=256, value_width=33),
 ]
+CUT = [  # with decays that remember more than a segment
+    Case(200, decays=(1.0, 0.99), batch=1, programs=6),  # segments of 2, 2 and 3 chunks, the last of 8 tokens
+    Case(200, documents=(0, 20, 64, 190, 200), decays=(0.99,), batch=1, programs=3),  # 1; 2, without a state; 2, 2; 1
+    Case(130, "bfloat16", (0, 1, 64, 130), (0.99,), batch=1, programs=528),  # every chunk alone
+]
+"""Documents in several segments. A few bounds of segments are ends of documents; none lies within one."""
 FAR = [
     *(
         Case(length, dtype, batch=1)
@@ -48,6 +56,11 @@ FAR = [
         for dtype in ("float32", "bfloat16")
     ),
     *(Case(4097, dtype, (0, 1000, 3000, 4097), batch=1) for dtype in ("float32", "bfloat16")),
+]
+CUT_FAR = [
+    Case(length, dtype, documents, (1.0, 0.999, 0.93), value_width=70, batch=1, programs=528)
+    for length, documents in ((129, None), (1000, None), (4097, None), (4097, (0, 1, 64, 1000, 4096, 4097)))
+    for dtype in ("float32", "bfloat16")
 ]
 
 
@@ -78,6 +91,10 @@ def results(case: Case, backend: str, dtype: torch.dtype | None = None, device: 
 
 def errors(case: Case, backend: str, device: str = "cpu") -> dict[str, float]:
     """Each result's error against the reference in float64."""
+    if backend == "triton":
+        from kernels.triton import segments
+
+        segments.PROGRAMS = case.programs
     return _compared([x.cpu() for x in results(case, backend, device=device)], case)
 
 
@@ -105,19 +122,54 @@ def error(a: Tensor, b: Tensor) -> float:
 
 
 def main() -> None:
-    """Print the errors of all cases, of one whose decays are wrong by a hundredth, and of outputs in both widths."""
+    """Print the errors of all cases, those with a fault each, and of outputs in both widths."""
     if sys.argv[1:] == ["far"]:
-        json.dump({"errors": [errors(case, "triton") for case in FAR]}, sys.stdout)
+        json.dump({"errors": [errors(case, "triton") for case in (*FAR, *CUT_FAR)]}, sys.stdout)
         return
     from kernels.triton import linear_attention as fused
+    from kernels.triton import segments
 
     (q, k, v, _), _ = inputs(Case(65, "bfloat16"))
     want, _ = reference.linear_attention(q.double(), k.double(), v.double(), (0.0, -0.1, -0.2))
     outs = [fused.scan(q, k, v, (0.0, -0.1, -0.2), wide=wide)[0] for wide in (False, True)]
     widths = {str(out.dtype): ((out.double() - want).norm() / want.norm()).item() for out in outs}
-    found, exact = [errors(case, "triton") for case in CASES], fused.rates_of
-    fused.rates_of = lambda *arguments: 1.01 * exact(*arguments)
-    json.dump({"errors": found, "fault": errors(Case(65), "triton"), "widths": widths}, sys.stdout)
+    found = [errors(case, "triton") for case in (*CASES, *CUT)]
+    segments.PROGRAMS = 528
+    pairs = [[fused.scan(x, k, v, (-0.01,) * 3, reverse=reverse)[1] for x in (q, None)] for reverse in (False, True)]
+    alone = [torch.equal(*pair) for pair in pairs]
+    json.dump({"errors": found, "faults": _faults(fused), "widths": widths, "alone": alone}, sys.stdout)
+
+
+def _faults(fused: Any) -> dict[str, dict[str, float]]:
+    """The errors with a fault each: decays wrong by a hundredth, none from segment to segment, documents not apart."""
+    rates_of, carry, segments_of = fused.rates_of, fused.carry_kernel, fused.segments_of
+    cut = Case(70, documents=(0, 33, 70), decays=(0.99,), batch=1, programs=4)
+    found = {}
+    fused.rates_of = lambda *arguments: 1.01 * rates_of(*arguments)
+    found["decay"] = errors(Case(65), "triton")
+    fused.rates_of = rates_of
+    fused.carry_kernel = _Undecayed(carry)
+    found["carried"] = errors(cut, "triton")
+    fused.carry_kernel = carry
+    fused.segments_of = lambda *arguments: _joined(*segments_of(*arguments))
+    found["documents"] = errors(cut, "triton")
+    return found
+
+
+def _joined(bounds: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """The same without starts of documents."""
+    return bounds, steps * torch.tensor([[1], [0]], dtype=torch.int32)
+
+
+class _Undecayed(NamedTuple):
+    """The kernel that carries states, without their decay."""
+
+    kernel: Any
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda states, state, final, rates, *rest, **flags: self.kernel[grid](
+            states, state, final, 0 * rates, *rest, **flags
+        )
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class Launched(NamedTuple):
     """What the launcher passed, and the kernel that a GPU would get for it."""
 
     name: str
+    grid: tuple[int, ...]
     given: tuple[Any, ...]
     blocking: dict[str, Any]
     kernel: Any
@@ -84,7 +85,7 @@ def compiled(capability: int, code: Callable[[], object]) -> list[Launched]:
 
     def compiling(kernel: Any, grid: Any) -> Callable[..., None]:
         return lambda *given, **named: found.append(
-            Launched(kernel.__name__, given, named, kernel.warmup(*given, grid=grid, **named))
+            Launched(kernel.__name__, grid, given, named, kernel.warmup(*given, grid=grid, **named))
         )
 
     with pytest.MonkeyPatch.context() as patch:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.linear_cases import CASES, FAR, NAMES, Case, errors, naive_errors
+from tests.kernels.linear_cases import CASES, CUT, CUT_FAR, FAR, NAMES, Case, errors, naive_errors
 
 triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; requirements-dev.txt has it")
 
-from tests.kernels.triton.harness import SHARED, compiled, interpret, meta  # noqa: E402
+from tests.kernels.triton.harness import SHARED, Launched, compiled, interpret, meta  # noqa: E402
 
 PROGRAM = "tests.kernels.linear_cases"
 BOUND = 1e-5
@@ -32,20 +32,22 @@ def within_bounds(case: Case, found: dict[str, float]) -> bool:
     return all(found[name] <= 2 * naive[name] for name in NAMES)
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{case.length}-{case.dtype}" for case in CASES])
+@pytest.mark.parametrize("index", range(len(CASES + CUT)), ids=[f"{case.length}-{case.dtype}" for case in CASES + CUT])
 def test_kernel_equals_the_reference(index: int, interpreted: dict[str, Any]) -> None:
     found = interpreted["errors"][index]
-    assert within_bounds(CASES[index], found), found
+    assert within_bounds((CASES + CUT)[index], found), found
 
 
 @pytest.mark.slow
 def test_kernel_equals_the_reference_far_away() -> None:
-    for case, found in zip(FAR, interpret(PROGRAM, "far", timeout=900)["errors"], strict=True):
+    for case, found in zip(FAR + CUT_FAR, interpret(PROGRAM, "far", timeout=1200)["errors"], strict=True):
         assert within_bounds(case, found), (case, found)
 
 
-def test_the_bound_sees_a_wrong_decay(interpreted: dict[str, Any]) -> None:
-    assert all(interpreted["fault"][name] > 10 * BOUND for name in NAMES), interpreted["fault"]
+@pytest.mark.parametrize("fault", ["decay", "carried", "documents"])
+def test_the_bound_sees_a_fault(fault: str, interpreted: dict[str, Any]) -> None:
+    found = interpreted["faults"][fault]
+    assert all(found[name] > 10 * BOUND for name in NAMES), found
 
 
 def test_a_wide_output_is_not_rounded(interpreted: dict[str, Any]) -> None:
@@ -53,38 +55,46 @@ def test_a_wide_output_is_not_rounded(interpreted: dict[str, Any]) -> None:
     assert widths["torch.float32"] < 0.9 * widths["torch.bfloat16"]
 
 
-def forward(width: int, value_width: int, heads: int = 8, documents: tuple[int, ...] | None = None) -> None:
+def test_a_state_without_outputs_is_the_same(interpreted: dict[str, Any]) -> None:
+    assert interpreted["alone"] == [True, True]
+
+
+def forward(
+    width: int, value_width: int, documents: tuple[int, ...] | None = None, *, size: tuple[int, ...] = (2, 1000, 8)
+) -> None:
     from kernels.triton.linear_attention import scan
 
-    q, v = meta(2, 1000, heads, width), meta(2, 1000, heads, value_width)
-    scan(q, q, v, [-0.1] * heads, documents=documents)
+    q, v = meta(*size, width), meta(*size, value_width)
+    scan(q, q, v, [-0.1] * size[-1], documents=documents)
 
 
-def steps(width: int, value_width: int) -> None:
-    """Forward and backward, first of one process and then of one of several, which takes and passes on a state."""
+def steps(width: int, value_width: int, heads: int, documents: tuple[int, ...] | None) -> None:
+    """Forward and backward, of one process and of one of several, which takes and passes on a state: 14 scans."""
     from kernels.linear_attention import backward
     from kernels.triton.linear_attention import scan
 
-    for heads, documents in ((8, None), (16, (0, 100, 1000))):
-        decays, state = [-0.1] * heads, meta(2, heads, width, value_width, dtype=torch.float32)
-        q, v = meta(2, 1000, heads, width), meta(2, 1000, heads, value_width)
-        for entering in (None, state):
-            scan(q, q, v, decays, entering, documents)
-            backward(scan, v, entering, q, q, v, decays, entering, documents)
-        scan(q, q, v, decays, None, documents, wide=True)  # as StateExecutor
-        scan(None, q, v, decays, None, documents)
-        scan(None, q, v, decays, None, documents, reverse=True)
-        scan(v, v, q, decays, state.transpose(-1, -2), documents)
-        for args in ((v, v, q), (q, q, v)):
-            scan(*args, decays, None, documents, reverse=True, wide=True)
+    decays, state = [-0.1] * heads, meta(2, heads, width, value_width, dtype=torch.float32)
+    q, v = meta(2, 1000, heads, width), meta(2, 1000, heads, value_width)
+    for entering in (None, state):
+        scan(q, q, v, decays, entering, documents)
+        backward(scan, v, entering, q, q, v, decays, entering, documents)
+    scan(q, q, v, decays, None, documents, wide=True)  # as StateExecutor
+    scan(None, q, v, decays, None, documents)
+    scan(None, q, v, decays, None, documents, reverse=True)
+    scan(v, v, q, decays, state.transpose(-1, -2), documents)
+    for args in ((v, v, q), (q, q, v)):
+        scan(*args, decays, None, documents, reverse=True, wide=True)
 
 
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("width", "value_width"), [(128, 128), (256, 128)])
 def test_compiles_within_the_shared_memory_of_a_gpu(capability: int, width: int, value_width: int) -> None:
-    """Width 256 is that of the first TransNormer layer, whose LRPE doubles its queries and keys."""
-    (launched,) = compiled(capability, lambda: forward(width, value_width))
-    assert launched.kernel.metadata.shared <= SHARED[capability]
+    """A sequence of 131,072 tokens; width 256 is the first TransNormer layer's, whose LRPE doubles queries and keys."""
+    added, carried, launched = compiled(capability, lambda: forward(width, value_width, size=(1, 131072, 16)))
+    assert math.prod(added.grid) == math.prod(launched.grid) == 512, "for 132 multiprocessors"
+    assert carried.given[0].shape == (1, 16, 8, width, value_width), "states of segments"
+    assert [one.name for one in (added, carried, launched)] == ["scan_kernel", "carry_kernel", "scan_kernel"]
+    assert all(one.kernel.metadata.shared <= SHARED[capability] for one in (added, carried, launched))
     assert ("wgmma" if capability == 90 and width == 128 else "mma") in launched.kernel.asm["ptx"]
 
 
@@ -92,12 +102,17 @@ def test_compiles_within_the_shared_memory_of_a_gpu(capability: int, width: int,
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("width", "value_width"), [(16, 16), (64, 64), (128, 64), (128, 128), (256, 128)])
 def test_every_launch_keeps_to_a_gpus_registers_and_shared_memory(
-    capability: int, width: int, value_width: int, tmp_path: Path
+    capability: int, width: int, value_width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched = compiled(capability, lambda: steps(width, value_width))
+    from kernels.triton import linear_attention as fused
+
+    launched = list[Launched]()
+    for parts, heads, documents in ((1, 8, None), (1, 16, (0, 100, 1000)), (4, 16, (0, 100, 1000))):
+        monkeypatch.setattr(fused, "parts_of", lambda _, parts=parts: parts)
+        launched += compiled(capability, lambda given=(heads, documents): steps(width, value_width, *given))
     kernels = {id(one.kernel): one for one in launched}
-    assert len(launched) == 2 * 14
-    assert len(kernels) > 10, "one a set of flags and of arguments that Triton tells apart"
+    assert len(launched) == 2 * 14 + 12 * 3 + 2 * 2, "in segments three for a scan, two without outputs"
+    assert len(kernels) > 20, "one a set of flags and of arguments that Triton tells apart"
     for one in kernels.values():
         used = one.used(tmp_path)
         spilled, allowed = used["STACK"] + used["LOCAL"], 0 if max(width, value_width) <= 128 else 32
@@ -110,6 +125,7 @@ def test_every_launch_keeps_to_a_gpus_registers_and_shared_memory(
 def test_blocks_that_are_too_large_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kernels.triton import linear_attention as fused
 
+    monkeypatch.setattr(fused, "parts_of", lambda _: 1)
     large = fused.Blocking(64, 256, 128, num_warps=4, num_stages=2)
     monkeypatch.setattr(fused, "blocking_of", lambda *_: large)
     (launched,) = compiled(80, lambda: forward(256, 128))
@@ -121,14 +137,41 @@ def test_blocks_that_are_too_large_are_seen(tmp_path: Path, monkeypatch: pytest.
 def test_documents_travel_to_the_device_once() -> None:
     """Not in every layer, whose host would wait for it."""
     for documents in (None, (0, 100, 1000)):
-        first, again = compiled(90, lambda given=documents: [forward(16, 16, documents=given) for _ in range(2)])[-2:]
-        assert first.given[BOUNDS] is again.given[BOUNDS]
-        assert first.given[BOUNDS].shape == (len(documents or (0, 1000)),)
+        launched = compiled(90, lambda given=documents: [forward(16, 16, documents=given) for _ in range(2)])
+        first, *others = (one.given[BOUNDS] for one in launched if one.name == "scan_kernel")
+        assert len(others) == 3
+        assert all(other is first for other in others)
+
+
+@pytest.mark.parametrize(("programs", "parts"), [(1, 528), (64, 8), (105, 5), (106, 1), (132, 1), (133, 3), (600, 1)])
+def test_what_fills_a_gpu_is_not_cut(programs: int, parts: int) -> None:
+    from kernels.triton.segments import parts_of
+
+    assert parts_of(programs) == parts
+
+
+def test_segments_are_whole_chunks_of_one_document() -> None:
+    from kernels.triton.segments import segments_of
+
+    bounds, steps = segments_of((0, 1, 65, 1000, 1001), 5, 64, torch.device("cpu"))
+    assert bounds.tolist() == [[0, 1, 65, 257, 449, 641, 833, 1000, 1001], [0, -1, 1, 2, 3, 4, 5, 6, -1]]
+    assert steps.tolist() == [[1, 192, 192, 192, 192, 167, 1, 0], [0, 1, 0, 0, 0, 0, 1, 0]]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
-@pytest.mark.parametrize("case", [*CASES, Case(4097, "bfloat16"), Case(4097, "bfloat16", (0, 1000, 4097))])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        *CUT,
+        *(
+            Case(4097, "bfloat16", documents, programs=programs)
+            for documents in (None, (0, 1000, 4097))
+            for programs in (1, 528)
+        ),
+    ],
+)
 def test_kernel_equals_the_reference_on_a_gpu(case: Case) -> None:
 
     found = errors(case, "triton", "cuda")

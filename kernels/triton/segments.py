@@ -3,13 +3,14 @@
 S segments, C tokens per chunk.
 """
 
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+
+from runtime.copies import kept, to_device
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200; the same number on every GPU, so that they round alike. One has registers for one program."""
@@ -35,12 +36,9 @@ class Segments(NamedTuple):
     """int32 ``[2, N + 1]``, of those with a state: their lengths; 1 where a document starts."""
 
 
-@lru_cache(maxsize=64)  # packed documents differ from batch to batch; all layers of a step ask for the same
+@kept(64)  # packed documents differ from batch to batch; all layers of a step ask for the same
 def segments_of(documents: tuple[int, ...], wanted: int, chunk: int, device: torch.device) -> Segments:
-    """Cut documents into at least ``wanted`` segments of whole chunks, if they have as many; N <= 2 * (wanted + 1).
-
-    The copies to a GPU make the host wait.
-    """
+    """Cut documents into at least ``wanted`` segments of whole chunks, if they have as many; N <= 2 * (wanted + 1)."""
     chunks = [triton.cdiv(end - first, chunk) for first, end in pairwise(documents)]
     bounds, places, lengths, starts = list[int](), list[int](), list[int](), list[int]()
     for (first, end), count in zip(pairwise(documents), chunks, strict=True):
@@ -54,4 +52,4 @@ def segments_of(documents: tuple[int, ...], wanted: int, chunk: int, device: tor
                 lengths.append(stop - start)
                 starts.append(int(start == first > 0))
     tables = [[*bounds, documents[-1]], [*places, -1]], [[*lengths, 0], [*starts, 0]]
-    return Segments(*(torch.tensor(table, dtype=torch.int32, device=device) for table in tables))
+    return Segments(*(to_device(torch.tensor(table, dtype=torch.int32), device) for table in tables))

@@ -49,7 +49,7 @@ start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(A
 	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$more --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention peers linear-bench parity chaos lasp-table papers gpu-check nccl-check hooks lock clean FORCE
+.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention peers linear-bench parity chaos lasp-table papers gpu-check gpu-profile nccl-check hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -140,6 +140,12 @@ chaos: $(READY) ## Kill, signal and start twice runs of 4 processes, compared wi
 
 gpu-check: $(DEV) ## On one CUDA device, in steps of under 8 minutes: kernels, ranks, waits, rates, a run of 1B; into bench/results/
 	$(PY) -m bench.gpu_check $(ARGS)
+
+gpu-profile: RUN = runs/gpu_profile
+gpu-profile: $(READY) ## On one CUDA device: a trace, and a table of idle time, of a LLaMA of 1B at 8,192 tokens; into RUN/profile
+	$(RANKS) 1 pretrain_gpt.py --mock-data --vocab-size 32000 --bf16 --num-layers 16 --hidden-size 2048 --num-attention-heads 16 \
+	  --seq-length 8192 --micro-batch-size 1 --global-batch-size 1 --train-iters 10 --eval-iters 0 --save-interval none \
+	  --save "$(RUN)" --profile --profile-step-start 5 --profile-step-end 8 $(ARGS)
 
 nccl-check: $(READY) ## On 2 to 8 GPUs, in steps: links, every method, pipelines, meshes against one GPU, a killed rank; into bench/results/
 	$(PY) -m bench.nccl $(ARGS)

@@ -34,6 +34,13 @@ GPU_ENVIRONMENT = {
 """What CUDA, NCCL and torch's allocator are told before they start, where the environment says nothing."""
 
 
+def _tell_gpus() -> None:
+    """Set what the environment leaves open; before torch asks for a device, which starts CUDA."""
+    for name, value in GPU_ENVIRONMENT.items():
+        if name != "PYTORCH_ALLOC_CONF" or "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+            os.environ.setdefault(name, value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """How the processes are arranged: pipeline (pp) x data (dp, what is left over) x context (cp) x tensor parallel."""
@@ -76,6 +83,8 @@ class MeshConfig:
     @property
     def device_type(self) -> str:
         """``cpu`` or ``cuda``, with ``auto`` resolved."""
+        if self.device != "cpu":
+            _tell_gpus()
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -137,8 +146,6 @@ def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise MeshError("device is cuda and torch finds no CUDA device; use --device cpu or auto")
     if device.type == "cuda":
-        for name, value in GPU_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
         device = _own_gpu()
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)

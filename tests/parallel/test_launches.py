@@ -68,7 +68,7 @@ def gpu_of(patch: pytest.MonkeyPatch, environment: Environment, node: int, gpus:
     for name in [name for name in os.environ if re.match("SLURM|RANK|WORLD|LOCAL|GROUP|CUDA|MASTER", name)]:
         patch.delenv(name)
     patch.setattr(os, "environ", os.environ | environment)  # what the launch adds goes with it
-    patch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    patch.setattr(torch.cuda, "is_available", lambda: mesh.GPU_ENVIRONMENT.keys() <= os.environ.keys() and bool(gpus))
     patch.setattr(torch.cuda, "device_count", lambda: len(visible))
     patch.setattr(torch.cuda, "set_device", taken.append)
     patch.setattr(torch.cuda, "get_device_properties", lambda of: SimpleNamespace(uuid=visible[of.index]))

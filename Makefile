@@ -150,6 +150,10 @@ gpu-profile: $(READY) ## On one CUDA device: a trace, and a table of idle time, 
 nccl-check: $(READY) ## On 2 to 8 GPUs, in steps: links, every method, pipelines, meshes against one GPU, a killed rank; into bench/results/
 	$(PY) -m bench.nccl $(ARGS)
 
+cuda-stub: ## On a CPU, with a CUDA build of torch in an environment of its own: every configuration on GPUs that compute nothing
+	$(if $(filter default undefined,$(origin PY)),,@true || )$(MAKE) --no-print-directory venv VENV=$(VENV)-cuda
+	OMP_NUM_THREADS=1 $(PY) -m bench.stubbed $(ARGS)
+
 hooks: $(DEV) ## Let git run the checks before each commit
 	$(PY) -m pre_commit install
 

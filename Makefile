@@ -49,7 +49,7 @@ start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(A
 	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$more --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention peers linear-bench parity chaos lasp-table papers gpu-check gpu-profile nccl-check hooks lock clean FORCE
+.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention peers linear-bench parity chaos lasp-table papers gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -150,9 +150,9 @@ gpu-profile: $(READY) ## On one CUDA device: a trace, and a table of idle time, 
 nccl-check: $(READY) ## On 2 to 8 GPUs, in steps: links, every method, pipelines, meshes against one GPU, a killed rank; into bench/results/
 	$(PY) -m bench.nccl $(ARGS)
 
-cuda-stub: ## On a CPU, with a CUDA build of torch in an environment of its own: every configuration on GPUs that compute nothing
-	$(if $(filter default undefined,$(origin PY)),,@true || )$(MAKE) --no-print-directory venv VENV=$(VENV)-cuda
-	OMP_NUM_THREADS=1 $(PY) -m bench.stubbed $(ARGS)
+cuda-stub: ## Every kind of configuration on stubbed GPUs, with a CUDA build of torch in an environment of its own: errors and memory
+	@$(if $(READY),$(MAKE) --no-print-directory venv VENV=$(VENV)-cuda)
+	OMP_NUM_THREADS=1 $(if $(READY),$(VENV)-cuda/bin/python,$(PY)) -m bench.stubbed $(ARGS)
 
 hooks: $(DEV) ## Let git run the checks before each commit
 	$(PY) -m pre_commit install

@@ -25,6 +25,7 @@ from runtime.errors import UserError
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 SOURCE = Path(__file__).with_name("stub.c")
+GPU = Path("/dev/nvidiactl")
 CALLS = re.compile(r"(?:__)?(?:cuda[A-Z]|cu[A-Z]|cupti[A-Z]|cublas|cudnn|nccl)\w+")
 LAUNCHES = re.compile(r"(__)?cu(da)?Launch\w*Kernel\w*|cublas\w*(Gemm\w*|gemm\w*|Matmul)|cudnnBackendExecute")
 LAUNCHES_OF_NCCL = re.compile(r"nccl(All\w+|Broadcast|Bcast|Reduce\w*|Send|Recv)")
@@ -34,15 +35,15 @@ VERSIONS = re.compile(r"\w+Get(Cudart)?Version")
 
 def check_machine() -> None:
     """Raise UserError: the stub cannot work here."""
-    gpu, cuda = Path("/dev/nvidiactl"), torch.version.cuda
+    cuda = torch.version.cuda
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise UserError(f"this is {sys.platform} on {platform.machine()}; the stub is made for Linux on x86_64 alone")
-    if gpu.exists():
-        raise UserError(f"this machine has a GPU ({gpu} is there), which the stub would hide; run the command itself")
+    if GPU.exists():
+        raise UserError(f"this machine has a GPU ({GPU} is there), which the stub would hide; run the command itself")
     if cuda is None or cuda.partition(".")[0] != "13":
         has = "no CUDA" if cuda is None else f"CUDA {cuda}"
         raise UserError(
-            f"torch {torch.__version__} has {has}, and the stub needs CUDA 13; `make cuda-stub` installs such a build"
+            f"torch {torch.__version__} has {has}, and the stub needs CUDA 13; install such a build, as torch==2.11.0 is"
         )
     if missing := [name for name in ("gcc", "nm") if shutil.which(name) is None]:
         raise UserError(f"{missing[0]} is not installed, which the stub is built with (Debian: apt-get install gcc)")

@@ -42,9 +42,7 @@ def check_machine() -> None:
         raise UserError(f"this machine has a GPU ({GPU} is there), which the stub would hide; run the command itself")
     if cuda is None or cuda.partition(".")[0] != "13":
         has = "no CUDA" if cuda is None else f"CUDA {cuda}"
-        raise UserError(
-            f"torch {torch.__version__} has {has}, and the stub needs CUDA 13; install such a build, as torch==2.11.0 is"
-        )
+        raise UserError(f"torch {torch.__version__} has {has}, and the stub needs CUDA 13; install such a build of it")
     if missing := [name for name in ("gcc", "nm") if shutil.which(name) is None]:
         raise UserError(f"{missing[0]} is not installed, which the stub is built with (Debian: apt-get install gcc)")
 

@@ -1,5 +1,5 @@
 /* GPUs that compute nothing, preloaded before CUDA's libraries: memory is the host's, copies are real, kernels and NCCL
-   do nothing and succeed, events tell the host's time. What is not here, build.py adds as functions that return 0.
+   do nothing and succeed, events tell the host's time. What is not here, __main__.py adds as functions that return 0.
    No header of CUDA is needed: handles are void *, enumerations int, and fields of structs lie AT the offsets that
    CUDA 13's driver_types.h gives them. */
 #define _GNU_SOURCE
@@ -18,19 +18,27 @@ typedef struct { char *p; size_t n; int kind; } Block;
 enum { HOST = 1, DEVICE = 2, FREE = 0, OUT_OF_MEMORY = 2, NO_DEVICE = 100 };
 static const size_t TOTAL = 139ull << 30, LARGE = 1 << 16, PAGE = 2 << 20;
 static Block blocks[1 << 18];
-static int count, initialised;
+static int count;
 static size_t used;
 static __thread int current;
 static long counts[3]; /* launches, waits of the host, copies to the host */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static int devices(void) { const char *s = getenv("CUDA_STUB_GPUS"); return s ? atoi(s) : 1; }
-static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1e3 + t.tv_nsec / 1e6; }
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1e3 + t.tv_nsec / 1e6;
+}
 static int counted(int which) { __sync_fetch_and_add(&counts[which], 1); return 0; }
 int stub_launch(void) { return counted(0); }
 static int waited(void) { return counted(1); }
 void stub_counts(long *out) { memcpy(out, counts, sizeof counts); }
 static Handle *handle(void) { Handle *h = calloc(1, 4096); h->ms = now(); return h; }
+#define MAKES(name) int name(void **made) { *made = handle(); return 0; } /* arguments that follow are not read */
+MAKES(cudaEventCreate) MAKES(cudaEventCreateWithFlags) MAKES(cudaStreamCreate) MAKES(cudnnCreate) MAKES(cublasCreate_v2)
+MAKES(cublasLtCreate) MAKES(cublasLtMatmulDescCreate) MAKES(cublasLtMatrixLayoutCreate) MAKES(cuModuleLoadDataEx)
+MAKES(cublasLtMatmulPreferenceCreate) MAKES(cuModuleLoadData)
 
 static void *reserve(size_t n, int kind) {
   char *p = mmap(0, n + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -45,13 +53,15 @@ static void *reserve(size_t n, int kind) {
   return p;
 }
 static Block *find(const void *p) { /* the block that holds an address */
-  for (Block *b = blocks; b < blocks + count; b++) if (b->kind && (char *)p >= b->p && (char *)p < b->p + b->n) return b;
+  for (Block *b = blocks; b < blocks + count; b++)
+    if (b->kind && (char *)p >= b->p && (char *)p < b->p + b->n) return b;
   return 0;
 }
 static int release(void *p) {
   pthread_mutex_lock(&lock);
   Block *b = p ? find(p) : 0;
-  if (b) { madvise(b->p, b->n, MADV_DONTNEED); if (b->kind == DEVICE) used -= b->n; b->kind = FREE; munmap(b->p, b->n); }
+  if (b && b->kind == DEVICE) used -= b->n;
+  if (b) { b->kind = FREE; munmap(b->p, b->n); }
   pthread_mutex_unlock(&lock);
   return 0;
 }
@@ -66,35 +76,28 @@ int cudaGetDeviceCount(int *n) { *n = devices(); return *n ? 0 : NO_DEVICE; }
 int cudaGetDevice(int *d) { *d = current; return 0; }
 int cudaSetDevice(int d) { if (d < 0 || d >= devices()) return 101; current = d; return 0; }
 int cudaDriverGetVersion(int *v) { *v = 13000; return 0; }
-int cudaGetDeviceProperties(void *p, int d) { /* an H200's */
+static const int properties[][2] = { /* of an H200; of fields of 8 bytes the lower half */
+  {296, 49152}, {304, 65536}, {308, 32}, {320, 1024}, /* sharedMem, regs, warpSize and maxThreads PerBlock */
+  {324, 1024}, {328, 1024}, {332, 64}, {336, 2147483647}, {340, 65535}, {344, 65535}, /* maxThreadsDim, maxGridSize */
+  {352, 65536}, {360, 9}, {364, 0}, {368, 512}, {384, 132}, /* totalConstMem, major, minor, textureAlignment, SMs */
+  {560, 1}, {584, 3}, {588, 1}, {592, 6144}, /* concurrentKernels, asyncEngineCount, unifiedAddressing, memoryBusWidth */
+  {596, 50 << 20}, {604, 2048}, {624, 233472}, {632, 65536}, /* l2CacheSize; threads, sharedMem and regs of an SM */
+  {672, 232448}, {688, 32}}; /* sharedMemPerBlockOptin, maxBlocksPerMultiProcessor */
+static const int attributes[][2] = { /* cudaDevAttr and CU_DEVICE_ATTRIBUTE have the same numbers; the others are 1 */
+  {1, 1024}, {5, 2147483647}, {6, 65535}, {8, 49152}, {10, 32}, {12, 65536}, {16, 132}, {39, 2048}, {75, 9}, {76, 0},
+  {81, 233472}, {97, 232448}, {106, 32}, {110, 0}, {128, 0}};
+#define COUNT(table) (sizeof table / sizeof *table)
+int cudaGetDeviceProperties(void *p, int d) {
   memset(p, 0, 1008);
   strcpy(p, "NVIDIA H200");
-  AT(char, p, 256) = d + 1;                        /* uuid */
-  AT(size_t, p, 288) = TOTAL;                      /* totalGlobalMem */
-  AT(size_t, p, 296) = 49152;                      /* sharedMemPerBlock */
-  AT(int, p, 304) = AT(int, p, 632) = 65536;       /* regsPerBlock, regsPerMultiprocessor */
-  AT(int, p, 308) = 32;                            /* warpSize */
-  AT(int, p, 320) = AT(int, p, 324) = AT(int, p, 328) = 1024; AT(int, p, 332) = 64;          /* threads of a block */
-  AT(int, p, 336) = 2147483647; AT(int, p, 340) = AT(int, p, 344) = 65535;                   /* maxGridSize */
-  AT(size_t, p, 352) = 65536;                      /* totalConstMem */
-  AT(int, p, 360) = 9;                             /* major */
-  AT(size_t, p, 368) = 512;                        /* textureAlignment */
-  AT(int, p, 384) = 132;                           /* multiProcessorCount */
-  AT(int, p, 560) = AT(int, p, 588) = 1;           /* concurrentKernels, unifiedAddressing */
-  AT(int, p, 584) = 3;                             /* asyncEngineCount */
-  AT(int, p, 592) = 6144;                          /* memoryBusWidth */
-  AT(int, p, 596) = 50 << 20;                      /* l2CacheSize */
-  AT(int, p, 604) = 2048;                          /* maxThreadsPerMultiProcessor */
-  AT(size_t, p, 624) = 233472;                     /* sharedMemPerMultiprocessor */
-  AT(size_t, p, 672) = 232448;                     /* sharedMemPerBlockOptin */
-  AT(int, p, 688) = 32;                            /* maxBlocksPerMultiProcessor */
+  AT(char, p, 256) = d + 1; /* uuid */
+  AT(size_t, p, 288) = TOTAL;
+  for (unsigned i = 0; i < COUNT(properties); i++) AT(int, p, properties[i][0]) = properties[i][1];
   return 0;
 }
-int cudaDeviceGetAttribute(int *v, int attribute, int d) { /* cudaDevAttr and CU_DEVICE_ATTRIBUTE have the same numbers */
-  static const int known[][2] = {{1, 1024}, {5, 2147483647}, {6, 65535}, {8, 49152}, {10, 32}, {12, 65536}, {16, 132},
-    {39, 2048}, {75, 9}, {76, 0}, {81, 233472}, {97, 232448}, {106, 32}, {110, 0}, {128, 0}};
+int cudaDeviceGetAttribute(int *v, int which, int d) {
   *v = 1;
-  for (unsigned i = 0; i < sizeof known / sizeof *known; i++) if (known[i][0] == attribute) *v = known[i][1];
+  for (unsigned i = 0; i < COUNT(attributes); i++) if (attributes[i][0] == which) *v = attributes[i][1];
   return 0;
 }
 int cudaDeviceGetPCIBusId(char *s, int n, int d) { snprintf(s, n, "0000:%02x:00.0", d + 1); return 0; }
@@ -139,17 +142,14 @@ int cudaMemsetAsync(void *p, int v, size_t n, void *stream) { return cudaMemset(
 int cudaGetSymbolAddress(void **p, void *symbol) { static char zeros[1 << 20]; *p = zeros; return 0; }
 
 /* Runtime: streams, events, kernels */
-int cudaEventCreate(void **e) { *e = handle(); return 0; }
-int cudaEventCreateWithFlags(void **e, unsigned flags) { *e = handle(); return 0; }
 int cudaEventRecord(Handle *e, void *stream) { e->ms = now(); return 0; }
 int cudaEventRecordWithFlags(Handle *e, void *stream, unsigned flags) { e->ms = now(); return 0; }
 int cudaEventElapsedTime(float *ms, Handle *a, Handle *b) { *ms = b->ms - a->ms + 1e-3; return 0; }
 int cudaEventSynchronize(void *e) { return waited(); }
-int cudaStreamCreate(void **s) { *s = handle(); return 0; }
 int cudaStreamCreateWithPriority(Handle **s, unsigned flags, int p) { *s = handle(); (*s)->priority = p; return 0; }
 int cudaStreamGetPriority(Handle *s, int *p) { *p = s ? s->priority : 0; return 0; }
 int cudaStreamIsCapturing(void *s, int *status) { *status = 0; return 0; }
-int cudaStreamGetCaptureInfo(void *s, int *status, void *id, void *g, void *d, void *e, void *n) { *status = 0; return 0; }
+int cudaStreamGetCaptureInfo(void *s, int *status) { *status = 0; return 0; }
 int cudaStreamSynchronize(void *s) { return waited(); }
 int cudaLaunchHostFunc(void *s, void (*f)(void *), void *data) { f(data); return 0; }
 int cudaStreamAddCallback(void *s, void (*f)(void *, int, void *), void *data, unsigned x) { f(s, 0, data); return 0; }
@@ -160,12 +160,16 @@ int cudaFuncGetAttributes(void *a, void *f) {
   AT(int, a, 44) = 49152;                          /* maxDynamicSharedSizeBytes */
   return 0;
 }
-int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *f, int b, size_t s) { *n = 2; return 0; }
-int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, void *f, int b, size_t s, int x) { *n = 2; return 0; }
+int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n) { *n = 2; return 0; }
+int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n) { *n = 2; return 0; }
 int __cudaGetKernel(void **k, void *f) { *k = f; return 0; }
-static __thread struct { dim3 grid, block; size_t shared; void *stream; } call;
-int __cudaPushCallConfiguration(dim3 g, dim3 b, size_t m, void *s) { call.grid = g; call.block = b; call.shared = m; call.stream = s; return 0; }
-int __cudaPopCallConfiguration(dim3 *g, dim3 *b, size_t *m, void **s) { *g = call.grid; *b = call.block; *m = call.shared; *s = call.stream; return 0; }
+typedef struct { dim3 grid, block; size_t shared; void *stream; } Call;
+static __thread Call call;
+int __cudaPushCallConfiguration(dim3 g, dim3 b, size_t m, void *s) { call = (Call){g, b, m, s}; return 0; }
+int __cudaPopCallConfiguration(dim3 *g, dim3 *b, size_t *m, void **s) {
+  *g = call.grid, *b = call.block, *m = call.shared, *s = call.stream;
+  return 0;
+}
 void *__cudaRegisterFatBinary(void *f) { static void *x; return &x; }
 char __cudaInitModule(void **h) { return 1; }
 static int nothing(void) { return 0; }
@@ -189,16 +193,20 @@ int cuCtxGetCurrent(void **c) { *c = (void *)(0x10L + current); return 0; }
 int cuCtxSetCurrent(void *c) { if (c) current = (long)c - 0x10; return 0; }
 int cuCtxGetDevice(int *d) { *d = current; return 0; }
 int cuGetErrorString(int e, const char **s) { *s = cudaGetErrorString(e); return 0; }
-int cuModuleLoadData(void **m, void *image) { *m = handle(); return 0; }
-int cuModuleLoadDataEx(void **m, void *image, unsigned n, void *o, void *v) { *m = handle(); return 0; }
 int cuModuleGetFunction(void **f, void *m, const char *name) { *f = m; return 0; }
-int cuFuncGetAttribute(int *v, int attribute, void *f) { *v = attribute == 4 ? 64 : attribute == 0 ? 1024 : 0; return 0; }
-int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *f, int b, size_t s) { *n = 2; return 0; }
-int cuOccupancyMaxActiveClusters(int *n, void *f, void *c) { *n = 2; return 0; }
+int cuFuncGetAttribute(int *v, int attribute, void *f) {
+  *v = attribute == 4 ? 64 : attribute == 0 ? 1024 : 0;
+  return 0;
+}
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n) { *n = 2; return 0; }
+int cuOccupancyMaxActiveClusters(int *n) { *n = 2; return 0; }
 int cuPointerGetAttribute(void **v, int attribute, void *p) { *v = p; return 0; }
-int cuMemAddressReserve(void **p, size_t n, size_t align, void *at, unsigned long long f) { *p = reserve(n, DEVICE); __sync_fetch_and_add(&used, 0); return *p ? 0 : OUT_OF_MEMORY; }
-int cuMemCreate(long *h, size_t n, void *properties, unsigned long long f) { static long made; *h = ++made; return used + n > TOTAL ? OUT_OF_MEMORY : 0; }
-int cuMemMap(void *p, size_t n, size_t offset, long h, unsigned long long f) { __sync_fetch_and_add(&used, n); return 0; }
+int cuMemAddressReserve(void **p, size_t n) { return (*p = reserve(n, DEVICE)) ? 0 : OUT_OF_MEMORY; }
+int cuMemCreate(long *h, size_t n) { static long made; *h = ++made; return used + n > TOTAL ? OUT_OF_MEMORY : 0; }
+int cuMemMap(void *p, size_t n, size_t offset, long h, unsigned long long f) {
+  __sync_fetch_and_add(&used, n);
+  return 0;
+}
 int cuMemUnmap(void *p, size_t n) { __sync_fetch_and_sub(&used, n); madvise(p, n, MADV_DONTNEED); return 0; }
 int cuMemGetAllocationGranularity(size_t *g, void *properties, int o) { *g = PAGE; return 0; }
 int cuStreamIsCapturing(void *s, int *status) { *status = 0; return 0; }
@@ -216,26 +224,20 @@ int ncclCommGetAsyncError(void *c, int *e) { *e = 0; return 0; }
 int ncclMemAlloc(void **p, size_t n) { return cudaMalloc(p, n); }
 const char *ncclGetErrorString(int e) { return "error of the stub"; }
 const char *ncclGetLastError(void *c) { return ""; }
-int cublasCreate_v2(void **h) { *h = handle(); return 0; }
 int cublasGetVersion_v2(void *h, int *v) { *v = 130100; return 0; }
 int cublasGetPointerMode_v2(void *h, int *mode) { *mode = 0; return 0; }
 int cublasGetMathMode(void *h, int *mode) { *mode = 0; return 0; }
-int cublasLtCreate(void **h) { *h = handle(); return 0; }
-int cublasLtMatmulDescCreate(void **h, int compute, int scale) { *h = handle(); return 0; }
-int cublasLtMatrixLayoutCreate(void **h, int type, long rows, long columns, long ld) { *h = handle(); return 0; }
-int cublasLtMatmulPreferenceCreate(void **h) { *h = handle(); return 0; }
-int cublasLtMatmulAlgoGetHeuristic(void *h, void *d, void *a, void *b, void *c, void *e, void *p, int want, void *found, int *n) {
-  memset(found, 0, 64);
-  *n = 1;
-  return 0;
+int cublasLtMatmulAlgoGetHeuristic(
+    void *h, void *d, void *a, void *b, void *c, void *e, void *p, int wanted, void *r, int *n) {
+  memset(r, 0, 64);
+  return *n = 1, 0;
 }
-int cudnnCreate(void **h) { *h = handle(); return 0; }
 const char *cudnnGetErrorString(int e) { return "error of the stub"; }
 void cudnnGetLastErrorString(char *s, size_t n) { if (n) *s = 0; }
 int cudnnGetProperty(int which, int *v) { *v = which == 0 ? 9 : which == 1 ? 19 : 0; return 0; }
 int cudnnBackendCreateDescriptor(int type, void **d) { *d = handle(); return 0; }
 int cudnnBackendGetAttribute(void *d, int name, int type, long want, long *n, void *value) {
   if (n) *n = 1;
-  if (want > 0 && value && type != 15) memset(value, 0, type == 3 || type == 5 ? 8 : 4); /* 15: a descriptor, made before */
+  if (want > 0 && value && type != 15) memset(value, 0, type == 3 || type == 5 ? 8 : 4); /* 15: a descriptor */
   return 0;
 }

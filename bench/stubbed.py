@@ -78,7 +78,7 @@ CASES: dict[str, tuple[int, str]] = {
     "dit, ring 2": (2, DIT + CP + "2" + BY + "ring"),
     "llama, tensor 2": (2, LLAMA + TP + "2"),
     "llama, pipeline 2, 1F1B": (2, LLAMA + PP + "2 --global-batch-size 4"),
-    "llama, pipeline 2, zero bubble": (2, LLAMA + SHARDING + "zero2 " + BUBBLES),
+    "llama, pipeline 2, zero bubble": (2, LLAMA + SHARDING + "zero1 " + BUBBLES),
     **{f"llama, {name} 2": (2, LLAMA + TWO + SHARDING + name) for name in ("ddp", "zero1", "zero2", "zero3")},
     "llama, zero3 2, resumed": (2, LLAMA + TWO + "--save {folder}/run --load {folder}/run --save-interval 2"),
     **{f"llama, {name} 2, packed": (2, f"{PACKED}{CP}2{BY}{name}") for name in METHODS},

@@ -80,7 +80,7 @@ static const int properties[][2] = { /* of an H200; of fields of 8 bytes the low
   {296, 49152}, {304, 65536}, {308, 32}, {320, 1024}, /* sharedMem, regs, warpSize and maxThreads PerBlock */
   {324, 1024}, {328, 1024}, {332, 64}, {336, 2147483647}, {340, 65535}, {344, 65535}, /* maxThreadsDim, maxGridSize */
   {352, 65536}, {360, 9}, {364, 0}, {368, 512}, {384, 132}, /* totalConstMem, major, minor, textureAlignment, SMs */
-  {560, 1}, {584, 3}, {588, 1}, {592, 6144}, /* concurrentKernels, asyncEngineCount, unifiedAddressing, memoryBusWidth */
+  {560, 1}, {584, 3}, {588, 1}, {592, 6144}, /* concurrentKernels, asyncEngines, unifiedAddressing, memoryBusWidth */
   {596, 50 << 20}, {604, 2048}, {624, 233472}, {632, 65536}, /* l2CacheSize; threads, sharedMem and regs of an SM */
   {672, 232448}, {688, 32}}; /* sharedMemPerBlockOptin, maxBlocksPerMultiProcessor */
 static const int attributes[][2] = { /* cudaDevAttr and CU_DEVICE_ATTRIBUTE have the same numbers; the others are 1 */

@@ -163,7 +163,7 @@ lock: $(DEV) ## Write requirements-lock.txt from the environment
 	@mv requirements-lock.tmp requirements-lock.txt
 
 clean: ## Remove the environment and the caches; runs/ stays
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV)-cuda .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 FORCE:

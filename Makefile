@@ -49,7 +49,7 @@ start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(A
 	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$more --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention peers linear-bench parity chaos lasp-table papers gpu-check gpu-profile nccl-check hooks lock clean FORCE
+.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention peers linear-bench parity chaos lasp-table papers gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -150,6 +150,10 @@ gpu-profile: $(READY) ## On one CUDA device: a trace, and a table of idle time, 
 nccl-check: $(READY) ## On 2 to 8 GPUs, in steps: links, every method, pipelines, meshes against one GPU, a killed rank; into bench/results/
 	$(PY) -m bench.nccl $(ARGS)
 
+cuda-stub: ## Every kind of configuration on stubbed GPUs, with a CUDA build of torch in an environment of its own: errors and memory
+	@$(if $(READY),$(MAKE) --no-print-directory venv VENV=$(VENV)-cuda)
+	OMP_NUM_THREADS=1 $(if $(READY),$(VENV)-cuda/bin/python,$(PY)) -m bench.stubbed $(ARGS)
+
 hooks: $(DEV) ## Let git run the checks before each commit
 	$(PY) -m pre_commit install
 
@@ -159,7 +163,7 @@ lock: $(DEV) ## Write requirements-lock.txt from the environment
 	@mv requirements-lock.tmp requirements-lock.txt
 
 clean: ## Remove the environment and the caches; runs/ stays
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV)-cuda .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 FORCE:

@@ -47,14 +47,15 @@ def of_step(command: list[str], limit: float) -> dict[str, Any]:
         return found
 
 
-def ended(command: list[str], limit: float) -> tuple[int, str]:
-    """Run a command to its end; return its status and what it wrote to stderr.
+def ended(command: list[str], limit: float, stdout: int | None = None) -> tuple[int, str]:
+    """Run a command to its end; return its status and what it wrote to stderr. ``stdout`` is as of ``Popen``.
 
     Whatever ends it, what it started ends too: ranks that hang would keep the devices that the next step needs.
 
     Raises TimeoutExpired: it took longer than ``limit`` seconds.
     """
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    streams: dict[str, Any] = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **streams, start_new_session=True) as process:
         try:
             said = process.communicate(timeout=limit)[1]
         finally:

@@ -49,7 +49,8 @@ FOLDERS = {
     "testing": _folder(
         "real ranks and measured machines, for tests and benchmarks", f"{LIBRARY} train planner entry tools/results"
     ),
-    "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools testing {BELOW}"),
+    "testing/cuda_stub": _folder("GPUs that compute nothing", "testing runtime tools/arguments"),
+    "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools testing testing/cuda_stub {BELOW}"),
     "bench/nccl": _folder(
         "several GPUs together, step by step", f"{LIBRARY} train planner parity testing bench {BELOW}"
     ),

@@ -133,7 +133,8 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     device = config.mesh.device if named is None else cluster.device
     config = replace(config, mesh=replace(config.mesh, device=device), context=replace(config.context, cluster=None))
     lengths = tuple(args.document_lengths)
-    known = not lengths and config.data.data_path and config.data.tokenizer_model
+    text = isinstance(config, Config)
+    known = text and not lengths and config.data.data_path and config.data.tokenizer_model
     documents = heaviest_documents(config) if known else typical_documents(config, lengths)
     if config.context.context_parallel_method == "auto":
         config = _chosen(config, world_size, cluster, lengths)

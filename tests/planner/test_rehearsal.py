@@ -132,3 +132,8 @@ def test_every_dimension_of_the_mesh(flags: str) -> None:
     found = rehearse(config, pretrain_gpt.computing, 0, 8, per_node=4)
     assert found.bytes > 0
     assert found.sent[INSIDE] + found.sent[BETWEEN] > 0
+
+
+def test_a_norm_without_a_weight_is_rehearsed_for_a_gpu() -> None:
+    flags = (*MODEL, "--model-type", "transnormer", "--device", "cuda", "--bf16")
+    assert rehearse(parse_args(flags), pretrain_gpt.computing, 0, 1, 1).bytes > 0

@@ -178,5 +178,5 @@ def test_a_diffusion_transformer_and_a_hybrid_have_plans(capsys: pytest.CaptureF
         flags += ("--num-layers", "4")
         assert main([*flags, *A100, "--top", "1"]) == 0
         assert rows_of(capsys.readouterr().out)
-    assert main([*flags, *A100, "--fits"]) == 0
-    assert capsys.readouterr().out.endswith("fits\n")
+        assert main([*flags, *A100, "--fits", "--data-path", "not_read"]) == 0
+        assert capsys.readouterr().out.endswith("fits\n")

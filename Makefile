@@ -48,11 +48,14 @@ RANKS = OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-pe
 start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(ARGS)) && more=$$(echo "$$fit" | cut -s -d " " -f 2-) && set -x && \
 	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$more --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
+GPU_HERE = $(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else \
+	  'error: this needs a CUDA GPU, and torch sees none here; nothing was installed or written')"
+
 .DEFAULT_GOAL := help
 .PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention peers linear-bench parity chaos lasp-table papers gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
 
 help: ## Print this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo; sed -n '2,/^$$/s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
 venv: $(STAMP) $(EXTRAS:%=$(VENV)/.longmesh-%) ## Make .venv with what training needs, pinned (the other targets do so by themselves)
@@ -138,12 +141,15 @@ papers: $(READY) ## The papers' tables, published and predicted and, where it is
 chaos: $(READY) ## Kill, signal and start twice runs of 4 processes, compared with an undisturbed one, into bench/results/chaos.md (hours)
 	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(ARGS)
 
-gpu-check: $(DEV) ## On one CUDA device, in steps of under 8 minutes: kernels, ranks, waits, rates, a run of 1B; into bench/results/
+gpu-check: $(READY) ## On one CUDA device, step by step, in under 8 minutes: kernels, ranks, waits, rates, a run of 1B; into bench/results/
+	@$(if $(findstring --device cpu,$(ARGS)),,$(GPU_HERE))
+	@$(if $(DEV),$(MAKE) --no-print-directory $(DEV))
 	$(PY) -m bench.gpu_check $(ARGS)
 
-gpu-profile: RUN = runs/gpu_profile
+gpu-profile: RUN = runs/gpu_profile_$(shell date +%m%d_%H%M%S)
 gpu-profile: $(READY) ## On one CUDA device: a trace, and a table of idle time, of a LLaMA of 1B at 8,192 tokens; into RUN/profile
-	$(RANKS) 1 pretrain_gpt.py --mock-data --vocab-size 32000 --bf16 --num-layers 16 --hidden-size 2048 --num-attention-heads 16 \
+	@$(GPU_HERE)
+	$(RANKS) 1 pretrain_gpt.py --device cuda --mock-data --vocab-size 32000 --bf16 --num-layers 16 --hidden-size 2048 --num-attention-heads 16 \
 	  --seq-length 8192 --micro-batch-size 1 --global-batch-size 1 --train-iters 10 --eval-iters 0 --save-interval none \
 	  --save "$(RUN)" --profile --profile-step-start 5 --profile-step-end 8 $(ARGS)
 

@@ -75,7 +75,7 @@ def keep(args: argparse.Namespace, result: dict[str, Any]) -> None:
 def target(name: str, ratio: float, least: float | None, most: float | None = None) -> dict[str, Any]:
     """Return a figure, what it is to be, and whether it is."""
     met = (least or 0) <= ratio <= (most or math.inf)
-    return {"name": name, "ratio": ratio, "bound": f">= {least}" if least else f"<= {most}", "met": met}
+    return {"name": name, "ratio": ratio, "bound": f"<= {most}" if least is None else f">= {least}", "met": met}
 
 
 def said(targets: Sequence[dict[str, Any]]) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from runtime.errors import UserError
 
 CLUSTERS = Path(__file__).resolve().parents[1] / "configs" / "clusters"
-KINDS = {"H100": "h100_pod", "H200": "h100_pod", "A100": "a100_pod"}
+KINDS = {"H100": "h100_pod", "H200": "h200_pod", "A100": "a100_pod"}
 """Cluster by GPU name, as torch gives it."""
 
 

@@ -61,10 +61,11 @@ class DataConfig:
         split_shares(self.split)
         if self.data_path:
             blend(self.data_path)
-        if self.mock_data and (self.data_path or self.tokenizer_model or self.tells_documents or self.sft):
+        others = ("data_path", "tokenizer_model", "reset_position_ids", "reset_attention_mask", "sft")
+        if self.mock_data and (there := [name for name in others if getattr(self, name)]):
             raise DataError(
-                "mock_data draws tokens, which no file, tokenizer, document or conversation goes with; leave out "
-                "data_path, tokenizer_model, reset_position_ids, reset_attention_mask and sft, or mock_data"
+                f"mock_data draws tokens, with which {', '.join(there)} cannot go; leave out these, also in the file of "
+                "--config, or mock_data"
             )
         if self.num_workers < 0:
             raise DataError(f"num_workers is {self.num_workers}; it must be 0 or more")

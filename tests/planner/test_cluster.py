@@ -55,7 +55,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 def test_the_device_decides_where_no_file_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_cluster("cpu") == load_cluster(CLUSTERS / "cpu.toml")
-    for name, wanted in (("NVIDIA A100-SXM4-80GB", "a100_pod"), ("NVIDIA H100 80GB HBM3", "h100_pod")):
+    for name, wanted in (
+        ("NVIDIA A100-SXM4-80GB", "a100_pod"),
+        ("NVIDIA H100 80GB HBM3", "h100_pod"),
+        ("NVIDIA H200", "h200_pod"),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         assert cluster.default_cluster("cuda") == load_cluster(CLUSTERS / f"{wanted}.toml")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")

@@ -64,8 +64,8 @@ class DataConfig:
         others = ("data_path", "tokenizer_model", "reset_position_ids", "reset_attention_mask", "sft")
         if self.mock_data and (there := [name for name in others if getattr(self, name)]):
             raise DataError(
-                f"mock_data draws tokens, with which {', '.join(there)} cannot go; leave out these, also in the file of "
-                "--config, or mock_data"
+                f"mock_data draws tokens, with which {', '.join(there)} cannot go; leave these out, also of "
+                "--config's file, or mock_data"
             )
         if self.num_workers < 0:
             raise DataError(f"num_workers is {self.num_workers}; it must be 0 or more")

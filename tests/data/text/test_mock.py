@@ -23,6 +23,8 @@ def test_a_sample_is_a_function_of_the_seed_and_its_index() -> None:
     assert all(torch.equal(first[name], again[5][name]) for name in first)
     for other in (train[6], valid[5], test[5], build_datasets(DataConfig(), 64, 8, MockTokenizer(100))[0][5]):
         assert not torch.equal(first["tokens"], other["tokens"])
+    drawn = [samples[index]["tokens"] for samples in (train, valid, test) for index in range(4)]
+    assert len(torch.stack(drawn).unique(dim=0)) == 12  # the parts share none
     assert torch.equal(first["tokens"][1:], first["labels"][:-1])
     assert int(first["tokens"].min()) >= 0
     assert int(first["tokens"].max()) < 100

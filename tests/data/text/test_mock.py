@@ -1,5 +1,7 @@
 """Drawn tokens: a function of the seed and the index alone, and a run on them without a file."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from data.text.mock import MockTokenizer
 from runtime.errors import UserError
 from testing.training import Records, trainer_of
 from tests.pretraining import TINY
+from tools.runs import open_run
 
 FLAGS = ("--mock-data", "--device", "cpu", "--train-iters", "8", "--eval-interval", "4", "--eval-iters", "1")
 
@@ -51,3 +54,9 @@ def test_drawn_tokens_need_a_vocabulary() -> None:
     config = pretrain_gpt.parse_args([*TINY, *FLAGS])
     with pytest.raises(UserError, match="vocab_size"):
         pretrain_gpt.validate(config, 1)
+
+
+def test_a_run_on_drawn_tokens_is_asked_for_no_text(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[data]\nmock_data = true\n")
+    with pytest.raises(UserError, match="mock_data"):
+        open_run(tmp_path)

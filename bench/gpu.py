@@ -244,13 +244,13 @@ def targets(found: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
     }
     for length in {8192, 32768} & {row["seq_length"] for row in rows}:
         for half, said in enumerate(("forward", "forward + backward")):
-            best = min(
+            others = [
                 seconds[name, length][half] for name in ("cudnn", "flash_attn", "aten") if (name, length) in seconds
-            )
+            ]
             for name, least in ((chosen, 1.0), ("triton", 0.75)):
-                if (name, length) in seconds:
+                if others and (name, length) in seconds:
                     label = f"{name} over the best of the others, {length} tokens, {said}"
-                    wanted.append(target(label, best / seconds[name, length][half], least))
+                    wanted.append(target(label, min(others) / seconds[name, length][half], least))
     for method in ("zigzag", "striped"):
         if (share := found["simulated_ratios"].get(f"{method}/share")) is not None:
             wanted.append(target(f"{method} ranks over their share of one GPU's attention", 1 / share["ratio"], 0.95))

@@ -199,7 +199,7 @@ def training(device: str, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"wrong": [], "targets": []}
     for length, least in MFU[device].items():
         said = _run(device, "--save", "none", "--log-interval", "1", "--seq-length", str(length))
-        losses = [float(x) for x in re.findall(r"loss ([\d.]+)", said)]
+        losses = [float(x) for x in re.findall(r"\| loss (\S+)", said)]  # nan too
         rates = [float(x) * THOUSANDS[unit] for x, unit in re.findall(r"([\d.]+)([kM]?) tokens/s", said)]
         share, memory = re.findall(r"MFU ([\d.]+)%, ([\d.]+) GB of memory", said)[-1]
         if not losses[-1] < losses[0]:

@@ -1,6 +1,7 @@
 """What needs a GPU, through the same code on the CPU: kernels, simulated steps, ceilings, and the report's plumbing."""
 
 import json
+import math
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from testing import machine
 from testing.records import read_records
 from tests.runtime.test_signals import runs
 from tests.starts import wait_until
+from train.objectives.language import NextToken
+from train.watching.progress import machine_line, progress_line
 
 METHODS = ("ring", "striped", "zigzag", "allgather")
 WORK = Workload(seq_length=64, num_heads=4, kv_heads=2, head_dim=16)
@@ -186,6 +189,19 @@ def test_figures_are_held_against_what_is_wanted() -> None:
     assert wanted["zigzag ranks over their share of one GPU's attention"] == (pytest.approx(0.98, abs=0.01), True)
     said = gpu_check.verdict({"targets": gpu.targets(found, "cudnn")})
     assert said.count("MISSED") == 3
+    found["kernels"] = found["kernels"][2:]  # all others are wrong, which the step is to say
+    assert not any("others" in one["name"] for one in gpu.targets(found, "cudnn"))
+
+
+@pytest.mark.parametrize(("losses", "wrong"), [((4.0, 3.5), 0), ((4.0, 3.5, math.nan), 1), ((4.0, 3.5, 123456.0), 1)])
+def test_a_loss_that_does_not_fall_is_wrong(
+    losses: tuple[float, ...], wrong: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record = {"iteration": 1, "grad_norm": 1.0, "learning_rate": 1e-3, "iteration_time_ms": 9.0}
+    record |= {"tokens_per_second": 9e4, "tflops_per_gpu": 1.0, "mfu": 0.5, "memory_gb": 2.0}
+    lines = [progress_line(NextToken, [record | {"lm_loss": one}], 9, 1.0) for one in losses]
+    monkeypatch.setattr(gpu_steps, "_run", lambda *_: "\n".join([*lines, machine_line([record], "process")]))
+    assert len(gpu_steps.training("cpu", tmp_path)["wrong"]) == wrong
 
 
 def test_all_steps_end_within_8_minutes() -> None:

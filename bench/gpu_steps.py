@@ -29,6 +29,7 @@ from kernels.attention import block_backward, block_forward, select_backend
 from kernels.blocks import CAUSAL, FULL
 from model.attention import sdpa
 from parallel.context import METHODS, make_plan
+from runtime.copies import FORGET
 from runtime.errors import UserError
 from testing import threads
 
@@ -147,6 +148,8 @@ def waits(device: str, folder: Path) -> dict[str, Any]:
     for name, step in steps.items():
         step()  # kernels are chosen and compiled once
         torch.cuda.synchronize()
+        for forget in FORGET:  # other documents come with every micro-batch
+            forget()
         torch.cuda.set_sync_debug_mode("error")
         try:
             step()

@@ -12,6 +12,7 @@ import torch
 from bench import ceilings, gpu, gpu_check, gpu_steps
 from bench.workload import Workload
 from parallel.context import METHODS as METHODS_OF_PLANS
+from runtime.copies import kept
 from runtime.errors import UserError
 from testing import machine
 from testing.records import read_records
@@ -165,9 +166,24 @@ def test_what_cannot_run_here_is_told_from_what_fails(
 
 def test_every_layer_and_method_whose_waits_are_sought_runs() -> None:
     steps = gpu.layers_and_methods("cpu", gpu_steps.DOCUMENTS["cpu"])
-    assert len(steps) == 3 + 2 * len(METHODS_OF_PLANS)
+    assert len(steps) == 5 + 2 * len(METHODS_OF_PLANS)
     for step in steps.values():
         step()
+
+
+def test_waits_are_sought_where_documents_are_new(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step that was warmed copies no indices, in which a wait would be."""
+    mode = ["default"]
+
+    @kept(4)
+    def copied(device: torch.device) -> None:
+        if mode[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
+    monkeypatch.setattr(gpu, "layers_and_methods", lambda *_: {"ring": lambda: copied(torch.device("cpu"))})
+    assert gpu_steps.waits("cuda", tmp_path)["wrong"] == ["ring: RuntimeError: called a synchronizing CUDA operation"]
 
 
 def test_figures_are_held_against_what_is_wanted() -> None:

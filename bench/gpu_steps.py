@@ -29,6 +29,7 @@ from kernels.attention import block_backward, block_forward, select_backend
 from kernels.blocks import CAUSAL, FULL
 from model.attention import sdpa
 from parallel.context import METHODS, make_plan
+from runtime.copies import FORGET
 from runtime.errors import UserError
 from testing import threads
 
@@ -147,6 +148,8 @@ def waits(device: str, folder: Path) -> dict[str, Any]:
     for name, step in steps.items():
         step()  # kernels are chosen and compiled once
         torch.cuda.synchronize()
+        for forget in FORGET:  # other documents come with every micro-batch
+            forget()
         torch.cuda.set_sync_debug_mode("error")
         try:
             step()
@@ -199,7 +202,7 @@ def training(device: str, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"wrong": [], "targets": []}
     for length, least in MFU[device].items():
         said = _run(device, "--save", "none", "--log-interval", "1", "--seq-length", str(length))
-        losses = [float(x) for x in re.findall(r"loss ([\d.]+)", said)]
+        losses = [float(x) for x in re.findall(r"\| loss (\S+)", said)]  # nan too
         rates = [float(x) * THOUSANDS[unit] for x, unit in re.findall(r"([\d.]+)([kM]?) tokens/s", said)]
         share, memory = re.findall(r"MFU ([\d.]+)%, ([\d.]+) GB of memory", said)[-1]
         first, last = fmean(losses[:5]), fmean(losses[-5:])

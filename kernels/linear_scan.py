@@ -5,11 +5,13 @@ Shapes: B sequences, T tokens, H heads, D width of queries and keys, E width of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from runtime.copies import kept, to_device
 
 SCAN_CHUNK = 64
 
@@ -28,7 +30,7 @@ class Chunks:
     """Whether each chunk is the first of its document."""
 
 
-@lru_cache(maxsize=64)  # packed documents differ from batch to batch
+@kept(64)  # packed documents differ from batch to batch
 def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.device) -> Chunks:
     """Chunk packed documents of these cumulative lengths; by default one document of ``length`` tokens."""
     bounds = documents or (0, length)
@@ -40,10 +42,10 @@ def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.devi
             begins.append(start == first)
     counts = torch.tensor(lengths)
     if all(count == SCAN_CHUNK for count in lengths):
-        return Chunks(None, None, counts.to(device), tuple(begins))
+        return Chunks(None, None, to_device(counts, device), tuple(begins))
     index = (torch.tensor(starts)[:, None] + torch.arange(SCAN_CHUNK)).clamp(max=length - 1).flatten()
     places = (torch.arange(SCAN_CHUNK) < counts[:, None]).flatten().nonzero().flatten()
-    return Chunks(index.to(device), places.to(device), counts.to(device), tuple(begins))
+    return Chunks(to_device(index, device), to_device(places, device), to_device(counts, device), tuple(begins))
 
 
 @cache

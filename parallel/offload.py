@@ -70,8 +70,11 @@ class Layer:
 
     @torch.no_grad()
     def pack(self, x: Tensor) -> "OnHost | Tensor":
-        """Begin the copy of ``x`` to host memory, dense, in its order of dimensions."""
-        if not x.numel():
+        """Begin the copy of ``x`` to host memory, dense, in its order of dimensions; a single number stays.
+
+        Of such there is nothing to gain, and the seeds that torch's memory-efficient attention returns are on the host.
+        """
+        if x.ndim == 0 or not x.numel():
             return x
         own, whole = _own_part(x)
         here, (out, _) = get_device_module(own.device), self._offload.streams(own.device)

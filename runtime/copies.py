@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 R = TypeVar("R")
+FORGET: list[Callable[[], None]] = []
+"""Let go of what each function keeps: the next call copies, as it would for another micro-batch."""
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -29,6 +31,7 @@ def kept(maxsize: int) -> Callable[[Callable[..., R]], Callable[..., R]]:
             return cached(stream, *arguments)
 
         found.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+        FORGET.append(cached.cache_clear)
         return found
 
     return decorate

@@ -58,9 +58,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     named = config_file(folder)
     config = load_config(named)
     if config.data.mock_data:
-        raise ConfigError(
-            f"{named}: the run was trained on drawn tokens (mock_data), which are no text; take another run"
-        )
+        raise ConfigError(f"{named}: mock_data is set: the run knows drawn tokens, and no text; name a run on text")
     if (path := config.data.tokenizer_model) is None:
         raise ConfigError(f"{named}: tokenizer_model is not set; name the tokenizer of the run")
     if not Path(path).exists() and (beside := folder / KEPT / Path(path).name).is_file():

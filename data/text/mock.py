@@ -31,7 +31,8 @@ class MockSamples:
 
         ``tokens`` and ``labels`` are int64, ``loss_mask`` is float32, each [S].
         """
-        uniform = np.random.default_rng((self.seed, index or 0)).random(self.seq_length + 1)
+        # The index first: words of zero at the end do not count, nor would index 0 behind a seed of two words.
+        uniform = np.random.default_rng((index or 0, self.seed)).random(self.seq_length + 1)
         ids = torch.from_numpy((self.vocab_size * uniform**4).astype(np.int64))
         loss_mask = torch.full((self.seq_length,), float(index is not None))
         return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": loss_mask}

@@ -1,6 +1,7 @@
 """What needs a GPU, through the same code on the CPU: kernels, simulated steps, ceilings, and the report's plumbing."""
 
 import json
+import math
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import torch
 from bench import ceilings, gpu, gpu_check, gpu_steps
 from bench.workload import Workload
 from parallel.context import METHODS as METHODS_OF_PLANS
+from runtime.copies import kept
 from runtime.errors import UserError
 from testing import machine
 from testing.records import read_records
 from tests.runtime.test_signals import runs
 from tests.starts import wait_until
+from train.objectives.language import NextToken
+from train.watching.progress import machine_line, progress_line
 
 METHODS = ("ring", "striped", "zigzag", "allgather")
 WORK = Workload(seq_length=64, num_heads=4, kv_heads=2, head_dim=16)
@@ -162,9 +166,24 @@ def test_what_cannot_run_here_is_told_from_what_fails(
 
 def test_every_layer_and_method_whose_waits_are_sought_runs() -> None:
     steps = gpu.layers_and_methods("cpu", gpu_steps.DOCUMENTS["cpu"])
-    assert len(steps) == 3 + 2 * len(METHODS_OF_PLANS)
+    assert len(steps) == 5 + 2 * len(METHODS_OF_PLANS)
     for step in steps.values():
         step()
+
+
+def test_waits_are_sought_where_documents_are_new(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step that was warmed copies no indices, in which a wait would be."""
+    mode = ["default"]
+
+    @kept(4)
+    def copied(device: torch.device) -> None:
+        if mode[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
+    monkeypatch.setattr(gpu, "layers_and_methods", lambda *_: {"ring": lambda: copied(torch.device("cpu"))})
+    assert gpu_steps.waits("cuda", tmp_path)["wrong"] == ["ring: RuntimeError: called a synchronizing CUDA operation"]
 
 
 def test_figures_are_held_against_what_is_wanted() -> None:
@@ -186,6 +205,19 @@ def test_figures_are_held_against_what_is_wanted() -> None:
     assert wanted["zigzag ranks over their share of one GPU's attention"] == (pytest.approx(0.98, abs=0.01), True)
     said = gpu_check.verdict({"targets": gpu.targets(found, "cudnn")})
     assert said.count("MISSED") == 3
+    found["kernels"] = found["kernels"][2:]  # all others are wrong, which the step is to say
+    assert not any("others" in one["name"] for one in gpu.targets(found, "cudnn"))
+
+
+@pytest.mark.parametrize(("last", "wrong"), [(3.5, 0), (4.5, 1), (math.nan, 1), (123456.0, 1)])
+def test_a_loss_that_does_not_fall_is_wrong(
+    last: float, wrong: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record = {"iteration": 1, "grad_norm": 1.0, "learning_rate": 1e-3, "iteration_time_ms": 9.0}
+    record |= {"tokens_per_second": 9e4, "tflops_per_gpu": 1.0, "mfu": 0.5, "memory_gb": 2.0}
+    lines = [progress_line(NextToken, [record | {"lm_loss": one}], 9, 1.0) for one in (*9 * (4.0,), last)]
+    monkeypatch.setattr(gpu_steps, "_run", lambda *_: "\n".join([*lines, machine_line([record], "process")]))
+    assert len(gpu_steps.training("cpu", tmp_path)["wrong"]) == wrong
 
 
 def test_all_steps_end_within_8_minutes() -> None:

@@ -157,8 +157,8 @@ def spent(events: Iterable[Any], rank: int, iterations: int) -> Spent:
     for event in events:
         name, span = event.name(), (event.start_ns(), event.start_ns() + event.duration_ns())
         on_gpu = "CUDA" in str(event.device_type())
-        if on_gpu and event.is_user_annotation():
-            continue  # FSDP and the optimizer mark spans of the GPU's time, in which it may wait
+        if on_gpu and (event.is_user_annotation() or "HtoD" in name or "DtoH" in name):
+            continue  # spans that FSDP and the optimizer mark, and copies to and from the host: it may wait in both
         if name == "[memory]":
             changes[on_gpu].append((span[0], event.nbytes()))
         elif name in marks:

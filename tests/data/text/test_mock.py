@@ -1,5 +1,7 @@
 """Drawn tokens: a function of the seed and the index alone, and a run on them without a file."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from data.text.mock import MockTokenizer
 from runtime.errors import UserError
 from testing.training import Records, trainer_of
 from tests.pretraining import TINY
+from tools.runs import open_run
 
 FLAGS = ("--mock-data", "--device", "cpu", "--train-iters", "8", "--eval-interval", "4", "--eval-iters", "1")
 
@@ -23,6 +26,8 @@ def test_a_sample_is_a_function_of_the_seed_and_its_index() -> None:
     assert all(torch.equal(first[name], again[5][name]) for name in first)
     for other in (train[6], valid[5], test[5], build_datasets(DataConfig(), 64, 8, MockTokenizer(100))[0][5]):
         assert not torch.equal(first["tokens"], other["tokens"])
+    drawn = [samples[index]["tokens"] for samples in (train, valid, test) for index in range(4)]
+    assert len(torch.stack(drawn).unique(dim=0)) == 12  # the parts share none
     assert torch.equal(first["tokens"][1:], first["labels"][:-1])
     assert int(first["tokens"].min()) >= 0
     assert int(first["tokens"].max()) < 100
@@ -49,3 +54,9 @@ def test_drawn_tokens_need_a_vocabulary() -> None:
     config = pretrain_gpt.parse_args([*TINY, *FLAGS])
     with pytest.raises(UserError, match="vocab_size"):
         pretrain_gpt.validate(config, 1)
+
+
+def test_a_run_on_drawn_tokens_is_asked_for_no_text(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[data]\nmock_data = true\n")
+    with pytest.raises(UserError, match="mock_data"):
+        open_run(tmp_path)

@@ -75,6 +75,8 @@ def test_on_a_gpu_kernels_count_and_not_what_launched_them() -> None:
         Event("sm90_gemm", 2, 4, "DeviceType.CUDA"),
         Event("ncclDevKernel_SendRecv", 4, 5, "DeviceType.CUDA"),
         Event("FSDP::pre_forward", 0, 9, "DeviceType.CUDA", annotation=True),  # spans what it waits for too
+        Event("Memcpy HtoD (Pinned -> Device)", 0, 9, "DeviceType.CUDA"),  # as offload's, beside what computes or not
+        Event("Memcpy DtoH (Device -> Pinned)", 0, 9, "DeviceType.CUDA"),
     ]
     found = spent(events, 0, 1)
     assert [round(1e9 * x) for x in (found.compute, found.communication, found.exposed)] == [4, 5, 3]

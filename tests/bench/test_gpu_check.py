@@ -85,7 +85,8 @@ def test_every_step_runs_on_a_cpu_and_is_written_as_it_ends(tmp_path: Path, caps
     lines = capsys.readouterr().out.splitlines()
     ends = {line.split(":")[0]: line.partition(": ")[2] for line in lines if line.endswith(" s)")}
     assert list(ends) == list(gpu_steps.STEPS)
-    assert {name for name, said in ends.items() if not said.startswith("right")} == {"waits"}
+    elsewhere = {name for name, said in ends.items() if not said.startswith("right")}
+    assert elsewhere == {"waits", "triton", "resume"}  # whose tests are all skipped without a GPU
     (path,) = tmp_path.iterdir()
     steps = read_records(path)["steps"]
     assert steps["ranks"]["cases"] == 4 * len(METHODS_OF_PLANS)

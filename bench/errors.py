@@ -24,3 +24,8 @@ def failures_told(of: str = "") -> Iterator[None]:
                 log.write(str(error))
             said = f"{said} {trace[-1]}; its traceback is in {log.name}"
         raise MeasureError(of + said) from None
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.ceilings import measure as measure_ceilings
-from bench.errors import MeasureError
+from bench.errors import MeasureError, one_line
 from bench.rounds import target
 from bench.workload import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Workload
 from kernels.attention import CAUSAL, block_backward, block_forward, select_backend
@@ -64,7 +64,7 @@ def _try(label: str, skipped: dict[str, str], measured: Callable[[], dict[str, A
     except torch.AcceleratorError:
         raise  # whatever comes after it fails too
     except Exception as error:  # Triton's own errors have no other base
-        skipped[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        skipped[label] = one_line(error)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return None
@@ -244,13 +244,13 @@ def targets(found: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
     }
     for length in {8192, 32768} & {row["seq_length"] for row in rows}:
         for half, said in enumerate(("forward", "forward + backward")):
-            others = [
+            best = [
                 seconds[name, length][half] for name in ("cudnn", "flash_attn", "aten") if (name, length) in seconds
             ]
             for name, least in ((chosen, 1.0), ("triton", 0.75)):
-                if others and (name, length) in seconds:
-                    label = f"{name} over the best of the others, {length} tokens, {said}"
-                    wanted.append(target(label, min(others) / seconds[name, length][half], least))
+                if best and (name, length) in seconds:
+                    label = f"{name} over the best of torch's and flash-attn's, {length} tokens, {said}"
+                    wanted.append(target(label, min(best) / seconds[name, length][half], least))
     for method in ("zigzag", "striped"):
         if (share := found["simulated_ratios"].get(f"{method}/share")) is not None:
             wanted.append(target(f"{method} ranks over their share of one GPU's attention", 1 / share["ratio"], 0.95))

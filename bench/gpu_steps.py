@@ -23,6 +23,7 @@ from torch import Tensor
 from bench import ceilings, gpu
 from bench import linear as of_linear
 from bench.attention import DEFAULT_METHODS
+from bench.errors import one_line
 from bench.rounds import target
 from bench.workload import Workload
 from kernels.attention import block_backward, block_forward, select_backend
@@ -75,11 +76,6 @@ def backends(device: str, folder: Path) -> dict[str, Any]:
             if not errors[case] <= BOUNDS[device]:
                 wrong.append(f"{case}: {errors[case]:.1e}")
     return {"worst": max(errors.values(), default=None), "cases": len(errors), "refused": refused, "wrong": wrong}
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _error_of(name: str, device: str, width: int, length: int, kind: str) -> float:

@@ -292,7 +292,7 @@ def validate_backend(config: CommonConfig) -> None:
             f"attention_backend is {backend} and context_parallel_method is none, which is torch's own SDPA; "
             "choose a method, or leave the backend out"
         )
-    if backend == "flash_attn" and not config.train.bf16:
+    if backend in ("flash_attn", "flash_attn_3") and not config.train.bf16:
         raise ConfigError(
-            "attention_backend is flash_attn, which has no float32; give --bf16 or --attention-backend auto"
+            f"attention_backend is {backend}, which has no float32; give --bf16 or --attention-backend auto"
         )

@@ -2,12 +2,19 @@
 
 import gc
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from checkpoint.api import load_checkpoint, save_checkpoint
+from checkpoint.manifest import checkpoint_folder
+from checkpoint.tensors import tensors_of
+from parallel.data import to_local
+from testing.ranks import run_ranks
 from tests.parallel.streams import Device
+from tests.parallel.unequal import loss_sum, sharded
 from train import host_moments
 from train.host_moments import HostAdamW
 from train.optim import OptimizerConfig, build_optimizer
@@ -95,6 +102,30 @@ def test_nothing_races_and_both_ways_are_busy_at_once(monkeypatch: pytest.Monkey
 def test_every_wait_is_needed(dropped: tuple[str, str], race: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device, _ = played(monkeypatch, dropped)
     assert race in device.races, device.races
+
+
+def saved_and_loaded(rank: int, world_size: int, folder: Path) -> bool:
+    """Whether shards of weights and moments are those of AdamW after two steps, the second behind a checkpoint."""
+    found = []
+    for order in ((False, False), (True, True), (True, False), (False, True)):
+        path = folder / "".join(map(str, order))
+        for number, moved in enumerate(order):
+            model = sharded(world_size)
+            optimizer = build_optimizer(OptimizerConfig(optimizer_cpu_offload=moved), model)
+            if number:
+                load_checkpoint(checkpoint_folder(path, 1), model, optimizer, {})
+            loss_sum(model, rank, number).backward()
+            optimizer.step()
+            if not number:
+                save_checkpoint(path, 1, model, optimizer, architecture={}, extra={})
+        found.append([x for part in tensors_of(model, optimizer).values() for x in part.values()])
+    return all(
+        torch.equal(to_local(a), to_local(b)) for other in found[1:] for a, b in zip(*found[:1], other, strict=True)
+    )
+
+
+def test_sharded_moments_go_through_checkpoints_with_and_without(tmp_path: Path) -> None:
+    assert run_ranks(saved_and_loaded, 2, tmp_path) == [True, True]
 
 
 @pytest.mark.gpu

@@ -242,6 +242,11 @@ def validate_run(config: CommonConfig) -> None:
             "recompute_offload is set and device is cpu, where what is kept lies in host memory already and a copy "
             "would only add to it; leave it out, or use --device cuda"
         )
+    if optimizer.optimizer_cpu_offload and config.mesh.device_type == "cpu":
+        raise ConfigError(
+            "optimizer_cpu_offload is set and device is cpu, where Adam's moments lie in host memory already; leave it "
+            "out, or use --device cuda"
+        )
     if train.compile:
         _check_compile(config)
     config.float8.check(config)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import AttentionBackend, select_backend
-from kernels.merge import merged
-from kernels.sinks import sinks_gradient, with_sinks
+from kernels.merge import merged, sinks_gradient, with_sinks
 from kernels.tiles import add_gradients_, attend_tiles_
 from parallel.context.circulation import Needed, Whole
 from parallel.context.errors import ContextError

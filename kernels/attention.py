@@ -9,7 +9,6 @@ fully masked row.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +19,7 @@ from kernels import cudnn, flash_attn, onednn, reference
 from kernels.blocks import ANTI, CAUSAL, FULL, Tile
 from kernels.packed import Lengths, Packed
 from kernels.strips import Strips, heads_first
+from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
 
 aten = torch.ops.aten
@@ -152,9 +152,7 @@ def _packages(name: str) -> list[str]:
 
 
 def _triton(device_type: str, dtype: torch.dtype) -> AttentionBackend:
-    from kernels.triton import interpreted
-
-    if find_spec("triton") is None:
+    if not has_triton():
         raise UserError("attention_backend is triton, which is not installed; use auto")
     if device_type == "cpu" and not interpreted():
         raise UserError("attention_backend triton needs a cuda device and this one is cpu; use auto or aten")

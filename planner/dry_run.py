@@ -3,6 +3,7 @@
 import math
 import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from planner.complete import complete, with_method
 from planner.documents import typical_documents
 from planner.rehearsal import BETWEEN, CAUSES, INSIDE, Build, Rehearsal, rehearse, standing_for
 from planner.search import predicted
+from runtime.words import counted
 from train.config.common import with_joined_ranks
 from train.config.entries import Config, DiTRunConfig
 from train.config.flags import ConfigError
@@ -52,12 +54,23 @@ def dry_run(
         config = with_joined_ranks(config, world_size)
         language = isinstance(config, Config)
         config = complete(config, _entries(config)) if language else with_method(config, world_size)
-    ranks = ranks_to_run(config, world_size)
-    found = [rehearse(config, build, rank, world_size, cluster.gpus_per_node, device=cluster.device) for rank in ranks]
-    print(f"dry run on {world_size} x {cluster.name}: a forward, a backward and an optimizer's step ran")
+    found = list(rehearsed(config, build, world_size, cluster))
+    ran = "a forward, a backward and an optimizer's step ran"
+    print(f"dry run of {counted(world_size, 'process')} on {cluster.name}: {ran}")
     print("\n".join([*_table(found, cluster), _time(config, world_size, cluster), *notes]))
     print("\n".join(_commands(arguments, entry, cluster, world_size, asked)), flush=True)
     return found
+
+
+def rehearsed(
+    config: Any, build: Build[Any], world_size: int, cluster: Cluster, documents: Sequence[int] | None = None
+) -> Iterator[Rehearsal]:
+    """Rehearse each rank that has work of its own, and say on stderr which: each takes seconds."""
+    ranks = ranks_to_run(config, world_size)
+    for number, rank in enumerate(ranks, 1):
+        said = f"running the code of rank {rank} of {world_size} without memory, {number} of {len(ranks)} to run"
+        print(said, file=sys.stderr, flush=True)
+        yield rehearse(config, build, rank, world_size, cluster.gpus_per_node, documents, cluster.device)
 
 
 def ranks_to_run(config: Any, world_size: int) -> list[int]:
@@ -111,7 +124,7 @@ def _table(found: Sequence[Rehearsal], cluster: Cluster) -> Iterator[str]:
         yield f"| {one.stage} | {one.rank} | {' | '.join(f'{count / 1e9:.3f}' for count in counts)} |"
     if (most := max(one.bytes for one in found) / 1e9) > cluster.memory_gb:
         yield (
-            f"note: that is {most:.1f} GB, and a process of {cluster.name} has {cluster.memory_gb:g}: it does not fit; "
+            f"note: that is {most:.1f} GB, and a process on {cluster.name} has {cluster.memory_gb:g}: it does not fit; "
             "tools.plan --fits says what to change"
         )
 

@@ -72,7 +72,7 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path: Path, everything: 
     [
         (
             ("--context-parallel-size", "4", "--profile"),
-            "profile needs the 4 processes .*, and 1 are started; use torch",
+            "profile needs 4 processes, as planned for, and finds 1; use torch",
         ),
         (("--top", "0"), "top is 0; it must be 1 or more"),
         (("--longest", "--vocab-size", "none"), "vocab_size is not set.* name the model with --config FILE"),

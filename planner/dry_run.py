@@ -21,7 +21,7 @@ from planner.search import predicted
 from runtime.words import counted
 from train.config.common import with_joined_ranks
 from train.config.entries import Config, DiTRunConfig
-from train.config.flags import ConfigError
+from train.config.flags import ConfigError, spelled
 
 ALIKE = ("zigzag", "striped", "ulysses")
 """Methods that give all context-parallel ranks the same tiles, of whole sequences."""
@@ -97,11 +97,14 @@ def with_files(config: Any) -> tuple[Any, list[str]]:
     if isinstance(config, Config) and config.model.lora_rank:
         checkpoint = replace(checkpoint, load=checkpoint.load or "RUN")
     wanted += [("load", checkpoint.load)] if checkpoint.load else []
-    notes = [
-        f"note: {name} {path} is not on this machine"
-        for name, path in wanted
-        if not Path(path.removeprefix("hf:")).exists()
-    ]
+    writer = "tools.prepare_data" if isinstance(config, Config) else "tools.prepare_latents"
+    notes = []
+    for name, path in wanted:
+        written = "" if name == "load" else f"; python -m {writer} writes one"
+        if not getattr(config.checkpoint if name == "load" else config.data, name):
+            notes.append(f"note: {name} is not set; give {spelled(name, path.removesuffix('.idx'))}{written}")
+        elif not Path(path.removeprefix("hf:")).exists():
+            notes.append(f"note: {name} {path} is not on this machine{written}")
     return replace(config, data=data, checkpoint=checkpoint), notes
 
 
@@ -110,7 +113,10 @@ def _entries(config: Config) -> int:
     if config.data.tokenizer_model and Path(config.data.tokenizer_model).exists():
         return load_tokenizer(str(config.data.tokenizer_model)).vocab_size
     if config.model.vocab_size is None:
-        raise ConfigError("vocab_size is not set, and there is no tokenizer_model here to count; give one of them")
+        raise ConfigError(
+            f"vocab_size is not set, and there is no tokenizer_model {config.data.tokenizer_model} here to count; give "
+            "--vocab-size N, or write it (python -m tools.prepare_data)"
+        )
     return config.model.vocab_size
 
 

@@ -43,6 +43,10 @@ def test_the_table_has_the_best_first_and_says_what_was_discarded(capsys: pytest
     assert float(rows[0][-4].replace(",", "")) == pytest.approx(4096 / times[0] * 1e3, rel=1e-3)
     assert "candidates, of which the best 4 are shown (--top); " in out
     assert "ulysses_degree is 16 with 8 query" in out
+    assert main([*MODEL, *A100]) == 0
+    assert capsys.readouterr().out.startswith(
+        "1 process on WallFacer's A100, 8 x 4, sequences of 4096 tokens\n1 candidate; "
+    )
 
 
 def test_json_parses_and_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:

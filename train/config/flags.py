@@ -282,7 +282,7 @@ def _kept(root: type, path: str, given: Mapping[str, Any], entries: Mapping[str,
         replaced = getattr(sections[table[name].section], "REPLACES", {}).get(name, ())
         left = [other for other in replaced if found.get(other) and other not in given]
         if left and os.environ.get("RANK", "0") == "0":
-            print(f"note: {table[name].flag} is given: {', '.join(left)} of {path} not used", file=sys.stderr)
+            print(f"note: {table[name].flag} takes the place of {', '.join(left)} of {path}", file=sys.stderr)
         found = {other: value for other, value in found.items() if other not in left}
     return found
 

@@ -69,10 +69,10 @@ def test_a_flag_takes_the_place_of_what_the_file_says(tmp_path: Path, capsys: py
     both.write_text(names.read_text() + drawn.read_text().partition("\n")[2])
     found = pretrain_gpt.parse_args(["--config", str(names), "--mock-data"])
     assert found.data == DataConfig(mock_data=True, split="9,1,0")
-    said = f"note: --mock-data is given: data_path, tokenizer_model, sft of {names} not used\n"
+    said = f"note: --mock-data takes the place of data_path, tokenizer_model, sft of {names}\n"
     assert capsys.readouterr().err == said
     assert pretrain_gpt.parse_args(["--config", str(drawn), "--data-path", "b"]).data == DataConfig(data_path=("b",))
-    assert capsys.readouterr().err == f"note: --data-path is given: mock_data of {drawn} not used\n"
+    assert capsys.readouterr().err == f"note: --data-path takes the place of mock_data of {drawn}\n"
     assert pretrain_gpt.parse_args(["--config", str(names), "--no-mock-data"]).data.data_path == ("a",)
     assert capsys.readouterr().err == ""
     for refused in (

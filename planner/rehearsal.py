@@ -5,22 +5,18 @@ operator's shape function; what the operators would allocate and send is recorde
 """
 
 import os
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils._pytree import tree_leaves
 
 from kernels.loss import LOSS_CHUNK
 from parallel.context import executor
@@ -29,6 +25,7 @@ from parallel.data import finish_gradients, set_gradient_sync
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.offload import Offload
 from planner.gpu_shapes import SHAPES, rms_norm
+from planner.tape import Tapes
 from runtime.errors import UserError
 from runtime.processes import join
 from train import assemble
@@ -184,25 +181,7 @@ def _gradients(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module]) -> 
     return [getattr(gradient, "_local_tensor", gradient) for gradient in found]
 
 
-class Tape(NamedTuple):
-    """What a call of an operator did, with storages numbered from its first one."""
-
-    events: list[tuple[int, int]]
-    kinds: list[str]
-    sizes: list[int]
-    sent: "Counter[str]"
-    outs: list[tuple[Any, ...]]
-    """Of each output: its storage, shape, strides, dtype and device."""
-    spec: Any
-    held: list[Tensor]
-    """What it was called with besides fake tensors, held so that no other has its identity."""
-
-
-def _identity(x: Any) -> Any:
-    return id(x) if isinstance(x, Tensor) else (type(x), x)
-
-
-class Recorder(TorchDispatchMode):
+class Recorder(Tapes):
     """Record what fake tensors would allocate and free, in order, and what a rank would send.
 
     Softmax attention is run by its own code, round by round. What takes no fake tensor, such as the number of a plan,
@@ -215,15 +194,11 @@ class Recorder(TorchDispatchMode):
 
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.rank, self.kind, self.sent = rank, "weights", Counter[str]()
-        self.events: list[tuple[int, int]] = []
-        """(number of a storage, bytes more or less)"""
+        self.rank = rank
         self.began = self.turned = 0
         """Where in the events the forward began and ended."""
         self._per_node, self._paused, self._entries = per_node, False, entries
-        self._kinds, self._sizes, self._resized = list[str](), list[int](), set[int]()
-        self._numbers = WeakIdKeyDictionary()
-        self._tapes: dict[Any, Tape] = {}
+        self._resized = set[int]()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -290,61 +265,6 @@ class Recorder(TorchDispatchMode):
                 logits = self.kind == "passing" and x.dim() > 1 and x.shape[-1] == self._entries
                 self._made(x.untyped_storage(), "logits" if logits else self.kind)
         return out
-
-    def _by_its_code(self, func: Any, code: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operator's own code; of a call like an earlier one, as each layer has, tell again what that did.
-
-        A call can be told again if it leaves nothing but its outputs behind.
-        """
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        leaves = tree_leaves((args, kwargs))
-        key = func, *((x.shape, x.stride(), x.dtype) if isinstance(x, FakeTensor) else _identity(x) for x in leaves)
-        first, start, sent = len(self._sizes), len(self.events), Counter(self.sent)
-        if (tape := self._tapes.get(key)) is not None:
-            self._kinds += tape.kinds
-            self._sizes += tape.sizes
-            self.events += [(first + number, change) for number, change in tape.events]
-            self.sent += tape.sent
-            outs = [torch.empty_strided(*like, dtype=dtype, device=device) for _, *like, dtype, device in tape.outs]
-            for x, (number, *_) in zip(outs, tape.outs, strict=True):
-                self._follow(x.untyped_storage(), first + number)
-            return tree_unflatten(outs, tape.spec)
-        kind, self.kind = self.kind, "attention"
-        try:
-            with self:
-                out = code(*args, **kwargs)
-        finally:
-            self.kind = kind
-        outs, spec = tree_flatten(out)
-        alive = [number for number in range(first, len(self._sizes)) if self._sizes[number]]
-        numbers = [self._numbers.get(x.untyped_storage(), -1) if isinstance(x, FakeTensor) else -1 for x in outs]
-        if sorted(numbers) == alive:
-            self._tapes[key] = Tape(
-                [(number - first, change) for number, change in self.events[start:] if number >= first],
-                self._kinds[first:],
-                self._sizes[first:],
-                self.sent - sent,
-                [(n - first, x.shape, x.stride(), x.dtype, x.device) for n, x in zip(numbers, outs, strict=True)],
-                spec,
-                [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, FakeTensor)],
-            )
-        return out
-
-    def _made(self, storage: torch.UntypedStorage, kind: str) -> None:
-        number = len(self._sizes)
-        self._kinds.append(kind)
-        self._sizes.append(0)
-        self._set(number, storage.nbytes())
-        self._follow(storage, number)
-
-    def _follow(self, storage: torch.UntypedStorage, number: int) -> None:
-        self._numbers[storage] = number
-        weakref.finalize(storage, partial(self._set, number, 0)).atexit = False
-
-    def _set(self, number: int, size: int) -> None:
-        self.events.append((number, size - self._sizes[number]))
-        self._sizes[number] = size
 
     def _communication(self, func: Any, args: Any) -> None:
         from torch.distributed._tools.fake_collectives import CollectiveOp

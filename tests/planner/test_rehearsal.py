@@ -12,7 +12,7 @@ import pretrain_gpt
 from bench.fits import measured
 from model.base import LanguageModel
 from parallel.mesh import Mesh
-from planner import rehearsal
+from planner import tape
 from planner.rehearsal import BETWEEN, INSIDE, Recorder, Rehearsal, rehearse
 from runtime import draws
 from runtime.errors import UserError
@@ -168,7 +168,7 @@ def test_attention_that_is_told_again_is_as_if_it_ran(flags: str, monkeypatch: p
 
     monkeypatch.setattr(Recorder, "_by_its_code", counted)
     told = found()
-    monkeypatch.setattr(rehearsal, "Tape", lambda *_: None)  # nothing is kept
+    monkeypatch.setattr(tape, "Tape", lambda *_: None)  # nothing is kept
     assert told == found()
     again = "longmesh::context_attention_backward"
     assert ran[0][again] == (2 if "window" in flags else 1)

@@ -140,7 +140,8 @@ def described(config: Config, mesh: Mesh) -> str:
     method = "linear attention" if alone else config.context.title
     if model.softmax_every is not None and not alone:
         method += f", softmax layers by {config.hybrid.hybrid_softmax_method}, {config.hybrid.hybrid_softmax_layout}"
-    return summary(config, mesh, title, method, f"sequences of {config.train.seq_length} tokens")
+    drawn = "drawn " if config.data.mock_data else ""
+    return summary(config, mesh, title, method, f"sequences of {config.train.seq_length} {drawn}tokens")
 
 
 if __name__ == "__main__":

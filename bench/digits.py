@@ -79,6 +79,8 @@ def main(argv: list[str]) -> None:
     labels = by_class(range(10), args.num_samples)
     with distributed_mesh(config.mesh) as mesh:
         sampler, iteration = load_sampler(config, mesh, args.load, sampling, args.seed)
+        if is_first():
+            print(f"drawing {len(labels)} digits by {args.load}, iteration {iteration}", flush=True)
         latents = sampler.draw(labels)
         with raise_together():
             check_finite(latents, checkpoint_folder(args.load, iteration), args.guidance)

@@ -30,6 +30,8 @@ from testing.records import write_records
 from tools.arguments import one_line_errors, parser_for, run_command
 
 RESULTS = ROOT / "bench" / "results"
+SHOWN = 3
+"""Cases that are wrong of a step that its line names; the file has all."""
 
 
 def of_step(command: list[str], limit: float) -> dict[str, Any]:
@@ -82,7 +84,8 @@ def verdict(found: dict[str, Any]) -> str:
         if word in found:
             return f"{word.replace('_', ' ')}: {found[word]}"
     if found.get("wrong"):
-        return f"WRONG: {'; '.join(found['wrong'][:3])}"
+        more = len(found["wrong"]) - SHOWN
+        return f"WRONG: {'; '.join(found['wrong'][:SHOWN])}" + (f"; and {more} more" if more > 0 else "")
     missed = [one for one in said(found.get("targets", ())) if one.endswith("MISSED")]
     shown = {name: value for name, value in found.items() if isinstance(value, int | float) and name != "seconds"}
     return (

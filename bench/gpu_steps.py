@@ -12,6 +12,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean, median
@@ -23,7 +24,7 @@ from torch import Tensor
 from bench import ceilings, gpu
 from bench import linear as of_linear
 from bench.attention import DEFAULT_METHODS
-from bench.errors import one_line
+from bench.errors import swept
 from bench.rounds import target
 from bench.workload import Workload
 from kernels.attention import block_backward, block_forward, select_backend
@@ -61,21 +62,12 @@ def environment(device: str, folder: Path) -> dict[str, Any]:
 
 def backends(device: str, folder: Path) -> dict[str, Any]:
     """Compare every backend with float64: widths, lengths, grouped heads, slices of longer tensors, log-sum-exp."""
-    errors, wrong, refused = dict[str, float](), list[str](), dict[str, str]()
-    for name, width, length, kind in product(gpu.BACKENDS[device], WIDTHS[device], LENGTHS[device], (FULL, CAUSAL)):
-        case = f"{name}, width {width}, {length} tokens, {kind.lower()}"
-        try:
-            errors[case] = _error_of(name, device, width, length, kind)
-        except (UserError, torch.OutOfMemoryError) as error:  # not installed, or not for this shape
-            refused[case] = one_line(error)
-        except Exception as error:  # Triton's own errors have no other base
-            wrong.append(f"{case}: {one_line(error)}")
-            if isinstance(error, torch.AcceleratorError):
-                break  # whatever comes after it fails too
-        else:
-            if not errors[case] <= BOUNDS[device]:
-                wrong.append(f"{case}: {errors[case]:.1e}")
-    return {"worst": max(errors.values(), default=None), "cases": len(errors), "refused": refused, "wrong": wrong}
+    several = product(gpu.BACKENDS[device], WIDTHS[device], LENGTHS[device], (FULL, CAUSAL))
+    cases = {
+        f"{name}, width {width}, {length} tokens, {kind.lower()}": partial(_error_of, name, device, width, length, kind)
+        for name, width, length, kind in several
+    }
+    return swept(device, cases, BOUNDS[device], (UserError, torch.OutOfMemoryError))  # not installed, or too large
 
 
 def _error_of(name: str, device: str, width: int, length: int, kind: str) -> float:
@@ -114,17 +106,22 @@ def triton(device: str, folder: Path) -> dict[str, Any]:
 
 def ranks(device: str, folder: Path) -> dict[str, Any]:
     """Attend with all ranks of every method as threads, whole and packed, against one attention of the same dtype."""
+    cases = {
+        f"{method} on {size}, {'whole' if documents is None else 'packed'}": partial(
+            _error_of_ranks, method, device, size, documents
+        )
+        for size, documents, method in product((4, 8), (None, DOCUMENTS[device]), METHODS)
+    }
+    return swept(device, cases, BOUNDS[device])
+
+
+def _error_of_ranks(method: str, device: str, size: int, documents: tuple[int, ...] | None) -> float:
+    """Return the relative error of out, dq, dk and dv of all ranks of a method."""
     length = DOCUMENTS[device][-1]
-    errors, wrong = dict[str, float](), list[str]()
-    for size, documents, method in product((4, 8), (None, DOCUMENTS[device]), METHODS):
-        work = Workload(seq_length=length, num_heads=8, kv_heads=8, head_dim=64 if device == "cuda" else 16)
-        inputs = [x.to(getattr(torch, _dtype(device))) for x in work.tensors(device)]
-        case = f"{method} on {size}, {'whole' if documents is None else 'packed'}"
-        plan = make_plan(method, seq_len=length, size=size, documents=documents)
-        errors[case] = gpu._error(threads.attend(plan, inputs), _whole(inputs, documents))
-        if not errors[case] <= BOUNDS[device]:
-            wrong.append(f"{case}: {errors[case]:.1e}")
-    return {"worst": max(errors.values()), "cases": len(errors), "wrong": wrong}
+    work = Workload(seq_length=length, num_heads=8, kv_heads=8, head_dim=64 if device == "cuda" else 16)
+    inputs = [x.to(getattr(torch, _dtype(device))) for x in work.tensors(device)]
+    plan = make_plan(method, seq_len=length, size=size, documents=documents)
+    return gpu._error(threads.attend(plan, inputs), _whole(inputs, documents))
 
 
 def _whole(inputs: list[Tensor], documents: tuple[int, ...] | None) -> list[Tensor]:
@@ -140,20 +137,23 @@ def waits(device: str, folder: Path) -> dict[str, Any]:
     """Let torch raise where a layer makes the host wait for the GPU."""
     if device != "cuda":
         raise SkippedStep("a CPU is never waited for")
-    wrong, steps = list[str](), gpu.layers_and_methods(device, DOCUMENTS[device])
-    for name, step in steps.items():
-        step()  # kernels are chosen and compiled once
-        torch.cuda.synchronize()
-        for forget in FORGET:  # other documents come with every micro-batch
-            forget()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step()
-        except RuntimeError as error:
-            wrong.append(f"{name}: {one_line(error)}")
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return {"cases": len(steps), "wrong": wrong}
+    steps = gpu.layers_and_methods(device, DOCUMENTS[device])
+    found = swept(device, {name: partial(_unwaited, step) for name, step in steps.items()}, 0)
+    return {name: found[name] for name in ("cases", "wrong")}
+
+
+def _unwaited(step: Callable[[], object]) -> float:
+    """Run a step twice, the second time with torch raising where the host waits; return 0."""
+    step()  # kernels are chosen and compiled once
+    torch.cuda.synchronize()
+    for forget in FORGET:  # other documents come with every micro-batch
+        forget()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return 0.0
 
 
 def attention(device: str, folder: Path) -> dict[str, Any]:

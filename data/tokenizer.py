@@ -264,7 +264,10 @@ def _read(path: str | os.PathLike[str]) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read tokenizer {path} ({error.strerror}); check --tokenizer-model") from error
+        raise DataError(
+            f"cannot read tokenizer {path} ({error.strerror}); check --tokenizer-model, or write "
+            "it (python -m tools.prepare_data)"
+        ) from error
 
 
 def _lines(texts: Iterable[str], characters: int) -> Iterator[str]:

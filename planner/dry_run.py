@@ -3,6 +3,7 @@
 import math
 import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,10 @@ from planner.complete import complete, with_method
 from planner.documents import typical_documents
 from planner.rehearsal import BETWEEN, CAUSES, INSIDE, Build, Rehearsal, rehearse, standing_for
 from planner.search import predicted
+from runtime.words import counted
 from train.config.common import with_joined_ranks
 from train.config.entries import Config, DiTRunConfig
-from train.config.flags import ConfigError
+from train.config.flags import ConfigError, spelled
 
 ALIKE = ("zigzag", "striped", "ulysses")
 """Methods that give all context-parallel ranks the same tiles, of whole sequences."""
@@ -52,12 +54,23 @@ def dry_run(
         config = with_joined_ranks(config, world_size)
         language = isinstance(config, Config)
         config = complete(config, _entries(config)) if language else with_method(config, world_size)
-    ranks = ranks_to_run(config, world_size)
-    found = [rehearse(config, build, rank, world_size, cluster.gpus_per_node, device=cluster.device) for rank in ranks]
-    print(f"dry run on {world_size} x {cluster.name}: a forward, a backward and an optimizer's step ran")
+    found = list(rehearsed(config, build, world_size, cluster))
+    ran = "a forward, a backward and an optimizer's step ran"
+    print(f"dry run of {counted(world_size, 'process')} on {cluster.name}: {ran}")
     print("\n".join([*_table(found, cluster), _time(config, world_size, cluster), *notes]))
     print("\n".join(_commands(arguments, entry, cluster, world_size, asked)), flush=True)
     return found
+
+
+def rehearsed(
+    config: Any, build: Build[Any], world_size: int, cluster: Cluster, documents: Sequence[int] | None = None
+) -> Iterator[Rehearsal]:
+    """Rehearse each rank that has work of its own, and say on stderr which: each takes seconds."""
+    ranks = ranks_to_run(config, world_size)
+    for number, rank in enumerate(ranks, 1):
+        said = f"running the code of rank {rank} of {world_size} without memory, {number} of {len(ranks)} to run"
+        print(said, file=sys.stderr, flush=True)
+        yield rehearse(config, build, rank, world_size, cluster.gpus_per_node, documents, cluster.device)
 
 
 def ranks_to_run(config: Any, world_size: int) -> list[int]:
@@ -84,11 +97,14 @@ def with_files(config: Any) -> tuple[Any, list[str]]:
     if isinstance(config, Config) and config.model.lora_rank:
         checkpoint = replace(checkpoint, load=checkpoint.load or "RUN")
     wanted += [("load", checkpoint.load)] if checkpoint.load else []
-    notes = [
-        f"note: {name} {path} is not on this machine"
-        for name, path in wanted
-        if not Path(path.removeprefix("hf:")).exists()
-    ]
+    writer = "tools.prepare_data" if isinstance(config, Config) else "tools.prepare_latents"
+    notes = []
+    for name, path in wanted:
+        written = "" if name == "load" else f"; python -m {writer} writes one"
+        if not getattr(config.checkpoint if name == "load" else config.data, name):
+            notes.append(f"note: {name} is not set; give {spelled(name, path.removesuffix('.idx'))}{written}")
+        elif not Path(path.removeprefix("hf:")).exists():
+            notes.append(f"note: {name} {path} is not on this machine{written}")
     return replace(config, data=data, checkpoint=checkpoint), notes
 
 
@@ -97,7 +113,10 @@ def _entries(config: Config) -> int:
     if config.data.tokenizer_model and Path(config.data.tokenizer_model).exists():
         return load_tokenizer(str(config.data.tokenizer_model)).vocab_size
     if config.model.vocab_size is None:
-        raise ConfigError("vocab_size is not set, and there is no tokenizer_model here to count; give one of them")
+        raise ConfigError(
+            f"vocab_size is not set, and there is no tokenizer_model {config.data.tokenizer_model} here to count; give "
+            "--vocab-size N, or write it (python -m tools.prepare_data)"
+        )
     return config.model.vocab_size
 
 
@@ -111,7 +130,7 @@ def _table(found: Sequence[Rehearsal], cluster: Cluster) -> Iterator[str]:
         yield f"| {one.stage} | {one.rank} | {' | '.join(f'{count / 1e9:.3f}' for count in counts)} |"
     if (most := max(one.bytes for one in found) / 1e9) > cluster.memory_gb:
         yield (
-            f"note: that is {most:.1f} GB, and a process of {cluster.name} has {cluster.memory_gb:g}: it does not fit; "
+            f"note: that is {most:.1f} GB, and a process on {cluster.name} has {cluster.memory_gb:g}: it does not fit; "
             "tools.plan --fits says what to change"
         )
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from parallel.mesh import SIZES
 from planner.cluster import Cluster
-from planner.dry_run import ranks_to_run
-from planner.rehearsal import Build, Rehearsal, rehearse
+from planner.dry_run import rehearsed
+from planner.rehearsal import Build, Rehearsal
 from planner.search import arrangements, bytes_needed, rank, settings
 from runtime.errors import UserError
 from train.config.flags import spelled
@@ -37,11 +37,7 @@ def busiest(
     config: Any, build: Build[Any], world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> Rehearsal:
     """Rehearse the processes that may take most, of these documents, and return the one that does."""
-    ranks = ranks_to_run(config, world_size)
-    found = (
-        rehearse(config, build, rank, world_size, cluster.gpus_per_node, documents, cluster.device) for rank in ranks
-    )
-    return max(found, key=lambda one: one.bytes)
+    return max(rehearsed(config, build, world_size, cluster, documents), key=lambda one: one.bytes)
 
 
 def changes(

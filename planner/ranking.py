@@ -9,6 +9,7 @@ from typing import Any
 
 from planner.cluster import Cluster
 from planner.step_cost import Prediction
+from runtime.words import counted
 
 PREDICTED, PROFILED = 0.10, 0.036
 """Errors of predicted seconds and of those of a few profiled iterations: standard deviations of their logarithms within
@@ -40,15 +41,16 @@ def nothing_left(found: Ranking, cluster: Cluster) -> str:
     if found.too_large:
         least = min(found.too_large)
         return (
-            f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of {len(found.too_large)} "
-            f"arrangements takes {least / 1e9:.1f}; use more processes, recompute_granularity, loss_chunk_size or "
-            "a lower seq_length (python -m tools.plan --fits says what brings most)"
+            f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of "
+            f"{counted(len(found.too_large), 'arrangement')} takes {least / 1e9:.1f}; use more processes, "
+            "recompute_granularity, loss_chunk_size or a lower seq_length (python -m tools.plan --fits says "
+            "what brings most)"
         )
     if found.host_short:
         return (
-            f"host_memory_gb of {cluster.name} is {cluster.host_memory_gb:g} and the least of {len(found.host_short)} "
-            f"arrangements moves there {min(found.host_short) / 1e9:.1f}; use more processes, a lower seq_length, or "
-            "leave recompute_offload out"
+            f"host_memory_gb of {cluster.name} is {cluster.host_memory_gb:g} and the least of "
+            f"{counted(len(found.host_short), 'arrangement')} moves there {min(found.host_short) / 1e9:.1f}; "
+            "use more processes, a lower seq_length, or leave recompute_offload out"
         )
     reason = next(iter(found.refused), "there is no arrangement of these processes")
     return f"context_parallel_method is auto, and no method suits: {reason}"

@@ -5,12 +5,10 @@ operator's shape function; what the operators would allocate and send is recorde
 """
 
 import os
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -18,9 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels.loss import LOSS_CHUNK
 from parallel.context import executor
@@ -29,6 +25,7 @@ from parallel.data import finish_gradients, set_gradient_sync
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.offload import Offload
 from planner.gpu_shapes import SHAPES, rms_norm
+from planner.tape import Tapes
 from runtime.errors import UserError
 from runtime.processes import join
 from train import assemble, host_moments
@@ -184,7 +181,7 @@ def _gradients(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module]) -> 
     return [getattr(gradient, "_local_tensor", gradient) for gradient in found]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Tapes):
     """Record what fake tensors would allocate and free, in order, and what a rank would send.
 
     Softmax attention is run by its own code, round by round. What takes no fake tensor, such as the number of a plan,
@@ -197,14 +194,11 @@ class Recorder(TorchDispatchMode):
 
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.rank, self.kind, self.sent = rank, "weights", Counter[str]()
-        self.events: list[tuple[int, int]] = []
-        """(number of a storage, bytes more or less)"""
+        self.rank = rank
         self.began = self.turned = 0
         """Where in the events the forward began and ended."""
         self._per_node, self._paused, self._entries = per_node, False, entries
-        self._kinds, self._sizes, self._resized = list[str](), list[int](), set[int]()
-        self._numbers = WeakIdKeyDictionary()
+        self._resized = set[int]()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -260,12 +254,7 @@ class Recorder(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         if func.namespace == "longmesh" and not func.name().startswith(SCANS):
-            kind, self.kind = self.kind, "attention"
-            try:
-                with self:
-                    return OPDEFS[func.name()]._init_fn(*args, **kwargs)
-            finally:
-                self.kind = kind
+            return self._by_its_code(func, OPDEFS[func.name()]._init_fn, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         meta, to = any(x.is_meta for x in tensors) or not tensors, kwargs.get("device")
         stays = to.type == "meta" if meta and to else bool(tensors)  # not what to_empty and factories make
@@ -280,17 +269,6 @@ class Recorder(TorchDispatchMode):
                 logits = self.kind == "passing" and x.dim() > 1 and x.shape[-1] == self._entries
                 self._made(x.untyped_storage(), "logits" if logits else self.kind)
         return out
-
-    def _made(self, storage: torch.UntypedStorage, kind: str) -> None:
-        number = self._numbers[storage] = len(self._sizes)
-        self._kinds.append(kind)
-        self._sizes.append(0)
-        self._set(number, storage.nbytes())
-        weakref.finalize(storage, partial(self._set, number, 0)).atexit = False
-
-    def _set(self, number: int, size: int) -> None:
-        self.events.append((number, size - self._sizes[number]))
-        self._sizes[number] = size
 
     def _communication(self, func: Any, args: Any) -> None:
         from torch.distributed._tools.fake_collectives import CollectiveOp

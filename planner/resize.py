@@ -18,6 +18,7 @@ from planner.search import arrangements, rank, settings, validated
 from runtime.errors import UserError
 from runtime.processes import launched_world_size, process_group
 from runtime.together import from_first, is_first, raise_together
+from runtime.words import counted
 from train.config.common import CommonConfig
 from train.config.entries import ENTRIES, Config
 from train.config.flags import ConfigError, read_toml
@@ -63,7 +64,8 @@ def _check(config: C, processes: int, validate: Callable[[C, int], None]) -> Non
         if full == processes or not _suits(config, full, validate):
             raise  # the number of processes is not what is wrong
         raise ConfigError(
-            f"{error}; or give --allow-resize: the run is for {full} processes, and the planner arranges these"
+            f"{error}; or give --allow-resize: the run is for {counted(full, 'process')}, and the planner "
+            "arranges these"
         ) from None
 
 
@@ -94,8 +96,9 @@ def _chosen(asked: C, processes: int, validate: Callable[[C, int], None]) -> tup
     pp, cp, tp = (getattr(config.mesh, name) for name in SIZES)
     dp, micro = config.mesh.data_parallel_size(processes), config.train.micro_batch_size
     line = (
-        f"resized from {full} to {processes} processes: pipeline {pp} x data {dp} x context {cp} x tensor {tp}, "
-        f"{config.train.micro_batches(dp)} micro-batches of {micro} for global_batch_size {batch}; {why}"
+        f"resized from {full} to {counted(processes, 'process')}: pipeline {pp} x data {dp} x context {cp} "
+        f"x tensor {tp}, {counted(config.train.micro_batches(dp), 'micro-batch')} of {micro} "
+        f"for global_batch_size {batch}; {why}"
     )
     return full, config, line
 
@@ -121,8 +124,8 @@ def rearranged(config: C, processes: int) -> tuple[C, str]:
     if not found.candidates:
         batch, full = config.train.global_batch_size, config.mesh.full_world_size
         raise ConfigError(
-            f"allow_resize is set, and no mesh of {processes} processes suits the model and keeps global_batch_size "
-            f"{batch} of the run for {full}; {_fitting(known, processes)} processes would"
+            f"allow_resize is set, and no mesh of {counted(processes, 'process')} suits the model and keeps "
+            f"global_batch_size {batch} of the run for {full}; on {_fitting(known, processes)} there would be one"
         )
     method, context = config.context.context_parallel_method, config.context
 

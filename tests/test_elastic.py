@@ -124,6 +124,6 @@ def test_agents_that_go_and_come_resize_the_run(
             assert first.wait() == 0, logs[0].read_text()
             assert second.wait() == 0, logs[1].read_text()
     said = logs[0].read_text() + logs[1].read_text()
-    assert "resized from 2 to 1 processes" in said
+    assert "resized from 2 to 1 process" in said
     assert said.count("resumed from ") == 2
     assert apart(read_metrics(save / METRICS), whole) <= BOUND

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from runtime.errors import UserError
+from runtime.words import counted
 from train.config import diffusion, language
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> None:
     size, more = fit(entry, flags, int(asked) if asked else None)
     print(size, *more)
     if more:
-        print(f"to suit {size} processes on this machine: {' '.join(more)}", file=sys.stderr)
+        print(f"to suit {counted(size, 'process')} on this machine: {' '.join(more)}", file=sys.stderr)
 
 
 def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[str]]:

@@ -39,6 +39,7 @@ from planner.rehearsal import CAUSES
 from planner.search import arrangements, rank, settings, validated
 from runtime.files import write_text
 from runtime.processes import launched_world_size
+from runtime.words import counted
 from tools.arguments import parser_for
 from tools.fit import parsed
 from tools.plan_text import Row, amount, bars, discarded, memory_of, mesh_of, method_of, table
@@ -102,8 +103,8 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     args.top = args.top or DEFAULT_TOP
     if args.profile and launched_world_size() != world_size:
         raise ConfigError(
-            f"profile needs the {world_size} processes that are planned for, and {launched_world_size()} are started; "
-            f"use torchrun with {world_size} processes in all, or leave --profile out to predict alone"
+            f"profile needs {counted(world_size, 'process')}, as planned for, and finds {launched_world_size()}; "
+            f"use torchrun with {counted(world_size, 'process')} in all, or leave --profile out to predict alone"
         )
     if not isinstance(config, Config):
         for name in ("longest", "profile"):
@@ -141,7 +142,6 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     build: Any = pretrain_dit.computing
     if isinstance(config, Config):
         config, build = with_layout(config, cluster), pretrain_gpt.computing
-    print(f"running the code of {world_size} processes without memory, which may take a minute", file=sys.stderr)
     one = busiest(validated(config, world_size), build, world_size, cluster, documents)
     parts = {name: one.memory[name] for name in CAUSES if one.memory.get(name)}
     room = 1e9 * cluster.memory_gb
@@ -154,11 +154,11 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
         print(json.dumps({"cluster": asdict(cluster), **told}))
         return
     settled = ", ".join(filter(None, (method_of(config), mesh_of(config), memory_of(config))))
-    print(f"{cluster.name}, {world_size} processes, sequences of {config.sequence_length} tokens: {settled}")
+    print(f"{_asked(world_size, cluster, config)}: {settled}")
     if documents:
         most = max(end - start for start, end in pairwise(documents))
         which = "of the run's first micro-batches, the heaviest" if known else "a micro-batch drawn at random"
-        print(f"{which}: {len(documents) - 1} documents, the longest of {most} tokens")
+        print(f"{which}: {counted(len(documents) - 1, 'document')}, the longest of {most} tokens")
     print(bars(parts, cluster))
     if one.bytes <= room:
         print("fits" + (", with less than the tenth that an allocator may need" if one.bytes > 0.9 * room else ""))
@@ -221,15 +221,19 @@ def plan(argv: list[str]) -> None:
         why["host_short"] = len(found.host_short)
         print(json.dumps({"cluster": asdict(cluster), "rows": [row.entry() for row in rows[: args.top]], **why}))
     else:
-        print(f"{cluster.name}, {world_size} processes, sequences of {config.sequence_length} tokens")
+        print(_asked(world_size, cluster, config))
         print(f"{discarded(found, cluster, args.top)}\n{note}".rstrip())
         print(table(rows[: args.top], args.markdown))
-        print(bars(rows[0].candidate.prediction.memory, cluster).replace("a process,", "a process of the first,", 1))
+        print(bars(rows[0].candidate.prediction.memory, cluster, "a process of the first row"))
     if args.write:
         args.write.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.write, to_toml(rows[0].candidate.config))
         if not args.json:
             print(f"written: {args.write}")
+
+
+def _asked(world_size: int, cluster: Cluster, config: Any) -> str:
+    return f"{counted(world_size, 'process')} on {cluster.name}, sequences of {config.sequence_length} tokens"
 
 
 def _data_ranks(config: Any, world_size: int) -> int:

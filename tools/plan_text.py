@@ -9,6 +9,7 @@ from typing import Any
 from parallel.mesh import SIZES
 from planner.cluster import Cluster
 from planner.ranking import Candidate, Ranking
+from runtime.words import counted
 from tools.results import aligned
 from tools.results import markdown as markdown_table
 
@@ -110,13 +111,13 @@ def table(rows: Sequence[Row], markdown: bool = False) -> str:
     return "\n".join(aligned(lines, range(1, LEFT)))
 
 
-def bars(parts: Mapping[str, float], cluster: Cluster) -> str:
+def bars(parts: Mapping[str, float], cluster: Cluster, of: str = "a process") -> str:
     """Draw the memory of a process by cause, as shares of what it has, and what that leaves the allocator."""
     total, most = sum(parts.values()), 1e9 * cluster.memory_gb
     shown = {**parts, "together": total}
     if total <= most:
         shown["left for fragmentation"] = most - total
-    lines, width = [f"memory of a process, which has {cluster.memory_gb:g} GB:"], max(map(len, shown))
+    lines, width = [f"memory of {of}, which has {cluster.memory_gb:g} GB:"], max(map(len, shown))
     for name, count in shown.items():
         filled = min(BAR, round(BAR * count / most))
         over = "+" if count > most else ""
@@ -134,7 +135,7 @@ def discarded(found: Ranking, cluster: Cluster, top: int) -> str:
     shown = f", of which the best {top} are shown (--top)" if top < len(found.candidates) else ""
     sums = f"{found.refused.total()} refused, {len(found.too_large)} too large"
     sums += f", {len(found.host_short)} too large for host memory" if found.host_short else ""
-    lines = [f"{len(found.candidates)} candidates{shown}; {sums}"]
+    lines = [f"{counted(len(found.candidates), 'candidate')}{shown}; {sums}"]
     lines += [f"  refused {count}: {reason}" for reason, count in grouped(found.refused)]
     if found.too_large:
         least = min(found.too_large) / 1e9

@@ -20,6 +20,7 @@ from model.hf.shards import carry, new_folder
 from runtime.errors import LaunchError, UserError
 from runtime.files import FULL, InUseError, owned, unwritable, write_text
 from runtime.lost import tell_lost
+from runtime.processes import launched_world_size
 from runtime.signals import end_with_launcher
 from runtime.together import from_first, is_first, one_voice, raise_together
 from train.config.common import CommonConfig
@@ -123,6 +124,8 @@ def owning(config: CommonConfig) -> Iterator[None]:
             with raise_together():
                 check_writable(Path(local), "non_persistent_local_ckpt_dir")
         claim_folder(config)
+        if is_first() and (several := launched_world_size()) > 1:  # seconds go by until the next line
+            print(f"{several} processes have joined; data and model come next", flush=True)
         yield
 
 

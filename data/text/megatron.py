@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from data.chat.samples import conversation_splits
 from data.errors import DataError
@@ -38,7 +38,9 @@ class DataConfig:
     data_path: tuple[str, ...] = ()
     """Prefix of a Megatron .bin/.idx pair, or a blend: weight prefix weight prefix ..."""
     mock_data: bool = False
-    """Train on tokens drawn from the seed instead of files, to measure a run without data; needs --vocab-size."""
+    """Train on tokens drawn from the seed instead of files, to measure a run without data; needs --vocab-size. On the
+    command line it takes the place of all that --config's file says of data, and so does --data-path of a file's
+    mock_data."""
     split: str = "95,5,0"
     """Shares of the documents for training, validation and test."""
     tokenizer_model: str | None = None
@@ -57,15 +59,20 @@ class DataConfig:
     num_workers: int = 0
     """Processes that read batches ahead; 0 reads in the training process."""
 
+    REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "mock_data": ("data_path", "tokenizer_model", "reset_position_ids", "reset_attention_mask", "sft"),
+        "data_path": ("mock_data",),
+    }
+    """The fields of --config's file that a flag takes the place of."""
+
     def __post_init__(self) -> None:
         split_shares(self.split)
         if self.data_path:
             blend(self.data_path)
-        others = ("data_path", "tokenizer_model", "reset_position_ids", "reset_attention_mask", "sft")
-        if self.mock_data and (there := [name for name in others if getattr(self, name)]):
+        if self.mock_data and (there := [name for name in self.REPLACES["mock_data"] if getattr(self, name)]):
             raise DataError(
-                f"mock_data draws tokens, with which {', '.join(there)} cannot go; leave these out, also of "
-                "--config's file, or mock_data"
+                f"mock_data draws tokens, with which {', '.join(there)} cannot go; leave these out, or mock_data "
+                "(--no-mock-data)"
             )
         if self.num_workers < 0:
             raise DataError(f"num_workers is {self.num_workers}; it must be 0 or more")

@@ -14,7 +14,7 @@ from bench.workload import Workload
 from parallel.context import METHODS as METHODS_OF_PLANS
 from runtime.copies import kept
 from runtime.errors import UserError
-from testing import machine
+from testing import machine, threads
 from testing.records import read_records
 from tests.runtime.test_signals import runs
 from tests.starts import wait_until
@@ -162,7 +162,37 @@ def test_what_cannot_run_here_is_told_from_what_fails(
     found = gpu_steps.backends("cpu", tmp_path)
     assert found["cases"] == 0
     assert [name for name in ("wrong", "refused") if found[name]] == [place]
-    assert len(found[place]) == (1 if isinstance(error, torch.AcceleratorError) else 2)
+    assert len(found[place]) == 2
+    lost = "the device is lost since aten, width 16, 50 tokens, full; not run after it: 1 case"
+    assert (found["wrong"][:1] == [lost]) == isinstance(error, torch.AcceleratorError)
+
+
+@pytest.mark.parametrize("fatal", [False, True])
+def test_ranks_and_waits_go_on_after_a_case_that_raises(
+    fatal: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Unless it takes the device away, which a wait for it shows, whatever the error's type is."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access")
+
+    def wait() -> None:
+        if fatal:
+            fails()
+
+    plain = threads.attend
+    monkeypatch.setattr(threads, "attend", lambda plan, x: fails() if plan.size == 8 else plain(plan, x))
+    found = gpu_steps.ranks("cpu", tmp_path)
+    assert len(found["wrong"]) == found["cases"] == 2 * len(METHODS_OF_PLANS)
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(gpu, "layers_and_methods", lambda *_: {"a": fails, "b": fails, "c": lambda: None})
+    found = gpu_steps.waits("cuda", tmp_path)
+    said = "the device is lost since a; not run after it: 2 cases"
+    faults = [f"{case}: RuntimeError: Triton Error [CUDA]: an illegal memory access" for case in "ab"]
+    assert found["wrong"] == ([said, faults[0]] if fatal else faults)
+    assert found["cases"] == (0 if fatal else 1)
+    assert gpu_check.verdict({"wrong": ["1", "2", "3", "4"]}) == "WRONG: 1; 2; 3; and 1 more"
 
 
 def test_every_layer_and_method_whose_waits_are_sought_runs() -> None:

@@ -38,7 +38,7 @@ def run(path: Path, *flags: str) -> None:
 def test_the_report_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     run(ROOT / "configs" / "llama_tiny.toml", "--world-size", "8", "--context-parallel-size", "4", "--bf16", *H100)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("dry run on 8 x H100 80GB pod")
+    assert lines[0].startswith("dry run of 8 processes on H100 80GB pod")
     row = next(line for line in lines if line.startswith("| 0 | 0 |"))
     figures = [float(cell) for cell in row.strip("| ").split(" | ")]
     assert figures[10] == pytest.approx(sum(figures[2:10]), abs=5e-3)
@@ -47,6 +47,22 @@ def test_the_report_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None
     command += "--context-parallel-size 4 --bf16"
     assert lines[-2] == f"start: torchrun --standalone --nproc-per-node 8 {command}"
     assert lines[-1] == f"or: python -m slurm.submit --cluster {H100[1]} --nodes 1 {command}"
+
+
+def test_it_says_which_rank_it_runs_and_what_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--num-layers 2 --pipeline-model-parallel-size 2 --vocab-size 64 --global-batch-size 2"
+    pretrain_gpt.main(["--dry-run", *flags.split()])
+    said = capsys.readouterr()
+    assert said.err == (
+        "running the code of rank 0 of 2 without memory, 1 of 2 to run\n"
+        "running the code of rank 1 of 2 without memory, 2 of 2 to run\n"
+    )
+    assert said.out.startswith("dry run of 2 processes on a CPU: ")
+    assert "note: data_path is not set; give --data-path PREFIX; python -m tools.prepare_data writes one" in said.out
+    with pytest.raises(
+        ConfigError, match=r"no tokenizer_model runs/data/stdlib\.model here .*--vocab-size N, or write it"
+    ):
+        pretrain_gpt.main(["--config", str(TINY), "--dry-run"])
 
 
 def test_the_commands_name_the_cluster_that_auto_chooses_for_and_submit_takes_them(

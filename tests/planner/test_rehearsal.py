@@ -1,5 +1,6 @@
 """A rank's dry run: what it finds wrong, and its memory against real processes'. The report is in test_dry_run.py."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ import pretrain_gpt
 from bench.fits import measured
 from model.base import LanguageModel
 from parallel.mesh import Mesh
-from planner.rehearsal import BETWEEN, INSIDE, rehearse
+from planner import tape
+from planner.rehearsal import BETWEEN, INSIDE, Recorder, Rehearsal, rehearse
 from runtime import draws
 from runtime.errors import UserError
 from testing.ranks import run_ranks
@@ -145,3 +147,37 @@ def test_every_dimension_of_the_mesh(flags: str) -> None:
 def test_a_norm_without_a_weight_is_rehearsed_for_a_gpu() -> None:
     flags = (*MODEL, "--model-type", "transnormer", "--device", "cuda", "--bf16")
     assert rehearse(parse_args(flags), pretrain_gpt.computing, 0, 1, 1).bytes > 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--context-parallel-method ring",
+        "--context-parallel-method wallfacer --context-parallel-team-size 2 --recompute-granularity full",
+        "--context-parallel-method allgather --recompute-granularity attention_boundary --window-size 100,0 "
+        "--window-attn-skip-freq 2",
+    ],
+)
+def test_attention_that_is_told_again_is_as_if_it_ran(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_args([*MODEL, "--context-parallel-size", "4", "--vocab-size", "64", *flags.split()])
+    ran: list[Counter[str]] = []
+    code = Recorder._by_its_code
+
+    def counted(self: Recorder, func: Any, own: Callable[..., Any], *rest: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            ran[-1][func.name()] += 1
+            return own(*args, **kwargs)
+
+        return code(self, func, called, *rest)
+
+    def found() -> Rehearsal:
+        ran.append(Counter())
+        return rehearse(config, pretrain_gpt.computing, 3, 4, per_node=2)
+
+    monkeypatch.setattr(Recorder, "_by_its_code", counted)
+    told = found()
+    monkeypatch.setattr(tape, "Tape", lambda *_: None)  # nothing is kept
+    assert told == found()
+    again = "longmesh::context_attention_backward"
+    assert ran[0][again] == (2 if "window" in flags else 1)
+    assert ran[1][again] == 4

@@ -47,7 +47,7 @@ def test_alone_the_links_are_named_as_missing_or_taken_from_a_file(tmp_path: Pat
     found, known = load_cluster(path), load_cluster(CLUSTERS / "cpu.toml")
     assert found.masked_share == 0, "a tile of one position hides nothing"
     assert all(getattr(found, name) == getattr(known, name) for name in ABOUT_LINKS)
-    assert path.read_text().count("not measured: of processes on a CPU") == len(ABOUT_LINKS)
+    assert path.read_text().count("not measured: of a CPU") == len(ABOUT_LINKS)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,10 @@ def test_the_table_has_the_best_first_and_says_what_was_discarded(capsys: pytest
     assert float(rows[0][-4].replace(",", "")) == pytest.approx(4096 / times[0] * 1e3, rel=1e-3)
     assert "candidates, of which the best 4 are shown (--top); " in out
     assert "ulysses_degree is 16 with 8 query" in out
+    assert main([*MODEL, *A100]) == 0
+    assert capsys.readouterr().out.startswith(
+        "1 process on WallFacer's A100, 8 x 4, sequences of 4096 tokens\n1 candidate; "
+    )
 
 
 def test_json_parses_and_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +76,7 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path: Path, everything: 
     [
         (
             ("--context-parallel-size", "4", "--profile"),
-            "profile needs the 4 processes .*, and 1 are started; use torch",
+            "profile needs 4 processes, as planned for, and finds 1; use torch",
         ),
         (("--top", "0"), "top is 0; it must be 1 or more"),
         (("--longest", "--vocab-size", "none"), "vocab_size is not set.* name the model with --config FILE"),

@@ -28,6 +28,7 @@ from planner.cluster import Cluster, load_cluster
 from runtime.errors import UserError
 from runtime.files import unwritable, write_text
 from runtime.together import from_first, is_first
+from runtime.words import counted
 from testing.machine import describe, in_words
 from tools.arguments import parser_for, positive
 from train.run import run_entry
@@ -104,7 +105,8 @@ def calibrate(argv: list[str]) -> None:
         name = args.name or f"{world_size} x {machine['device']}"
         about = [
             f"Measured by python -m tools.calibrate on {socket.gethostname()}: {in_words(machine)}.",
-            f"{world_size} processes; copies inside the memory {copies:.4g} GB/s, which the planner does not count.",
+            f"{counted(world_size, 'process')}; copies inside the memory {copies:.4g} GB/s, which the planner does not "
+            "count.",
         ]
         text = text_of(name, device.type, figures, links, about)
         write_text(args.out, text)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parallel.context.arcs import transfers
+from runtime.words import counted
 from tools.pictures import FAINT, INK, colour, faded, frameless, letter
 from tools.pictures.discs import Disc, Drawing
 
@@ -71,10 +72,10 @@ def _words(axes: "Axes", shown: Drawing, page: Page) -> None:
     """Write the title, what areas mean, and a heading above each column."""
     layout, size = shown.layout, len(shown.leaves)
     mask = ("causal" if layout.causal else "full") + (" mask" if layout.window is None else " mask and a window")
-    title = f"Packed documents over {size} ranks: the same tokens and the same work for each"
+    title = f"Packed documents over {counted(size, 'rank')}: the same tokens and the same work for each"
     axes.text(MARGIN, page.height - 0.38, title, size=15, weight="bold", color=INK, va="center")
     facts = (
-        f"{_counted(len(layout.documents) - 1, 'document')} of {layout.real:,} tokens, {mask}. "
+        f"{counted(len(layout.documents) - 1, 'document')} of {layout.real:,} tokens, {mask}. "
         "The area of a disc is its tokens; the area of its rim is their work, the keys that they see."
     )
     axes.text(MARGIN, page.height - 0.72, facts, size=9, color=FAINT, va="center")
@@ -158,10 +159,6 @@ def _at(centre: Point, away: Any, angle: Any) -> tuple[Any, Any]:
     return centre[0] + away * np.cos(angle), centre[1] + away * np.sin(angle)
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("s" if count != 1 else "")
-
-
 def _onward(axes: "Axes", shown: Drawing, start: tuple[Point, range], end: tuple[Point, range], side: int) -> None:
     """Lead from a part of a circle to the circle that it is closed to."""
     from matplotlib.patches import FancyArrowPatch
@@ -221,7 +218,7 @@ def _facts(shown: Drawing) -> str:
     shared = sum(len(np.unique(pieces.place[pieces.document == n])) > 1 for n in range(count))
     ring = sent / ((layout.places - 1) * layout.real)
     return (
-        f"{2 * (layout.places - 1)} cuts, however many documents. {shared:,} of {_counted(count, 'document')} "
-        f"{'lies' if shared == 1 else 'lie'} on several ranks. All ranks together receive {_counted(sent, 'row')} "
+        f"{2 * (layout.places - 1)} cuts, however many documents. {shared:,} of {counted(count, 'document')} "
+        f"{'lies' if shared == 1 else 'lie'} on several ranks. All ranks together receive {counted(sent, 'row')} "
         f"of KV from others: {ring:.0%} of a ring's."
     )

@@ -5,21 +5,21 @@ attribute docstrings are the help, `Literal` gives the choices, and names are un
 """
 
 import argparse
-import ast
 import difflib
 import inspect
-import itertools
 import math
-import textwrap
+import os
+import sys
 import tomllib
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from runtime.errors import UserError
+from train.config.helps import attribute_docs
 from train.config.megatron_flags import Entry, without_what_is_so
 from train.config.megatron_flags import entries as megatron_flags
 
@@ -65,6 +65,12 @@ class Field(NamedTuple):
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def typed(self) -> str:
+        """The default as it is typed; empty where there is none."""
+        words = self.default if self.many else () if self.default is None else (self.default,)
+        return " ".join(str(word).lower() if self.base is bool else str(word) for word in words)
 
     @property
     def expects(self) -> str:
@@ -216,18 +222,6 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def attribute_docs(cls: type) -> dict[str, str]:
-    """Return attribute docstrings by field name, inherited ones too, from the sources: Python drops them."""
-    docs = {}
-    for owner in (owner for owner in reversed(cls.__mro__) if is_dataclass(owner)):
-        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
-        assert isinstance(tree.body[0], ast.ClassDef)
-        for entry, text in itertools.pairwise(tree.body[0].body):
-            if isinstance(entry, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                docs[ast.unparse(entry.target)] = inspect.cleandoc(str(text.value.value))
-    return docs
-
-
 def _parser(root: type, introduction: str | None) -> _Parser:
     """Build the parser of all flags; with an introduction, including the help texts."""
     parser = _Parser(
@@ -244,8 +238,7 @@ def _parser(root: type, introduction: str | None) -> _Parser:
         group = parser.add_argument_group(f"[{section}]", inspect.getdoc(cls) if introduction else None)
         for field in (field for field in table.values() if field.section == section):
             options: dict[str, Any] = {"help": docs.get(field.name, "").replace("%", "%%")}
-            if field.default not in (None, ()):
-                options["help"] += f" (default: {str(field.default).lower() if field.base is bool else field.default})"
+            options["help"] += f" (default: {field.typed})" if field.typed else ""
             if field.base is bool:
                 options["action"] = argparse.BooleanOptionalAction
             elif field.choices and not field.optional:
@@ -276,10 +269,22 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str, entries: Map
     values: dict[str, Any] = vars(given)
     path = values.pop("config", None)
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    config = build(root, {**(read_toml(root, path, entries) if path is not None else {}), **values})
+    config = build(root, {**(_kept(root, path, values, entries) if path is not None else {}), **values})
     for entry in taken:
         _check_so(config, entry)
     return config
+
+
+def _kept(root: type, path: str, given: Mapping[str, Any], entries: Mapping[str, type]) -> dict[str, Any]:
+    """Return a file's values but for those whose place a flag takes, by its section's REPLACES; say which these are."""
+    found, table, sections = read_toml(root, path, entries), config_fields(root), get_type_hints(root)
+    for name in filter(given.get, given):
+        replaced = getattr(sections[table[name].section], "REPLACES", {}).get(name, ())
+        left = [other for other in replaced if found.get(other) and other not in given]
+        if left and os.environ.get("RANK", "0") == "0":
+            print(f"note: {table[name].flag} takes the place of {', '.join(left)} of {path}", file=sys.stderr)
+        found = {other: value for other, value in found.items() if other not in left}
+    return found
 
 
 def _check_so(config: object, entry: Entry) -> None:

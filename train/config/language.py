@@ -85,7 +85,7 @@ def validate(config: Config, world_size: int) -> None:
     _validate_backend(config)
     if data.mock_data:
         if config.model.vocab_size is None:
-            raise ConfigError("mock_data is set and vocab_size is not; give --vocab-size, as no tokenizer tells it")
+            raise ConfigError("mock_data is set and vocab_size is not; give --vocab-size N, as no tokenizer tells it")
     elif not data.data_path:
         raise ConfigError(
             "data_path is empty; give --data-path PREFIX, the .bin/.idx pair that tools/prepare_data.py wrote"

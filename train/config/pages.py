@@ -11,7 +11,8 @@ from typing import get_type_hints
 
 from train.config import megatron_flags
 from train.config.entries import ENTRIES
-from train.config.flags import METAVAR, Field, attribute_docs, config_fields
+from train.config.flags import METAVAR, Field, config_fields
+from train.config.helps import attribute_docs
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
@@ -74,8 +75,7 @@ def _rows(root: type, section: str) -> list[str]:
 def _row(field: Field, about: str) -> str:
     value = " ".join(f"`{choice}`" for choice in field.choices) if field.choices else METAVAR.get(field.base, "")
     value += " ..." if field.many else ""
-    words = field.default if field.many else () if field.default is None else (field.default,)
-    default = " ".join(str(word).lower() if field.base is bool else str(word) for word in words)
+    default = field.typed
     return f"| `{field.flag}` | {value} | {default and f'`{default}`'} | {' '.join(about.split())} |"
 
 

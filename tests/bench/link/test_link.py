@@ -210,14 +210,18 @@ def test_crossing_of_linear_attention_by_hand() -> None:
         pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
-def test_an_interrupted_bench_leaves_nothing(number: int, tmp_path: Path) -> None:
+def test_an_interrupted_bench_leaves_nothing(
+    number: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    # Importing torch's compiler makes this folder, by default in TMPDIR, for all processes of a user: not the bench's.
+    caches = str(tmp_path_factory.mktemp("caches"))
     named = subprocess.run(["ip", "netns", "list"], capture_output=True, check=True).stdout
     before = namespaces(os.getpid())
     with interruptible():
         bench = subprocess.Popen(
             [sys.executable, "-m", "bench.link", "--tokens", "1024", "--results", str(tmp_path)],
             cwd=ROOT,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
+            env={**os.environ, "TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": caches},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

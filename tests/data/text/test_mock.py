@@ -60,3 +60,26 @@ def test_a_run_on_drawn_tokens_is_asked_for_no_text(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[data]\nmock_data = true\n")
     with pytest.raises(UserError, match="mock_data"):
         open_run(tmp_path)
+
+
+def test_a_flag_takes_the_place_of_what_the_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names, drawn, both = (tmp_path / name for name in ("names.toml", "drawn.toml", "both.toml"))
+    names.write_text('[data]\ndata_path = ["a"]\ntokenizer_model = "a.model"\nsft = true\nsplit = "9,1,0"\n')
+    drawn.write_text("[data]\nmock_data = true\n")
+    both.write_text(names.read_text() + drawn.read_text().partition("\n")[2])
+    found = pretrain_gpt.parse_args(["--config", str(names), "--mock-data"])
+    assert found.data == DataConfig(mock_data=True, split="9,1,0")
+    said = f"note: --mock-data takes the place of data_path, tokenizer_model, sft of {names}\n"
+    assert capsys.readouterr().err == said
+    assert pretrain_gpt.parse_args(["--config", str(drawn), "--data-path", "b"]).data == DataConfig(data_path=("b",))
+    assert capsys.readouterr().err == f"note: --data-path takes the place of mock_data of {drawn}\n"
+    assert pretrain_gpt.parse_args(["--config", str(names), "--no-mock-data"]).data.data_path == ("a",)
+    assert capsys.readouterr().err == ""
+    for refused in (
+        (both,),
+        (drawn, "--sft"),
+        (drawn, "--mock-data", "--data-path", "b"),
+        (names, "--mock-data", "--sft"),
+    ):
+        with pytest.raises(DataError, match="mock_data draws tokens"):
+            pretrain_gpt.parse_args(["--config", *map(str, refused)])

@@ -77,3 +77,9 @@ def test_toml_round_trip_of_every_field(tmp_path: Path) -> None:
             assert getattr(getattr(config, field.section), name) == value != field.default
     known = changed | alone | linear | llama3 | dynamic
     assert known.keys() == flags.config_fields(Config).keys()
+
+
+def test_help_has_defaults_as_they_are_typed() -> None:
+    words = " ".join(flags._parser(Config, "about").format_help().split())
+    assert "(default: 0)" in words[words.index("--profile-ranks N [N ...]") :][:200]
+    assert "(default: (" not in words

@@ -8,6 +8,7 @@ import pytest
 from parallel.context import METHODS, STATE_METHODS
 from runtime.errors import UserError
 from train.config import flags
+from train.config.helps import attribute_docs
 from train.config.language import Config, TrainConfig, load_config, parse_args, validate
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -329,7 +330,7 @@ def test_help_explains_every_flag(capsys):
     sections = get_type_hints(Config)
     for name, field in flags.config_fields(Config).items():
         section = sections[field.section]
-        text = flags.attribute_docs(section).get(name, "")
+        text = attribute_docs(section).get(name, "")
         assert len(text) > 10, f"{section.__name__}.{name} has no attribute docstring"
         assert f"  {field.flag}" in done.out
         assert text.split()[0] in done.out

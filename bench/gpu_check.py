@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import MeasureError
-from bench.gpu_steps import ROOT, STEPS, SkippedStep, Step
+from bench.gpu_steps import MORE, ROOT, STEPS, SkippedStep, Step
 from bench.rounds import need_cuda, said
 from testing.machine import describe, device_name, slug
 from testing.records import write_records
@@ -95,10 +95,13 @@ def verdict(found: dict[str, Any]) -> str:
     )
 
 
-def asked(parser: argparse.ArgumentParser, steps: Iterable[str], argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line of a check, with the flags that every check has."""
+def asked(
+    parser: argparse.ArgumentParser, steps: Iterable[str], argv: list[str] | None, more: Iterable[str] = ()
+) -> argparse.Namespace:
+    """Read the command line of a check, with the flags that every check has; ``more`` are steps that must be named."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--steps", nargs="+", choices=list(steps), default=list(steps), help="of %(choices)s")
+    choices, said = [*steps, *more], f"of %(choices)s; all but {', '.join(more)}" if more else "of %(choices)s; all"
+    parser.add_argument("--steps", nargs="+", choices=choices, default=list(steps), help=said)
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="default: bench/results")
     parser.add_argument(
         "--in-process", nargs=2, metavar=("STEP", "FILE"), help="a step alone, here; writes its figures"
@@ -132,9 +135,9 @@ def check(program: str, label: str, args: argparse.Namespace, steps: dict[str, S
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
-    args = asked(parser_for("python -m bench.gpu_check", __doc__), STEPS, argv)
+    args = asked(parser_for("python -m bench.gpu_check", __doc__), STEPS, argv, MORE)
     need_cuda(args.device)
-    check("bench.gpu_check", "gpu-check", args, STEPS)
+    check("bench.gpu_check", "gpu-check", args, STEPS | MORE)
 
 
 if __name__ == "__main__":

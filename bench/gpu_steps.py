@@ -195,9 +195,18 @@ def linear(device: str, folder: Path) -> dict[str, Any]:
 
 def training(device: str, folder: Path) -> dict[str, Any]:
     """Train for some steps on drawn tokens: 1B parameters at 8,192 and at 32,768 tokens on a GPU."""
+    return _trained(device)
+
+
+def compiled(device: str, folder: Path) -> dict[str, Any]:
+    """Train as in the step training, with layers that torch.compile fuses."""
+    return _trained(device, "--compile")
+
+
+def _trained(device: str, *more: str) -> dict[str, Any]:
     found: dict[str, Any] = {"wrong": [], "targets": []}
     for length, least in MFU[device].items():
-        said = _run(device, "--save", "none", "--log-interval", "1", "--seq-length", str(length))
+        said = _run(device, "--save", "none", "--log-interval", "1", "--seq-length", str(length), *more)
         losses = [float(x) for x in re.findall(r"\| loss (\S+)", said)]  # nan too
         rates = [float(x) * THOUSANDS[unit] for x, unit in re.findall(r"([\d.]+)([kM]?) tokens/s", said)]
         share, memory = re.findall(r"MFU ([\d.]+)%, ([\d.]+) GB of memory", said)[-1]
@@ -212,7 +221,7 @@ def training(device: str, folder: Path) -> dict[str, Any]:
 
 def resume(device: str, folder: Path) -> dict[str, Any]:
     """Run the tests of whole runs on a GPU: a checkpoint and its resume, recomputation, offload."""
-    return _tests(folder, "tests/test_gpu.py", "tests/parallel", "tests/model")
+    return _tests(folder, "tests/test_gpu.py", "tests/parallel", "tests/model", "tests/train/test_host_moments.py")
 
 
 def profile(device: str, folder: Path) -> dict[str, Any]:
@@ -301,3 +310,5 @@ STEPS = {
     "profile": Step(profile, 30),
 }
 """In the order of what only a GPU can show; what comes first needs least. Together 8 minutes."""
+MORE = {"compiled": Step(compiled, 240)}
+"""Run where they are asked for."""

@@ -120,7 +120,6 @@ def test_in_a_zero_bubble_gradients_wait_for_the_weights() -> None:
     split, longer = (taken("InterleavedZeroBubble", batch) for batch in (6, 8))
     logits = 32 * 1024 * 4  # gradients of half a sequence's
     assert split.memory["logits"] >= whole.memory["logits"] + logits
-    assert split.memory["passing"] > whole.memory["passing"]
     assert longer.memory == split.memory
     assert split.sent[BETWEEN] == whole.sent[BETWEEN]
 

@@ -31,7 +31,7 @@ from testing.machine import describe, time_steps
 from tools.results import aligned
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
-BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn", "triton"), "cpu": ("aten",)}
+BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn", "flash_attn_3", "triton"), "cpu": ("aten",)}
 WORST_ERROR = 2e-2
 """Relative difference from torch's own, in the 2-norm, beyond which a kernel is not timed."""
 
@@ -244,9 +244,8 @@ def targets(found: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
     }
     for length in {8192, 32768} & {row["seq_length"] for row in rows}:
         for half, said in enumerate(("forward", "forward + backward")):
-            best = [
-                seconds[name, length][half] for name in ("cudnn", "flash_attn", "aten") if (name, length) in seconds
-            ]
+            torchs = ("cudnn", "flash_attn", "flash_attn_3", "aten")
+            best = [seconds[name, length][half] for name in torchs if (name, length) in seconds]
             for name, least in ((chosen, 1.0), ("triton", 0.75)):
                 if best and (name, length) in seconds:
                     label = f"{name} over the best of torch's and flash-attn's, {length} tokens, {said}"

@@ -69,6 +69,8 @@ def tensors_of(model: Model, optimizer: torch.optim.Optimizer | None, *, create:
             for name, parameter in part.named_parameters()
             for key, value in optimizer.state.get(parameter, {}).items()
         }
+        if torch.cuda.is_initialized():  # moments in host memory may be on their way there
+            torch.cuda.synchronize()
     for section, values in state.items():
         for name, value in values.items():
             if not isinstance(value, torch.Tensor) or value.is_meta:

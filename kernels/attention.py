@@ -9,7 +9,6 @@ fully masked row.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +19,7 @@ from kernels import cudnn, flash_attn, onednn, reference
 from kernels.blocks import ANTI, CAUSAL, FULL, Tile
 from kernels.packed import Lengths, Packed
 from kernels.strips import Strips, heads_first
+from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
 
 aten = torch.ops.aten
@@ -108,13 +108,13 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
         return AttentionBackend("reference", reference.block_forward, reference.block_backward)
     if name == "triton":
         return _triton(device_type, dtype)
-    if name not in ("auto", "aten", "cudnn", "flash_attn"):
+    if name not in ("auto", "aten", "cudnn", *flash_attn.PACKAGES):
         raise UserError(
-            f"attention_backend is {name!r}, which does not exist; use auto, aten, cudnn, flash_attn, triton or "
-            "reference"
+            f"attention_backend is {name!r}, which does not exist; use auto, aten, cudnn, flash_attn, flash_attn_3, "
+            "triton or reference"
         )
     if device_type == "cpu":
-        if name in ("cudnn", "flash_attn"):
+        if name in ("cudnn", *flash_attn.PACKAGES):
             raise UserError(f"attention_backend {name} needs a cuda device and this one is cpu; use auto or aten")
         # The kernel steps over keys by 512, and over queries by 32, or by 64 from 192 on.
         strip = (256, 256) if onednn.is_faster(dtype) else (192, 128)
@@ -128,23 +128,31 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
     packed, plain = _packed(), (_aten_cuda_forward, _aten_cuda_backward)
     if name == "auto" and cudnn.is_preferred() and not documents:
         return AttentionBackend("cudnn", *in_eights(*cudnn.by_shape(plain)), packed=packed)
-    if name == "flash_attn" or (name == "auto" and flash_attn.is_installed()):
+    for package in _packages(name):
         try:
-            return AttentionBackend("flash_attn", *in_eights(*flash_attn.load()), packed=packed)
+            found = flash_attn.load(package)
         except flash_attn.FlashAttnError as error:
-            if name == "flash_attn":
-                raise UserError(
-                    f"attention_backend is flash_attn, {error}; install flash-attn 2.7 or 2.8, or use auto"
-                ) from error
+            if name == package:
+                known = flash_attn.PACKAGES[package].known
+                raise UserError(f"attention_backend is {name}, {error}; install {known}, or use auto") from error
+        else:
+            own = Packed(*in_eights(*found.packed)) if found.packed else packed
+            return AttentionBackend(package, *in_eights(found.forward, found.backward), packed=own)
     if name == "cudnn":
         return AttentionBackend("cudnn", *in_eights(*cudnn.by_shape(None)), packed=packed)
     return AttentionBackend("aten", *in_eights(*plain), packed=packed)
 
 
-def _triton(device_type: str, dtype: torch.dtype) -> AttentionBackend:
-    from kernels.triton import interpreted
+def _packages(name: str) -> list[str]:
+    """Return which of ``flash_attn.PACKAGES`` may serve a backend, the best first; 3's kernels are the H100's."""
+    if name != "auto":
+        return [name] if name in flash_attn.PACKAGES else []
+    hopper = cudnn.capability() == cudnn.HOPPER
+    return [one for one in flash_attn.PACKAGES if flash_attn.is_installed(one) and (one == "flash_attn" or hopper)]
 
-    if find_spec("triton") is None:
+
+def _triton(device_type: str, dtype: torch.dtype) -> AttentionBackend:
+    if not has_triton():
         raise UserError("attention_backend is triton, which is not installed; use auto")
     if device_type == "cpu" and not interpreted():
         raise UserError("attention_backend triton needs a cuda device and this one is cpu; use auto or aten")
@@ -185,12 +193,16 @@ def in_eights(
     return padded_forward, padded_backward
 
 
-def passed_over(name: str, device_type: str, dtype: torch.dtype) -> str | None:
-    """Say why ``auto`` does not take the flash-attn that is installed; None if it does, or none is installed."""
-    if name != "auto" or not flash_attn.is_installed() or select_backend(name, device_type, dtype).name != "aten":
+def passed_over(name: str, device_type: str, dtype: torch.dtype, documents: bool = False) -> str | None:
+    """Say why ``auto`` does not take a flash-attn that is installed; None if it does, or has no use for one."""
+    if name != "auto" or device_type != "cuda":
         return None
-    problem = flash_attn.problem() if device_type == "cuda" else None
-    return problem and f"attention_backend auto takes aten, not the flash-attn that is installed, {problem}"
+    taken = select_backend(name, device_type, dtype, documents).name
+    best = next(iter(_packages(name)), taken)
+    if taken in ("cudnn", best):
+        return None
+    title, reason = flash_attn.PACKAGES[best].title, flash_attn.problem(best)
+    return f"attention_backend auto takes {taken}, not the {title} that is installed, {reason}"
 
 
 def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:

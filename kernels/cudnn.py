@@ -18,16 +18,20 @@ HOPPER = (9, 0)
 Kernel = tuple[Callable[..., Any], Callable[..., Any]]
 
 
+def capability() -> tuple[int, int]:
+    """Return the compute capability of this process's GPU; (0, 0) without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
 def is_preferred() -> bool:
     """Whether this GPU is of a kind where torch itself prefers this kernel to its FlashAttention 2."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER
+    return capability() >= HOPPER
 
 
 @cache
 def widest() -> int:
     """Return the most channels of a head that the kernel takes here, as torch's check_cudnn_tensor_shapes has it."""
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
-    return 256 if hopper and (torch.backends.cudnn.version() or 0) >= 91000 else 128
+    return 256 if capability() == HOPPER and (torch.backends.cudnn.version() or 0) >= 91000 else 128
 
 
 def by_shape(other: Kernel | None) -> Kernel:

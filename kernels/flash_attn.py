@@ -1,43 +1,85 @@
-"""Load attention from the package flash-attn, versions 2.7 and 2.8.
+"""Attention from the packages flash-attn, versions 2.7 and 2.8, and flash-attn 3, which is for the H100 and H200.
 
-The installed package may be older or newer, or built for another torch and fail on import.
+An installed package may be older or newer, or built for another torch and fail on import. Shapes as in
+``kernels.attention`` and ``kernels.packed``.
 """
 
 import inspect
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.packed import Lengths
 from runtime.errors import UserError
 
 # Arguments of 2.7 and 2.8 after the tensors, in order; 2.6 and older take the window as a pair.
 SETTINGS = ["dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes"]
 FORWARD = ["q", "k", "v", *SETTINGS, "return_softmax"]
 BACKWARD = ["dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", *SETTINGS, "deterministic", "rng_state"]
+# Arguments of 3 that are given by name.
+PACKED_3 = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+GIVEN_3 = {"softmax_scale", "is_causal", *PACKED_3}
 
 
 class FlashAttnError(UserError):
     """flash-attn is missing or unusable; the message is the reason, worded to follow a comma."""
 
 
-def is_installed() -> bool:
-    """Return whether any version of flash-attn is installed, usable or not."""
+class Kernels(NamedTuple):
+    """Functions with the signatures of ``AttentionBackend`` and, where the package's own are used, ``Packed``."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    packed: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+
+
+class Package(NamedTuple):
+    """A package as a person names it, the module that it installs, and the versions that are known."""
+
+    title: str
+    module: str
+    known: str
+
+
+PACKAGES = {
+    "flash_attn_3": Package("flash-attn 3", "flash_attn_interface", "flash-attn 3 (hopper/ of its repository)"),
+    "flash_attn": Package("flash-attn", "flash_attn", "flash-attn 2.7 or 2.8"),
+}
+"""What is chosen from, the faster one first."""
+
+
+def is_installed(name: str) -> bool:
+    """Return whether any version of this one of ``PACKAGES`` is installed, usable or not."""
     try:
-        return any(find_spec(name) is not None for name in ("flash_attn", "flash_attn_interface"))
+        return find_spec(PACKAGES[name].module) is not None
     except ValueError:  # the imported module has no spec
         return True
 
 
-def load() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return forward and backward with the signatures of ``AttentionBackend``.
+def load(name: str) -> Kernels:
+    """Return the kernels of this one of ``PACKAGES``.
 
     Raises:
         FlashAttnError: it is not installed, its import fails, or its functions take other arguments.
     """
+    return _third() if name == "flash_attn_3" else _second()
+
+
+@cache
+def problem(name: str) -> str | None:
+    """Say why the installed package cannot be used; None if it can."""
+    try:
+        load(name)
+    except FlashAttnError as error:
+        return str(error)
+    return None
+
+
+def _second() -> Kernels:
     ahead, back = _functions()
 
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -53,27 +95,65 @@ def load() -> tuple[Callable[..., Any], Callable[..., Any]]:
         back(dout, q, k, v, out, lse, dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None, False, rng_state=None)
         return dq, dk, dv
 
-    return forward, backward
+    return Kernels(forward, backward)
 
 
-@cache
-def problem() -> str | None:
-    """Say why the installed flash-attn cannot be used; None if it can."""
-    try:
-        _functions()
-    except FlashAttnError as error:
-        return str(error)
-    return None
+def _third() -> Kernels:
+    ahead, back = _operators()
+
+    def packed_forward(
+        q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        # One split of the keys: where several are added up, their number depends on how busy the device is.
+        given = {"softmax_scale": scale, "is_causal": causal, "num_splits": 1, **_bounds(lengths)}
+        out, lse, *_ = ahead(q, k, v, **given)
+        return out, lse.transpose(-1, -2)
+
+    def packed_backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        lengths: Lengths | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out = (x.contiguous() for x in (dout, q, k, v, out.to(q.dtype)))
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        lse = lse.float().transpose(-1, -2).contiguous()
+        back(dout, q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, is_causal=causal, **_bounds(lengths))
+        return dq, dk, dv
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        return packed_forward(q, k, v, None, causal, scale)
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return packed_backward(dout, q, k, v, out, lse, None, causal, scale)
+
+    return Kernels(forward, backward, (packed_forward, packed_backward))
+
+
+def _bounds(lengths: Lengths | None) -> dict[str, Any]:
+    if lengths is None:
+        return {}
+    return {
+        "cu_seqlens_q": lengths.rows,
+        "cu_seqlens_k": lengths.columns,
+        "max_seqlen_q": lengths.most_rows,
+        "max_seqlen_k": lengths.most_columns,
+    }
 
 
 def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the forward and backward of version 2. Raises FlashAttnError."""
     try:
         from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
     except Exception as error:  # a build for another torch raises ImportError or OSError, a stub anything
-        if isinstance(error, ModuleNotFoundError) and not is_installed():
-            raise FlashAttnError("which is not installed") from error
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise FlashAttnError(f"whose import fails ({reason})") from error
+        raise _failed("flash_attn", error) from error
     for function, known in ((_flash_attn_forward, FORWARD), (_flash_attn_backward, BACKWARD)):
         if _parameters(function) != known:
             import flash_attn
@@ -83,9 +163,30 @@ def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return _flash_attn_forward, _flash_attn_backward
 
 
+def _operators() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the operators of version 3, forward and backward, which its import registers. Raises FlashAttnError."""
+    try:
+        import flash_attn_interface  # noqa: F401
+
+        ahead, back = torch.ops.flash_attn_3.fwd.default, torch.ops.flash_attn_3.bwd.default
+    except Exception as error:
+        raise _failed("flash_attn_3", error) from error
+    for function, given in ((ahead, {"num_splits", *GIVEN_3}), (back, {"dq", "dk", "dv", *GIVEN_3})):
+        if missing := given - set(_parameters(function)):
+            raise FlashAttnError(f"whose {function} takes no {', '.join(sorted(missing))}")
+    return ahead, back
+
+
+def _failed(name: str, error: Exception) -> FlashAttnError:
+    if isinstance(error, ModuleNotFoundError) and not is_installed(name):
+        return FlashAttnError("which is not installed")
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return FlashAttnError(f"whose import fails ({reason})")
+
+
 def _parameters(function: Any) -> list[str]:
     """Return the argument names of a function or torch operator."""
-    operator = getattr(function, "_opoverload", None)
-    if operator is not None:
+    operator = getattr(function, "_opoverload", function)
+    if isinstance(operator, torch._ops.OpOverload):
         return [argument.name for argument in operator._schema.arguments]
     return list(inspect.signature(function).parameters)

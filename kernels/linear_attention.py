@@ -18,7 +18,6 @@ Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]``, states ``[B, H, D, E]`` in fl
 import math
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from kernels import linear_scan, reference
 from kernels.linear_scan import rates_of
+from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
 
 BACKENDS = ("chunked", "triton", "reference")
@@ -136,16 +136,14 @@ def select_linear_backend(name: str, device_type: str, dtype: torch.dtype) -> st
         UserError: the backend does not exist, or cannot take this device or dtype.
     """
     if name == "auto":  # in float32 torch's matmuls are faster: the kernel's state spills
-        fused = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and find_spec("triton") is not None
+        fused = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and has_triton()
         return "triton" if fused else "chunked"
     if name not in BACKENDS:
         raise UserError(
             f"attention_backend is {name!r}, which has no linear attention; use auto, {', '.join(BACKENDS)}"
         )
     if name == "triton":
-        from kernels.triton import interpreted
-
-        if find_spec("triton") is None:
+        if not has_triton():
             raise UserError("attention_backend is triton, which is not installed; use auto or chunked")
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise UserError(f"attention_backend triton takes no {dtype}; use chunked")

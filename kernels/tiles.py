@@ -13,6 +13,17 @@ from kernels.merge import merge_
 from kernels.packed import shared
 
 
+def only_block(tiles: Sequence[Tile], rows: int, columns: int | None, backend: AttentionBackend) -> Tile | None:
+    """Return the tile if it is the only one and has all rows, and all columns if these are given.
+
+    What its kernel returns is then the sum of all tiles: to add it to zeros would only move memory. None also for a
+    backend that takes lists of tiles, which continues from results.
+    """
+    if backend.tiled is not None or len(tiles) != 1 or tiles[0].q != slice(0, rows):
+        return None
+    return tiles[0] if columns is None or tiles[0].k == slice(0, columns) else None
+
+
 def attend_tiles_(
     out: Tensor,
     lse: Tensor,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kernels.cache import States
 from kernels.products import linear
+from kernels.rotary import rotate
 from model.rope import RopeConfig, frequencies
 
 # Normalises 16-bit inputs in float32 and rounds once, at the end (Zhang & Sennrich 2019, eq. 4); the fused kernel saves
@@ -46,9 +47,7 @@ class Rotary:
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate x [B, T, H, D] by its tokens' angles; computed in float32 or wider, returned in x's dtype."""
-        first, second = x.to(self.cos.dtype).chunk(2, dim=-1)  # [B, T, H, D/2] each
-        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(turned, dim=-1).to(x.dtype)
+        return rotate(x, self.cos, self.sin)
 
 
 class SwiGLU(nn.Module):

@@ -154,6 +154,13 @@ def copy_whole(parameter: nn.Parameter, whole: Tensor) -> None:
     own.copy_(whole[part])
 
 
+def to_local(x: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, in the same memory."""
+    from torch.distributed.tensor import DTensor
+
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def own_part(parameter: Tensor) -> tuple[Tensor, Part]:
     """Return what this rank holds of a parameter, and which part of the whole that is; no communication.
 
@@ -208,10 +215,7 @@ def finish_gradients(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> 
     """
     if strategy != "legacy_ddp":
         return
-    from torch.distributed.tensor import DTensor
-
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    locals_ = [to_local(p.grad) for p in model.parameters() if p.grad is not None]
     flat = torch.cat([g.flatten() for g in locals_])
     dist.all_reduce(flat, group=mesh.get_group())
     parts = flat.split([g.numel() for g in locals_])

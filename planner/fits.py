@@ -17,6 +17,7 @@ LEVERS = (
     *(("recompute", name) for name in ("recompute_granularity", "loss_chunk_size", "ffn_chunk_size")),
     ("data_parallel", "data_parallel_sharding_strategy"),
     ("recompute", "recompute_offload"),
+    ("optimizer", "optimizer_cpu_offload"),
     *(("mesh", name) for name in SIZES),
     *(("context", f"context_parallel_{name}") for name in ("method", "team_size", "placement", "ranks_per_node")),
     ("context", "ulysses_degree"),

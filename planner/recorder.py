@@ -20,7 +20,7 @@ from parallel.context import executor
 from parallel.mesh import Mesh
 from parallel.offload import Offload
 from planner.gpu_shapes import SHAPES
-from train import assemble
+from train import assemble, host_moments
 from train.config.common import CommonConfig
 
 CAUSES = ("weights", "gathered weights", "gradients", "optimizer", "activations", "attention", "logits", "passing")
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
         shapes, resize = "_propagate_tensor_meta_non_cached", torch.UntypedStorage.resize_
-        asked, buffer = getattr(ShardingPropagator, shapes), Offload.buffer
+        asked = getattr(ShardingPropagator, shapes)
 
         def unrecorded(*args: Any) -> Any:  # it makes tensors as large as those of all ranks together
             self._paused = True
@@ -102,15 +102,19 @@ class Recorder(TorchDispatchMode):
                 self._resized.add(number)
                 self._set(number, size)
 
-        def elsewhere(offload: Offload, *args: Any) -> Tensor:
-            kind, self.kind = self.kind, "host memory"
-            try:
-                return buffer(offload, *args)
-            finally:
-                self.kind = kind
+        def elsewhere(made: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def called(*args: Any) -> Tensor:
+                kind, self.kind = self.kind, "host memory"
+                try:
+                    return made(*args)
+                finally:
+                    self.kind = kind
+
+            return called
 
         with (
-            patch.object(Offload, "buffer", elsewhere),
+            patch.object(Offload, "buffer", elsewhere(Offload.buffer)),
+            patch.object(host_moments, "on_host", elsewhere(host_moments.on_host)),
             patch.object(ShardingPropagator, shapes, unrecorded),
             patch.object(torch.UntypedStorage, "resize_", resized),
             patch.object(executor, "select_backend", lambda *_: SHAPES),

@@ -14,7 +14,7 @@ from parallel.recompute import RecomputeConfig
 from planner.cluster import Cluster
 from planner.documents import typical_documents
 from planner.ranking import Candidate, Ranking
-from planner.step_cost import Arrangement, Prediction, Workload, memory_of, offloaded, predict
+from planner.step_cost import Arrangement, Prediction, Workload, memory_of, moments, offloaded, predict
 from planner.workload import with_softmax_layers, workload_of
 from runtime.errors import UserError
 from train.config.common import CommonConfig, with_joined_ranks
@@ -59,7 +59,8 @@ def holds(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple
 
 
 def _bytes_moved(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> float:
-    return offloaded(*_numbers(config, world_size, cluster, documents))
+    numbers = _numbers(config, world_size, cluster, documents)
+    return offloaded(*numbers) + (moments(*numbers) if config.optimizer.optimizer_cpu_offload else 0.0)
 
 
 def _numbers(
@@ -76,6 +77,7 @@ def _numbers(
         copies=config.data_parallel.num_distributed_optimizer_instances,
         recompute=recompute.recompute_granularity,
         offload=recompute.recompute_offload,
+        moments_on_host=config.optimizer.optimizer_cpu_offload,
         loss_chunk=recompute.loss_chunk_size,
         ffn_chunk=recompute.ffn_chunk_size,
     )
@@ -158,13 +160,20 @@ def in_stages(config: AnyConfig) -> Iterator[AnyConfig]:
         yield replace(config, context=replace(context, ulysses_head_chunks=stages))
 
 
+def with_moments_on_host(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
+    """Yield the configuration with Adam's moments in host memory, where its rate is known and they do not lie there."""
+    if cluster.host_gb_per_s and not config.optimizer.optimizer_cpu_offload:
+        yield replace(config, optimizer=replace(config.optimizer, optimizer_cpu_offload=True))
+
+
 def leanest(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
     """Yield what takes the least memory: all sharded, full recomputation in chunks, with and without offload."""
     sharded = list(_shardings(config))[-1]
-    for recompute in recomputations(config, cluster):
-        most = recompute.recompute_granularity == "full" and recompute.ffn_chunk_size
-        if most and (recompute.loss_chunk_size or not config.causal):
-            yield replace(config, data_parallel=sharded, recompute=recompute)
+    for lean in (config, *with_moments_on_host(config, cluster)):
+        for recompute in recomputations(config, cluster):
+            most = recompute.recompute_granularity == "full" and recompute.ffn_chunk_size
+            if most and (recompute.loss_chunk_size or not config.causal):
+                yield replace(lean, data_parallel=sharded, recompute=recompute)
 
 
 def recomputations(config: AnyConfig, cluster: Cluster) -> Iterator[RecomputeConfig]:
@@ -234,7 +243,7 @@ def rank(
     world_size: int,
     cluster: Cluster,
     lengths: tuple[int, ...] = (),
-    vary: Callable[[AnyConfig, Cluster], Iterable[AnyConfig]] = lambda config, cluster: (config,),
+    vary: Callable[[AnyConfig, Cluster], Iterable[AnyConfig]] | None = None,
 ) -> Ranking:
     """Predict every method of these configurations on a cluster, each in the fastest of its settings that fits.
 
@@ -248,10 +257,14 @@ def rank(
     refused = Counter[str]()
     for candidate in candidates_of(configs, world_size, cluster, refused):
         documents = typical_documents(candidate, lengths)
-        tried = [one for one in vary(candidate, cluster) if _suits_pipeline(one, world_size)]
+        varied = vary(candidate, cluster) if vary else [candidate]
+        tried = [one for one in varied if _suits_pipeline(one, world_size)]
         fit = [one for one in tried if holds(one, world_size, cluster, documents)]
         if not fit:  # stages of heads save memory alone
             tried += [staged for one in tried for staged in in_stages(one)]
+            fit = [one for one in tried if holds(one, world_size, cluster, documents)]
+        if not fit and vary:  # each step waits for the moments
+            tried += [moved for one in tried for moved in with_moments_on_host(one, cluster)]
             fit = [one for one in tried if holds(one, world_size, cluster, documents)]
         if fit:
             found = [Candidate(one, predicted(one, world_size, cluster, documents)) for one in fit]

@@ -65,6 +65,7 @@ class Arrangement:
     copies: int = 1
     recompute: str = "none"
     offload: bool = False
+    moments_on_host: bool = False
     loss_chunk: int = 0
     ffn_chunk: int = 0
 
@@ -118,6 +119,8 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
         behind = layers * (layer * (passes - 1) + backward) + again
         back = max(0.0, copy - behind) if _fetched_ahead(work, plan, arranged) else copy
         seconds["offload"] = work.micro_batches * (there + back)
+    if arranged.moments_on_host and cluster.host_gb_per_s:
+        seconds["optimizer offload"] = moments(work, plan, arranged) / (cluster.host_gb_per_s * GB)  # each way, alone
     exchanged = _data(work, plan, arranged, cluster)
     hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
     seconds["data parallel"] = max(0.0, exchanged - hidden)
@@ -192,6 +195,15 @@ def _ffn_share(work: Workload) -> float:
     return inside * work.layers / (work.matrix_weights - work.vocab * work.hidden)
 
 
+def moments(work: Workload, plan: Plan, arranged: Arrangement) -> float:
+    """Return the bytes of a rank's moments of Adam."""
+    return 8 * work.trained_share * work.parameters / (arranged.tp * arranged.pp) / _shards(plan, arranged)
+
+
+def _shards(plan: Plan, arranged: Arrangement) -> int:
+    return 1 if arranged.strategy in ("ddp", "legacy_ddp") else arranged.dp * plan.size // arranged.copies
+
+
 def offloaded(work: Workload, plan: Plan, arranged: Arrangement) -> float:
     """Return the bytes that a micro-batch keeps in host memory."""
     kept, _ = _layer_activations(work, arranged)
@@ -214,7 +226,7 @@ def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, fl
     own = work.parameters / (arranged.tp * arranged.pp)
     trained = own * work.trained_share
     layers = -(-work.layers // arranged.pp)
-    shards = 1 if arranged.strategy in ("ddp", "legacy_ddp") else arranged.dp * plan.size // arranged.copies
+    shards = _shards(plan, arranged)
     whole = own if arranged.strategy in ("zero1", "zero2") else 2 * own / layers
     if shards == 1:
         whole = own if work.element_size < 4 else 0.0
@@ -230,7 +242,10 @@ def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, fl
     logits = scores * work.vocab * (work.element_size + 4) / arranged.tp
     layer = (tokens * inside if again else 0.0) + _attention_buffers(plan, of, plan.backward_moves(of))
     return {
-        "weights, gradients, optimizer": ((16 + work.averages) * trained + work.element_size * (own - trained)) / shards
+        "weights, gradients, optimizer": (
+            (16 - 8 * arranged.moments_on_host + work.averages) * trained + work.element_size * (own - trained)
+        )
+        / shards
         + copies,
         "activations": tokens * (kept * held + 3 * work.hidden * work.element_size / arranged.tp),
         "a layer's backward, or the logits": max(layer, logits),

@@ -90,6 +90,7 @@ def memory_of(config: Any) -> str:
     chunks = [name for name, size in (("loss", again.loss_chunk_size), ("FFN", again.ffn_chunk_size)) if size]
     words = [config.data_parallel.strategy, again.recompute_granularity]
     words += [f"{' and '.join(chunks)} in chunks"] * bool(chunks) + ["offload"] * again.recompute_offload
+    words += ["moments on the host"] * config.optimizer.optimizer_cpu_offload
     return ", ".join(word for word in words if word != "none")
 
 

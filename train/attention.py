@@ -111,7 +111,7 @@ def softmax_context(
         return cp, alone if config.causal or cp.plan.padded_len == length else cp.attend
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
     select_backend(backend, config.mesh.device_type, dtype)
-    if is_first() and (note := passed_over(backend, config.mesh.device_type, dtype)):
+    if is_first() and (note := passed_over(backend, config.mesh.device_type, dtype, config.packed)):
         print(f"note: {note}", flush=True)
     width = config.shape.head_dim
     if config.mesh.device_type == "cuda" and backend != "reference" and width > 256:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from parallel.data import reshard
+from parallel.data import reshard, to_local
 from runtime.errors import UserError
 
 
@@ -41,13 +41,13 @@ class Ema:
     def restart(self) -> None:
         """Reset the averages to the current weights."""
         for name, copies in self._copies.items():
-            _own(self.weights[name]).copy_(_own(copies[0]))
+            to_local(self.weights[name]).copy_(to_local(copies[0]))
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages by ``1 - decay`` of the way to the weights."""
-        weights = [_own(copies[0]) for copies in self._copies.values()]
-        torch._foreach_lerp_([_own(average) for average in self.weights.values()], weights, 1 - self.decay)
+        weights = [to_local(copies[0]) for copies in self._copies.values()]
+        torch._foreach_lerp_([to_local(average) for average in self.weights.values()], weights, 1 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -63,13 +63,7 @@ class Ema:
         for part in self._parts:
             reshard(part)  # weights still gathered after a forward would not be gathered again
         for name, copies in self._copies.items():
-            average, kept = _own(self.weights[name]), _own(copies[0]).clone()
+            average, kept = to_local(self.weights[name]), to_local(copies[0]).clone()
             for parameter in copies:
-                _own(parameter).copy_(average)
+                to_local(parameter).copy_(average)
             average.copy_(kept)
-
-
-def _own(x: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return x.to_local() if isinstance(x, DTensor) else x

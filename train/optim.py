@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.data import Strategy, finish_gradients, untracked_replicas
 from parallel.pipeline.runner import Runner
 from runtime.errors import UserError
+from train.host_moments import HostAdamW
 
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
@@ -58,6 +59,9 @@ class OptimizerConfig:
     """Epsilon of Adam."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
+    optimizer_cpu_offload: bool = False
+    """Keep Adam's moments, 8 bytes per parameter, in host memory. A step brings them to the device and back a piece at
+    a time, which takes time and changes no bit (docs/concepts/memory.md)."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "adam_eps"):
@@ -96,8 +100,9 @@ def build_optimizer(config: OptimizerConfig, *parts: nn.Module) -> torch.optim.A
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    kind = HostAdamW if config.optimizer_cpu_offload else torch.optim.AdamW
     betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+    return kind(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
 
 
 def gradient_norm(

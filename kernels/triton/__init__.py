@@ -1,6 +1,14 @@
 """Triton kernels. This package does not import Triton until a kernel is needed."""
 
 import os
+from functools import cache
+from importlib.util import find_spec
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether Triton is installed; torch's builds for the CPU bring none."""
+    return find_spec("triton") is not None
 
 
 def interpreted() -> bool:

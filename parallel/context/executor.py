@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionBackend, select_backend
-from kernels.merge import merged
-from kernels.sinks import sinks_gradient, with_sinks
-from kernels.tiles import add_gradients_, attend_tiles_
+from kernels.attention import AttentionBackend, block_backward, block_forward, select_backend
+from kernels.merge import merged, sinks_gradient, with_sinks
+from kernels.tiles import add_gradients_, attend_tiles_, only_block
 from parallel.context.circulation import Needed, Whole
 from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
@@ -40,6 +39,7 @@ class Executor:
     def __post_init__(self) -> None:
         self.handle = _executors.add(self)
         self._holders, self._team = self.geometry.holders(self.rank), self.geometry.teammates(self.rank)
+        self._alone = self.geometry.size == self.geometry.ulysses_degree  # no other rank attends to the same heads
         self._prefetched: tuple[int, Arrival] | None = None
 
     @property
@@ -67,17 +67,22 @@ class Executor:
         wide = torch.promote_types(q.dtype, torch.float32)
         backend = self._backend(plan, q)
         rows = (q.shape[0], q.shape[1] * len(self._team), q.shape[2])  # of the whole team
-        out = torch.zeros(*rows, q.shape[3], dtype=wide, device=q.device)
-        lse = torch.full(rows, float("-inf"), dtype=wide, device=q.device)
+        results: Tensors = ()
         circulation = self._circulation(plan, (k, v), "kv", self._take(prefetch))
         staying = self.transport.gather((q,), self._team)
         stays: Tensors = ()
         for _, tiles, (keys, values) in circulation.visits():
             (queries,) = stays = stays or staying()
-            attend_tiles_(out, lse, queries, keys, values, tiles, scale, backend)
+            if not results and (tile := only_block(tiles, rows[1], None, backend)):
+                results = block_forward(queries, keys[:, tile.k], values[:, tile.k], tile.kind, scale, backend)
+            else:
+                results = out, lse = _dense(results, wide) or _nothing(rows, q, wide)
+                attend_tiles_(out, lse, queries, keys, values, tiles, scale, backend)
             del keys, values  # free them before the next round allocates
         if not stays:
             staying()  # all tokens here are padding
+        final = len(self._team) == 1 and sinks is None
+        out, lse = _dense(results, None if final else wide) or _nothing(rows, q, wide)
         if len(self._team) > 1:
             out, lse = merged(*(self.transport.scatter(partial, self._team) for partial in (out, lse)))
         if sinks is not None:
@@ -88,13 +93,13 @@ class Executor:
         self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv in the dtypes of q, k and v."""
-        dq, dk, dv = self.gradients(plan, dout, q, k, v, out, lse, scale)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        dq, dk, dv = _dense(self.gradients(plan, dout, q, k, v, out, lse, scale), q.dtype)
+        return dq, dk, dv
 
     def gradients(
         self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> Tensors:
-        """Return dq, dk and dv in float32 or wider.
+        """Return dq, dk and dv in float32 or wider; what one block alone gives, as its kernel returns it.
 
         KV or queries circulate; their gradient follows one round behind, or as the plan says. The other stays, with
         its gradient.
@@ -107,20 +112,25 @@ class Executor:
         moving, still = sides[::-1] if moves == "kv" else sides
         circulation = self._circulation(plan, moving, moves, None)
         staying = self.transport.gather(still, self._team)
-        stays: Tensors = ()
+        stays, kept = Tensors(), Tensors()
         for i, tiles, held in circulation.visits():
-            if not stays:
-                stays = staying()
-                kept = _zeros(stays, lse.dtype)
-            moved = _zeros(held, lse.dtype)
-            if moves == "kv":
-                add_gradients_((*kept, *moved), stays, held, tiles, scale, backend)
+            stays = stays or staying()
+            queries, keys = (stays, held) if moves == "kv" else (held, stays)
+            if block := only_block(tiles, queries[0].shape[1], keys[0].shape[1], backend):
+                (q_, dout_, out_, lse_), (k_, v_) = queries, keys
+                parts = block_backward(dout_, q_, k_, v_, out_, lse_, block.kind, scale, backend)
+                own: Tensors = parts[:1] if moves == "kv" else parts[1:]
+                kept = tuple(map(Tensor.add_, _dense(kept, lse.dtype), own)) if kept else own
+                moved = _dense(parts[1:] if moves == "kv" else parts[:1], None if self._alone else lse.dtype)
             else:
-                add_gradients_((*moved, *kept), held, stays, tiles, scale, backend)
+                kept, moved = _dense(kept, lse.dtype) or _zeros(stays, lse.dtype), _zeros(held, lse.dtype)
+                sums = (*kept, *moved) if moves == "kv" else (*moved, *kept)
+                add_gradients_(sums, queries, keys, tiles, scale, backend)
             circulation.send_gradient(i, moved)
-        kept = kept if stays else _zeros(staying(), lse.dtype)  # tokens that nothing sees: padding
         brought = circulation.home() or _zeros(moving, lse.dtype)
-        kept = tuple(self.transport.reduced(x, self._team) for x in kept)
+        kept = kept or _zeros(staying(), lse.dtype)  # tokens that nothing sees: padding
+        if len(self._team) > 1:
+            kept = tuple(self.transport.reduced(x, self._team) for x in _dense(kept, lse.dtype))
         return (*kept, *brought) if moves == "kv" else (*brought, *kept)
 
     def _backend(self, plan: Plan, q: Tensor) -> AttentionBackend:
@@ -145,6 +155,17 @@ class Executor:
             return Needed(self.transport, plan.course(self.rank, moves), moving)
         arrival = prefetched or self.transport.gather(moving, self._holders)
         return Whole(self.transport, plan.rounds(self.rank, moves), self._holders, arrival)
+
+
+def _nothing(rows: tuple[int, int, int], q: Tensor, dtype: torch.dtype) -> Tensors:
+    """Return the results over no key: out ``[B, T, H, D]`` of 0 and lse ``[B, T, H]`` of -inf."""
+    out = torch.zeros(*rows, q.shape[3], dtype=dtype, device=q.device)
+    return out, torch.full(rows, float("-inf"), dtype=dtype, device=q.device)
+
+
+def _dense(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
+    """Return the tensors in this dtype, None: their own, and in order of dimensions, which kernels need not keep."""
+    return tuple(x.to(dtype or x.dtype, memory_format=torch.contiguous_format).contiguous() for x in tensors)
 
 
 def _zeros(tensors: Tensors, dtype: torch.dtype) -> Tensors:

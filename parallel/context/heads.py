@@ -143,7 +143,9 @@ class StagedExecutor(Executor):
                 dout_, q_, out_, lse_ = (heads.to_heads(of(x)) for x in (dout, q, out, lse[..., None]))
                 own, *parts = super().gradients(plan, dout_, q_, keys, values, out_, lse_[..., 0], scale)
                 of.put(dq, heads.to_tokens(own.to(q.dtype)))
-                sums = [a.add_(b) for a, b in zip(sums, parts, strict=True)] if sums else parts
+                sums = (
+                    [a.add_(b) for a, b in zip(sums, parts, strict=True)] if sums else [x.to(lse.dtype) for x in parts]
+                )
             for gradient, total in ((dk, sums[0]), (dv, sums[1])):
                 keys_of.put(gradient, heads.to_tokens(total.to(k.dtype), keys_of.count))
         return dq, dk, dv

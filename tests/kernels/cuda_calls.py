@@ -5,6 +5,7 @@ aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp and attention.c
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -137,3 +138,45 @@ def flash_attn_backward(
     _check_rows(dout, q, "dout")
     for gradient, of in ((dq, q), (dk, k), (dv, v)):
         assert (gradient.shape, gradient.dtype, gradient.stride(-1)) == (of.shape, of.dtype, 1)
+
+
+def flash_attn_3_forward(q: Tensor, k: Tensor, v: Tensor, *, num_splits: int, **given: Any) -> tuple[Tensor, ...]:
+    """The shape function of flash-attn 3, dense as above or packed, which returns lse ``[H, R]``."""
+    assert num_splits == 1
+    layout, named, heads = _of_3(given)
+    out = torch.empty_like(q)
+    lse = q.new_empty(heads(q).shape[:3] if layout == "heads first" else q.shape[1::-1], dtype=torch.float32)
+    _check(layout, named, *map(heads, (q, k, v, out)), lse, given=False)
+    return out, lse, q.new_empty(0), q.new_empty(0)
+
+
+def flash_attn_3_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    **given: Any,
+) -> None:
+    """The backward's, which writes into dq, dk and dv."""
+    layout, named, heads = _of_3(given)
+    named.setdefault("max_q", q.shape[1])
+    named.setdefault("max_k", k.shape[1])
+    _check(layout, named, *map(heads, (q, k, v, out)), softmax_lse, given=True)
+    _check_rows(dout, q, "dout")
+    for gradient, of in ((dq, q), (dk, k), (dv, v)):
+        assert (gradient.shape, gradient.dtype, gradient.stride(-1)) == (of.shape, of.dtype, 1)
+
+
+def _of_3(given: dict[str, Any]) -> tuple[str, dict[str, Any], Callable[[Tensor], Tensor]]:
+    """What version 3 is given, by torch's names; and whether its tokens are packed."""
+    names = {"max_seqlen_q": "max_q", "max_seqlen_k": "max_k", "cu_seqlens_q": "cum_seq_q", "cu_seqlens_k": "cum_seq_k"}
+    assert given["softmax_scale"] is not None
+    named = {names.get(name, name): value for name, value in given.items()}
+    if "cum_seq_q" in named:
+        return "packed", named, lambda x: x
+    return "heads first", named, lambda x: x.transpose(1, 2)

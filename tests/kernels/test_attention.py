@@ -113,6 +113,7 @@ def test_a_head_that_lies_in_pieces_is_put_together(odd: int, dtype: torch.dtype
         (("fastest", "cpu", torch.float32), "'fastest'.*does not exist"),
         (("triton", "cpu", torch.float32), "needs a cuda device"),
         (("flash_attn", "cpu", torch.float32), "needs a cuda device"),
+        (("flash_attn_3", "cpu", torch.float32), "needs a cuda device"),
         (("auto", "cuda", torch.float32), "use --bf16"),
     ],
 )
@@ -125,7 +126,7 @@ def test_a_backend_that_cannot_serve_is_refused(arguments: tuple, message: str) 
 def test_cudnn_is_taken_from_hopper_on(capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(attention.flash_attn, "is_installed", lambda: capability > (8, 0))
+    monkeypatch.setattr(attention.flash_attn, "is_installed", lambda _: capability > (8, 0))
     assert select_backend.__wrapped__("auto", "cuda", torch.bfloat16).name == name
 
 

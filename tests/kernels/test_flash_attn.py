@@ -1,6 +1,10 @@
-"""Which flash-attn is used: packages as their versions lay them out, with the arguments that these take, on a path."""
+"""Which flash-attn is used: packages as their versions lay them out, with the arguments that these take, on a path.
+
+The stand-in for version 3 computes, so that what goes through its operators is compared, dense and packed.
+"""
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,10 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import flash_attn
-from kernels.attention import passed_over, select_backend
+from kernels import cudnn, flash_attn
+from kernels.attention import AttentionBackend, block_backward, block_forward, passed_over, select_backend
+from kernels.blocks import ANTI, CAUSAL, FULL
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
+from tests.kernels import test_packed, test_tiles
+from tests.kernels.test_tiles import attention_by_tiles, error, inputs, tiles_of, truth
 from train.attention import softmax_context
 from train.config.language import Config, TrainConfig
 
@@ -44,6 +51,66 @@ def _flash_attn_backward(
 ) -> Tensor:
     raise AssertionError
 """
+# The schemas of hopper/flash_api.cpp at 0251105a of Dao-AILab/flash-attention, as they are registered there.
+FLASH_3 = """
+import torch
+from kernels import reference
+from kernels.packed import Lengths
+from tests.kernels import test_packed
+
+LIBRARY = torch.library.Library("flash_attn_3", "DEF")
+LIBRARY.define(
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, Tensor? q_v = None,"
+    "Tensor(out!)? out = None, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None,"
+    "Tensor? cu_seqlens_k_new = None,"
+    "Tensor? seqused_q = None, Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None,"
+    "Tensor? page_table = None, Tensor? kv_batch_idx = None, Tensor? leftpad_k = None, Tensor? rotary_cos = None,"
+    "Tensor? rotary_sin = None, Tensor? seqlens_rotary = None, Tensor? q_descale = None, Tensor? k_descale = None,"
+    "Tensor? v_descale = None, float? softmax_scale = None, bool is_causal = False, int window_size_left = -1,"
+    "int window_size_right = -1, int attention_chunk = 0, float softcap = 0.0, bool is_rotary_interleaved = False,"
+    "Tensor? scheduler_metadata = None, int num_splits = 0, bool? pack_gqa = None, int sm_margin = 0)"
+    " -> (Tensor(out!), Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq = None,"
+    "Tensor(dk!)? dk = None, Tensor(dv!)? dv = None, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None,"
+    "Tensor? seqused_q = None, Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None,"
+    "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, int window_size_right = -1,"
+    "float softcap = 0.0, bool deterministic = False, int sm_margin = 0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def settings(operator, given):
+    # What is given by name comes by position, up to the last that is not the default.
+    named = dict(zip((argument.name for argument in operator.default._schema.arguments), given))
+    packed = [named.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
+    return named["softmax_scale"], named.get("is_causal", False), None if packed[0] is None else Lengths(*packed)
+
+
+@torch.library.impl(LIBRARY, "fwd", "CPU")
+def fwd(q, k, v, *rest):
+    scale, causal, lengths = settings(torch.ops.flash_attn_3.fwd, (q, k, v, *rest))
+    if lengths is None:
+        out, lse = reference.block_forward(q, k, v, causal, scale)
+    else:
+        out, lse = test_packed.forward(q, k, v, lengths, causal, scale)
+    return out.to(q.dtype), lse.transpose(-1, -2).contiguous(), q.new_empty(0), q.new_empty(0)
+
+
+@torch.library.impl(LIBRARY, "bwd", "CPU")
+def bwd(dout, q, k, v, out, softmax_lse, dq, dk, dv, *rest):
+    assert softmax_lse.is_contiguous()
+    blocks = dout, q, k, v, out, softmax_lse
+    scale, causal, lengths = settings(torch.ops.flash_attn_3.bwd, (*blocks, dq, dk, dv, *rest))
+    blocks = *blocks[:5], softmax_lse.transpose(-1, -2)
+    if lengths is None:
+        found = reference.block_backward(*blocks, causal, scale)
+    else:
+        found = test_packed.backward(*blocks, lengths, causal, scale)
+    for into, gradient in zip((dq, dk, dv), found, strict=True):
+        into.copy_(gradient)
+    return tuple(q.new_empty(0) for _ in range(5))
+"""
 UNDEFINED = 'raise ImportError("flash_attn_2_cuda.so: undefined symbol:\\n _ZN3c105ErrorC2E")'
 USABLE = {
     "2.8 without torch's operators": {
@@ -60,7 +127,6 @@ UNUSABLE: dict[str, tuple[dict[str, str], str]] = {
         },
         r"which is 2\.5\.8, whose functions take other arguments",
     ),
-    "3": ({"flash_attn_interface.py": "def flash_attn_func(): pass"}, "No module named 'flash_attn'"),
     "4, a namespace": ({"flash_attn/cute/__init__.py": ""}, "No module named 'flash_attn.flash_attn_interface'"),
     "for another torch": ({"flash_attn/__init__.py": UNDEFINED}, "ImportError: flash_attn_2_cuda.*undefined symbol"),
     "a library that is not there": (
@@ -71,10 +137,17 @@ UNUSABLE: dict[str, tuple[dict[str, str], str]] = {
         {"flash_attn/__init__.py": "", "flash_attn/flash_attn_interface.py": ""}, "cannot import name",
     ),
 }  # fmt: skip
+UNUSABLE_3: dict[str, tuple[str, str]] = {
+    "that registers nothing": ("def flash_attn_func(): pass", "AttributeError.*flash_attn_3.*fwd"),
+    "with other arguments": (FLASH_3.replace("max_seqlen_k", "most_k"), r"flash_attn_3\.fwd.* takes no max_seqlen_k"),
+    "for another torch": (UNDEFINED, "undefined symbol"),
+}
 CUDA = ("cuda", torch.bfloat16)
 
 
 def forget() -> None:
+    if library := getattr(sys.modules.get("flash_attn_interface"), "LIBRARY", None):
+        library._destroy()  # a namespace of operators is defined once
     for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
         del sys.modules[name]
     importlib.invalidate_caches()
@@ -90,6 +163,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     monkeypatch.undo()
     forget()
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "capability", lambda: cudnn.HOPPER)
 
 
 def install(place: Path, files: dict[str, str]) -> None:
@@ -129,8 +207,59 @@ def test_another_one_is_passed_over_with_its_reason(name: str, place: Path) -> N
     assert passed_over("auto", "cpu", torch.bfloat16) is None, "which has no use for it"
 
 
+@pytest.mark.parametrize("name", UNUSABLE_3)
+def test_an_unusable_3_is_passed_over_where_it_would_be_taken(name: str, place: Path, hopper: None) -> None:
+    text, reason = UNUSABLE_3[name]
+    install(place, {"flash_attn_interface.py": text} | USABLE["2.8"])
+    assert select_backend("auto", *CUDA, documents=True).name == "flash_attn"
+    assert re.search(f"takes flash_attn, not the flash-attn 3 .*{reason}", passed_over("auto", *CUDA, True) or "")
+    assert passed_over("auto", *CUDA) is None, "cuDNN takes whole sequences"
+    with pytest.raises(ValueError, match=f"attention_backend is flash_attn_3, .*{reason}.* install flash-attn 3"):
+        select_backend("flash_attn_3", *CUDA)
+
+
+def test_3_takes_packed_documents_on_hopper(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(place, {"flash_attn_interface.py": FLASH_3} | USABLE["2.8"])
+    for capability, whole, packed in (((8, 0), "flash_attn", "flash_attn"), ((9, 0), "cudnn", "flash_attn_3")):
+        monkeypatch.setattr(cudnn, "capability", lambda at=capability: at)
+        select_backend.cache_clear()
+        assert select_backend("auto", *CUDA).name == whole
+        assert select_backend("auto", *CUDA, documents=True).name == packed
+        assert passed_over("auto", *CUDA, True) is None
+        assert select_backend("flash_attn_3", *CUDA).name == "flash_attn_3"
+
+
+@pytest.fixture
+def third(place: Path) -> AttentionBackend:
+    install(place, {"flash_attn_interface.py": FLASH_3})
+    return select_backend("flash_attn_3", *CUDA)
+
+
+@pytest.mark.parametrize("kind", [FULL, CAUSAL, ANTI])
+def test_blocks_go_through_3s_operators(kind: str, third: AttentionBackend) -> None:
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 12, heads, 12) for heads in (4, 2, 2, 4))  # widths are padded to 16
+    want, found = [], []
+    for into, backend in ((want, select_backend("reference", "cpu", q.dtype)), (found, third)):
+        out, lse = block_forward(q, k, v, kind, 0.3, backend)
+        into += [out, lse, *block_backward(dout, q, k, v, out, lse, kind, 0.3, backend)]
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", ["documents", "window and documents"])
+def test_packed_tiles_go_through_3s_operators(
+    mask: str, third: AttentionBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_tiles, "select_backend", lambda *_: third)
+    test_packed.CALLS.clear()
+    given = inputs(torch.float32)
+    assert error(attention_by_tiles("", given, tiles_of(mask)), truth(given, mask)) < 1e-5
+    assert max(tiles for tiles, _ in test_packed.CALLS) > 2, "packed tiles share a launch"
+
+
 def test_none_is_no_matter(place: Path) -> None:
-    assert not flash_attn.is_installed(), "these tests expect an environment without one"
+    assert not any(map(flash_attn.is_installed, flash_attn.PACKAGES)), "these tests expect an environment without one"
     assert select_backend("auto", *CUDA).name == "aten"
     assert passed_over("auto", *CUDA) is None
     with pytest.raises(ValueError, match=r"which is not installed; install flash-attn 2\.7"):

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.attention import FULL, block_backward, select_backend
-from kernels.merge import merged
-from kernels.sinks import sinks_gradient, with_sinks
+from kernels.merge import merged, sinks_gradient, with_sinks
 
 BOUND = 1e-12
 

@@ -41,6 +41,19 @@ def test_stages_of_heads_reach_further_and_the_ranking_has_no_more(config: Confi
     assert not rank(list(arrangements(beyond, 4)), 4, SMALL, vary=leanest).candidates
 
 
+def test_moments_go_to_host_memory_where_nothing_else_fits(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("planner.search.with_moments_on_host", lambda *_: ())
+        kept = longest(config, 4, SMALL)
+    moved = longest(config, 4, SMALL)
+    assert moved > 1.02 * kept
+    best = rank(list(arrangements(of_length(config, kept), 4)), 4, SMALL, vary=settings).candidates[0]
+    assert not best.config.optimizer.optimizer_cpu_offload
+    for one in rank(list(arrangements(of_length(config, moved), 4)), 4, SMALL, vary=settings).candidates:
+        assert one.config.optimizer.optimizer_cpu_offload
+        assert one.prediction.seconds["optimizer offload"] > 0
+
+
 def test_what_is_said_to_fit_is_in_the_ranking(config: Config) -> None:
     at = of_length(config, longest(config, 4, SMALL))
     best = rank(list(arrangements(at, 4)), 4, SMALL, vary=settings).candidates

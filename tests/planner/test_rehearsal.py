@@ -124,6 +124,14 @@ def test_in_a_zero_bubble_gradients_wait_for_the_weights() -> None:
     assert split.sent[BETWEEN] == whole.sent[BETWEEN]
 
 
+def test_moments_in_host_memory_are_not_on_the_device_either() -> None:
+    config = parse_args([*MODEL, "--vocab-size", "64", "--device", "cpu"])
+    moved = replace(config, optimizer=replace(config.optimizer, optimizer_cpu_offload=True))
+    kept, less = (rehearse(one, pretrain_gpt.computing, 0, 1, 1).memory for one in (config, moved))
+    assert kept["optimizer"] > 1.9 * kept["weights"]
+    assert less == {**kept, "optimizer": pytest.approx(0, abs=1000)}  # steps are single numbers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_memory_is_that_of_eight_real_processes(mesh: str) -> None:

@@ -242,6 +242,11 @@ def validate_run(config: CommonConfig) -> None:
             "recompute_offload is set and device is cpu, where what is kept lies in host memory already and a copy "
             "would only add to it; leave it out, or use --device cuda"
         )
+    if optimizer.optimizer_cpu_offload and config.mesh.device_type == "cpu":
+        raise ConfigError(
+            "optimizer_cpu_offload is set and device is cpu, where Adam's moments lie in host memory already; leave it "
+            "out, or use --device cuda"
+        )
     if train.compile:
         _check_compile(config)
     config.float8.check(config)
@@ -292,7 +297,7 @@ def validate_backend(config: CommonConfig) -> None:
             f"attention_backend is {backend} and context_parallel_method is none, which is torch's own SDPA; "
             "choose a method, or leave the backend out"
         )
-    if backend == "flash_attn" and not config.train.bf16:
+    if backend in ("flash_attn", "flash_attn_3") and not config.train.bf16:
         raise ConfigError(
-            "attention_backend is flash_attn, which has no float32; give --bf16 or --attention-backend auto"
+            f"attention_backend is {backend}, which has no float32; give --bf16 or --attention-backend auto"
         )

@@ -187,7 +187,7 @@ def _validate_backend(config: Config) -> None:
     """Check that the attention kernel is used and fits the model's kind of attention."""
     backend = config.context.attention_backend
     linear, kind = config.model.linear_attention, config.model.model_type
-    if linear and backend in ("aten", "cudnn", "flash_attn"):
+    if linear and backend in ("aten", "cudnn", "flash_attn", "flash_attn_3"):
         raise ConfigError(
             f"attention_backend is {backend}, which is softmax attention, and model_type {kind} has linear attention; "
             "use auto, chunked, triton or reference"
@@ -195,7 +195,7 @@ def _validate_backend(config: Config) -> None:
     if not linear and backend == "chunked":
         raise ConfigError(
             f"attention_backend is {backend}, which is linear attention, and model_type {kind} has softmax attention; "
-            "use auto, aten, cudnn, flash_attn, triton or reference"
+            "use auto, aten, cudnn, flash_attn, flash_attn_3, triton or reference"
         )
     if not linear:
         validate_backend(config)

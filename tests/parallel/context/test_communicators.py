@@ -11,12 +11,13 @@ import torch.distributed as dist
 import pretrain_dit
 import pretrain_gpt
 from kernels import attention, flash_attn, packed
-from kernels.attention import AttentionBackend
+from kernels.attention import AttentionBackend, select_backend
 from parallel.context import METHODS, Plan, executor, make_plan
 from parallel.mesh import distributed_mesh
 from parity.cases import DIFFUSION, Case, cases, diffusion_cases, linear_cases
 from planner.rehearsal import standing_for
-from tests.kernels.cuda_calls import BACKWARD, FORWARD, CudaCalls, flash_attn_backward, flash_attn_forward
+from tests.kernels import cuda_calls
+from tests.kernels.cuda_calls import BACKWARD, FORWARD, CudaCalls
 from tests.parallel.context.communicators import (
     GpuTransport,
     Group,
@@ -79,22 +80,26 @@ def test_every_method_asks_kernels_for_what_they_take_and_ends(backend: str) -> 
         assert wanted <= {name for call in calls for name in call.calls}
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn 2.8, as its shape functions."""
-    monkeypatch.setattr(flash_attn, "_functions", lambda: (flash_attn_forward, flash_attn_backward))
-    backend = AttentionBackend("flash_attn", *attention.in_eights(*flash_attn.load()), packed=attention._packed())
+@pytest.fixture(params=["flash_attn", "flash_attn_3"])
+def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn 2.8, or 3, as its shape functions."""
+    kernels = cuda_calls.flash_attn_forward, cuda_calls.flash_attn_backward
+    third = cuda_calls.flash_attn_3_forward, cuda_calls.flash_attn_3_backward
+    monkeypatch.setattr(flash_attn, "_functions", lambda: kernels)
+    monkeypatch.setattr(flash_attn, "_operators", lambda: third)
+    backend = select_backend.__wrapped__(request.param, "cuda", torch.bfloat16)
     monkeypatch.setattr(executor, "select_backend", lambda *_: backend)
 
 
 def test_flash_attn_too_is_asked_for_what_it_takes(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "SMALL", 0)
-    for method, given, width in (
-        ("zigzag", {}, 64),
-        ("striped", MASKS["window"], 100),
-        ("ulysses", MASKS["full"], 256),
-    ):
-        through(make_plan(method, seq_len=LENGTH, size=4, **given), kv_heads=4, width=width)
+    for small in (0, 1 << 20):  # no tiles share launches, and nearly all
+        monkeypatch.setattr(packed, "SMALL", small)
+        for method, given, width in (
+            ("zigzag", MASKS["documents"], 64),
+            ("striped", MASKS["window"], 100),
+            ("ulysses", MASKS["full"], 256),
+        ):
+            through(make_plan(method, seq_len=LENGTH, size=4, **given), kv_heads=4, width=width)
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x)
     with pytest.raises(AssertionError, match="lse is not contiguous"):
         through(make_plan("zigzag", seq_len=LENGTH, size=4), kv_heads=4)

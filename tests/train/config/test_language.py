@@ -212,6 +212,7 @@ def test_wrong_flags_are_refused_by_name(argv, words):
         ),
         (1, "--attention-backend flash_attn", ["flash_attn", "--bf16"]),
         (1, "--device cpu --recompute-granularity full --recompute-offload", ["recompute_offload", "host memory"]),
+        (1, "--device cpu --optimizer-cpu-offload", ["optimizer_cpu_offload", "host memory", "--device cuda"]),
         (
             1,
             "--model-type transnormer --attention-backend aten",

@@ -1,0 +1,147 @@
+"""Moments in host memory: the numbers of AdamW to the bit, and no memory used before it may be."""
+
+import gc
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from checkpoint.api import load_checkpoint, save_checkpoint
+from checkpoint.manifest import checkpoint_folder
+from checkpoint.tensors import tensors_of
+from parallel.data import to_local
+from testing.ranks import run_ranks
+from tests.parallel.streams import Device
+from tests.parallel.unequal import loss_sum, sharded
+from train import host_moments
+from train.host_moments import HostAdamW
+from train.optim import OptimizerConfig, build_optimizer
+
+SIZES = ((33, 7), (7,), (50, 40), (3,), (0,), (64,))
+
+
+def model() -> nn.ParameterList:
+    torch.manual_seed(0)
+    return nn.ParameterList(nn.Parameter(torch.randn(size)) for size in SIZES)
+
+
+def steps(weights: nn.ParameterList, optimizer: torch.optim.Optimizer, count: int = 3) -> None:
+    """Take steps of several rates with drawn gradients; the second leaves a parameter without one."""
+    generator = torch.Generator().manual_seed(1)
+    for i in range(count):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (i + 1)
+        for number, weight in enumerate(weights):
+            gradient = torch.randn(weight.shape, generator=generator)
+            weight.grad = None if (i, number) == (1, 3) else gradient
+        optimizer.step()
+
+
+def trained(moved: bool) -> tuple[nn.ParameterList, torch.optim.AdamW]:
+    weights = model()
+    optimizer = build_optimizer(OptimizerConfig(optimizer_cpu_offload=moved), weights)
+    assert isinstance(optimizer, HostAdamW) == moved
+    steps(weights, optimizer)
+    return weights, optimizer
+
+
+def everything(weights: nn.ParameterList, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    state = [optimizer.state[weight] for weight in weights]
+    return [*weights, *(one[name] for one in state for name in ("step", "exp_avg", "exp_avg_sq"))]
+
+
+@pytest.mark.parametrize("piece", [64, 1 << 24])
+def test_weights_and_moments_are_those_of_adamw(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_moments, "PIECE", piece)
+    found, want = (everything(*trained(moved)) for moved in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_no_gradient_is_no_step() -> None:
+    weights, optimizer = trained(True)
+    before = [x.clone() for x in everything(weights, optimizer)]
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(everything(weights, optimizer), before, strict=True))
+
+
+def played(monkeypatch: pytest.MonkeyPatch, dropped: tuple[str, str] | None = None) -> tuple[Device, list[Tensor]]:
+    """Steps on streams, one wait of which is left out; what is read after them is the computation's."""
+    device, weights = Device(dropped), model()
+    optimizer = build_optimizer(OptimizerConfig(optimizer_cpu_offload=True), weights)
+    with monkeypatch.context() as patch, device:
+        patch.setattr(host_moments, "get_device_module", lambda _: device)
+        steps(weights, optimizer)
+        found = [x.clone() for x in everything(weights, optimizer)]
+        gc.collect()
+    return device, found
+
+
+def test_nothing_races_and_both_ways_are_busy_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, found = played(monkeypatch)
+    assert not device.races
+    assert all(torch.equal(a, b) for a, b in zip(found, everything(*trained(False)), strict=True))
+    filled = 3 * sum(size != (0,) for size in SIZES) - 1
+    copies = [stream for stream, what in device.log if what == "aten::copy_" and stream != "compute"]
+    assert Counter(copies) == {"back": 2 * filled, "out": 2 * filled}
+    assert copies[:8] == ["back"] * 4 + ["out"] * 2 + ["back"] * 2, "a piece comes before the one before it is updated"
+
+
+@pytest.mark.parametrize(
+    ("dropped", "race"),
+    [
+        (("back", "compute"), "back writes what compute writes"),
+        (("compute", "back"), "compute writes what back writes"),
+        (("out", "compute"), "out reads what compute writes"),
+        (("back", "out"), "back writes what out reads"),
+        (("compute", "out"), "compute reads what out writes"),
+    ],
+)
+def test_every_wait_is_needed(dropped: tuple[str, str], race: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, _ = played(monkeypatch, dropped)
+    assert race in device.races, device.races
+
+
+def saved_and_loaded(rank: int, world_size: int, folder: Path) -> bool:
+    """Whether shards of weights and moments are those of AdamW after two steps, the second behind a checkpoint."""
+    found = []
+    for order in ((False, False), (True, True), (True, False), (False, True)):
+        path = folder / "".join(map(str, order))
+        for number, moved in enumerate(order):
+            model = sharded(world_size)
+            optimizer = build_optimizer(OptimizerConfig(optimizer_cpu_offload=moved), model)
+            if number:
+                load_checkpoint(checkpoint_folder(path, 1), model, optimizer, {})
+            loss_sum(model, rank, number).backward()
+            optimizer.step()
+            if not number:
+                save_checkpoint(path, 1, model, optimizer, architecture={}, extra={})
+        found.append([x for part in tensors_of(model, optimizer).values() for x in part.values()])
+    return all(
+        torch.equal(to_local(a), to_local(b)) for other in found[1:] for a, b in zip(*found[:1], other, strict=True)
+    )
+
+
+def test_sharded_moments_go_through_checkpoints_with_and_without(tmp_path: Path) -> None:
+    assert run_ranks(saved_and_loaded, 2, tmp_path) == [True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+def test_cuda_moments_are_pinned_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_moments, "PIECE", 512)
+    results = []
+    for moved in (True, False):
+        weights = model().cuda()
+        optimizer = build_optimizer(OptimizerConfig(optimizer_cpu_offload=moved), weights)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = weight.detach().sin()
+            optimizer.step()
+        torch.cuda.synchronize()
+        results.append([x.cpu() for x in everything(weights, optimizer)])
+        if moved:
+            assert all(optimizer.state[w][name].is_pinned() for w in weights if w.numel() for name in ("exp_avg",))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -8,13 +8,23 @@ nodes in order.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from parallel.context.plan import Plan
-from parallel.context.traffic import Collective, Message, Moves, Sizes, bytes_of_all, collectives, messages
+from parallel.context.traffic import (
+    Collective,
+    Message,
+    Moves,
+    Sizes,
+    bytes_of_all,
+    collectives,
+    messages,
+    needed_traffic,
+    parcels,
+)
 from planner.cluster import Cluster
-from planner.needed_cost import Sent, needed_of_all, slots
 
 FORWARD, BACKWARD = 4, 10
 """Operations per (query, key) pair and channel: 2 matrix products forward, 5 backward (Dao 2023)."""
@@ -29,6 +39,15 @@ class Links:
 
     inside: int
     between: int
+
+
+class Sent(NamedTuple):
+    """Bytes and (possibly fractional) messages from each of ``ranks`` to its peer, both int64 ``[n]``."""
+
+    ranks: np.ndarray
+    peers: np.ndarray
+    size: float | np.ndarray
+    messages: float | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -174,3 +193,36 @@ def _joint(collective: Collective) -> Sent:
         following = collective.ranks[rank, (own + 1) % members]
         return Sent(rank, following, (members - 1) * collective.size, members - 1)
     return Sent(np.repeat(rank, members), collective.ranks.ravel(), collective.size, 1)
+
+
+def slots(plan: Plan, of: Sizes, moves: Moves, *, gradients: bool) -> list[Sent]:
+    """Return what is in transit, where only the rows that a query sees travel, in every round of a forward or (``gradients``) a backward, and after the last.
+
+    A parcel's bytes are spread over the rounds until the one that needs it.
+    """
+    flow = plan.flow(moves)
+    entries: list[list[tuple[int, int, float, float]]] = [[] for _ in range(flow.rounds + 1)]
+    for rank in range(plan.size):
+        for parcel, size, under_way in parcels(flow, rank, of, moves, gradients=gradients):
+            part = len(under_way)
+            for index in under_way:
+                entries[index].append((rank, parcel.peer, size / part, 1 / part))
+    columns = (np.array(found, dtype=np.float64).reshape(-1, 4).T for found in entries)
+    return [Sent(ranks.astype(np.int64), peers.astype(np.int64), *rest) for ranks, peers, *rest in columns]
+
+
+def needed_of_all(plan: Plan, of: Sizes, moves: Moves | None, ranks_per_node: int) -> tuple[int, int]:
+    """Return the bytes of all ranks (within nodes, between nodes), in a backward, or (None) in a forward."""
+    flow, inside, between = plan.flow(moves or "kv"), 0, 0
+    for rank in range(plan.size):
+        sent = needed_traffic(flow, rank, of, moves)
+        beyond = sent.between_nodes(rank, ranks_per_node)
+        inside, between = inside + sent.total - beyond, between + beyond
+    return inside, between
+
+
+def most_rows_held(plan: Plan, moves: Moves) -> int:
+    """Return the most rows that any place holds in all rounds together."""
+    flow = plan.flow(moves)
+    places = range(flow.geometry.shape.size)
+    return max(sum(flow.held(index, place).length for index in range(flow.rounds)) for place in places)

@@ -16,7 +16,8 @@ from parallel.mesh import SIZES
 from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.complete import complete, with_method
 from planner.documents import typical_documents
-from planner.rehearsal import BETWEEN, CAUSES, INSIDE, Build, Rehearsal, rehearse, standing_for
+from planner.recorder import BETWEEN, CAUSES, INSIDE, Rehearsal
+from planner.rehearsal import Build, rehearse, standing_for
 from planner.search import predicted
 from runtime.words import counted
 from train.config.common import with_joined_ranks

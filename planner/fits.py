@@ -7,7 +7,8 @@ from typing import Any
 from parallel.mesh import SIZES
 from planner.cluster import Cluster
 from planner.dry_run import rehearsed
-from planner.rehearsal import Build, Rehearsal
+from planner.recorder import Rehearsal
+from planner.rehearsal import Build
 from planner.search import arrangements, bytes_needed, rank, settings
 from runtime.errors import UserError
 from train.config.flags import spelled

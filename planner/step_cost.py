@@ -11,9 +11,8 @@ from parallel.context.plan import Plan
 from parallel.context.traffic import Moves, Sizes, sizes
 from parallel.data import Strategy
 from parallel.offload import FETCH_AHEAD
-from planner.attention_cost import BACKWARD, FORWARD, GB, MICRO, AttentionCost, Links
+from planner.attention_cost import BACKWARD, FORWARD, GB, MICRO, AttentionCost, Links, most_rows_held
 from planner.cluster import Cluster
-from planner.needed_cost import most_rows_held
 
 
 @dataclass(frozen=True, kw_only=True)

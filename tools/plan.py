@@ -35,7 +35,7 @@ from planner.documents import heaviest_documents, typical_documents
 from planner.extremes import fewest, longest, of_length
 from planner.fits import busiest, changes
 from planner.ranking import nothing_left, weighed
-from planner.rehearsal import CAUSES
+from planner.recorder import CAUSES
 from planner.search import arrangements, rank, settings, validated
 from runtime.files import write_text
 from runtime.processes import launched_world_size

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel.data import Strategy, set_gradient_sync
 from parallel.pipeline.runner import LossSum, MicroBatch, Runner
-from parallel.pipeline.stages import SINGLE, PipelineConfig
+from parallel.pipeline.stages import PipelineConfig
 from runtime.errors import UserError
 
 
@@ -55,7 +55,7 @@ class PipelineRunner(Runner):
         self.own = config.own(mesh.get_local_rank(), ranks)
         self._valid = 1
         hidden = hidden.detach().requires_grad_()  # tells torch that gradients are sent back
-        self._stages = []
+        self.stages = []
         for part, number in zip(parts, self.own, strict=True):
             last = number == stages - 1
             stage = _Stage(
@@ -64,16 +64,16 @@ class PipelineRunner(Runner):
                 stages,
                 device,
                 strategy=strategy,
-                split_backward=config.pipeline_schedule == "InterleavedZeroBubble",
+                split_backward=config.splits_backward,
                 input_args=(like,) if number == 0 else (hidden,),
                 output_args=(hidden.new_empty((), dtype=torch.float32).requires_grad_() if last else hidden,),
                 group=mesh.get_group(),
             )
-            self._stages.append(stage)
+            self.stages.append(stage)
         schedule = get_schedule_class(config.pipeline_schedule)
         loss_fn: Callable[[Tensor, Any], Tensor] = lambda loss, _: loss / self._valid  # noqa: E731
         self.schedule: Any = schedule(
-            self._stages[0] if config.pipeline_schedule in SINGLE else self._stages,
+            self.stages[0] if config.single else self.stages,
             micro_batches,
             loss_fn=loss_fn,
             scale_grads=False,
@@ -113,7 +113,7 @@ class PipelineRunner(Runner):
             if isinstance(error.__cause__, UserError):  # torch wraps what a user can fix
                 raise error.__cause__ from None
             raise
-        for stage in self._stages:
+        for stage in self.stages:
             stage.clear_runtime_states()  # an evaluation keeps every micro-batch's activations
         if not losses:
             return torch.zeros(1, device=self.device)
@@ -185,6 +185,8 @@ class _Stage(PipelineStage):
     ) -> None:
         set_gradient_sync(self._part.model, last_backward and not self._split_backward, self._strategy)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None:
+            loss.detach_()  # torch keeps it to the step's end, and its graph would keep the stage's input
         self._release("backward", bwd_chunk_id)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

@@ -29,13 +29,23 @@ class PipelineConfig:
         virtual, schedule = self.num_virtual_stages_per_pipeline_rank, self.pipeline_schedule
         if virtual < 1:
             raise UserError(f"num_virtual_stages_per_pipeline_rank is {virtual}; it must be 1 or more")
-        if schedule in SINGLE and virtual > 1:
+        if self.single and virtual > 1:
             raise UserError(
                 f"num_virtual_stages_per_pipeline_rank is {virtual} with pipeline_schedule {schedule}, which has one "
                 "stage per process; use Interleaved1F1B, or 1 virtual stage"
             )
         if min(self.pipeline_layers, default=1) < 1:
             raise UserError(f"pipeline_layers is {self.pipeline_layers}; each stage needs a layer")
+
+    @property
+    def single(self) -> bool:
+        """Return whether each rank has one stage, not several that it interleaves."""
+        return self.pipeline_schedule in SINGLE
+
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether a backward to weights comes later than that to activations."""
+        return self.pipeline_schedule == "InterleavedZeroBubble"
 
     def check(
         self,
@@ -78,13 +88,13 @@ class PipelineConfig:
             below = [n for n in range(ranks, micro_batches) if self._rounds(n, ranks)][-1:]
             above = next(n for n in count(max(micro_batches, ranks)) if self._rounds(n, ranks))
             nearest = " or ".join(str(n * batch) for n in (*below, above))
-            rounds = " in equal rounds of about as many" if schedule not in SINGLE else ""
+            rounds = " in equal rounds of about as many" if not self.single else ""
             raise UserError(
                 f"{schedule} takes at least {ranks} micro-batches (pipeline_model_parallel_size) per data-parallel rank"
                 f"{rounds}, and global_batch_size {micro_batches * batch} gives {micro_batches}; nearest that work: "
                 f"global_batch_size {nearest}, or another micro_batch_size"
             )
-        if schedule != "InterleavedZeroBubble":
+        if not self.splits_backward:
             return
         if strategy in ("zero2", "zero3"):
             raise UserError(
@@ -105,20 +115,16 @@ class PipelineConfig:
 
     def _rounds(self, micro_batches: int, ranks: int) -> bool:
         """Return whether every process has work and an interleaved schedule's rounds are equal."""
-        equal = self.pipeline_schedule in SINGLE or not micro_batches % max(1, micro_batches // ranks)
+        equal = self.single or not micro_batches % max(1, micro_batches // ranks)
         return micro_batches >= ranks and equal
 
     def stages(self, ranks: int) -> int:
         """Return the number of stages on that many ranks."""
         return ranks * self.num_virtual_stages_per_pipeline_rank
 
-    def in_flight(self, rank: int, ranks: int, micro_batches: int) -> float:
-        """Return of how many micro-batches a rank holds activations at once: its schedule's warm-up, and one."""
-        if self.pipeline_schedule == "GPipe":
-            return micro_batches
-        virtual = self.num_virtual_stages_per_pipeline_rank
-        ahead = ranks - rank if self.pipeline_schedule in SINGLE else 2 * (ranks - rank) - 1 + (virtual - 1) * ranks
-        return min(ahead, micro_batches * virtual) / virtual
+    def in_flight(self, rank: int, ranks: int, micro_batches: int) -> int:
+        """Return of how many micro-batches a rank of a single stage holds activations at once: its warm-up, and one."""
+        return micro_batches if self.pipeline_schedule == "GPipe" else min(ranks - rank, micro_batches)
 
     def own(self, rank: int, ranks: int) -> tuple[int, ...]:
         """Return a rank's stages, ascending: every ``ranks``-th one."""

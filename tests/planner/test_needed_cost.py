@@ -7,9 +7,8 @@ import pytest
 
 from parallel.context import Plan, make_plan
 from parallel.context.traffic import sizes
-from planner.attention_cost import AttentionCost
+from planner.attention_cost import AttentionCost, needed_of_all, slots
 from planner.cluster import load_cluster
-from planner.needed_cost import needed_of_all, slots
 
 H100 = "configs/clusters/h100_pod.toml"
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -13,7 +13,8 @@ from bench.fits import measured
 from model.base import LanguageModel
 from parallel.mesh import Mesh
 from planner import tape
-from planner.rehearsal import BETWEEN, INSIDE, Recorder, Rehearsal, rehearse
+from planner.recorder import BETWEEN, INSIDE, Recorder, Rehearsal
+from planner.rehearsal import rehearse
 from runtime import draws
 from runtime.errors import UserError
 from testing.ranks import run_ranks
@@ -33,6 +34,11 @@ MESHES = {
     "pipeline": (
         *("--pipeline-model-parallel-size", "2", "--context-parallel-size", "2", "--global-batch-size", "8"),
         *("--recompute-granularity", "full"),
+    ),
+    "zero bubble": (
+        *("--pipeline-model-parallel-size", "2", "--context-parallel-size", "2", "--global-batch-size", "8"),
+        *("--pipeline-schedule", "InterleavedZeroBubble", "--num-virtual-stages-per-pipeline-rank", "2"),
+        *("--data-parallel-sharding-strategy", "zero1"),
     ),
 }
 SMALL = (
@@ -101,6 +107,23 @@ def test_what_is_in_host_memory_is_not_on_the_device() -> None:
     moved = replace(config, recompute=replace(config.recompute, recompute_offload=True))
     kept, less = (rehearse(one, pretrain_gpt.computing, 0, 2, 2).bytes for one in (config, moved))
     assert 6 <= (kept - less) / (4 * 1024 * 256) < 8
+
+
+def test_in_a_zero_bubble_gradients_wait_for_the_weights() -> None:
+    """Against the same stages with whole backwards; more rounds of micro-batches than it runs change nothing."""
+    flags = [*SMALL, "--vocab-size", "1024", "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
+    flags += ["--data-parallel-sharding-strategy", "zero1", "--pipeline-schedule"]
+
+    def taken(schedule: str, batch: int) -> Rehearsal:
+        config = parse_args([*flags, schedule, "--global-batch-size", str(batch)])
+        return rehearse(config, pretrain_gpt.computing, 2, 4, per_node=2)
+
+    whole = taken("Interleaved1F1B", 6)
+    split, longer = (taken("InterleavedZeroBubble", batch) for batch in (6, 8))
+    logits = 32 * 1024 * 4  # gradients of half a sequence's
+    assert split.memory["logits"] >= whole.memory["logits"] + logits
+    assert longer.memory == split.memory
+    assert split.sent[BETWEEN] == whole.sent[BETWEEN]
 
 
 def test_moments_in_host_memory_are_not_on_the_device_either() -> None:

@@ -19,7 +19,8 @@ import pretrain_dit
 import pretrain_gpt
 from parallel.mesh import Mesh
 from planner import rehearsal
-from planner.rehearsal import Recorder, rehearse
+from planner.recorder import Recorder
+from planner.rehearsal import rehearse
 from testing.training import Records, trainer_of
 from train.config import diffusion, language
 

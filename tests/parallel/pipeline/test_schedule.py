@@ -1,5 +1,6 @@
 """A model in pipeline stages is the whole model: loss and every gradient, and its checkpoints."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from model.registry import build_model
 from parallel.context import ContextError
 from parallel.data import DataParallelConfig, Strategy, finish_gradients
 from parallel.mesh import Mesh, MeshConfig, distributed_mesh
+from parallel.pipeline import schedule
 from parallel.pipeline.schedule import PipelineRunner
 from parallel.pipeline.stages import PipelineConfig
 from pretrain_gpt import model_parts
@@ -165,6 +167,32 @@ def reductions(rank: int, world_size: int, strategy: Strategy) -> int:
 def test_a_stage_reduces_gradients_as_often_as_its_strategy_says(strategy: Strategy, per_group: int) -> None:
     """Two micro-batches on each rank; a stage has its layers and what goes round them, each a group of parameters."""
     assert run_ranks(reductions, 4, strategy) == [per_group * groups for groups in (4, 4, 3, 3)]
+
+
+def inputs_kept(rank: int, world_size: int, graphs: bool) -> int:
+    """The most received inputs that are still there after a backward of a stage; with or without the losses' graphs."""
+    received: list[weakref.ref[Tensor]] = []
+    counts = []
+
+    class Watched(schedule._Stage):
+        def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
+            received.extend(weakref.ref(info.buffer) for info in self._buffers("forward").get(fwd_chunk_id, []))
+            return super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
+
+        def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *how: Any, **named: Any) -> None:
+            super().backward_one_chunk(bwd_chunk_id, 1 * loss if graphs and loss is not None else loss, *how, **named)
+            counts.append(sum(one() is not None for one in received))
+
+    schedule._Stage = Watched  # type: ignore[misc]  # in this process alone
+    with built(llama(tied=False), ONE_F_ONE_B, "zero1", pipeline_model_parallel_size=2) as (_, _, runner, batches):
+        runner.forward_backward(batches, 60)
+    return max(counts)
+
+
+@pytest.mark.parametrize(("graphs", "most"), [(False, 1), (True, 4)])
+def test_a_last_stage_lets_go_of_its_inputs(graphs: bool, most: int) -> None:
+    """torch keeps the losses of a step, whose graphs would keep what they are of: here 4 micro-batches."""
+    assert run_ranks(inputs_kept, 2, graphs)[1] == most
 
 
 def test_what_a_user_can_mend_keeps_its_kind_in_a_stage() -> None:

@@ -1,0 +1,205 @@
+"""Record what a rank's operators on fake tensors would allocate and free, in order, and what it would send."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from parallel.context import executor
+from parallel.mesh import Mesh
+from parallel.offload import Offload
+from planner.gpu_shapes import SHAPES
+from planner.tape import Tapes
+from train import assemble, host_moments
+from train.config.common import CommonConfig
+
+CAUSES = ("weights", "gathered weights", "gradients", "optimizer", "activations", "attention", "logits", "passing")
+"""What a process's memory goes to: the last three are there within a forward or a backward alone."""
+INSIDE, BETWEEN = "inside nodes", "between nodes"
+_share: Callable[[int], float] = lambda n: (n - 1) / n  # noqa: E731
+SENT: dict[str, tuple[int, Callable[[int], float]]] = {
+    "c10d::_allgather_base_": (0, _share),
+    "c10d::_reduce_scatter_base_": (1, _share),
+    "c10d::allreduce_": (0, lambda n: 2 * _share(n)),
+    "c10d::alltoall_base_": (1, _share),
+    "c10d::send": (0, lambda n: 1.0),
+    "_c10d_functional::all_gather_into_tensor": (0, lambda n: n - 1.0),
+    "_c10d_functional::reduce_scatter_tensor": (0, _share),
+    "_c10d_functional::all_reduce": (0, lambda n: 2 * _share(n)),
+    "_c10d_functional::all_to_all_single": (0, _share),
+}
+"""Which argument of an operator is sent, and how much of it by each of n ranks in a ring."""
+SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
+SCANS = ("longmesh::linear_attention", "longmesh::state_attention")
+"""Operators whose shape functions stand for them: their own code goes over the tokens in a loop."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rank takes: bytes of memory at the peak of a step, by cause; bytes sent in a micro-batch, by link."""
+
+    rank: int
+    stage: int
+    memory: dict[str, int]
+    sent: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of memory together."""
+        return sum(self.memory.values())
+
+
+class Recorder(Tapes):
+    """Record what fake tensors would allocate and free, in order, and what a rank would send.
+
+    Softmax attention is run by its own code, round by round. What takes no fake tensor, such as the number of a plan,
+    is computed.
+    """
+
+    def __init__(self, rank: int, per_node: int, entries: int = 0) -> None:
+        """Set up for a rank that has ``entries`` of the vocabulary, by whose width logits are known."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.rank = rank
+        self.kept: dict[int, int] = {}
+        """Bytes of the storages that forwards left for their backwards."""
+        self._per_node, self._paused, self._entries = per_node, False, entries
+        self._resized = set[int]()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Make every tensor a fake one, and record what happens to it, until the block ends."""
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+        shapes, resize = "_propagate_tensor_meta_non_cached", torch.UntypedStorage.resize_
+        asked = getattr(ShardingPropagator, shapes)
+
+        def unrecorded(*args: Any) -> Any:  # it makes tensors as large as those of all ranks together
+            self._paused = True
+            try:
+                return asked(*args)
+            finally:
+                self._paused = False
+
+        def resized(storage: torch.UntypedStorage, size: int) -> None:  # so FSDP frees and allocates whole weights
+            resize(storage, size)
+            if (number := self._numbers.get(storage)) is not None:
+                self._resized.add(number)
+                self._set(number, size)
+
+        def elsewhere(made: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def called(*args: Any) -> Tensor:
+                kind, self.kind = self.kind, "host memory"
+                try:
+                    return made(*args)
+                finally:
+                    self.kind = kind
+
+            return called
+
+        with (
+            patch.object(Offload, "buffer", elsewhere(Offload.buffer)),
+            patch.object(host_moments, "on_host", elsewhere(host_moments.on_host)),
+            patch.object(ShardingPropagator, shapes, unrecorded),
+            patch.object(torch.UntypedStorage, "resize_", resized),
+            patch.object(executor, "select_backend", lambda *_: SHAPES),
+            patch.object(assemble, "init_parameters", lambda part, device, _: part.to_empty(device=device)),
+            self._fake,
+            self,
+        ):
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch._library.custom_ops import OPDEFS
+        from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+        from torch.distributed.tensor import DTensor
+
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as operators on local tensors
+        if self._paused:
+            return func(*args, **kwargs)
+        if func.namespace == "longmesh" and not func.name().startswith(SCANS):
+            return self._by_its_code(func, OPDEFS[func.name()]._init_fn, args, kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        meta, to = any(x.is_meta for x in tensors) or not tensors, kwargs.get("device")
+        stays = to.type == "meta" if meta and to else bool(tensors)  # not what to_empty and factories make
+        if stays and not any(isinstance(x, FakeTensor) for x in tensors):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func.namespace in ("c10d", "_c10d_functional") and not func.name().startswith(SILENT):
+            self._communication(func, args)
+        out = func(*args, **kwargs)
+        for x in tree_leaves(out):
+            if isinstance(x, FakeTensor) and x.device.type != "meta" and x.untyped_storage() not in self._numbers:
+                logits = self.kind == "passing" and x.dim() > 1 and x.shape[-1] == self._entries
+                self._made(x.untyped_storage(), "logits" if logits else self.kind)
+        return out
+
+    def _communication(self, func: Any, args: Any) -> None:
+        from torch.distributed._tools.fake_collectives import CollectiveOp
+
+        name = func.name().partition(".")[0]
+        argument, part = SENT[name]
+        ranks = dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args))
+        count = part(len(ranks)) * sum(x.nbytes for x in tree_leaves(args[argument]))
+        self.count(count, [self.rank, ranks[args[2]]] if name == "c10d::send" else ranks)
+
+    def count(self, count: float, ranks: Collection[int]) -> None:
+        """Count bytes that this rank sends among ``ranks``; a group that leaves a node sends between nodes."""
+        self.sent[INSIDE if len({rank // self._per_node for rank in ranks}) == 1 else BETWEEN] += round(count)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Take what is made within the block, and is there at its end, for what a backward needs."""
+        first = len(self._sizes)
+        yield
+        self.kept |= {number: size for number, size in enumerate(self._sizes) if size and number >= first}
+
+    def _alive(self, end: int) -> dict[int, int]:
+        """Return the bytes of each storage after so many events."""
+        sizes: dict[int, int] = {}
+        for number, change in self.events[:end]:
+            sizes[number] = sizes.get(number, 0) + change
+        return {number: size for number, size in sizes.items() if size}
+
+    def rehearsal(self, config: CommonConfig, mesh: Mesh, gradients: Sequence[Tensor], ran: int) -> Rehearsal:
+        """Return what the rank takes and sends; ``ran`` micro-batches were taken through it.
+
+        The optimizer's state is there from the start; so are, where one micro-batch stands for several, gradients,
+        whole or a shard, of earlier ones, and the activations of others in a pipeline. What lies in host memory is not
+        there.
+        """
+        own = {self._numbers[x.untyped_storage()] for x in gradients}
+        single, offload = config.pipeline.single, config.recompute.recompute_offload
+        micro_batches = config.train.micro_batches(mesh.dp.size()) if single else 1
+        at_end = self._alive(len(self.events))
+        early = {n for n in at_end if self._kinds[n] == "optimizer"} | (own if micro_batches > 1 else set())
+        moved = {n for n, kind in enumerate(self._kinds) if kind == "host memory"}
+        kept = {n: size for n, size in self.kept.items() if n not in moved | self._resized}
+        skipped = early | moved
+        live, peaks = 0, [0]
+        for number, change in self.events:
+            live += 0 if number in skipped else change
+            peaks.append(live)
+        at_peak, memory = self._alive(peaks.index(max(peaks))), Counter[str]()
+        for n, size in ({n: at_peak[n] for n in at_peak.keys() - skipped} | {n: at_end[n] for n in early}).items():
+            held = n in kept and self._kinds[n] != "logits"
+            kind = "gathered weights" if n in self._resized else "activations" if held else self._kinds[n]
+            memory["gradients" if n in own else kind] += size
+        ranks, stage = mesh.pp.size(), mesh.pp.get_local_rank()
+        if ranks > 1 and single and not offload:
+            others = config.pipeline.in_flight(stage, ranks, micro_batches) - 1
+            memory["activations"] += round(others * sum(kept.values()))
+        if config.data_parallel.strategy == "zero1" and micro_batches > 1:
+            memory["gradients"] *= mesh.dp_cp.size() // config.data_parallel.num_distributed_optimizer_instances
+        return Rehearsal(self.rank, stage, dict(memory), {link: count // ran for link, count in self.sent.items()})

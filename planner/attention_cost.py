@@ -196,9 +196,10 @@ def _joint(collective: Collective) -> Sent:
 
 
 def slots(plan: Plan, of: Sizes, moves: Moves, *, gradients: bool) -> list[Sent]:
-    """Return what is in transit, where only the rows that a query sees travel, in every round of a forward or (``gradients``) a backward, and after the last.
+    """Return what is in transit in every round of a forward or (``gradients``) a backward, and after the last.
 
-    A parcel's bytes are spread over the rounds until the one that needs it.
+    Only the rows that a query sees travel: packed documents, windows, exchange. A parcel's bytes are spread over the
+    rounds until the one that needs it.
     """
     flow = plan.flow(moves)
     entries: list[list[tuple[int, int, float, float]]] = [[] for _ in range(flow.rounds + 1)]

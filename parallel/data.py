@@ -197,6 +197,18 @@ def set_gradient_sync(model: nn.Module, last: bool, strategy: Strategy = "zero3"
         model.set_reshard_after_backward(last or strategy == "zero3")
 
 
+def widen_gradients(model: nn.Module) -> None:
+    """Add the gradients of a backward without FSDP's hooks to the sums in float32, as these hooks do."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for state in (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)):
+        # torch before 2.13 has one group of parameters a module, or none
+        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+
 def reshard(model: nn.Module) -> None:
     """Free the whole weights that forwards left, so that the next forward gathers them from the shards."""
     from torch.distributed.fsdp import FSDPModule

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kernels.loss import LOSS_CHUNK
 from parallel.context.geometry import _gather_order
-from parallel.data import finish_gradients, set_gradient_sync
+from parallel.data import finish_gradients, set_gradient_sync, widen_gradients
 from parallel.mesh import Mesh, distributed_mesh
 from planner.gpu_shapes import rms_norm
 from planner.recorder import Recorder, Rehearsal
@@ -162,6 +162,8 @@ def _pass_through(
             waiting[stage, index] = _to_inputs(stage, part, waiting.pop((stage, index)))
         else:
             _backward(part, waiting.pop((stage, index)))
+            if config.pipeline.splits_backward:
+                widen_gradients(part)
     for one in runner.stages if runner else ():
         one.perform_reduce_grad(1)
     return count

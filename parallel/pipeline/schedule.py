@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from parallel.data import Strategy, set_gradient_sync
+from parallel.data import Strategy, set_gradient_sync, widen_gradients
 from parallel.pipeline.runner import LossSum, MicroBatch, Runner
 from parallel.pipeline.stages import PipelineConfig
 from runtime.errors import UserError
@@ -188,6 +188,10 @@ class _Stage(PipelineStage):
         if loss is not None:
             loss.detach_()  # torch keeps it to the step's end, and its graph would keep the stage's input
         self._release("backward", bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        widen_gradients(self._part.model)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce at the step's end where backwards are split, since FSDP's hooks do not run then.

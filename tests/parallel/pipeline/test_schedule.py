@@ -57,7 +57,7 @@ def gpt(tied: bool) -> ModelConfig:
 
 @contextmanager
 def built(
-    model: ModelConfig, pipeline: PipelineConfig, strategy: Strategy, **sizes: int
+    model: ModelConfig, pipeline: PipelineConfig, strategy: Strategy, bf16: bool = False, **sizes: int
 ) -> Iterator[tuple[Mesh, list[LanguageModel], PipelineRunner, list[dict[str, Tensor]]]]:
     """A mesh, this rank's parts, what runs them, and its micro-batches of one sequence each."""
     mesh_config = MeshConfig(device="cpu", **sizes)
@@ -66,7 +66,7 @@ def built(
         mesh=mesh_config,
         pipeline=pipeline,
         data_parallel=DataParallelConfig(data_parallel_sharding_strategy=strategy),
-        train=TrainConfig(seq_length=17, micro_batch_size=1, global_batch_size=4, seed=SEED),
+        train=TrainConfig(seq_length=17, micro_batch_size=1, global_batch_size=4, seed=SEED, bf16=bf16),
     )
     with distributed_mesh(mesh_config) as mesh:
         method = "lasp" if model.linear_attention else "zigzag"
@@ -193,6 +193,30 @@ def inputs_kept(rank: int, world_size: int, graphs: bool) -> int:
 def test_a_last_stage_lets_go_of_its_inputs(graphs: bool, most: int) -> None:
     """torch keeps the losses of a step, whose graphs would keep what they are of: here 4 micro-batches."""
     assert run_ranks(inputs_kept, 2, graphs)[1] == most
+
+
+def in_bfloat16(rank: int, world_size: int, widened: bool) -> float:
+    """The largest difference of a gradient between a split backward and a whole one, relative to its norm."""
+    if not widened:
+        schedule.widen_gradients = lambda model: None
+    found = []
+    for pipeline in (INTERLEAVED, SCHEDULES["zero bubble"][0]):
+        with built(llama(tied=False), pipeline, "zero1", True, pipeline_model_parallel_size=2) as (
+            _,
+            parts,
+            runner,
+            own,
+        ):
+            runner.forward_backward(own, 60)
+            found.append({name: full(p.grad) for part in parts for name, p in part.named_parameters()})
+    whole, split = found
+    return max(((split[name] - whole[name]).norm() / whole[name].norm()).item() for name in whole)
+
+
+def test_a_split_backward_sums_gradients_in_float32_too() -> None:
+    """Over four micro-batches in bfloat16, whose own gradients are the same."""
+    assert max(run_ranks(in_bfloat16, 2, True)) < 1e-6
+    assert max(run_ranks(in_bfloat16, 2, False)) > 1e-4
 
 
 def test_what_a_user_can_mend_keeps_its_kind_in_a_stage() -> None:

@@ -1,5 +1,6 @@
 """Every plan through the code of a GPU, without one: its kernels' calls, and whether what all ranks post can end."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import pretrain_dit
 import pretrain_gpt
-from kernels import attention, flash_attn, packed
+from kernels import attention, cudnn, flash_attn, packed
 from kernels.attention import AttentionBackend
 from parallel.context import METHODS, Plan, executor, make_plan
 from parallel.mesh import distributed_mesh
@@ -69,49 +70,45 @@ def through(plan: Plan, **shape: Any) -> CudaCalls:
     return calls
 
 
-@pytest.mark.parametrize("backend", ["aten", "cudnn"])
-def test_every_method_asks_kernels_for_what_they_take_and_ends(backend: str) -> None:
-    calls = [
-        through(make_plan(method, seq_len=LENGTH, size=4, **list(MASKS.values())[i % 4]), backend=backend, kv_heads=4)
-        for i, method in enumerate(name for name in METHODS if name not in STATES)
-    ]
-    own = "flash" if backend == "aten" else "cudnn"
-    for names in (FORWARD, BACKWARD):
-        wanted = {name for name in names if own in name} | {name for name in names if "dot_product" not in name}
-        assert wanted <= {name for call in calls for name in call.calls}
+def taking(kind: str, patch: pytest.MonkeyPatch) -> str:
+    """Have one of ``KINDS`` taken; return its name in a configuration."""
+    if kind == "auto on Hopper":  # cuDNN, but for the shapes that it does not take, and for documents
+        patch.setattr(cudnn, "is_preferred", lambda: True)
+        patch.setattr(executor, "select_backend", attention.select_backend.__wrapped__)
+    if kind == "flash_attn 2.8":
+        patch.setattr(flash_attn, "_functions", lambda: (flash_attn_forward, flash_attn_backward))
+        backend = AttentionBackend("flash_attn", *attention.in_eights(*flash_attn.load()), packed=attention._packed())
+        patch.setattr(executor, "select_backend", lambda *_: backend)
+    return kind.partition(" ")[0]
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn 2.8, as its shape functions."""
-    monkeypatch.setattr(flash_attn, "_functions", lambda: (flash_attn_forward, flash_attn_backward))
-    backend = AttentionBackend("flash_attn", *attention.in_eights(*flash_attn.load()), packed=attention._packed())
-    monkeypatch.setattr(executor, "select_backend", lambda *_: backend)
+KINDS = ("aten", "auto on Hopper", "flash_attn 2.8")
+SIZES = [*((size, 1) for size in (2, 3, 4)), *((size, 4) for size in range(5, 9))]
 
 
-def test_flash_attn_too_is_asked_for_what_it_takes(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("size", "each"), SIZES + [pytest.param(n, 1, marks=pytest.mark.slow) for n in range(5, 9)])
+def test_every_method_asks_kernels_for_what_they_take_and_ends(size: int, each: int) -> None:
+    """With every option and mask, or one in ``each`` of these pairs."""
+    calls = Counter[str]()
+    for i, (method, options) in enumerate(methods(size)):
+        for j, given in list(enumerate(MASKS.values()))[-i % each :: each]:
+            moves = ("kv", "queries")[(i + size) % 2]
+            plan = make_plan(method, seq_len=LENGTH, size=size, backward=moves, **options, **given)
+            width, kv_heads = ((64, size), (100, 1), (256, 2 * size))[(i + j) % 3]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(packed, "SMALL", (1 << 20, 0)[(i // 2 + j) % 2])  # all tiles in shared launches, or none
+                backend = taking(KINDS[(i + 2 * j + size) % 3], patch)
+                calls += through(plan, backend=backend, kv_heads=kv_heads, width=width).calls
+    assert {*FORWARD, *BACKWARD} == {*calls}
+
+
+def test_what_flash_attn_would_refuse_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    taking("flash_attn 2.8", monkeypatch)
     monkeypatch.setattr(packed, "SMALL", 0)
-    for method, given, width in (
-        ("zigzag", {}, 64),
-        ("striped", MASKS["window"], 100),
-        ("ulysses", MASKS["full"], 256),
-    ):
-        through(make_plan(method, seq_len=LENGTH, size=4, **given), kv_heads=4, width=width)
+    through(make_plan("zigzag", seq_len=LENGTH, size=4), kv_heads=4)
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x)
     with pytest.raises(AssertionError, match="lse is not contiguous"):
         through(make_plan("zigzag", seq_len=LENGTH, size=4), kv_heads=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", range(2, 9))
-def test_so_does_every_size_with_every_option_and_mask(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for i, (method, options) in enumerate(methods(size)):
-        for j, given in enumerate(MASKS.values()):
-            monkeypatch.setattr(packed, "SMALL", (1 << 20, 0)[(i + j) % 2])  # all tiles in shared launches, or none
-            moves = ("kv", "queries")[(i + j + size) % 2]
-            plan = make_plan(method, seq_len=LENGTH, size=size, backward=moves, **options, **given)
-            width, kv_heads = ((64, size), (100, 1), (256, 2 * size))[(i + j) % 3]
-            through(plan, backend=("aten", "cudnn")[i % 2], kv_heads=kv_heads, width=width)
 
 
 @pytest.mark.parametrize("method", STATES)

@@ -261,7 +261,9 @@ def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
         with (
             standing_for(rank, case.ranks, 8),
             distributed_mesh(config.mesh) as mesh,
-            patch.object(assemble, "shard_model", lambda *given, **named: shard_model(cut(given[0]), *given[1:], **named)),
+            patch.object(
+                assemble, "shard_model", lambda part, *given, **named: shard_model(cut(part), *given, **named)
+            ),
             patch.object(assemble, "init_parameters"),
         ):
             objective, parts = entry[1].computing(config, mesh)

@@ -106,7 +106,7 @@ def compare(train: Callable[..., Any], mesh: str, data: Path, folder: Path, *sma
         assert (breaks > 0) == ("chunks" in mesh)
 
 
-@pytest.mark.parametrize("mesh", ["exchange, documents", "lasp"])
+@pytest.mark.parametrize("mesh", ["exchange, documents", pytest.param("lasp", marks=pytest.mark.slow)])
 def test_traced_layers_compute_the_same(mesh: str, default_data: Path, tmp_path: Path) -> None:
     smaller = ("--num-layers", "1", "--global-batch-size", "2", "--save-interval", "none", "--eval-iters", "0")
     compare(traced_graphs, mesh, default_data, tmp_path, *smaller)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -239,13 +240,13 @@ def test_a_circle_of_ranks_that_wait_is_found() -> None:
     assert play([[(there, 0), (apart[0], 1)], [(mirrored[0]._replace(group=other), 0), (apart[1], 1)]]) == 4
 
 
-def cut(part: Any) -> Any:
-    """Leave each layer its first parameter: to split all of them takes most of the time."""
+def sharded(part: Any, *given: Any, **named: Any) -> None:
+    """Shard a part whose layers have one parameter each: to split all of them takes most of the time."""
     for layer in part.layers:
         for name, _ in [*layer.named_parameters()][1:]:
             path, _, own = name.rpartition(".")
             setattr(layer.get_submodule(path), own, None)
-    return part
+    shard_model(part, *given, **named)
 
 
 def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
@@ -261,9 +262,7 @@ def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
         with (
             standing_for(rank, case.ranks, 8),
             distributed_mesh(config.mesh) as mesh,
-            patch.object(
-                assemble, "shard_model", lambda part, *given, **named: shard_model(cut(part), *given, **named)
-            ),
+            patch.object(assemble, "shard_model", sharded),
             patch.object(assemble, "init_parameters"),
         ):
             objective, parts = entry[1].computing(config, mesh)
@@ -277,10 +276,24 @@ def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
 
 
 LISTS = ("llama", cases()), ("transnormer", linear_cases()), (DIFFUSION, diffusion_cases())
-ALL = [(kind, case) for kind, of in LISTS for case in of]
 
 
-@pytest.mark.parametrize(("kind", "case"), ALL, ids=lambda of: of.title if isinstance(of, Case) else of)
+def all_cases() -> list[Any]:
+    """Each case; those are slow that differ from one before in what makes no group: schedules, chunks, ZeRO stages.
+
+    So are those of 8 ranks of models that make groups as a llama does.
+    """
+    found, seen = [], set[tuple[str, Case]]()
+    for kind, case in ((kind, case) for kind, of in LISTS for case in of):
+        mode = "ddp" if "ddp" in case.mode else "zero3"
+        like = replace(case, mode=mode, schedule="1F1B", virtual=1, layers=(), loss_chunk=0, joined=0, chunks=1)
+        slow = (kind, like) in seen or (kind != "llama" and case.ranks == 8)
+        found.append(pytest.param(kind, case, marks=pytest.mark.slow if slow else ()))
+        seen.add((kind, like))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "case"), all_cases(), ids=lambda of: of.title if isinstance(of, Case) else of)
 def test_all_ranks_make_the_same_groups_in_an_order_that_ends(kind: str, case: Case) -> None:
     """torch names a group by how many there were, or by its ranks: a name that differs is a rank alone at its door."""
     counts, made = groups_of(kind, case)

@@ -196,4 +196,4 @@ def test_bad_input_is_named(change: dict, message: str) -> None:
 def test_backends_by_device_and_dtype() -> None:
     assert select_linear_backend("auto", "cpu", torch.bfloat16) == "chunked"
     assert select_linear_backend("auto", "cuda", torch.float32) == "chunked"
-    assert reference.linear_attention(*inputs(Case(3))[0][:3], (0.0, 0.0, 0.0))[1].shape == (2, 3, 16, 24)
+    assert reference.linear_attention(*inputs(Case(3, batch=2))[0][:3], (0.0, 0.0, 0.0))[1].shape == (2, 3, 16, 24)

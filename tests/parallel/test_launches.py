@@ -48,16 +48,20 @@ LAUNCHERS: dict[str, Any] = {
 }
 
 
-def gpu_of(patch: pytest.MonkeyPatch, environment: Environment, node: int, gpus: int) -> tuple[str, str]:
-    """Join as one process of a launch; return its host and GPU, as ``_check_apart`` compares them."""
-    visible = [int(x) for x in environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")]
+def gpu_of(
+    patch: pytest.MonkeyPatch, environment: Environment, node: int, gpus: int, device: str = "auto"
+) -> tuple[str, str] | None:
+    """Join as one process of a launch; return its host and GPU, as ``_check_apart`` compares them, or None."""
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    visible = [int(x) for x in listed.split(",")] if listed else [*range(gpus)]
     taken, said = list[torch.device](), list[tuple[str, str]]()
 
     @contextmanager
     def joined(backend: str, timeout: Any) -> Iterator[None]:
-        assert (backend, len(taken)) == ("cpu:gloo,cuda:nccl", 1), "NCCL is told of no other device later"
-        assert mesh.GPU_ENVIRONMENT.keys() <= os.environ.keys(), "told before NCCL starts"
-        assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == environment.get("TORCH_NCCL_HIGH_PRIORITY", "1")
+        wanted = ("cpu:gloo,cuda:nccl", 1) if gpus else ("gloo", 0)
+        assert (backend, len(taken)) == wanted, "NCCL is told of no other device later"
+        assert not gpus or mesh.GPU_ENVIRONMENT.keys() <= os.environ.keys(), "told before NCCL starts"
+        assert not gpus or os.environ["TORCH_NCCL_HIGH_PRIORITY"] == environment.get("TORCH_NCCL_HIGH_PRIORITY", "1")
         size = launched_world_size()
         join(dist.Backend.FAKE, store=dist.HashStore(), rank=int(os.environ.get("RANK", 0)), world_size=size)
         try:
@@ -75,9 +79,10 @@ def gpu_of(patch: pytest.MonkeyPatch, environment: Environment, node: int, gpus:
     patch.setattr(socket, "gethostname", lambda: f"node{node}")
     patch.setattr(mesh, "gather_results", lambda of: said.append(of()) or said)
     patch.setattr(mesh, "process_group", joined)
-    with distributed_mesh(MeshConfig()) as arranged:
-        assert taken == [arranged.device]
-    return said[0]
+    with distributed_mesh(MeshConfig(device=device)) as arranged:
+        assert taken == ([arranged.device] if gpus else [])
+        assert arranged.device.type == ("cuda" if gpus else "cpu")
+    return said[0] if gpus else None
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -95,6 +100,18 @@ def test_a_process_that_nothing_launched_takes_the_first_gpu(monkeypatch: pytest
     for environment, gpus in (({}, 1), ({}, 8), ({"CUDA_VISIBLE_DEVICES": "5"}, 8)):
         with monkeypatch.context() as patch:
             assert gpu_of(patch, environment, 0, gpus) == ("node0", environment.get("CUDA_VISIBLE_DEVICES", "0"))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_where_no_gpu_is_the_cpu_is_taken_and_cuda_refused(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for nodes, each in ((1, 1), (1, 2), (2, 8)):
+        for rank in range(nodes * each):
+            node, local = divmod(rank, each)
+            with monkeypatch.context() as patch:
+                environment = LAUNCHERS[launcher](node, local, nodes, each)
+                with pytest.raises(MeshError, match="device is cuda and torch finds no CUDA device"):
+                    gpu_of(patch, environment, node, 0, "cuda")
+                assert gpu_of(patch, environment, node, 0) is None
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])

@@ -3,7 +3,9 @@
 import re
 import shlex
 import time
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,10 +106,39 @@ def test_a_number_of_processes_is_for_a_dry_run_and_a_dry_run_for_no_launcher(mo
         pretrain_gpt.main(["--dry-run"])
 
 
+def at_size(path: Path) -> tuple[str, ...]:
+    return () if "tiny" in path.stem else ("--bf16", *H100)
+
+
+def settings(path: Path) -> dict[str, Any]:
+    return {name: value for part in tomllib.loads(path.read_text()).values() for name, value in part.items()}
+
+
+def one_of_a_kind() -> list[Path]:
+    """Return the first configuration of each model with each method of context parallelism and kind of tuning."""
+    kinds = {}
+    for path in FILES:
+        given = settings(path)
+        names = "model_type", "context_parallel_method", "latent_shape", "rope_scaling_type", "softmax_every"
+        has = "pipeline_model_parallel_size" in given, "lora_rank" in given, "recompute_granularity" in given
+        kinds.setdefault((*(str(given.get(name)) for name in names), has), path)
+    return [*kinds.values()]
+
+
+@pytest.mark.parametrize("path", one_of_a_kind(), ids=lambda path: path.stem)
+def test_every_kind_of_configuration_on_its_mesh(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a layer a stage, and sequences of 4,096 tokens at most."""
+    given = settings(path)
+    layers = max(given.get("pipeline_model_parallel_size", 1), given.get("softmax_every", 1))
+    shorter = ("--seq-length", "4096") if given.get("seq_length", 0) > 4096 else ()
+    run(path, *at_size(path), "--num-layers", str(layers), *shorter)
+    assert "an optimizer's step ran" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_configuration_at_its_size(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(path, *(() if "tiny" in path.stem else ("--bf16", *H100)))
+    run(path, *at_size(path))
     assert "an optimizer's step ran" in capsys.readouterr().out
 
 

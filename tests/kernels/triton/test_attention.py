@@ -8,7 +8,7 @@ import torch
 
 from kernels.attention import select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL
-from parallel.context import make_plan
+from parallel.context import METHODS, make_plan
 from tests.kernels import test_tiles
 from tests.kernels.attention_cases import CASES, NAMES, ROTATED, block_error, errors, merge_error, rotary_error, tile
 from tests.kernels.test_tiles import MASKS, attention_by_tiles, inputs, tiles_of, truth
@@ -62,37 +62,56 @@ def test_a_mask_off_by_one_is_seen(interpreted: dict[str, Any]) -> None:
     assert all(interpreted["fault"][name] > 0.1 for name in NAMES), interpreted["fault"]
 
 
-def launches(width: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Each kernel, alone and continuing."""
+def launches(width: int, dtype: torch.dtype = torch.bfloat16, alone: bool = True) -> None:
+    """Each kernel continuing, and alone."""
     backend = select_backend("triton", "cuda", dtype)
-    q, k = meta(2, 1000, 16, width, dtype=dtype), meta(2, 1000, 4, width, dtype=dtype)
-    out, lse = backend.forward(q, k, k, True, 0.1)
-    backend.backward(q, q, k, k, out, lse, True, 0.1)
+    q, k, lse = meta(2, 1000, 16, width, dtype=dtype), meta(2, 1000, 4, width, dtype=dtype), meta(2, 1000, 16).float()
     tiles = [tile(0, 1000, 0, 1000, CAUSAL)]
     sums = [meta(*x.shape, dtype=torch.float32) for x in (q, k, k)]
     assert backend.tiled is not None
     backend.tiled.attend_(sums[0], lse, q, k, k, tiles, 0.1)
-    backend.tiled.add_gradients_(tuple(sums), (q, q, out, lse), (k, k), tiles, 0.1)
+    backend.tiled.add_gradients_(tuple(sums), (q, q, q, lse), (k, k), tiles, 0.1)
+    if alone:
+        backend.backward(q, q, k, k, *backend.forward(q, k, k, True, 0.1), True, 0.1)
 
 
-def test_the_forward_compiles_for_a_gpu(tmp_path: Path) -> None:
-    q = meta(2, 1000, 16, 128)
-    (one,) = compiled(90, lambda: select_backend("triton", "cuda", q.dtype).forward(q, q, q, True, 0.1))
-    assert one.kernel.metadata.shared <= SHARED[90]
-    assert "wgmma" in one.kernel.asm["ptx"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("width", [64, 80, 128, 256])
-def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability: int, width: int, tmp_path: Path) -> None:
-    for one in compiled(capability, lambda: launches(width)):
-        used, loops = one.used(tmp_path), one.spilled(tmp_path)
+def check(capability: int, width: int, alone: bool, folder: Path) -> list[str]:
+    """Compile the launches; assert that they keep to a GPU's registers and shared memory, and return their names."""
+    found = compiled(capability, lambda: launches(width, alone=alone))
+    for one in found:
+        used, loops = one.used(folder), one.spilled(folder)
         print(capability, width, one.name, one.blocking, used, loops)
         assert used["shared"] <= SHARED[capability]
         assert used["REG"] <= 255
         assert len(loops) == 2, "one without a mask, and one with"
         assert all(a <= most for loop in loops for a, most in zip(loop, SPILLED, strict=True)), (one.name, loops)
+        assert ("wgmma" if capability == 90 else "mma") in one.kernel.asm["ptx"]
+    return [one.name for one in found]
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability: int, tmp_path: Path) -> None:
+    """At the width that most models have."""
+    assert check(capability, 128, False, tmp_path) == ["forward_kernel", "rows_kernel", "columns_kernel"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
+def test_so_does_every_launch_of_other_widths(capability: int, width: int, tmp_path: Path) -> None:
+    assert len(check(capability, width, True, tmp_path)) == 6
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_so_does_the_merge(capability: int, tmp_path: Path) -> None:
+    from kernels.triton import merge
+
+    out, lse = meta(2, 1000, 16, 128).float(), meta(2, 1000, 16).float()
+    (one,) = compiled(capability, lambda: merge.merge_(out, lse, out.bfloat16(), lse))
+    used = one.used(tmp_path)
+    assert used["shared"] <= SHARED[capability]
+    assert used["REG"] <= 255
+    assert used["STACK"] + used["LOCAL"] == 0
 
 
 @pytest.mark.slow
@@ -132,8 +151,9 @@ def test_every_tensor_of_a_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     """What plans of all kinds pass on is contiguous where the kernels add to it; see ``_check_contiguous``."""
     launched = list[str]()
     monkeypatch.setattr(JITFunction, "__getitem__", lambda kernel, _: lambda *_, **__: launched.append(kernel.__name__))
-    for method in ("zigzag", "wallfacer", "ulysses", "exchange"):
-        timelines(make_plan(method, seq_len=251, size=4, window=(60, 0)), softmax("triton", heads=8, kv_heads=4))
+    for method in METHODS:
+        for given in ({"window": (60, 0)}, {"causal": False, "documents": (0, 9, 100, 251)}):
+            timelines(make_plan(method, seq_len=251, size=4, **given), softmax("triton", heads=8, kv_heads=4))
     assert set(launched) == {"forward_kernel", "rows_kernel", "columns_kernel"}
 
 

@@ -86,22 +86,34 @@ def steps(width: int, value_width: int, heads: int, documents: tuple[int, ...] |
         scan(*args, decays, None, documents, reverse=True, wide=True)
 
 
+def check(capability: int, width: int, value_width: int, one: Launched, folder: Path) -> None:
+    """Assert that a kernel keeps to a GPU's registers and shared memory."""
+    used = one.used(folder)
+    spilled, allowed = used["STACK"] + used["LOCAL"], 0 if max(width, value_width) <= 128 else 32
+    assert used["shared"] <= SHARED[capability], one.blocking
+    assert used["REG"] <= 255
+    assert spilled <= allowed, (used, one.blocking)
+
+
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("width", "value_width"), [(128, 128), (256, 128)])
-def test_compiles_within_the_shared_memory_of_a_gpu(capability: int, width: int, value_width: int) -> None:
+def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(
+    capability: int, width: int, value_width: int, tmp_path: Path
+) -> None:
     """A sequence of 131,072 tokens; width 256 is the first TransNormer layer's, whose LRPE doubles queries and keys."""
     added, carried, launched = compiled(capability, lambda: forward(width, value_width, size=(1, 131072, 16)))
     assert math.prod(added.grid) == math.prod(launched.grid) == 512, "for 132 multiprocessors"
     assert carried.given[0].shape == (1, 16, 8, width, value_width), "states of segments"
     assert [one.name for one in (added, carried, launched)] == ["scan_kernel", "carry_kernel", "scan_kernel"]
-    assert all(one.kernel.metadata.shared <= SHARED[capability] for one in (added, carried, launched))
+    for one in (added, carried, launched):
+        check(capability, width, value_width, one, tmp_path)
     assert ("wgmma" if capability == 90 and width == 128 else "mma") in launched.kernel.asm["ptx"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("width", "value_width"), [(16, 16), (64, 64), (128, 64), (128, 128), (256, 128)])
-def test_every_launch_keeps_to_a_gpus_registers_and_shared_memory(
+def test_so_does_every_launch(
     capability: int, width: int, value_width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kernels.triton import linear_attention as fused
@@ -114,11 +126,7 @@ def test_every_launch_keeps_to_a_gpus_registers_and_shared_memory(
     assert len(launched) == 2 * 14 + 12 * 3 + 2 * 2, "in segments three for a scan, two without outputs"
     assert len(kernels) > 20, "one a set of flags and of arguments that Triton tells apart"
     for one in kernels.values():
-        used = one.used(tmp_path)
-        spilled, allowed = used["STACK"] + used["LOCAL"], 0 if max(width, value_width) <= 128 else 32
-        assert used["shared"] <= SHARED[capability], one.blocking
-        assert used["REG"] <= 255
-        assert spilled <= allowed, (used, one.blocking)
+        check(capability, width, value_width, one, tmp_path)
 
 
 @pytest.mark.slow

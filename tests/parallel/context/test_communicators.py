@@ -1,8 +1,11 @@
 """Every plan through the code of a GPU, without one: its kernels' calls, and whether what all ranks post can end."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,9 +13,10 @@ import torch.distributed as dist
 
 import pretrain_dit
 import pretrain_gpt
-from kernels import attention, flash_attn, packed
+from kernels import attention, cudnn, flash_attn, packed
 from kernels.attention import AttentionBackend, select_backend
 from parallel.context import METHODS, Plan, executor, make_plan
+from parallel.data import shard_model
 from parallel.mesh import distributed_mesh
 from parity.cases import DIFFUSION, Case, cases, diffusion_cases, linear_cases
 from planner.rehearsal import standing_for
@@ -30,6 +34,7 @@ from tests.parallel.context.communicators import (
     states,
     timelines,
 )
+from train import assemble
 from train.config import diffusion, language
 
 LENGTH = 251
@@ -68,53 +73,47 @@ def through(plan: Plan, **shape: Any) -> CudaCalls:
     return calls
 
 
-@pytest.mark.parametrize("backend", ["aten", "cudnn"])
-def test_every_method_asks_kernels_for_what_they_take_and_ends(backend: str) -> None:
-    calls = [
-        through(make_plan(method, seq_len=LENGTH, size=4, **list(MASKS.values())[i % 4]), backend=backend, kv_heads=4)
-        for i, method in enumerate(name for name in METHODS if name not in STATES)
-    ]
-    own = "flash" if backend == "aten" else "cudnn"
-    for names in (FORWARD, BACKWARD):
-        wanted = {name for name in names if own in name} | {name for name in names if "dot_product" not in name}
-        assert wanted <= {name for call in calls for name in call.calls}
+def taking(kind: str, patch: pytest.MonkeyPatch) -> str:
+    """Have one of ``KINDS`` taken; return its name in a configuration."""
+    patch.setattr(executor, "select_backend", select_backend.__wrapped__)
+    if kind == "auto on Hopper":  # cuDNN, but for the shapes that it does not take, and for documents
+        patch.setattr(cudnn, "is_preferred", lambda: True)
+    second, third = (
+        (getattr(cuda_calls, f"{name}_forward"), getattr(cuda_calls, f"{name}_backward"))
+        for name in ("flash_attn", "flash_attn_3")
+    )
+    patch.setattr(flash_attn, "_functions", lambda: second)
+    patch.setattr(flash_attn, "_operators", lambda: third)
+    return kind.partition(" ")[0]
 
 
-@pytest.fixture(params=["flash_attn", "flash_attn_3"])
-def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn 2.8, or 3, as its shape functions."""
-    kernels = cuda_calls.flash_attn_forward, cuda_calls.flash_attn_backward
-    third = cuda_calls.flash_attn_3_forward, cuda_calls.flash_attn_3_backward
-    monkeypatch.setattr(flash_attn, "_functions", lambda: kernels)
-    monkeypatch.setattr(flash_attn, "_operators", lambda: third)
-    backend = select_backend.__wrapped__(request.param, "cuda", torch.bfloat16)
-    monkeypatch.setattr(executor, "select_backend", lambda *_: backend)
+KINDS = ("aten", "auto on Hopper", "flash_attn 2.8", "flash_attn_3")
+SIZES = [*((size, 1) for size in (2, 3, 4)), *((size, 4) for size in range(5, 9))]
 
 
-def test_flash_attn_too_is_asked_for_what_it_takes(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for small in (0, 1 << 20):  # no tiles share launches, and nearly all
-        monkeypatch.setattr(packed, "SMALL", small)
-        for method, given, width in (
-            ("zigzag", MASKS["documents"], 64),
-            ("striped", MASKS["window"], 100),
-            ("ulysses", MASKS["full"], 256),
-        ):
-            through(make_plan(method, seq_len=LENGTH, size=4, **given), kv_heads=4, width=width)
+@pytest.mark.parametrize(("size", "each"), SIZES + [pytest.param(n, 1, marks=pytest.mark.slow) for n in range(5, 9)])
+def test_every_method_asks_kernels_for_what_they_take_and_ends(size: int, each: int) -> None:
+    """With every option and mask, or one in ``each`` of these pairs."""
+    calls = Counter[str]()
+    for i, (method, options) in enumerate(methods(size)):
+        for j, given in list(enumerate(MASKS.values()))[-i % each :: each]:
+            moves = ("kv", "queries")[(i + size) % 2]
+            plan = make_plan(method, seq_len=LENGTH, size=size, backward=moves, **options, **given)
+            width, kv_heads = ((64, size), (100, 1), (256, 2 * size))[(i + j) % 3]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(packed, "SMALL", (1 << 20, 0)[(i // 2 + j) % 2])  # all tiles in shared launches, or none
+                backend = taking(KINDS[(i + 2 * j + size) % 4], patch)
+                calls += through(plan, backend=backend, kv_heads=kv_heads, width=width).calls
+    assert each > 1 or {*FORWARD, *BACKWARD} == {*calls}
+
+
+def test_what_flash_attn_would_refuse_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    taking("flash_attn 2.8", monkeypatch)
+    monkeypatch.setattr(packed, "SMALL", 0)
+    through(make_plan("zigzag", seq_len=LENGTH, size=4), kv_heads=4)
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x)
     with pytest.raises(AssertionError, match="lse is not contiguous"):
         through(make_plan("zigzag", seq_len=LENGTH, size=4), kv_heads=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", range(2, 9))
-def test_so_does_every_size_with_every_option_and_mask(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for i, (method, options) in enumerate(methods(size)):
-        for j, given in enumerate(MASKS.values()):
-            monkeypatch.setattr(packed, "SMALL", (1 << 20, 0)[(i + j) % 2])  # all tiles in shared launches, or none
-            moves = ("kv", "queries")[(i + j + size) % 2]
-            plan = make_plan(method, seq_len=LENGTH, size=size, backward=moves, **options, **given)
-            width, kv_heads = ((64, size), (100, 1), (256, 2 * size))[(i + j) % 3]
-            through(plan, backend=("aten", "cudnn")[i % 2], kv_heads=kv_heads, width=width)
 
 
 @pytest.mark.parametrize("method", STATES)
@@ -244,15 +243,33 @@ def test_a_circle_of_ranks_that_wait_is_found() -> None:
     assert play([[(there, 0), (apart[0], 1)], [(mirrored[0]._replace(group=other), 0), (apart[1], 1)]]) == 4
 
 
+def sharded(part: Any, *given: Any, **named: Any) -> None:
+    """Shard a part whose layers have one parameter each: to split all of them takes most of the time."""
+    for layer in part.layers:
+        for name, _ in [*layer.named_parameters()][1:]:
+            path, _, own = name.rpartition(".")
+            setattr(layer.get_submodule(path), own, None)
+    shard_model(part, *given, **named)
+
+
 def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
-    """Per rank of a mesh: how many groups torch has counted, and those that it is in, in the order they were made."""
+    """Per rank of a mesh: how many groups torch has counted, and those that it is in, in the order they were made.
+
+    A stage has one layer of few parameters, without values: they bring no groups of their own.
+    """
     entry: Any = (diffusion, pretrain_dit) if kind == DIFFUSION else (language, pretrain_gpt)
-    config = entry[0].parse_args(case.flags(kind, Path("none")))
+    layers = str(sum(case.layers) or case.pp * case.virtual)
+    config = entry[0].parse_args([*case.flags(kind, Path("none")), "--num-layers", layers])
     counts, made = [], list[Timeline]()
     for rank in range(case.ranks):
-        with standing_for(rank, case.ranks, 8), distributed_mesh(config.mesh) as mesh:
-            _, parts = entry[1].computing(config, mesh)
-            parts()
+        with (
+            standing_for(rank, case.ranks, 8),
+            distributed_mesh(config.mesh) as mesh,
+            patch.object(assemble, "shard_model", sharded),
+            patch.object(assemble, "init_parameters"),
+        ):
+            objective, parts = entry[1].computing(config, mesh)
+            assemble.build_runner(config, mesh, parts(), objective)
             world = dist.distributed_c10d._world
             counts.append(world.group_count)
             names = {group: name for group, name in world.pg_names.items() if group is not dist.group.WORLD}
@@ -261,12 +278,25 @@ def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
     return counts, made
 
 
-SOME = ("llama", Case(cp=4, method="wallfacer", team=2)), ("llama", Case(pp=2, cp=2, tp=2, method="zigzag"))
 LISTS = ("llama", cases()), ("transnormer", linear_cases()), (DIFFUSION, diffusion_cases())
-ALL = [pytest.param(kind, case, marks=pytest.mark.slow) for kind, of in LISTS for case in of]
 
 
-@pytest.mark.parametrize(("kind", "case"), [*SOME, *ALL], ids=lambda of: of.title if isinstance(of, Case) else of)
+def all_cases() -> list[Any]:
+    """Each case; those are slow that differ from one before in what makes no group: schedules, chunks, ZeRO stages.
+
+    So are those of 8 ranks of models that make groups as a llama does.
+    """
+    found, seen = [], set[tuple[str, Case]]()
+    for kind, case in ((kind, case) for kind, of in LISTS for case in of):
+        mode = "ddp" if "ddp" in case.mode else "zero3"
+        like = replace(case, mode=mode, schedule="1F1B", virtual=1, layers=(), loss_chunk=0, joined=0, chunks=1)
+        slow = (kind, like) in seen or (kind != "llama" and case.ranks == 8)
+        found.append(pytest.param(kind, case, marks=pytest.mark.slow if slow else ()))
+        seen.add((kind, like))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "case"), all_cases(), ids=lambda of: of.title if isinstance(of, Case) else of)
 def test_all_ranks_make_the_same_groups_in_an_order_that_ends(kind: str, case: Case) -> None:
     """torch names a group by how many there were, or by its ranks: a name that differs is a rank alone at its door."""
     counts, made = groups_of(kind, case)
@@ -275,7 +305,7 @@ def test_all_ranks_make_the_same_groups_in_an_order_that_ends(kind: str, case: C
 
 
 def test_a_rank_that_makes_one_group_more_is_found() -> None:
-    _, made = groups_of(*SOME[0])
+    _, made = groups_of("llama", Case(cp=4, method="wallfacer", team=2))
     made[2] += [(operation, index + 100) for operation, index in waiting(Group((2, 3), 9))]
     with pytest.raises(AssertionError, match="rank 2 in Operation"):
         play(made)

@@ -68,6 +68,7 @@ CASES: dict[str, tuple[int, str]] = {
     "llama, full, chunks": (1, LLAMA + AGAIN + "full" + CHUNKS),
     "llama, full, offload": (1, LLAMA + AGAIN + "full --recompute-offload"),
     "llama, attention_boundary, offload": (1, LLAMA + AGAIN + "attention_boundary --recompute-offload"),
+    "llama, moments on the host": (1, LLAMA + "--optimizer-cpu-offload"),
     "llama, compile": (1, LLAMA + "--compile"),
     "llama, fp8": (1, LLAMA + "--fp8-format hybrid"),
     "llama, resumed": (1, LLAMA + "--save {folder}/run --load {folder}/run --save-interval 2"),

@@ -164,7 +164,8 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
         print("fits" + (", with less than the tenth that an allocator may need" if one.bytes > 0.9 * room else ""))
     elif seconds is None:
         print(
-            "does not fit in any arrangement of these processes; use more (--fewest says how many) or shorter sequences"
+            "does not fit, and the search finds no arrangement of these processes that does; "
+            "use more (--fewest says how many) or shorter sequences"
         )
     else:
         print(f"does not fit; change, what brings most first, for {seconds:.4g} s a step:")

@@ -42,7 +42,8 @@ def check_machine() -> None:
         raise UserError(f"this machine has a GPU ({GPU} is there), which the stub would hide; run the command itself")
     if cuda is None or cuda.partition(".")[0] != "13":
         has = "no CUDA" if cuda is None else f"CUDA {cuda}"
-        raise UserError(f"torch {torch.__version__} has {has}, and the stub needs CUDA 13; install such a build of it")
+        fix = "make cuda-stub without PY installs such a build into .venv-cuda"
+        raise UserError(f"torch {torch.__version__} has {has}, and the stub needs CUDA 13; {fix}")
     if missing := [name for name in ("gcc", "nm") if shutil.which(name) is None]:
         raise UserError(f"{missing[0]} is not installed, which the stub is built with (Debian: apt-get install gcc)")
 

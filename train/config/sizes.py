@@ -10,7 +10,7 @@ from parallel.context.methods.registry import LINEAR_METHODS, METHODS, STATE_MET
 from parallel.recompute import RecomputeConfig
 from train.config.common import CommonConfig, ModelShape
 from train.config.entries import Config
-from train.config.flags import ConfigError, config_fields
+from train.config.flags import ConfigError, config_fields, spelled
 
 LARGEST = dict.fromkeys(("num_layers", "num_virtual_stages_per_pipeline_rank"), 10**5)
 LARGEST |= dict.fromkeys(("num_attention_heads", "num_query_groups"), 10**6)
@@ -200,7 +200,7 @@ def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int
         if world_size == 1:
             raise ConfigError(
                 f"{name} is {size}, and this is one process; start it with torchrun --nproc-per-node "
-                f"{taken * size}, or a multiple of that"
+                f"{taken * size}, or a multiple of that, or give {spelled(name, 1)}"
             )
         fitting = ", ".join(str(other) for other in range(1, processes + 1) if processes % other == 0)
         left = f" that {others} leaves of {world_size}" if taken > 1 else ""

@@ -100,8 +100,8 @@ def asked(
 ) -> argparse.Namespace:
     """Read the command line of a check, with the flags that every check has; ``more`` are steps that must be named."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    choices, said = [*steps, *more], f"of %(choices)s; all but {', '.join(more)}" if more else "of %(choices)s; all"
-    parser.add_argument("--steps", nargs="+", choices=choices, default=list(steps), help=said)
+    said = "which of %(choices)s to run; default: all" + (f" but {', '.join(more)}" if more else "")
+    parser.add_argument("--steps", nargs="+", choices=[*steps, *more], default=list(steps), help=said)
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="default: bench/results")
     parser.add_argument(
         "--in-process", nargs=2, metavar=("STEP", "FILE"), help="a step alone, here; writes its figures"

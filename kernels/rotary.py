@@ -1,6 +1,7 @@
 """Rotary positions applied to queries or keys (Su et al. 2021), channels i and i + D/2 a pair.
 
-Shapes: x ``[B, T, H, D]``, cos and sin ``[T, 1, D/2]`` or ``[B, T, 1, D/2]``, float32 or wider.
+Shapes: x ``[B, T, H, D]``, cos and sin ``[T, 1, D/2]``, or ``[B, T, 1, D/2]`` or ``[1, T, 1, D/2]``,
+float32 or wider.
 """
 
 from typing import Any

@@ -50,7 +50,7 @@ def nothing_left(found: Ranking, cluster: Cluster) -> str:
         return (
             f"host_memory_gb of {cluster.name} is {cluster.host_memory_gb:g} and the least of "
             f"{counted(len(found.host_short), 'arrangement')} moves there {min(found.host_short) / 1e9:.1f}; "
-            "use more processes, a lower seq_length, or leave recompute_offload out"
+            "use more processes, a lower seq_length, or leave recompute_offload or optimizer_cpu_offload out"
         )
     reason = next(iter(found.refused), "there is no arrangement of these processes")
     return f"context_parallel_method is auto, and no method suits: {reason}"

@@ -33,13 +33,11 @@ def rotate_kernel(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
     """Rotate as ``kernels.rotary.rotate``, or by the opposite angles; x of 16 or 32 bits, cos and sin float32."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    cos, sin = cos.contiguous(), sin.contiguous()
     batch, tokens, heads, width = x.shape
-    out, count = torch.empty(x.shape, dtype=x.dtype, device=x.device), batch * tokens * heads
-    own = (cos.stride(0), cos.stride(1)) if cos.ndim == 4 else (0, cos.stride(0))
-    half = width // 2
+    out, count, half = torch.empty(x.shape, dtype=x.dtype, device=x.device), batch * tokens * heads, width // 2
+    cos, sin = (angle.contiguous().expand(batch, tokens, 1, half) for angle in (cos, sin))  # strides of 0 where shared
     rotate_kernel[(triton.cdiv(count, ROWS),)](
-        x, cos, sin, out, (*x.stride()[:3], *own), count, tokens, heads,
+        x, cos, sin, out, (*x.stride()[:3], *cos.stride()[:2]), count, tokens, heads,
         BACK=back, HALF=half, WIDTH=triton.next_power_of_2(half), N=ROWS,
     )  # fmt: skip
     return out

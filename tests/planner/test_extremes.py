@@ -118,7 +118,9 @@ def test_what_the_host_cannot_hold_is_told_as_that(config: Config) -> None:
     assert not found.candidates
     assert not found.too_large
     assert min(found.host_short) > 1e9
-    assert "host_memory_gb of H100 80GB pod is 1 and the least of" in nothing_left(found, small)
+    said = nothing_left(found, small)
+    assert "host_memory_gb of H100 80GB pod is 1 and the least of" in said
+    assert "leave recompute_offload or optimizer_cpu_offload out" in said
 
 
 def test_host_memory_has_a_limit_too(config: Config) -> None:

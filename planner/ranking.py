@@ -9,7 +9,6 @@ from typing import Any
 
 from planner.cluster import Cluster
 from planner.step_cost import Prediction
-from runtime.words import counted
 
 PREDICTED, PROFILED = 0.10, 0.036
 """Errors of predicted seconds and of those of a few profiled iterations: standard deviations of their logarithms within
@@ -42,14 +41,14 @@ def nothing_left(found: Ranking, cluster: Cluster) -> str:
         least = min(found.too_large)
         return (
             f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of "
-            f"{counted(len(found.too_large), 'arrangement')} takes {least / 1e9:.1f}; use more processes, "
+            f"{len(found.too_large)} tried takes {least / 1e9:.1f}; use more processes, "
             "recompute_granularity, loss_chunk_size or a lower seq_length (python -m tools.plan --fits says "
             "what brings most)"
         )
     if found.host_short:
         return (
             f"host_memory_gb of {cluster.name} is {cluster.host_memory_gb:g} and the least of "
-            f"{counted(len(found.host_short), 'arrangement')} moves there {min(found.host_short) / 1e9:.1f}; "
+            f"{len(found.host_short)} tried moves there {min(found.host_short) / 1e9:.1f}; "
             "use more processes, a lower seq_length, or leave recompute_offload or optimizer_cpu_offload out"
         )
     reason = next(iter(found.refused), "there is no arrangement of these processes")

@@ -226,9 +226,9 @@ def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, fl
     trained = own * work.trained_share
     layers = -(-work.layers // arranged.pp)
     shards = _shards(plan, arranged)
-    whole = own if arranged.strategy in ("zero1", "zero2") else 2 * own / layers
-    if shards == 1:
-        whole = own if work.element_size < 4 else 0.0
+    whole = 2 * own / layers if arranged.strategy == "zero3" else own
+    if shards == 1 and work.element_size == 4:  # nothing is gathered, and nothing cast
+        whole = 0.0
     copies = whole * work.element_size + (4 * trained if arranged.strategy == "zero1" and shards > 1 else 0.0)
     tokens = work.micro_batch * plan.local_len
     kept, inside = _layer_activations(work, arranged)

@@ -43,7 +43,9 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient; a closure, which AdamW would call, is refused."""
+        if closure is not None:
+            raise ValueError("HostAdamW.step takes no closure; compute the gradients before it")
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         for p in trained:
             if not self.state[p]:

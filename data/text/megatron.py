@@ -39,8 +39,8 @@ class DataConfig:
     """Prefix of a Megatron .bin/.idx pair, or a blend: weight prefix weight prefix ..."""
     mock_data: bool = False
     """Train on tokens drawn from the seed instead of files, to measure a run without data; needs --vocab-size. On the
-    command line it takes the place of all that --config's file says of data, and so does --data-path of a file's
-    mock_data."""
+    command line it takes the place of the files and the tokenizer that --config's file names, and so does --data-path
+    of a file's mock_data."""
     split: str = "95,5,0"
     """Shares of the documents for training, validation and test."""
     tokenizer_model: str | None = None

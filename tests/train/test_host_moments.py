@@ -65,6 +65,8 @@ def test_no_gradient_is_no_step() -> None:
     optimizer.zero_grad(set_to_none=True)
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(everything(weights, optimizer), before, strict=True))
+    with pytest.raises(ValueError, match="takes no closure"):
+        optimizer.step(lambda: 0.0)
 
 
 def played(monkeypatch: pytest.MonkeyPatch, dropped: tuple[str, str] | None = None) -> tuple[Device, list[Tensor]]:

@@ -129,6 +129,8 @@ def _table(found: Sequence[Rehearsal], cluster: Cluster) -> Iterator[str]:
         counts = [one.memory.get(cause, 0) for cause in CAUSES]
         counts += [one.bytes, *(one.sent.get(link, 0) for link in (INSIDE, BETWEEN))]
         yield f"| {one.stage} | {one.rank} | {' | '.join(f'{count / 1e9:.3f}' for count in counts)} |"
+    if host := max(one.host for one in found):
+        yield f"and up to {host / 1e9:.3f} GB of host memory, pinned, for a process"
     if (most := max(one.bytes for one in found) / 1e9) > cluster.memory_gb:
         yield (
             f"note: that is {most:.1f} GB, and a process on {cluster.name} has {cluster.memory_gb:g}: it does not fit; "

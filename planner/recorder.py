@@ -36,6 +36,7 @@ SENT: dict[str, tuple[int, Callable[[int], float]]] = {
     "_c10d_functional::all_to_all_single": (0, _share),
 }
 """Which argument of an operator is sent, and how much of it by each of n ranks in a ring."""
+KEPT, MOMENTS = "kept on the host", "moments on the host"
 SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
 SCANS = ("longmesh::linear_attention", "longmesh::state_attention")
 """Operators whose shape functions stand for them: their own code goes over the tokens in a loop."""
@@ -43,12 +44,16 @@ SCANS = ("longmesh::linear_attention", "longmesh::state_attention")
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rank takes: bytes of memory at the peak of a step, by cause; bytes sent in a micro-batch, by link."""
+    """What a rank takes: bytes of memory at the peak of a step, by cause; bytes sent in a micro-batch, by link.
+
+    ``host`` are the bytes in host memory, before torch rounds each tensor there up to a power of two.
+    """
 
     rank: int
     stage: int
     memory: dict[str, int]
     sent: dict[str, int]
+    host: int
 
     @property
     def bytes(self) -> int:
@@ -96,9 +101,9 @@ class Recorder(Tapes):
                 self._resized.add(number)
                 self._set(number, size)
 
-        def elsewhere(made: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def elsewhere(made: Callable[..., Tensor], which: str) -> Callable[..., Tensor]:
             def called(*args: Any) -> Tensor:
-                kind, self.kind = self.kind, "host memory"
+                kind, self.kind = self.kind, which
                 try:
                     return made(*args)
                 finally:
@@ -107,8 +112,8 @@ class Recorder(Tapes):
             return called
 
         with (
-            patch.object(Offload, "buffer", elsewhere(Offload.buffer)),
-            patch.object(host_moments, "on_host", elsewhere(host_moments.on_host)),
+            patch.object(Offload, "buffer", elsewhere(Offload.buffer, KEPT)),
+            patch.object(host_moments, "on_host", elsewhere(host_moments.on_host, MOMENTS)),
             patch.object(ShardingPropagator, shapes, unrecorded),
             patch.object(torch.UntypedStorage, "resize_", resized),
             patch.object(executor, "select_backend", lambda *_: SHAPES),
@@ -184,7 +189,7 @@ class Recorder(Tapes):
         micro_batches = config.train.micro_batches(mesh.dp.size()) if single else 1
         at_end = self._alive(len(self.events))
         early = {n for n in at_end if self._kinds[n] == "optimizer"} | (own if micro_batches > 1 else set())
-        moved = {n for n, kind in enumerate(self._kinds) if kind == "host memory"}
+        moved = {n for n, kind in enumerate(self._kinds) if kind in (KEPT, MOMENTS)}
         kept = {n: size for n, size in self.kept.items() if n not in moved | self._resized}
         skipped = early | moved
         live, peaks = 0, [0]
@@ -197,9 +202,12 @@ class Recorder(Tapes):
             kind = "gathered weights" if n in self._resized else "activations" if held else self._kinds[n]
             memory["gradients" if n in own else kind] += size
         ranks, stage = mesh.pp.size(), mesh.pp.get_local_rank()
-        if ranks > 1 and single and not offload:
-            others = config.pipeline.in_flight(stage, ranks, micro_batches) - 1
-            memory["activations"] += round(others * sum(kept.values()))
+        flying = config.pipeline.in_flight(stage, ranks, micro_batches) if ranks > 1 and single else 1
+        if not offload:
+            memory["activations"] += round((flying - 1) * sum(kept.values()))
+        host = sum(at_end.get(n, 0) * (flying if self._kinds[n] == KEPT else 1) for n in moved)
         if config.data_parallel.strategy == "zero1" and micro_batches > 1:
             memory["gradients"] *= mesh.dp_cp.size() // config.data_parallel.num_distributed_optimizer_instances
-        return Rehearsal(self.rank, stage, dict(memory), {link: count // ran for link, count in self.sent.items()})
+        return Rehearsal(
+            self.rank, stage, dict(memory), {link: count // ran for link, count in self.sent.items()}, host
+        )

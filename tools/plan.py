@@ -147,7 +147,12 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     room = 1e9 * cluster.memory_gb
     needed, seconds = ([], None) if one.bytes <= room else changes(config, world_size, cluster, documents, lengths)
     if args.json:
-        told = {"memory_bytes_by_part": parts, "memory_bytes": one.bytes, "fits": one.bytes <= room}
+        told = {
+            "memory_bytes_by_part": parts,
+            "memory_bytes": one.bytes,
+            "host_bytes": one.host,
+            "fits": one.bytes <= room,
+        }
         told |= {"changes": [asdict(change) for change in needed], "seconds_then": seconds}
         told |= {"method": method_of(config), "mesh": mesh_of(config), "memory_by": memory_of(config)}
         told |= {"processes": world_size, "sequence_length": config.sequence_length}
@@ -160,6 +165,10 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
         which = "of the run's first micro-batches, the heaviest" if known else "a micro-batch drawn at random"
         print(f"{which}: {counted(len(documents) - 1, 'document')}, the longest of {most} tokens")
     print(bars(parts, cluster))
+    if one.host:
+        short = 0 < 1e9 * cluster.host_memory_gb < one.host
+        more = f", more than the {amount(1e9 * cluster.host_memory_gb)} of {cluster.name}" if short else ""
+        print(f"and {amount(one.host)} of host memory, pinned{more}")
     if one.bytes <= room:
         print("fits" + (", with less than the tenth that an allocator may need" if one.bytes > 0.9 * room else ""))
     elif seconds is None:

@@ -144,15 +144,11 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
         config, build = with_layout(config, cluster), pretrain_gpt.computing
     one = busiest(validated(config, world_size), build, world_size, cluster, documents)
     parts = {name: one.memory[name] for name in CAUSES if one.memory.get(name)}
-    room = 1e9 * cluster.memory_gb
+    room, short = 1e9 * cluster.memory_gb, 0 < 1e9 * cluster.host_memory_gb < one.host
     needed, seconds = ([], None) if one.bytes <= room else changes(config, world_size, cluster, documents, lengths)
     if args.json:
-        told = {
-            "memory_bytes_by_part": parts,
-            "memory_bytes": one.bytes,
-            "host_bytes": one.host,
-            "fits": one.bytes <= room,
-        }
+        told = {"memory_bytes_by_part": parts, "memory_bytes": one.bytes, "host_bytes": one.host}
+        told |= {"fits": one.bytes <= room and not short}
         told |= {"changes": [asdict(change) for change in needed], "seconds_then": seconds}
         told |= {"method": method_of(config), "mesh": mesh_of(config), "memory_by": memory_of(config)}
         told |= {"processes": world_size, "sequence_length": config.sequence_length}
@@ -166,11 +162,11 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
         print(f"{which}: {counted(len(documents) - 1, 'document')}, the longest of {most} tokens")
     print(bars(parts, cluster))
     if one.host:
-        short = 0 < 1e9 * cluster.host_memory_gb < one.host
-        more = f", more than the {amount(1e9 * cluster.host_memory_gb)} of {cluster.name}" if short else ""
+        more = f", more than the {amount(1e9 * cluster.host_memory_gb)} for each there" if short else ""
         print(f"and {amount(one.host)} of host memory, pinned{more}")
     if one.bytes <= room:
-        print("fits" + (", with less than the tenth that an allocator may need" if one.bytes > 0.9 * room else ""))
+        where = "fits the device, not the host" if short else "fits"
+        print(where + (", with less than the tenth that an allocator may need" if one.bytes > 0.9 * room else ""))
     elif seconds is None:
         print(
             "does not fit, and the search finds no arrangement of these processes that does; "

@@ -176,6 +176,19 @@ def test_memory_by_component_and_what_to_change_first(capsys: pytest.CaptureFixt
     assert counts[-1] <= 1e9 * most
 
 
+def test_memory_of_the_host_is_told_and_may_be_too_little(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked, small = [*MODEL, *FIT, "--vocab-size", "32000", "--optimizer-cpu-offload"], tmp_path / "small.toml"
+    assert main([*asked, *A100]) == 0
+    assert re.search(r"\nand \d+\.\d MB of host memory, pinned\nfits\n", capsys.readouterr().out)
+    small.write_text(
+        re.sub(r"host_memory_gb = \S+", "host_memory_gb = 0.001", (CLUSTERS / "h100_pod.toml").read_text())
+    )
+    assert main([*asked, "--cluster", str(small)]) == 0
+    assert "more than the 1.0 MB for each there\nfits the device, not the host\n" in capsys.readouterr().out
+    assert main([*asked, "--cluster", str(small), "--json"]) == 0
+    assert not json.loads(capsys.readouterr().out)["fits"]
+
+
 def test_a_diffusion_transformer_and_a_hybrid_have_plans(capsys: pytest.CaptureFixture[str]) -> None:
     for name, more in (("dit_s_2", ()), ("transnormer_hybrid_tiny", ("--vocab-size", "512"))):
         flags = ("--config", str(CLUSTERS.parent / f"{name}.toml"), "--context-parallel-size", "2", "--bf16", *more)

@@ -244,8 +244,8 @@ def targets(found: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
     }
     for length in {8192, 32768} & {row["seq_length"] for row in rows}:
         for half, said in enumerate(("forward", "forward + backward")):
-            torchs = ("cudnn", "flash_attn", "flash_attn_3", "aten")
-            best = [seconds[name, length][half] for name in torchs if (name, length) in seconds]
+            others = (name for name in BACKENDS["cuda"] if name != "triton")
+            best = [seconds[name, length][half] for name in others if (name, length) in seconds]
             for name, least in ((chosen, 1.0), ("triton", 0.75)):
                 if best and (name, length) in seconds:
                     label = f"{name} over the best of torch's and flash-attn's, {length} tokens, {said}"

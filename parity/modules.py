@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from data.loader import Batch
+from parallel.data import to_local
 from train.objectives.base import Objective
 
 INSIDE = r"attention_norm|mlp_norm|mlp|attention|attention\.(wq|wk|wv|wu|q_norm|k_norm|norm)"
@@ -71,7 +72,7 @@ class Notes:
     def _add(self, name: str, places: Tensor, values: Any) -> None:
         if isinstance(values, DTensor) and any(placement.is_partial() for placement in values.placements):
             return  # the sum is another module's result
-        values = (values.to_local() if isinstance(values, DTensor) else values).detach().clone()
+        values = to_local(values).detach().clone()
         if values.ndim == 2 and values.is_floating_point():  # of positions, the same in all samples
             values = values.expand(len(places), *values.shape)
         self.pieces.setdefault(name, []).append((places, values, self.share))

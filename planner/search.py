@@ -60,7 +60,7 @@ def holds(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple
 
 def _bytes_moved(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> float:
     numbers = _numbers(config, world_size, cluster, documents)
-    return offloaded(*numbers) + (moments(*numbers) if config.optimizer.optimizer_cpu_offload else 0.0)
+    return offloaded(*numbers) + moments(*numbers)
 
 
 def _numbers(

@@ -195,8 +195,9 @@ def _ffn_share(work: Workload) -> float:
 
 
 def moments(work: Workload, plan: Plan, arranged: Arrangement) -> float:
-    """Return the bytes of a rank's moments of Adam."""
-    return 8 * work.trained_share * work.parameters / (arranged.tp * arranged.pp) / _shards(plan, arranged)
+    """Return the bytes of a rank's moments of Adam in host memory."""
+    own = work.trained_share * work.parameters / (arranged.tp * arranged.pp) / _shards(plan, arranged)
+    return 8 * own if arranged.moments_on_host else 0.0
 
 
 def _shards(plan: Plan, arranged: Arrangement) -> int:

@@ -1,4 +1,4 @@
-"""What a dry run records of storages and bytes sent, and keeps of an operator's call, to tell it again of the like."""
+"""What a dry run records of storages and bytes sent; an operator's call is recorded once and replayed for its like."""
 
 import weakref
 from collections import Counter
@@ -40,7 +40,7 @@ def key_of(func: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class Tapes(TorchDispatchMode):
-    """What happens to storages, in order, and what is sent; an operator's call is kept, for the like ones."""
+    """What happens to storages, in order, and what is sent; an operator's call is kept, to replay it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,9 +52,9 @@ class Tapes(TorchDispatchMode):
         self._tapes: dict[Any, Tape] = {}
 
     def _by_its_code(self, func: Any, code: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operator's own code; of a call like an earlier one, as each layer has, tell again what that did.
+        """Run an operator's own code, or replay an earlier call with the same layouts, as each layer has.
 
-        A call can be told again if it leaves nothing but its outputs behind.
+        A call can be replayed if it leaves nothing but its outputs behind.
         """
         from torch._subclasses.fake_tensor import FakeTensor
 

@@ -112,7 +112,8 @@ class Executor:
         moving, still = sides[::-1] if moves == "kv" else sides
         circulation = self._circulation(plan, moving, moves, None)
         staying = self.transport.gather(still, self._team)
-        stays, kept = Tensors(), Tensors()
+        stays: Tensors = ()
+        kept: Tensors = ()
         for i, tiles, held in circulation.visits():
             stays = stays or staying()
             queries, keys = (stays, held) if moves == "kv" else (held, stays)

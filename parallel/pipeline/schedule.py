@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.distributed.tensor import DTensor
 
-from parallel.data import Strategy, set_gradient_sync, widen_gradients
+from parallel.data import Strategy, set_gradient_sync, to_local, widen_gradients
 from parallel.pipeline.runner import LossSum, MicroBatch, Runner
 from parallel.pipeline.stages import PipelineConfig
 from runtime.errors import UserError
@@ -138,7 +137,7 @@ class PipelineRunner(Runner):
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
-    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return to_local(parameter.grad)
 
 
 class _Part(nn.Module):

@@ -109,6 +109,13 @@ def _check_rows(x: Tensor, q: Tensor, what: str, like: Tensor | None = None) -> 
         assert x.shape == like.shape, f"{what} is {x.shape}"
 
 
+def _check_gradients(gradients: tuple[Tensor, ...], dout: Tensor, inputs: tuple[Tensor, ...]) -> None:
+    """What a backward writes into."""
+    _check_rows(dout, inputs[0], "dout")
+    for gradient, of in zip(gradients, inputs, strict=True):
+        assert (gradient.shape, gradient.dtype, gradient.stride(-1)) == (of.shape, of.dtype, 1)
+
+
 def flash_attn_forward(
     q: Tensor,
     k: Tensor,
@@ -154,9 +161,7 @@ def flash_attn_backward(
     assert (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
     named = {"is_causal": causal, "max_q": q.shape[1], "max_k": k.shape[1]}
     _check("heads first", named, *(x.transpose(1, 2) for x in (q, k, v, out)), softmax_lse, given=True)
-    _check_rows(dout, q, "dout")
-    for gradient, of in ((dq, q), (dk, k), (dv, v)):
-        assert (gradient.shape, gradient.dtype, gradient.stride(-1)) == (of.shape, of.dtype, 1)
+    _check_gradients((dq, dk, dv), dout, (q, k, v))
 
 
 def flash_attn_3_forward(q: Tensor, k: Tensor, v: Tensor, *, num_splits: int, **given: Any) -> tuple[Tensor, ...]:
@@ -186,9 +191,7 @@ def flash_attn_3_backward(
     named.setdefault("max_q", q.shape[1])
     named.setdefault("max_k", k.shape[1])
     _check(layout, named, *map(heads, (q, k, v, out)), softmax_lse, given=True)
-    _check_rows(dout, q, "dout")
-    for gradient, of in ((dq, q), (dk, k), (dv, v)):
-        assert (gradient.shape, gradient.dtype, gradient.stride(-1)) == (of.shape, of.dtype, 1)
+    _check_gradients((dq, dk, dv), dout, (q, k, v))
 
 
 def _of_3(given: dict[str, Any]) -> tuple[str, dict[str, Any], Callable[[Tensor], Tensor]]:

@@ -1,11 +1,14 @@
 """Streams and memory of a device that is not there: who waits for whom, and which uses of memory could race."""
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,3 +94,15 @@ class Device(TorchDispatchMode):
         for place in written | fresh:
             self._use(place, stream, True, "writes")
         return out
+
+
+@contextmanager
+def streams(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, dropped: tuple[str, str] | None = None
+) -> Iterator[Device]:
+    """Let a module's copies run on a device's streams, one wait of which may be left out."""
+    device = Device(dropped)
+    with monkeypatch.context() as patch, device:
+        patch.setattr(module, "get_device_module", lambda _: device)
+        yield device
+        gc.collect()

@@ -1,10 +1,7 @@
 """Copies to host memory and back beside the computation: on stubbed streams, no memory is used before it may be."""
 
-import gc
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from model.llama import Llama
 from parallel import offload
 from parallel.offload import ON_DEVICE, Offload
 from parallel.recompute import RecomputeConfig, recompute_layers
-from tests.parallel.streams import Device
+from tests.parallel.streams import streams
 
 MODEL = ModelConfig(num_layers=6, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37)
 KEPT = {"full": 1, "attention_boundary": 3}
@@ -49,21 +46,12 @@ def buffers(pools: list[Offload]) -> list[int]:
     return sorted(x.data_ptr() for pool in pools for idle in pool.idle.values() for x in idle)
 
 
-@contextmanager
-def streams(monkeypatch: pytest.MonkeyPatch, dropped: tuple[str, str] | None = None) -> Iterator[Device]:
-    device = Device(dropped)
-    with monkeypatch.context() as patch, device:
-        patch.setattr(offload, "get_device_module", lambda _: device)
-        yield device
-        gc.collect()
-
-
 @pytest.mark.parametrize("granularity", KEPT)
 def test_nothing_races_and_no_bit_changes(
     granularity: str, monkeypatch: pytest.MonkeyPatch, pools: list[Offload]
 ) -> None:
     want = gradients(model_of(granularity, False))
-    with streams(monkeypatch) as device:
+    with streams(monkeypatch, offload) as device:
         model = model_of(granularity, True)
         made: list[list[int]] = []
         for _ in range(3):
@@ -92,7 +80,7 @@ def test_nothing_races_and_no_bit_changes(
 def test_every_wait_is_needed(
     granularity: str, dropped: tuple[str, str], race: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with streams(monkeypatch, dropped) as device:
+    with streams(monkeypatch, offload, dropped) as device:
         model = model_of(granularity, True)
         for _ in range(2):
             gradients(model)
@@ -115,7 +103,7 @@ def lead(log: list[tuple[str, str]]) -> list[int]:
 def test_a_layer_is_fetched_while_the_one_after_it_computes(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     size = TOKENS.numel() * MODEL.hidden_size * 4
     monkeypatch.setattr(offload, "FETCH_AHEAD", size if ahead else size - 1)
-    with streams(monkeypatch) as device:
+    with streams(monkeypatch, offload) as device:
         gradients(model_of("full", True))
     assert len(lead(device.log)) == MODEL.num_layers - ON_DEVICE
     assert all((operators > 50) == ahead for operators in lead(device.log))
@@ -125,7 +113,7 @@ def test_a_layer_is_fetched_while_the_one_after_it_computes(ahead: bool, monkeyp
 def test_a_backward_that_never_came_or_that_ends_early(
     granularity: str, monkeypatch: pytest.MonkeyPatch, pools: list[Offload]
 ) -> None:
-    with streams(monkeypatch) as device:
+    with streams(monkeypatch, offload) as device:
         model = model_of(granularity, True)
         inside: list[Tensor] = []
         model.layers[1].register_forward_hook(lambda *given: inside.append(given[-1]))
@@ -144,7 +132,7 @@ def test_a_backward_that_never_came_or_that_ends_early(
 
 def test_a_graph_may_be_gone_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
     want = [2 * x for x in gradients(model_of("full", False))]
-    with streams(monkeypatch) as device:
+    with streams(monkeypatch, offload) as device:
         model = model_of("full", True)
         loss = model(TOKENS).square().sum()
         loss.backward(retain_graph=True)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from model.llama import Llama
 from parallel.data import (
@@ -19,6 +18,7 @@ from parallel.data import (
     set_gradient_sync,
     shard_model,
     sharding_mesh,
+    to_local,
     untracked_replicas,
 )
 from parallel.mesh import distributed_mesh
@@ -79,7 +79,7 @@ def recorded() -> Iterator[list[tuple[str, int]]]:
 def elements(model: Llama, what: str) -> int:
     """How many of the weights', or their gradients', elements lie on this rank."""
     tensors = [parameter if what == "weights" else parameter.grad for parameter in model.parameters()]
-    return sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors if t is not None)
+    return sum(to_local(t).numel() for t in tensors if t is not None)
 
 
 def accumulated(

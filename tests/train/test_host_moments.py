@@ -1,6 +1,5 @@
 """Moments in host memory: the numbers of AdamW to the bit, and no memory used before it may be."""
 
-import gc
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from checkpoint.manifest import checkpoint_folder
 from checkpoint.tensors import tensors_of
 from parallel.data import to_local
 from testing.ranks import run_ranks
-from tests.parallel.streams import Device
+from tests.parallel.streams import Device, streams
 from tests.parallel.unequal import loss_sum, sharded
 from train import host_moments
 from train.host_moments import HostAdamW
@@ -71,13 +70,11 @@ def test_no_gradient_is_no_step() -> None:
 
 def played(monkeypatch: pytest.MonkeyPatch, dropped: tuple[str, str] | None = None) -> tuple[Device, list[Tensor]]:
     """Steps on streams, one wait of which is left out; what is read after them is the computation's."""
-    device, weights = Device(dropped), model()
+    weights = model()
     optimizer = build_optimizer(OptimizerConfig(optimizer_cpu_offload=True), weights)
-    with monkeypatch.context() as patch, device:
-        patch.setattr(host_moments, "get_device_module", lambda _: device)
+    with streams(monkeypatch, host_moments, dropped) as device:
         steps(weights, optimizer)
         found = [x.clone() for x in everything(weights, optimizer)]
-        gc.collect()
     return device, found
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.search import saved_iterations
-from parallel.data import reshard
+from parallel.data import reshard, to_local
 from runtime.errors import UserError
 from runtime.together import gather_results, is_first, raise_together
 from train.config.common import CommonConfig
@@ -134,10 +134,7 @@ def _followed(trainer: Trainer) -> dict[Place, str]:
 @torch.no_grad()
 def digest(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's bits; of a DTensor, of this rank's."""
-    from torch.distributed.tensor import DTensor
-
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return hashlib.sha256(local.detach().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()
+    return hashlib.sha256(to_local(tensor).detach().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def verdict(ranks: Sequence[tuple[str, Sequence[Place]]]) -> str:

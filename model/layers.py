@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cache import States
+from kernels.pointwise import gated, rotate
 from kernels.products import linear
-from kernels.rotary import rotate
 from model.rope import RopeConfig, frequencies
 
 # Normalises 16-bit inputs in float32 and rounds once, at the end (Zhang & Sennrich 2019, eq. 4); the fused kernel saves
@@ -60,7 +60,7 @@ class SwiGLU(nn.Module):
         self.down = Linear(ffn_hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(gated(self.gate(x), self.up(x)))
 
 
 class SGLU(SwiGLU):

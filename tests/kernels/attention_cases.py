@@ -1,4 +1,4 @@
-"""Errors of the Triton attention of lists of tiles, and of the rotation before it, against every pair in float64.
+"""Errors of the Triton attention of lists of tiles against every pair in float64.
 
 Run as a program, it prints those of Triton's interpreter, which must be chosen before Triton is imported.
 """
@@ -12,7 +12,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kernels import rotary
 from kernels.attention import block_backward, block_forward, select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Tile
 from kernels.merge import merge_
@@ -20,7 +19,6 @@ from kernels.tiles import add_gradients_, attend_tiles_
 from parallel.context.layout import Run
 from parallel.context.tiles import pieces, tiles
 
-ROTATED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 NAMES = ("out", "lse", "dq", "dk", "dv")
 SCALE = 0.2
 
@@ -140,27 +138,6 @@ def merge_error(device: str = "cpu") -> float:
     return max(error(a, b) for a, b in zip((out, lse), want, strict=True))
 
 
-def rotary_error(dtype: torch.dtype, device: str = "cpu", width: int = 20) -> float:
-    """The largest of the rotation in one launch, and of its gradient, of a slice whose tokens are its third dimension.
-
-    Angles are each sequence's own, or those of all, with and without a first dimension.
-    """
-    generator = torch.Generator().manual_seed(6)
-    x, dout = (torch.randn(2, 3, 40, width, generator=generator).to(device, dtype) for _ in range(2))
-    each = 9 * torch.randn(2, 37, 1, width // 2, generator=generator).to(device)
-    x, dout = (tensor[:, :, 2:39].transpose(1, 2) for tensor in (x, dout))
-    worst = 0.0
-    for angles in (each, each[:1], each[0]):
-        results = []
-        for turn, wide in ((rotary._Rotated.apply, dtype), (rotary.turned, torch.float64)):
-            leaf, exact = x.detach().to(wide).requires_grad_(), angles.to(torch.promote_types(wide, torch.float32))
-            out = turn(leaf, exact.cos(), exact.sin())
-            results.append((out.detach(), *torch.autograd.grad(out, leaf, dout.to(wide))))
-        assert results[0][0].dtype == results[0][1].dtype == dtype
-        worst = max(worst, *(error(a, b) for a, b in zip(*results, strict=True)))
-    return worst
-
-
 def main() -> None:
     """Print the errors, with blocks of 16 tokens, and that of a band that is a token too wide."""
     from kernels.triton import tiled, work
@@ -172,7 +149,6 @@ def main() -> None:
     ):
         found: dict[str, Any] = {"errors": {name: errors(case) for name, case in CASES.items()}}
         found |= {"block": block_error(ANTI), "merge": merge_error()}
-        found["rotary"] = {name: rotary_error(dtype) for name, dtype in ROTATED.items()}
         exact = work._band
         with patch.object(work, "_band", lambda *given: (*(band := exact(*given))[:5], band[5] + 1)):
             work.work_of.cache_clear()

@@ -23,6 +23,7 @@ from tests.starts import PATIENCE
 ROOT = Path(__file__).parents[3]
 SHARED = {80: 163 << 10, 90: 227 << 10}
 """Bytes of shared memory that a block may have, by compute capability (CUDA Programming Guide)."""
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
 PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 

@@ -10,14 +10,13 @@ from kernels.attention import select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL
 from parallel.context import METHODS, make_plan
 from tests.kernels import test_tiles
-from tests.kernels.attention_cases import CASES, NAMES, ROTATED, block_error, errors, merge_error, rotary_error, tile
+from tests.kernels.attention_cases import CASES, NAMES, block_error, errors, merge_error, tile
 from tests.kernels.test_tiles import MASKS, attention_by_tiles, inputs, tiles_of, truth
 from tests.parallel.context.communicators import softmax, timelines
 
 triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; requirements-dev.txt has it")
 
-from kernels.triton import rotary  # noqa: E402
-from tests.kernels.triton.harness import SHARED, JITFunction, compiled, interpret, meta  # noqa: E402
+from tests.kernels.triton.harness import SHARED, JITFunction, compiled, interpret, meta, on_a_gpu  # noqa: E402
 
 BOUNDS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 """Relative to the largest value: scores are rounded to the inputs' dtype before the second product."""
@@ -40,22 +39,6 @@ def test_kernels_equal_all_pairs_in_float64(name: str, interpreted: dict[str, An
 def test_so_do_a_block_alone_and_the_merge(interpreted: dict[str, Any]) -> None:
     assert interpreted["block"] < BOUNDS["float32"]
     assert interpreted["merge"] < 1e-6
-
-
-@pytest.mark.parametrize("dtype", ROTATED)
-def test_so_does_a_rotation_in_one_launch(dtype: str, interpreted: dict[str, Any]) -> None:
-    # Rounded once; the interpreter cuts bfloat16 off instead.
-    assert interpreted["rotary"][dtype] < {"float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-7}[dtype]
-
-
-@pytest.mark.parametrize("capability", SHARED)
-def test_a_rotation_compiles_for_a_gpu(capability: int, tmp_path: Path) -> None:
-    x, angles = meta(1, 1000, 16, 100).transpose(1, 2).transpose(1, 2), meta(1000, 1, 50, dtype=torch.float32)
-    for one in compiled(capability, lambda: [rotary.rotate(x, angles, angles, back) for back in (False, True)]):
-        used = one.used(tmp_path)
-        assert used["STACK"] == 0
-        assert used["REG"] <= 64, "fewer blocks than keep memory busy"
-        assert one.grid == (1000,)
 
 
 def test_a_mask_off_by_one_is_seen(interpreted: dict[str, Any]) -> None:
@@ -157,9 +140,6 @@ def test_every_tensor_of_a_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(launched) == {"forward_kernel", "rows_kernel", "columns_kernel"}
 
 
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
-
-
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.parametrize("name", CASES)
@@ -184,12 +164,3 @@ def test_masks_of_many_blocks_equal_the_naive_form_on_a_gpu(mask: str, monkeypat
 def test_blocks_and_the_merge_are_right_on_a_gpu() -> None:
     assert max(block_error(kind, "cuda") for kind in (FULL, CAUSAL, ANTI)) < BOUNDS["float32"]
     assert merge_error("cuda") < 1e-6
-
-
-@pytest.mark.gpu
-@on_a_gpu
-@pytest.mark.parametrize("dtype", ROTATED)
-@pytest.mark.parametrize("width", [20, 64, 128, 256])
-def test_a_rotation_is_right_on_a_gpu(width: int, dtype: str) -> None:
-    bound = {"float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}[dtype]
-    assert rotary_error(ROTATED[dtype], "cuda", width) < bound

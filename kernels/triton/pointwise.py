@@ -1,0 +1,82 @@
+"""Rotary positions, and a feed-forward's gate and its gradients, in one launch each."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 16
+NUMBERS = 1024
+"""Of a program: 16 bytes of bfloat16 for each of its 128 threads."""
+
+
+@triton.jit(do_not_specialize=["count", "T", "H"])
+def rotate_kernel(
+    x, cos, sin, out, strides, count, T, H, BACK: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr
+):
+    """Turn N of ``count`` rows, each a head of a token, by the token's angles, or BACK.
+
+    ``strides`` are of batch, token and head of x, and of batch and token of cos and sin; ``out`` is dense.
+    """
+    row, d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, WIDTH)
+    batch, token, head = (row // (T * H)).to(tl.int64), (row // H % T).to(tl.int64), row % H
+    held = (row < count)[:, None] & (d < HALF)[None, :]
+    x += (batch * strides[0] + token * strides[1] + head * strides[2])[:, None] + d[None, :]
+    angle = (batch * strides[3] + token * strides[4])[:, None] + d[None, :]
+    out += row.to(tl.int64)[:, None] * (2 * HALF) + d[None, :]
+    first, second = tl.load(x, mask=held).to(tl.float32), tl.load(x + HALF, mask=held).to(tl.float32)
+    c, s = tl.load(cos + angle, mask=held), tl.load(sin + angle, mask=held)
+    if BACK:
+        s = -s
+    tl.store(out, (first * c - second * s).to(out.dtype.element_ty), mask=held)
+    tl.store(out + HALF, (second * c + first * s).to(out.dtype.element_ty), mask=held)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
+    """Rotate as ``kernels.pointwise.rotate``, or by the opposite angles; x of 16 or 32 bits, cos and sin float32."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    batch, tokens, heads, width = x.shape
+    out, count, half = torch.empty(x.shape, dtype=x.dtype, device=x.device), batch * tokens * heads, width // 2
+    cos, sin = (angle.contiguous().expand(batch, tokens, 1, half) for angle in (cos, sin))  # strides of 0 where shared
+    rotate_kernel[(triton.cdiv(count, ROWS),)](
+        x, cos, sin, out, (*x.stride()[:3], *cos.stride()[:2]), count, tokens, heads,
+        BACK=back, HALF=half, WIDTH=triton.next_power_of_2(half), N=ROWS,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def gate_kernel(gate, up, out, count, N: tl.constexpr):
+    """Write silu(gate) * up for N of ``count`` numbers, rounded once.
+
+    That 16 divides ``count`` must be known, or 16 bytes would not be loaded at once.
+    """
+    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    g, u = tl.load(gate + at, mask=at < count).to(tl.float32), tl.load(up + at, mask=at < count).to(tl.float32)
+    tl.store(out + at, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def gate_backward_kernel(dout, gate, up, dgate, dup, count, N: tl.constexpr):
+    """Write the gradients of gate and up for N of ``count`` numbers, each rounded once."""
+    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    g, u = tl.load(gate + at, mask=at < count).to(tl.float32), tl.load(up + at, mask=at < count).to(tl.float32)
+    d, share = tl.load(dout + at, mask=at < count).to(tl.float32), tl.sigmoid(g)
+    tl.store(dgate + at, (d * u * share * (1 + g * (1 - share))).to(dgate.dtype.element_ty), mask=at < count)
+    tl.store(dup + at, (d * g * share).to(dup.dtype.element_ty), mask=at < count)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, of any one shape and of 16 or 32 bits."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out, count = torch.empty_like(gate), gate.numel()
+    gate_kernel[(triton.cdiv(count, NUMBERS),)](gate, up, out, count, N=NUMBERS)
+    return out
+
+
+def gated_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up for that of ``gated``."""
+    dout, gate, up = (x.contiguous() for x in (dout, gate, up))
+    dgate, dup, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
+    gate_backward_kernel[(triton.cdiv(count, NUMBERS),)](dout, gate, up, dgate, dup, count, N=NUMBERS)
+    return dgate, dup

@@ -1,0 +1,66 @@
+"""Errors of the rotation and the gate in one launch each, against torch's operators in float64.
+
+A program, so that Triton's interpreter has a process of its own.
+"""
+
+import json
+import sys
+
+import torch
+import torch.nn.functional as F
+
+from kernels import pointwise
+from tests.kernels.attention_cases import error
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def rotary_error(dtype: torch.dtype, device: str = "cpu", width: int = 20) -> float:
+    """The largest of the rotation in one launch, and of its gradient, of a slice whose tokens are its third dimension.
+
+    Angles are each sequence's own, or those of all, with and without a first dimension.
+    """
+    generator = torch.Generator().manual_seed(6)
+    x, dout = (torch.randn(2, 3, 40, width, generator=generator).to(device, dtype) for _ in range(2))
+    each = 9 * torch.randn(2, 37, 1, width // 2, generator=generator).to(device)
+    x, dout = (tensor[:, :, 2:39].transpose(1, 2) for tensor in (x, dout))
+    worst = 0.0
+    for angles in (each, each[:1], each[0]):
+        results = []
+        for turn, wide in ((pointwise._Rotated.apply, dtype), (pointwise.turned, torch.float64)):
+            leaf, exact = x.detach().to(wide).requires_grad_(), angles.to(torch.promote_types(wide, torch.float32))
+            out = turn(leaf, exact.cos(), exact.sin())
+            results.append((out.detach(), *torch.autograd.grad(out, leaf, dout.to(wide))))
+        assert results[0][0].dtype == results[0][1].dtype == dtype
+        worst = max(worst, *(error(a, b) for a, b in zip(*results, strict=True)))
+    return worst
+
+
+def gate_errors(dtype: torch.dtype, device: str = "cpu", faulty: bool = False) -> list[float]:
+    """Of the gate in one launch, and of both gradients, on numbers that no block divides.
+
+    With ``faulty``, of up and gate in each other's place.
+    """
+    from kernels.triton import pointwise as launched
+
+    generator = torch.Generator().manual_seed(8)
+    gate, up, dout = (4 * torch.randn(3, 7, 150, generator=generator).to(device, dtype) for _ in range(3))
+    exact = [x.double().requires_grad_() for x in (gate, up)]
+    out = F.silu(exact[0]) * exact[1]
+    want = out.detach(), *torch.autograd.grad(out, exact, dout.double())
+    if faulty:
+        gate, up = up, gate
+    found = launched.gated(gate, up), *launched.gated_backward(dout.mT.contiguous().mT, gate, up)
+    assert {x.dtype for x in found} == {dtype}
+    return [error(a, b) for a, b in zip(found, want, strict=True)]
+
+
+def main() -> None:
+    """Print the errors, and those of two faults."""
+    found = {f"rotary {name}": rotary_error(dtype) for name, dtype in DTYPES.items()}
+    found |= {f"gate {name}": max(gate_errors(dtype)) for name, dtype in DTYPES.items()}
+    json.dump(found | {"faulty": min(gate_errors(torch.float32, faulty=True))}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

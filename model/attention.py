@@ -209,10 +209,13 @@ class Attention(nn.Module):
         """Apply the attention under the micro-batch's mask; with states, attend to this layer's cache too."""
         # -1, not the number of heads: under tensor parallelism a device holds some of them.
         # k and v first: with several devices they may be in transit while q is projected.
-        k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))  # [B, T, G, D]
-        attention = self._prefetched(self._placed(k, self.k_norm, rotary), v, mask, states)
-        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
-        out = attention(self._placed(q, self.q_norm, rotary))  # [B, T, H, D]
+        # What has been rotated has no name: its memory is free for the attention.
+        k = self._placed(self.wk(x).unflatten(-1, (-1, self.head_dim)), self.k_norm, rotary)  # [B, T, G, D]
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        attention = self._prefetched(k, v, mask, states)
+        out = attention(
+            self._placed(self.wq(x).unflatten(-1, (-1, self.head_dim)), self.q_norm, rotary)
+        )  # [B, T, H, D]
         return self.wo(out.flatten(-2))
 
     @staticmethod

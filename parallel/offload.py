@@ -97,10 +97,15 @@ class Layer:
                 kept.fetch()
 
     def fetch_with_next(self) -> None:
-        """As ``fetch``, and those of the layer before, whose backward is next, up to ``FETCH_AHEAD`` bytes."""
+        """As ``fetch``, and those of the layer before, whose backward is next, up to ``FETCH_AHEAD`` bytes.
+
+        More than that leaves the device for the time of this layer's backward, if it is the last layer's.
+        """
         self.fetch()
         if self._before is not None and self._before._bytes <= FETCH_AHEAD:
             self._before.fetch()
+        elif self._before is not None:
+            self._before.release()
 
     def release(self) -> None:
         """Let go of the layer's tensors on the device."""

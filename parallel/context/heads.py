@@ -52,7 +52,7 @@ def _to_heads(x: Tensor, degree: int, handle: int) -> Tensor:
     parts = x.repeat_interleave(copies, 2).unflatten(2, (degree, -1)) if copies > 1 else x.unflatten(2, (degree, -1))
     exchange = _exchanges[handle]
     parts = exchange.transport.exchange(parts.permute(2, 0, 1, 3, 4), exchange.ranks)  # [U, B, T, H / U, D]
-    return parts.transpose(0, 1).flatten(1, 2).clone(memory_format=torch.contiguous_format)
+    return parts.transpose(0, 1).flatten(1, 2).contiguous()
 
 
 @_to_heads.register_fake
@@ -69,7 +69,7 @@ def _to_tokens(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
     if joined.shape[2] > heads:
         wide = torch.promote_types(x.dtype, torch.float32)
         return joined.unflatten(2, (heads, -1)).sum(3, dtype=wide).to(x.dtype)
-    return joined.clone(memory_format=torch.contiguous_format)
+    return joined.contiguous()
 
 
 @_to_tokens.register_fake
@@ -129,6 +129,7 @@ class StagedExecutor(Executor):
                 parts = super().forward(plan, heads.to_heads(of(q)), keys, values, own, scale)
                 of.put(out, heads.to_tokens(parts[0]))
                 of.put(lse, heads.to_tokens(parts[1][..., None])[..., 0])
+                del parts  # before the next stage allocates
         return out, lse
 
     def backward(
@@ -142,10 +143,13 @@ class StagedExecutor(Executor):
             for of in stages:
                 dout_, q_, out_, lse_ = (heads.to_heads(of(x)) for x in (dout, q, out, lse[..., None]))
                 own, *parts = super().gradients(plan, dout_, q_, keys, values, out_, lse_[..., 0], scale)
-                of.put(dq, heads.to_tokens(own.to(q.dtype)))
+                del dout_, q_, out_, lse_  # before the exchange and the next stage allocate
                 sums = (
                     [a.add_(b) for a, b in zip(sums, parts, strict=True)] if sums else [x.to(lse.dtype) for x in parts]
                 )
+                del parts
+                of.put(dq, heads.to_tokens(own.to(q.dtype)))
+                del own
             for gradient, total in ((dk, sums[0]), (dv, sums[1])):
                 keys_of.put(gradient, heads.to_tokens(total.to(k.dtype), keys_of.count))
         return dq, dk, dv

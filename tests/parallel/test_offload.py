@@ -103,10 +103,12 @@ def lead(log: list[tuple[str, str]]) -> list[int]:
 def test_a_layer_is_fetched_while_the_one_after_it_computes(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     size = TOKENS.numel() * MODEL.hidden_size * 4
     monkeypatch.setattr(offload, "FETCH_AHEAD", size if ahead else size - 1)
+    want = gradients(model_of("full", False))
     with streams(monkeypatch, offload) as device:
-        gradients(model_of("full", True))
-    assert len(lead(device.log)) == MODEL.num_layers - ON_DEVICE
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model_of("full", True)), want, strict=True))
+    assert len(lead(device.log)) == MODEL.num_layers - (ON_DEVICE if ahead else 1)  # a large one makes room
     assert all((operators > 50) == ahead for operators in lead(device.log))
+    assert not device.races
 
 
 @pytest.mark.parametrize("granularity", KEPT)

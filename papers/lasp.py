@@ -18,7 +18,7 @@ from papers.rows import Curves, Row, Sheet
 from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
 from parallel.context import make_plan
 from planner.search import workload_of
-from planner.step_cost import Arrangement, Workload, memory_of
+from planner.step_memory import Arrangement, Workload, memory_of
 from runtime.errors import UserError
 from testing.ranks import run_ranks
 from tools.arguments import run_command
@@ -36,7 +36,7 @@ LOGIT_BYTES = 12
 @lru_cache
 def model() -> Workload:
     """Return the work of a step of TransNormer 1B in bfloat16, batch 1."""
-    return workload_of(load_config(CONFIGS / "transnormer_1b.toml"), 1)
+    return workload_of(load_config(CONFIGS / "transnormer_1b.toml"), 1, "cuda")
 
 
 def volumes(measured: bool = False) -> list[Row]:

@@ -10,7 +10,7 @@ from papers.rows import Row, Sheet
 from parallel.context import make_plan
 from planner.cluster import CLUSTERS, load_cluster
 from planner.search import FFN_CHUNK, LOSS_CHUNK
-from planner.step_cost import Arrangement, Workload, memory_of, offloaded
+from planner.step_memory import Arrangement, Workload, memory_of, offloaded
 from planner.workload import workload_of
 from tools.arguments import run_command
 from train.config.language import load_config
@@ -25,7 +25,7 @@ CLUSTER = load_cluster(CLUSTERS / "h100_pod.toml")
 @lru_cache
 def model(name: str) -> Workload:
     """Return the work of a step of one sequence."""
-    return workload_of(load_config(CONFIGS / f"{name}.toml"), 1)
+    return workload_of(load_config(CONFIGS / f"{name}.toml"), 1, "cuda")
 
 
 def gb(work: Workload, gpus: int, tokens: int, stages: int) -> float:
@@ -35,8 +35,8 @@ def gb(work: Workload, gpus: int, tokens: int, stages: int) -> float:
 
 
 def projections_gb(work: Workload, gpus: int, tokens: int) -> float:
-    """Return what all heads' q, k and v, before rotary and after, take while a layer is computed again."""
-    width = 2 * (work.heads + work.kv_heads) * work.head_dim
+    """Return what all heads' q, k and v take while a layer is computed again."""
+    width = (work.heads + 2 * work.kv_heads) * work.head_dim
     return tokens // gpus * width * work.element_size / 1e9
 
 
@@ -71,7 +71,7 @@ def supported() -> list[Row]:
         plan = make_plan("ulysses", seq_len=tokens, size=gpus)
         ways = {"upipe_gb": gb(work, gpus, tokens, STAGES), "ulysses_gb": gb(work, gpus, tokens, 1)}
         ours: Figures = {
-            "supported": "yes" if ways["upipe_gb"] <= CLUSTER.memory_gb else "no",
+            "supported": "yes" if min(ways.values()) <= CLUSTER.memory_gb else "no",
             **{name: round(size, 1) for name, size in ways.items()},
             "host_gb": round(offloaded(work, plan, LEANEST) / 1e9, 1),
         }
@@ -85,15 +85,18 @@ def _explained(found: Sequence[Row]) -> str:
     alike = sum(row.published["supported"] == row.analytic["supported"] for row in found)
     last, tokens = found[-1].analytic, int(found[-1].of["ktokens"]) * K
     work = model(str(found[-1].of["model"]))
-    saved = float(last["ulysses_gb"] or 0) - float(last["upipe_gb"] or 0)
+    more = float(last["upipe_gb"] or 0) - float(last["ulysses_gb"] or 0)
     return (
-        f"{alike} of {len(found)} lengths as published: at 5M tokens {last['upipe_gb']} GB are predicted, of a GPU's "
-        "80. Predicted for bfloat16, weights sharded over 8 GPUs, full recomputation from inputs in host memory "
-        f"({last['host_gb']} GB for each GPU), loss and feed-forward in chunks, and Ulysses in {STAGES} stages of one "
-        f"head (UPipe) or at once. At 5M stages save {saved:.1f} GB of our peak: a rank has one KV head, and q, k and "
-        "v of all heads are made before the first stage. The paper's code projects a stage's heads in that stage "
-        "(untied_ulysses/fully_fused_attn.py at e465aa8); of our peak q, k and v of all heads, before rotary and "
-        f"after, are {projections_gb(work, 8, tokens):.1f} GB. What fits by less than a tenth of the memory leaves the "
+        f"{alike} of {len(found)} lengths as published, by the leaner way: at 5M tokens Ulysses at once takes "
+        f"{last['ulysses_gb']} GB of a GPU's 80. Predicted for bfloat16, weights sharded over 8 GPUs, full "
+        f"recomputation from inputs in host memory ({last['host_gb']} GB for each GPU), loss and feed-forward in "
+        f"chunks, and Ulysses in {STAGES} stages of one head (UPipe) or at once. Here a rank has one KV head, and "
+        f"stages take {more:.1f} GB more at 5M: q, k and v of all heads are made before the first stage and stay, beside the "
+        "gradients of all heads, where Ulysses at once keeps what it exchanged instead. With four KV heads a rank, on "
+        f"2 GPUs, stages save {gb(work, 2, tokens, 1) - gb(work, 2, tokens, STAGES):.1f} GB. "
+        "The paper's code projects a stage's heads in that stage "
+        "(untied_ulysses/fully_fused_attn.py at e465aa8); of our peak q, k and v of all heads are "
+        f"{projections_gb(work, 8, tokens):.1f} GB. What fits by less than a tenth of the memory leaves the "
         "allocator no room."
     )
 

@@ -13,7 +13,7 @@ from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.search import workload_of
-from planner.step_cost import Arrangement, Workload, memory_of
+from planner.step_memory import Arrangement, Workload, memory_of
 from tools.arguments import run_command
 from train.config.language import load_config
 
@@ -120,7 +120,7 @@ def model(size: str) -> Workload:
             num_layers=60, hidden_size=6656, ffn_hidden_size=17920, num_attention_heads=52, vocab_size=32000
         )
         config = replace(config, model=shape)
-    return workload_of(replace(config, train=replace(config.train, bf16=False)), 1)
+    return workload_of(replace(config, train=replace(config.train, bf16=False)), 1, "cuda")
 
 
 def longest(size: str, way: str, devices: int, memory_gb: float) -> int:

@@ -17,7 +17,8 @@ from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.cluster import Cluster
 from planner.search import workload_of
-from planner.step_cost import Arrangement, Workload, predict
+from planner.step_cost import predict
+from planner.step_memory import Arrangement, Workload
 from testing.machine import device_name
 from tools.arguments import run_command
 from train.config.language import load_config
@@ -32,7 +33,7 @@ CHIPS = {"A100-80GB x8": "A100 NVLink", "TPUv3 x8": "TPU v3", "TPUv4 x16": "TPU 
 @lru_cache
 def model(size: str) -> Workload:
     """Return the work of a step of the paper's model ``1B``, ``3B`` or ``7B`` (table 1)."""
-    return workload_of(load_config(CONFIGS / f"striped_{size.lower()}.toml"), 1)
+    return workload_of(load_config(CONFIGS / f"striped_{size.lower()}.toml"), 1, "cuda")
 
 
 def speedup(work: Workload, ranks: int, block: int, double: bool, computed: float = 0.5) -> float:

@@ -17,7 +17,8 @@ from papers.jobs import Figures, Job, Runs
 from papers.rows import Curves, Row, Sheet
 from parallel.context import Plan, context_parallel, make_plan
 from planner.cluster import CLUSTERS, Cluster, load_cluster
-from planner.step_cost import Arrangement, Workload, memory_of, predict
+from planner.step_cost import predict
+from planner.step_memory import Arrangement, Workload, memory_of
 from testing.machine import device_name
 from testing.ranks import run_ranks
 from tools.arguments import run_command

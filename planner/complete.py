@@ -10,9 +10,9 @@ from data.text.mock import MockTokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
 from parallel.context import ContextConfig
 from planner.cluster import Cluster, ClusterError, default_cluster, load_cluster
-from planner.hybrid import fastest, layout_costs
 from planner.ranking import nothing_left
 from planner.search import rank
+from planner.workload import fastest, layout_costs
 from runtime.together import from_first, is_first, raise_together
 from train.config import diffusion
 from train.config.common import CommonConfig, with_joined_ranks

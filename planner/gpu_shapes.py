@@ -9,6 +9,8 @@ from torch.autograd.function import once_differentiable
 
 from kernels.attention import AttentionBackend
 
+WORKSPACES = 2 * (32 << 20)
+"""Bytes that torch gives cuBLAS and cuBLASLt to work in, on Hopper; on older GPUs fewer."""
 SHAPES = AttentionBackend(
     "shapes",
     lambda q, k, v, *_: (torch.empty_like(q), torch.empty_like(q[..., 0], dtype=torch.float32)),
@@ -39,3 +41,21 @@ class _FusedNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Return what torch.nn.functional.rms_norm would, empty."""
     return _FusedNorm.apply(x, weight)
+
+
+class _FusedRotation(torch.autograd.Function):
+    """A rotation in the shapes of its one launch; torch's operators make copies in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.empty_like(gradient, memory_format=torch.contiguous_format)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return what ``kernels.pointwise.rotate`` would, empty."""
+    return _FusedRotation.apply(x)

@@ -6,7 +6,7 @@ operator's shape function; what the operators would allocate and send is recorde
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.loss import LOSS_CHUNK
+from model import layers
 from parallel.context.geometry import _gather_order
 from parallel.data import finish_gradients, set_gradient_sync, widen_gradients
 from parallel.mesh import Mesh, distributed_mesh
-from planner.gpu_shapes import rms_norm
+from planner.gpu_shapes import WORKSPACES, rms_norm, rotate
 from planner.recorder import Recorder, Rehearsal
 from runtime.errors import UserError
 from runtime.processes import join
@@ -41,7 +42,8 @@ ROUNDS = 3
 class _Waiting(NamedTuple):
     """What a stage keeps of a micro-batch for its backward, or for the backward to its weights."""
 
-    received: Tensor
+    received: Tensor | None
+    """What the stage before sent; the first has tokens."""
     out: Tensor
     gradient: Tensor | None = None
     groups: Any = None
@@ -97,8 +99,7 @@ def rehearse(
         recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size))
         # The CPU takes few rows of logits at once, which are many operators for a large vocabulary.
         device = device or config.mesh.device_type
-        fused = patch.object(F, "rms_norm", rms_norm) if device == "cuda" else nullcontext()
-        with patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[device]), fused, recorder.recording():
+        with patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[device]), _kernels_of(device), recorder.recording():
             parts = parts_of()
             averaged = isinstance(config, DiTRunConfig) and config.ema.ema_decay
             averages = Ema(averaged, parts) if averaged else None  # they lie there meanwhile
@@ -109,7 +110,20 @@ def rehearse(
             recorder.kind = "optimizer"
             optimizer.step()
             del averages
-            return recorder.rehearsal(config, mesh, gradients, count)
+            found = recorder.rehearsal(config, mesh, gradients, count)
+    if device == "cuda":
+        found.memory["passing"] = found.memory.get("passing", 0) + WORKSPACES
+    return found
+
+
+@contextmanager
+def _kernels_of(device: str) -> Iterator[None]:
+    """Take the shapes of a GPU's kernels where a CPU composes them of operators, until the block ends."""
+    with ExitStack() as patches:
+        if device == "cuda":
+            patches.enter_context(patch.object(F, "rms_norm", rms_norm))
+            patches.enter_context(patch.object(layers, "rotate", rotate))
+        yield
 
 
 def _pass_through(
@@ -145,8 +159,8 @@ def _pass_through(
         part = own[stage]
         if action == "F":
             with recorder.forward():
-                received = torch.empty_like(hidden, device=mesh.device, requires_grad=True)
-                out = objective.loss_sum(part, batch if stage == 0 else batch | {name: received})
+                received = torch.empty_like(hidden, device=mesh.device, requires_grad=True) if stage else None
+                out = objective.loss_sum(part, batch if received is None else batch | {name: received})
             if stage != last and (out.shape, out.dtype) != (hidden.shape, hidden.dtype):
                 raise UserError(
                     f"pipeline stage {stage} gives {list(out.shape)} {out.dtype}, and the next one takes "

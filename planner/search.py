@@ -14,7 +14,8 @@ from parallel.recompute import RecomputeConfig
 from planner.cluster import Cluster
 from planner.documents import typical_documents
 from planner.ranking import Candidate, Ranking
-from planner.step_cost import Arrangement, Prediction, Workload, memory_of, moments, offloaded, predict
+from planner.step_cost import Prediction, predict
+from planner.step_memory import Arrangement, Workload, memory_of, moments, offloaded
 from planner.workload import with_softmax_layers, workload_of
 from runtime.errors import UserError
 from train.config.common import CommonConfig, with_joined_ranks
@@ -93,7 +94,7 @@ def _numbers(
         documents=documents,
         **config.context.plan_arguments(max(1, cluster.gpus_per_node // tp)),
     )
-    return workload_of(config, arranged.dp), plan, arranged
+    return workload_of(config, arranged.dp, cluster.device), plan, arranged
 
 
 def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:

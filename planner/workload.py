@@ -1,6 +1,9 @@
-"""The work of a configuration's step in numbers, for the cost model: language models, hybrids and diffusion."""
+"""The work of a configuration's step in numbers, for the cost model: language models, hybrids and diffusion.
 
-from dataclasses import replace
+Of a hybrid also what the layouts of its softmax attention layers cost.
+"""
+
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -8,18 +11,31 @@ from model.config import ModelConfig
 from model.dit import multiply_adds, num_dit_parameters
 from model.dit_config import DiTConfig
 from model.registry import flops_per_token, num_parameters, num_trained, softmax_layers
+from parallel.context.config import HybridLayout
+from parallel.context.linear.relayout import moved_tokens
+from parallel.context.plan import Plan, make_plan
+from parallel.context.traffic import sizes
+from planner.attention_cost import GB, AttentionCost
 from planner.cluster import Cluster
-from planner.hybrid import fastest, layout_costs
-from planner.step_cost import Workload
+from planner.gpu_shapes import WORKSPACES
+from planner.step_memory import Workload
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
 
 GATED = ("llama", "transnormer")
+ON_GPU = {"llama": 4.0, "gpt": 4.0, "transnormer": 9.0, "linear_transformer": 10.0}
+"""``Workload.residual`` by model where norms are kernels: inputs and outputs of both, and of linear attention's."""
+LRPE = 10.0
+"""``Workload.first_layer`` of a transnormer, whose positions double the width of queries and keys."""
 
 
-def workload_of(config: CommonConfig, dp: int) -> Workload:
+def workload_of(config: CommonConfig, dp: int, device: str) -> Workload:
     """Return the work of a step. The vocabulary of a language model must be known."""
     model, fields = config.shape, _diffusion(config) if isinstance(config, DiTRunConfig) else _language(config)
+    if device == "cuda":
+        kind = getattr(config.model, "model_type", "dit")
+        fields |= {"residual": ON_GPU.get(kind, Workload.residual), "workspaces": WORKSPACES}
+        fields["first_layer"] = LRPE if kind == "transnormer" else 0.0
     return Workload(
         layers=model.num_layers,
         hidden=model.hidden_size,
@@ -50,6 +66,8 @@ def _language(config: CommonConfig) -> dict[str, Any]:
         "gated": model.model_type in GATED,
         "vocab": model.vocabulary,
         "parameters": parameters,
+        "outside": (model.vocabulary * (1 + model.untie_embeddings_and_output_weights) + (model.position_table or 0))
+        * model.hidden_size,
         "trained": trained,
         "matrix_weights": products,
         "window": windows[0] if windows else None,
@@ -79,7 +97,55 @@ def _diffusion(config: DiTRunConfig) -> dict[str, Any]:
         "gated": False,
         "vocab": config.model.out_width,
         "parameters": parameters,
+        "outside": 2 * config.model.out_width * config.model.hidden_size,
         "matrix_weights": products,
         "modulated": 6 if config.packed else 0,
         "averages": averages,
     }
+
+
+@dataclass(frozen=True)
+class LayoutCost:
+    """Softmax attention of one layer in one layout, forward and backward."""
+
+    layout: HybridLayout
+    pairs: int
+    """(query, key) pairs of the busiest rank."""
+    exchanged: int
+    """Bytes that a rank sends to change the layout and back; 0 without a change."""
+    seconds: float
+    """Predicted time, exchanges included."""
+
+
+def layout_costs(config: Config, cluster: Cluster) -> tuple[LayoutCost, ...]:
+    """Return the cost of each layout that the configuration of a hybrid allows.
+
+    An exchange moves q, k and v inward and the output outward, and their gradients in the backward: 2 x (2 heads +
+    2 kv_heads) x head_dim elements of each token that changes its rank. It is not overlapped.
+    """
+    model, size, tp = config.model, config.mesh.context_parallel_size, config.mesh.tensor_model_parallel_size
+    seq_len, batch = config.joined_length, 1 if config.packed else config.train.micro_batch_size
+    heads, kv_heads = model.num_attention_heads // tp, max(1, model.query_groups // tp)
+    element_size = 2 if config.train.bf16 else 4
+    link = cluster.inside_gb_per_s if size * tp <= cluster.gpus_per_node else cluster.between_gb_per_s
+
+    def plan_of(layout: HybridLayout) -> Plan:
+        method = config.hybrid.context(layout).context_parallel_method
+        return make_plan(method, seq_len=seq_len, size=size, multiple=tp, layout=layout)
+
+    found = []
+    for layout in config.hybrid.layouts:
+        plan = plan_of(layout)
+        outside = make_plan("lasp", seq_len=seq_len, size=size, multiple=plan.local_len)
+        moved = moved_tokens(outside.geometry, plan.geometry) if layout != "contiguous" else 0
+        exchanged = 2 * (2 * heads + 2 * kv_heads) * model.head_dim * element_size * batch * moved
+        of = sizes(plan.geometry, batch, heads, kv_heads, model.head_dim, element_size)
+        cost = AttentionCost(plan, of, cluster, tp)
+        seconds = cost.forward() + cost.backward() + exchanged / (link * GB)
+        found.append(LayoutCost(layout, int(plan.work().pairs.sum(axis=0).max()), exchanged, seconds))
+    return tuple(found)
+
+
+def fastest(costs: tuple[LayoutCost, ...]) -> LayoutCost:
+    """Return the cost of fewer seconds, contiguous on a tie."""
+    return min(costs, key=lambda cost: cost.seconds)

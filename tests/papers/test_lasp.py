@@ -13,7 +13,7 @@ def test_out_of_memory_and_memory_above_the_floor_are_predicted() -> None:
         assert sum((row.published["gb"] == "OOM") == (row.analytic["gb"] == "OOM") for row in own) == 48
         above = lasp.above_floor(rows, backend)
         assert len(above) == {"DDP": 16, "FSDP": 17}[backend]
-        assert max(abs(row.difference["gb"]) for row in above) < 0.12
+        assert max(abs(row.difference["gb"]) for row in above) < 0.15
     assert lasp.memory_gb(1 << 19, "DDP", 16) > lasp.MEMORY_GB > lasp.memory_gb(1 << 19, "FSDP", 16)
 
 

@@ -95,7 +95,7 @@ def test_for_a_gpu_norms_keep_what_its_kernel_keeps() -> None:
     config = parse_args(flags.split())
     found = {of: rehearse(config, pretrain_gpt.computing, 0, 1, 1, device=of).memory for of in ("cuda", "cpu")}
     # before and after two norms; queries, keys, values and the output; in the feed-forward
-    kept = 4 * 1024 * 2 * (4 * 256 + 4 * 256 + 4 * config.model.ffn_size) + 3 * 1024 * 2 * 256  # the last norm's too
+    kept = 4 * 1024 * 2 * (4 * 256 + 4 * 256 + 3 * config.model.ffn_size) + 2 * 1024 * 2 * 256  # the last norm's too
     assert found["cuda"]["activations"] == pytest.approx(kept, rel=0.02)
     assert found["cpu"]["activations"] > 1.2 * kept
 

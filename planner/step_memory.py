@@ -1,0 +1,260 @@
+"""Count a training step's memory, and what of it lies on the host, for a model that is given by numbers."""
+
+from dataclasses import dataclass
+
+from kernels.loss import LOSS_CHUNK
+from parallel.context.mask import Window
+from parallel.context.plan import Plan
+from parallel.context.traffic import Moves, Sizes, sizes
+from parallel.data import Strategy
+from parallel.offload import FETCH_AHEAD
+from planner.attention_cost import most_rows_held
+from train.host_moments import MOMENTS, PIECE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and one step of it, before tensor parallelism."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    gated: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    parameters: int
+    outside: int
+    """Parameters in no layer: the output projection, where it has weights of its own, and tables of embeddings."""
+    matrix_weights: int
+    """Weights of all matrix products, the output projection included."""
+    element_size: int
+    micro_batch: int
+    micro_batches: int
+    window: Window | None = None
+    """Keys that a query of a layer with a window sees before and after its own."""
+    windowed_layers: int = 0
+    trained: int | None = None
+    """Parameters that are trained, besides which the others lie frozen in element_size bytes; None: all."""
+    softmax_layers: int = 0
+    """Layers of a hybrid with softmax attention, which the plan is not of."""
+    softmax_seconds: float = 0.0
+    """What one of them takes forward and backward, in its own layout."""
+    residual: float = 6.0
+    """Widths of the residual stream that a layer keeps: residuals, inputs and outputs of norms and projections."""
+    first_layer: float = 0.0
+    """Such widths that the first layer keeps more: queries and keys of twice the width."""
+    modulated: int = 0
+    """Widths of the residual stream that a layer looks up for every token: a DiT's shifts, scales and gates."""
+    averages: int = 0
+    """Bytes per parameter of averages of the weights."""
+    workspaces: int = 0
+    """Bytes that libraries take to work in."""
+
+    @property
+    def trained_share(self) -> float:
+        """Return the share of the parameters that have gradients and an optimizer's state."""
+        return 1.0 if self.trained is None else self.trained / self.parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """How ranks share the work, besides the attention's plan."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    strategy: Strategy = "zero3"
+    copies: int = 1
+    recompute: str = "none"
+    offload: bool = False
+    moments_on_host: bool = False
+    loss_chunk: int = 0
+    ffn_chunk: int = 0
+
+
+def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, float]:
+    """Return the bytes of the busiest rank at the peak of a step, by cause.
+
+    The peak is at the loss, in the backward of the last layer, of the second or of the first, or at the end. In a
+    pipeline the loss is the last stage's and the rest the first one's.
+    """
+    states, gradients, passing = _weights(work, plan, arranged)
+    activations, inside = _activations(work, plan, arranged)
+    found = (
+        {
+            "weights, gradients, optimizer": states + there,
+            "activations": held,
+            "a layer's backward, or the logits": part + rest + work.workspaces,
+        }
+        for there, held, part, rest in zip(gradients, activations, passing, inside, strict=True)
+    )
+    return max(found, key=lambda memory: sum(memory.values()))
+
+
+def _weights(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[float, list[float], list[float]]:
+    """Count weights with the optimizer's state; at each moment gradients, and what is on its way to them.
+
+    Gradients of one micro-batch come layer by layer; those of several are there from the second on. In a pipeline the
+    first stage has the tables, and the last the output.
+    """
+    tp, size, trained = arranged.tp, work.element_size, work.trained_share
+    output = work.vocab * work.hidden / tp
+    outside, layers = work.outside / tp, -(-work.layers // arranged.pp)
+    each = (work.parameters / tp - outside) / work.layers
+    if arranged.pp > 1:
+        outside = max(output, outside - output)
+    own, shards = layers * each + outside, _shards(plan, arranged)
+    states = (12 - 8 * arranged.moments_on_host + work.averages) * own * trained + size * own * (1 - trained)
+    copied = shards > 1 or size < 4
+    copies = (outside + each if arranged.strategy == "zero3" else own) * size * copied
+    gradients = 4 * own * trained / (1 if arranged.strategy == "zero1" and work.micro_batches > 1 else shards)
+    there, waiting = [gradients] * 5, 0.0
+    if work.micro_batches == 1:  # the output's waits for what else is in no layer
+        done = (0, 0, max(0, layers - 2), layers - 1)
+        there = [*(4 * number * each * trained / shards for number in done), gradients]
+        waiting = size * output * trained
+    summed = 4 * each * trained * copied  # of the layer after, until the next are summed over ranks
+    gathered = size * each * (arranged.strategy == "zero3" and shards > 1)  # of the layer before, ahead
+    last = 4 * (1 + 1 / shards) * outside * trained * copied
+    if arranged.strategy == "legacy_ddp":
+        last = 4 * own * trained  # all in one piece
+    pieces = min(2 * PIECE, own / shards) * 4 * len(MOMENTS) * arranged.moments_on_host
+    passing = [0, waiting + gathered, waiting + gathered + summed, waiting + summed, max(last, pieces) - copies]
+    return states / shards + copies, there, passing  # at the end the whole weights are let go of
+
+
+def _activations(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[list[float], list[float]]:
+    """Count what layers keep at each moment, and what the loss or a layer's backward takes besides."""
+    tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
+    stream = tokens * work.hidden * work.element_size / arranged.tp
+    flying = min(arranged.pp, work.micro_batches)  # of 1F1B
+    sent = stream * flying * (arranged.pp > 1)
+    one, held = tokens * _layer_activations(work, plan, arranged)[0], layers
+    if arranged.offload:  # what is on its way; the layer that runs is counted with its inside
+        one, held = one * (layers > 1 and fetched_ahead(work, plan, arranged)), 1
+    every, again = one * held, stream * work.first_layer
+    two, first = one * min(2, held), one
+    if arranged.recompute in ("none", "selective"):
+        every, two, first, again = every + again, two + again, first + again, 0.0
+    waiting = (flying - 1) * every + sent
+    layer = _backward_bytes(work, plan, arranged)
+    activations = [every + 2 * stream, every + waiting, waiting + two, waiting + first, 0]
+    return activations, [_loss_bytes(work, tokens, arranged), layer, layer, layer + again, 0]
+
+
+def _loss_bytes(work: Workload, tokens: int, arranged: Arrangement) -> float:
+    """Count the logits and their gradients, of a low precision in float32 a few rows at a time."""
+    scores, size = min(tokens, arranged.loss_chunk or tokens), work.element_size
+    width = max(1, work.vocab / arranged.tp)
+    rows = min(scores, LOSS_CHUNK["cuda"] / width)
+    count = width * ((2 * size * scores + 8 * rows) if size < 4 else (size + 4) * scores)
+    if arranged.loss_chunk:  # the gradients of the output's weights and of its input come with the loss
+        count += work.hidden * (4 * width + tokens * size / arranged.tp)
+    return count
+
+
+def _backward_bytes(work: Workload, plan: Plan, arranged: Arrangement) -> float:
+    """Count what a layer's backward takes besides what is kept: what is computed again, and gradients inside.
+
+    It is most in the feed-forward, or in the attention, when what the feed-forward held is gone and the gradients of
+    its weights are there.
+    """
+    of, tokens, size = (
+        own_sizes(work, plan, arranged.tp),
+        work.micro_batch * plan.local_len,
+        work.element_size / arranged.tp,
+    )
+    kept, inside = _layer_activations(work, plan, arranged)
+    matrices, rows = 3 if work.gated else 2, min(tokens, arranged.ffn_chunk or tokens)
+    stream, wide, matrix = tokens * work.hidden * size, rows * work.ffn * size, work.hidden * work.ffn * size
+    ffn, gone = (matrices - 1) * wide + matrix + stream, work.residual / 2 * stream
+    if arranged.ffn_chunk:  # its gradients of weights are summed in float32
+        ffn += matrices * (wide + matrix * (1 + 4 / work.element_size)) + stream
+    else:
+        gone += matrices * wide
+    attention = _attention_buffers(plan, of, plan.backward_moves(of)) + 2 * stream - gone + matrices * matrix
+    return tokens * (inside - kept * (not arranged.offload)) + max(attention, ffn)
+
+
+def _attention_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
+    """Count a backward's buffers: what a block's kernel gives, and what circulates or is gathered, and its gradients.
+
+    Of what circulates one is held and one in transit; of gradients, from the third round on, also what is added and
+    what is sent on. Gathered, they are there as sums and as what is sent. In stages of heads they are a stage's, with
+    what it exchanges again: q, dout, out and lse, k and v; and all results, and sums of KV.
+    """
+    if of.stages > 1:
+        stage = of.stage
+        exchanged = stage.payload("queries") + stage.payload("kv") + stage.gradient("kv")
+        return _attention_buffers(plan, stage, moves) + exchanged + _given(of._replace(stages=1))
+    stays: Moves = "queries" if moves == "kv" else "kv"
+    buffers, geometry = _given(of), plan.geometry
+    if geometry.ulysses_degree > 1:
+        buffers += of.gradient("queries") * of.element_size // of.wide  # under way
+    if geometry.size == geometry.ulysses_degree:
+        return buffers
+    if geometry.method.capabilities().needed_only:  # all rows are received at once
+        rows = most_rows_held(plan, moves)
+        return buffers + rows * (of.gradient(moves) + of.payload(moves)) // of.tokens + of.gradient(stays)
+    held, team, rounds = len(geometry.holders(0)), len(geometry.teammates(0)), len(geometry.steps(0))
+    if rounds > 1:
+        held = 2 * len(geometry.steps(0)[-1].holds) // geometry.ulysses_degree
+    buffers += held * (1 if rounds == 2 or held == 1 else 2) * of.gradient(moves)
+    buffers += team * (1 if team == 1 else 2) * of.gradient(stays)
+    return buffers + (held * of.payload(moves) if held > 1 else 0) + (team * of.payload(stays) if team > 1 else 0)
+
+
+def _given(of: Sizes) -> int:
+    """Return the bytes of dq, dk and dv in the dtype of q, as a block's kernel gives them."""
+    return (of.gradient("kv") + of.gradient("queries")) * of.element_size // of.wide
+
+
+def _layer_activations(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[float, float]:
+    """Return bytes per token that a layer keeps for its backward, and that it holds then.
+
+    Counted module by module: residuals, inputs of norms and projections; queries, keys (before and after rotary) and
+    values, the output and its lse; gate, up and product of a gated feed-forward, input and activation of another.
+    Ulysses keeps the output before its exchange and after.
+    """
+    queries, keys = work.heads * work.head_dim, work.kv_heads * work.head_dim
+    ffn = 0 if arranged.ffn_chunk else (3 if work.gated else 2) * work.ffn
+    per_channel, lse = work.element_size / arranged.tp, 4 * work.heads / arranged.tp
+    gathered = 2 * (1 - 1 / arranged.tp) * work.hidden * work.element_size  # outputs of norms
+    outputs = queries * (1 + (plan.geometry.ulysses_degree > 1 and plan.geometry.options.ulysses_head_chunks == 1))
+    everything = ((work.residual + work.modulated) * work.hidden + queries + outputs + 2 * keys + ffn) * per_channel
+    everything += gathered + lse
+    if arranged.recompute == "full":
+        return work.hidden * per_channel, everything
+    if arranged.recompute == "attention_boundary":
+        return (work.hidden + outputs) * per_channel + lse, everything
+    return everything, everything
+
+
+def moments(work: Workload, plan: Plan, arranged: Arrangement) -> float:
+    """Return the bytes of a rank's moments of Adam in host memory."""
+    own = work.trained_share * work.parameters / (arranged.tp * arranged.pp) / _shards(plan, arranged)
+    return 8 * own if arranged.moments_on_host else 0.0
+
+
+def _shards(plan: Plan, arranged: Arrangement) -> int:
+    return 1 if arranged.strategy in ("ddp", "legacy_ddp") else arranged.dp * plan.size // arranged.copies
+
+
+def offloaded(work: Workload, plan: Plan, arranged: Arrangement) -> float:
+    """Return the bytes that a micro-batch keeps in host memory."""
+    kept, _ = _layer_activations(work, plan, arranged)
+    return work.micro_batch * plan.local_len * kept * -(-work.layers // arranged.pp) if arranged.offload else 0.0
+
+
+def fetched_ahead(work: Workload, plan: Plan, arranged: Arrangement) -> bool:
+    """Return whether offloaded activations come back while the layer after theirs runs."""
+    kept, _ = _layer_activations(work, plan, arranged)
+    return work.micro_batch * plan.local_len * kept <= FETCH_AHEAD
+
+
+def own_sizes(work: Workload, plan: Plan, tp: int) -> Sizes:
+    """Return the attention's sizes of a rank's heads."""
+    heads, kv_heads = work.heads // tp, max(1, work.kv_heads // tp)
+    return sizes(plan.geometry, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)

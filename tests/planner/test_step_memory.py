@@ -1,0 +1,46 @@
+"""The search's formula of memory, against the code itself on tensors without memory."""
+
+import shlex
+
+import pytest
+
+import pretrain_gpt
+from planner.cluster import CLUSTERS, load_cluster
+from planner.fits import busiest
+from planner.search import bytes_needed
+from train.config.language import Config, parse_args
+
+LLAMA = (
+    "--device cuda --bf16 --mock-data --model-type llama --num-layers 4 --hidden-size 1024 --num-attention-heads 16 "
+    "--num-query-groups 4 --seq-length 16384 --micro-batch-size 1 --global-batch-size 1 --vocab-size 32000 "
+)
+CHUNKS = "--loss-chunk-size 2048 --ffn-chunk-size 2048 "
+AGAIN, CP = " --recompute-granularity ", "--loss-chunk-size 2048 --context-parallel-size "
+BY, WALLFACER = " --context-parallel-method ", " --context-parallel-method wallfacer --context-parallel-team-size "
+CASES = {
+    "none": (1, ""),
+    "none, chunks": (1, CHUNKS),
+    "full": (1, AGAIN + "full --loss-chunk-size 2048"),
+    "attention_boundary, offload": (1, AGAIN + "attention_boundary --recompute-offload " + CHUNKS),
+    "several micro-batches, moments on the host": (1, "--global-batch-size 4 --optimizer-cpu-offload"),
+    "zigzag 4, full": (4, CP + "4" + BY + "zigzag" + AGAIN + "full"),
+    "ulysses 4, full": (4, CP + "4" + BY + "ulysses --seq-length 262144" + AGAIN + "full"),
+    "ulysses 4 in stages, full": (4, CP + "4" + BY + "ulysses --ulysses-head-chunks 4" + AGAIN + "full"),
+    "teams of 2, full": (4, CP + "4" + WALLFACER + "2" + AGAIN + "full"),
+    "allgather 4, full": (4, CP + "4" + BY + "allgather --seq-length 131072" + AGAIN + "full"),
+    "tensor 2, pipeline 2":
+        (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 4"),
+    "data 4, zero1": (4, "--data-parallel-sharding-strategy zero1 --global-batch-size 8"),
+    "gpt": (1, "--model-type gpt --num-query-groups 16 --max-position-embeddings 16384"),
+    "transnormer, lasp 4, full": (4, "--model-type transnormer --num-query-groups 16 --context-parallel-method lasp "
+                                  "--context-parallel-size 4" + AGAIN + "full"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_formula_is_near_what_the_code_takes(case: str) -> None:
+    world_size, flags = CASES[case]
+    config: Config = parse_args(shlex.split(LLAMA + flags))
+    cluster = load_cluster(CLUSTERS / "h100_pod.toml")
+    found = bytes_needed(config, world_size, cluster, None)
+    assert found == pytest.approx(busiest(config, pretrain_gpt.computing, world_size, cluster, None).bytes, rel=0.05)

@@ -17,6 +17,7 @@ from parallel.mesh import Mesh
 from parallel.offload import Offload
 from planner.gpu_shapes import SHAPES
 from planner.tape import Tapes
+from runtime.progress import Progress
 from train import assemble, host_moments
 from train.config.common import CommonConfig
 
@@ -79,6 +80,7 @@ class Recorder(Tapes):
         """Bytes of the storages that forwards left for their backwards."""
         self._per_node, self._paused, self._entries = per_node, False, entries
         self._resized = set[int]()
+        self.doing, self._operators, self._progress = "building the model", 0, Progress()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -133,6 +135,8 @@ class Recorder(Tapes):
             return NotImplemented  # it comes back as operators on local tensors
         if self._paused:
             return func(*args, **kwargs)
+        self._operators += 1
+        self._progress(f"rank {self.rank}: {self.doing}, {self._operators:,} operators so far")
         if func.namespace == "longmesh" and not func.name().startswith(SCANS):
             return self._by_its_code(func, OPDEFS[func.name()]._init_fn, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

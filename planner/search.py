@@ -15,8 +15,10 @@ from planner.cluster import Cluster
 from planner.documents import typical_documents
 from planner.ranking import Candidate, Ranking
 from planner.step_cost import Arrangement, Prediction, Workload, memory_of, moments, offloaded, predict
+from planner.words import described
 from planner.workload import with_softmax_layers, workload_of
 from runtime.errors import UserError
+from runtime.progress import Progress
 from train.config.common import CommonConfig, with_joined_ranks
 from train.config.entries import Config
 from train.config.sizes import validate_magnitude, validate_mesh, validate_sizes
@@ -254,18 +256,27 @@ def rank(
     fitting: list[Candidate] = []
     too_large: list[float] = []
     host_short: list[float] = []
-    refused = Counter[str]()
-    for candidate in candidates_of(configs, world_size, cluster, refused):
+    refused, progress = Counter[str](), Progress()
+
+    def holding(tried: list[AnyConfig], documents: tuple[int, ...] | None, number: int) -> list[AnyConfig]:
+        fit = []
+        for one in tried:
+            progress(f"searching: {described(one)}, candidate {number} of {len(every)}")
+            fit += [one] * holds(one, world_size, cluster, documents)
+        return fit
+
+    every = list(candidates_of(configs, world_size, cluster, refused))
+    for number, candidate in enumerate(every, 1):
         documents = typical_documents(candidate, lengths)
         varied = vary(candidate, cluster) if vary else [candidate]
         tried = [one for one in varied if _suits_pipeline(one, world_size)]
-        fit = [one for one in tried if holds(one, world_size, cluster, documents)]
+        fit = holding(tried, documents, number)
         if not fit:  # stages of heads save memory alone
             tried += [staged for one in tried for staged in in_stages(one)]
-            fit = [one for one in tried if holds(one, world_size, cluster, documents)]
+            fit = holding(tried, documents, number)
         if not fit and vary:  # each step waits for the moments
             tried += [moved for one in tried for moved in with_moments_on_host(one, cluster)]
-            fit = [one for one in tried if holds(one, world_size, cluster, documents)]
+            fit = holding(tried, documents, number)
         if fit:
             found = [Candidate(one, predicted(one, world_size, cluster, documents)) for one in fit]
             roomy = [one for one in found if one.prediction.bytes <= ROOM * 1e9 * cluster.memory_gb]

@@ -13,7 +13,7 @@ from parallel.data import DataParallelConfig
 from parallel.recompute import RecomputeConfig
 from planner.cluster import Cluster
 from planner.documents import typical_documents
-from planner.ranking import Candidate, Ranking
+from planner.ranking import Candidate, Ranking, levers
 from planner.step_cost import Arrangement, Prediction, Workload, memory_of, moments, offloaded, predict
 from planner.words import described
 from planner.workload import with_softmax_layers, workload_of
@@ -148,7 +148,7 @@ def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
     ``selective`` recomputation is not among them: it keeps as much as ``none``, for a flash kernel.
     """
     yield config
-    for sharded, recompute in product(_shardings(config), recomputations(config, cluster)):
+    for sharded, recompute in product(dict.fromkeys(_shardings(config)), recomputations(config, cluster)):
         if (sharded, recompute) != (config.data_parallel, config.recompute):
             yield replace(config, data_parallel=sharded, recompute=recompute)
 
@@ -274,8 +274,8 @@ def rank(
         if not fit:  # stages of heads save memory alone
             tried += [staged for one in tried for staged in in_stages(one)]
             fit = holding(tried, documents, number)
-        if not fit and vary:  # each step waits for the moments
-            tried += [moved for one in tried for moved in with_moments_on_host(one, cluster)]
+        if not fit and vary:  # each step waits for the moments; leanest has tried some already
+            tried += [moved for one in tried for moved in with_moments_on_host(one, cluster) if moved not in tried]
             fit = holding(tried, documents, number)
         if fit:
             found = [Candidate(one, predicted(one, world_size, cluster, documents)) for one in fit]
@@ -289,7 +289,7 @@ def rank(
         else:
             too_large.append(min(needed))
     fitting.sort(key=lambda candidate: candidate.prediction.time)
-    return Ranking(fitting, refused, too_large, host_short)
+    return Ranking(fitting, refused, too_large, host_short, *levers(configs[:1], cluster, vary is not None))
 
 
 def _suits_pipeline(config: AnyConfig, world_size: int) -> bool:

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.cluster import Cluster
-from planner.ranking import nothing_left
+from planner.ranking import described, nothing_left
 from planner.search import arrangements, candidates_of, holds, in_stages, leanest, rank
-from planner.words import described
 from runtime.progress import Progress
 from runtime.words import counted
 from train.config.flags import ConfigError

@@ -109,7 +109,7 @@ def rehearse(
             recorder.kind, recorder.doing = "optimizer", "the optimizer's step"
             optimizer.step()
             del averages
-            return recorder.rehearsal(config, mesh, gradients, count)
+            return recorder.rehearsal(config, mesh, gradients, count, device == "cuda")
 
 
 def _pass_through(

@@ -13,9 +13,8 @@ from parallel.data import DataParallelConfig
 from parallel.recompute import RecomputeConfig
 from planner.cluster import Cluster
 from planner.documents import typical_documents
-from planner.ranking import Candidate, Ranking, levers
-from planner.step_cost import Arrangement, Prediction, Workload, memory_of, moments, offloaded, predict
-from planner.words import described
+from planner.ranking import Candidate, Ranking, described, levers
+from planner.step_cost import Arrangement, Prediction, Workload, memory_of, pinned, predict
 from planner.workload import with_softmax_layers, workload_of
 from runtime.errors import UserError
 from runtime.progress import Progress
@@ -61,8 +60,7 @@ def holds(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple
 
 
 def _bytes_moved(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> float:
-    numbers = _numbers(config, world_size, cluster, documents)
-    return offloaded(*numbers) + moments(*numbers)
+    return pinned(*_numbers(config, world_size, cluster, documents))
 
 
 def _numbers(

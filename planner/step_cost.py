@@ -10,7 +10,8 @@ from parallel.context.mask import Window
 from parallel.context.plan import Plan
 from parallel.context.traffic import Moves, Sizes, sizes
 from parallel.data import Strategy
-from parallel.offload import FETCH_AHEAD
+from parallel.offload import FETCH_AHEAD, SEVERAL
+from parallel.pinned import in_slabs
 from planner.attention_cost import BACKWARD, FORWARD, GB, MICRO, AttentionCost, Links, most_rows_held
 from planner.cluster import Cluster
 
@@ -208,6 +209,16 @@ def offloaded(work: Workload, plan: Plan, arranged: Arrangement) -> float:
     """Return the bytes that a micro-batch keeps in host memory."""
     kept, _ = _layer_activations(work, arranged)
     return work.micro_batch * plan.local_len * kept * -(-work.layers // arranged.pp) if arranged.offload else 0.0
+
+
+def pinned(work: Workload, plan: Plan, arranged: Arrangement) -> float:
+    """Return the bytes of host memory that torch pins for both, but for what is left of the moments' last slab."""
+    part = work.element_size / arranged.tp
+    kept = [work.hidden * part] if arranged.offload else []
+    if arranged.offload and arranged.recompute == "attention_boundary":
+        kept += [work.heads * work.head_dim * part, 4 * work.heads / arranged.tp]
+    tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
+    return in_slabs([round(tokens * count) for count in kept] * layers, SEVERAL) + moments(work, plan, arranged)
 
 
 def _fetched_ahead(work: Workload, plan: Plan, arranged: Arrangement) -> bool:

@@ -34,10 +34,9 @@ from planner.complete import with_layout, with_vocabulary
 from planner.documents import heaviest_documents, typical_documents
 from planner.extremes import fewest, longest, of_length
 from planner.fits import busiest, changes
-from planner.ranking import nothing_left, weighed
+from planner.ranking import described, memory_of, mesh_of, method_of, nothing_left, weighed
 from planner.recorder import CAUSES
 from planner.search import arrangements, rank, settings, validated
-from planner.words import described, memory_of, mesh_of, method_of
 from runtime.files import write_text
 from runtime.processes import launched_world_size
 from runtime.words import counted

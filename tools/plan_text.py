@@ -8,8 +8,7 @@ from typing import Any
 
 from parallel.mesh import SIZES
 from planner.cluster import Cluster
-from planner.ranking import Candidate, Ranking
-from planner.words import memory_of, mesh_of, method_of
+from planner.ranking import Candidate, Ranking, memory_of, mesh_of, method_of
 from runtime.words import counted
 from tools.results import aligned
 from tools.results import markdown as markdown_table

@@ -8,7 +8,7 @@ from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.attention_cost import AttentionCost
 from planner.cluster import CLUSTERS, Cluster, load_cluster
-from planner.step_cost import Arrangement, Workload, predict
+from planner.step_cost import Arrangement, Workload, moments, offloaded, pinned, predict
 
 FREE = 1e15
 """So much of a rate that what it carries takes no time."""
@@ -311,3 +311,14 @@ def test_a_layer_that_is_fetched_ahead_takes_memory_and_a_large_one_is_not() -> 
             for offload in (False, True)
         )
         assert kept - moved == pytest.approx((32 - layers) * tokens / 8 * 4096 * 2)
+
+
+def test_of_host_memory_slabs_of_powers_of_two_are_pinned() -> None:
+    plan = make_plan("zigzag", seq_len=8 * 2**17 * 3, size=8)
+    kept, lse, gib = 2**17 * 3 * 4096 * 2, 2**17 * 3 * 32 * 4, 2**30  # 3 GiB and 48 MiB
+    for policy, own, pins in (("full", kept, 4 + 4 + 8 + 6 * 16), ("attention_boundary", 2 * kept + lse, 208)):
+        moved = Arrangement(recompute=policy, offload=True)
+        assert offloaded(GPT_7B, plan, moved) == 32 * own
+        assert pinned(GPT_7B, plan, moved) == pins * gib
+    only = Arrangement(moments_on_host=True)
+    assert pinned(GPT_7B, plan, only) == moments(GPT_7B, plan, only) == GPT_7B.parameters

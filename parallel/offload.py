@@ -65,7 +65,7 @@ class Offload:
         if idle := self.idle[count]:
             return idle.pop()
         on_cpu = device.type == "cpu"
-        return torch.empty(count, dtype=torch.uint8) if on_cpu else self._slabs.zeros(count, pinned=True)
+        return torch.empty(count, dtype=torch.uint8) if on_cpu else self._slabs.empty(count, pinned=True)
 
 
 class Layer:

@@ -39,13 +39,13 @@ class Slabs:
         self._left[number] -= need
         return number, self.sizes[number] - self._left[number] - need
 
-    def zeros(self, count: int, pinned: bool) -> Tensor:
-        """Return zeros, uint8 ``[count]``, whose storage is no larger: DCP copies what is a view before it writes."""
+    def empty(self, count: int, pinned: bool) -> Tensor:
+        """Return memory, uint8 ``[count]``, whose storage is no larger: DCP copies what is a view before it writes."""
         number, start = self.place(count)
         if number not in self._memory:
             if pinned and not self._memory:  # torch cannot see a copy of what numpy cut when it frees the slab
                 weakref.finalize(self, torch.cuda.synchronize).atexit = False
-            self._memory[number] = torch.zeros(self.sizes[number], dtype=torch.uint8, pin_memory=pinned)
+            self._memory[number] = torch.empty(self.sizes[number], dtype=torch.uint8, pin_memory=pinned)
         return torch.from_numpy(self._memory[number][start : start + count].numpy())
 
 

@@ -136,6 +136,6 @@ def cut(parameter: Tensor, slabs: Slabs) -> Tensor:
     moment = torch.empty_like(parameter, device="cpu")
     own = to_local(moment)
     if own.numel():
-        zeros = slabs.zeros(own.nbytes, pinned=parameter.device.type != "cpu")
-        own.set_(zeros.untyped_storage(), 0, own.shape, own.stride())
+        memory = slabs.empty(own.nbytes, pinned=parameter.device.type != "cpu")
+        own.set_(memory.untyped_storage(), 0, own.shape, own.stride()).zero_()
     return moment

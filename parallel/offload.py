@@ -22,12 +22,17 @@ from weakref import ref
 import torch
 from torch import Tensor, get_device_module
 
+from parallel.pinned import Slabs
+
 ON_DEVICE = 2
 """Layers whose kept tensors are on the device: in the forward the one that runs, and the one before, whose copies may
 still be under way; in the backward the one that runs, and the one that is next, whose tensors are on their way."""
 FETCH_AHEAD = 1 << 30
 """Bytes of a layer up to which they are on their way while the layer after it runs. A layer that keeps more has so many
 tokens that reading them takes little beside its attention, and memory is what is scarce."""
+
+SEVERAL = 4
+"""Tensors above 1 GiB that a slab of host memory has room for: of one alone, nearly half may be left."""
 
 
 class Offload:
@@ -36,6 +41,7 @@ class Offload:
     def __init__(self) -> None:
         self.idle: defaultdict[int, list[Tensor]] = defaultdict(list)
         """Pinned buffers of each size in bytes: pinning memory stops the device, so none is given back."""
+        self._slabs = Slabs(SEVERAL)
         self._recent: deque[Layer] = deque()
         self._streams: tuple[Any, Any] | None = None
 
@@ -56,8 +62,10 @@ class Offload:
 
     def buffer(self, count: int, device: torch.device) -> Tensor:
         """Return so many bytes of host memory, which no copy touches once the computation gets here."""
-        idle = self.idle[count]
-        return idle.pop() if idle else torch.empty(count, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        if idle := self.idle[count]:
+            return idle.pop()
+        on_cpu = device.type == "cpu"
+        return torch.empty(count, dtype=torch.uint8) if on_cpu else self._slabs.empty(count, pinned=True)
 
 
 class Layer:

@@ -49,17 +49,22 @@ def dry_run(
         context = replace(config.context, cluster=named if method == "auto" else None)
         config = replace(config, mesh=mesh, context=context)
     world_size = config.dry.world_size or math.prod(getattr(mesh, name) for name in SIZES)
-    config, notes = with_files(config)
+    config, notes, lacking = with_files(config)
     with standing_for(0, world_size, cluster.gpus_per_node):
         validate(config, world_size)
         config = with_joined_ranks(config, world_size)
         language = isinstance(config, Config)
         config = complete(config, _entries(config)) if language else with_method(config, world_size)
+    if named is None:
+        notes.append(
+            f"note: predicted for {cluster.name}, this machine's device; --cluster FILE predicts for other machines, "
+            "as configs/clusters/h100_pod.toml"
+        )
     found = list(rehearsed(config, build, world_size, cluster))
     ran = "a forward, a backward and an optimizer's step ran"
     print(f"dry run of {counted(world_size, 'process')} on {cluster.name}: {ran}")
     print("\n".join([*_table(found, cluster), _time(config, world_size, cluster), *notes]))
-    print("\n".join(_commands(arguments, entry, cluster, world_size, asked)), flush=True)
+    print("\n".join(_commands([*arguments, *lacking], entry, cluster, world_size, asked)), flush=True)
     return found
 
 
@@ -69,8 +74,8 @@ def rehearsed(
     """Rehearse each rank that has work of its own, and say on stderr which: each takes seconds."""
     ranks = ranks_to_run(config, world_size)
     for number, rank in enumerate(ranks, 1):
-        said = f"running the code of rank {rank} of {world_size} without memory, {number} of {len(ranks)} to run"
-        print(said, file=sys.stderr, flush=True)
+        said = f"running the code of rank {rank} of {world_size} without memory, as on {cluster.name}"
+        print(f"{said}, {number} of {len(ranks)} to run", file=sys.stderr, flush=True)
         yield rehearse(config, build, rank, world_size, cluster.gpus_per_node, documents, cluster.device)
 
 
@@ -86,8 +91,11 @@ def ranks_to_run(config: Any, world_size: int) -> list[int]:
     return ranks
 
 
-def with_files(config: Any) -> tuple[Any, list[str]]:
-    """Name the files that a run must have, so that the rest can be validated; return notes on those not here."""
+def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
+    """Name the files that a run must have, so that the rest can be validated.
+
+    Return notes on those not here, and the words of the flags that name those that no flag names.
+    """
     data, checkpoint = config.data, replace(config.checkpoint, save=config.checkpoint.save or "RUN")
     if isinstance(config, Config) and not data.mock_data:
         data = replace(data, data_path=data.data_path or ("PREFIX",), tokenizer_model=data.tokenizer_model or "FILE")
@@ -99,14 +107,15 @@ def with_files(config: Any) -> tuple[Any, list[str]]:
         checkpoint = replace(checkpoint, load=checkpoint.load or "RUN")
     wanted += [("load", checkpoint.load)] if checkpoint.load else []
     writer = "tools.prepare_data" if isinstance(config, Config) else "tools.prepare_latents"
-    notes = []
+    notes, lacking = [], list[str]()
     for name, path in wanted:
         written = "" if name == "load" else f"; python -m {writer} writes one"
         if not getattr(config.checkpoint if name == "load" else config.data, name):
-            notes.append(f"note: {name} is not set; give {spelled(name, path.removesuffix('.idx'))}{written}")
+            lacking += spelled(name, path.removesuffix(".idx")).split()
+            notes.append(f"note: {name} is not set; give {' '.join(lacking[-2:])}{written}")
         elif not Path(path.removeprefix("hf:")).exists():
             notes.append(f"note: {name} {path} is not on this machine{written}")
-    return replace(config, data=data, checkpoint=checkpoint), notes
+    return replace(config, data=data, checkpoint=checkpoint), notes, lacking
 
 
 def _entries(config: Config) -> int:
@@ -157,10 +166,13 @@ def _commands(arguments: Sequence[str], entry: str, cluster: Cluster, world_size
         flag, equals, _ = flags[index].replace("_", "-").partition("=")
         if flag in ("--dry-run", "--world-size") or (flag == "--cluster" and not chosen):
             del flags[index : index + (1 if equals or flag == "--dry-run" else 2)]
+    unsaved = not asked.checkpoint.save
+    refused = unsaved and any(word.partition("=")[0] == "--save" for word in flags)  # --save none
+    flags += ["--save", "runs/NAME"] if unsaved and not refused else []
     nodes, run = -(-world_size // cluster.gpus_per_node), f"{entry} {shlex.join(flags)}"
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     each = min(world_size, cluster.gpus_per_node)
     yield f"start: torchrun {'--standalone' if nodes == 1 else several} --nproc-per-node {each} {run}"
     if named is not None and world_size == nodes * cluster.gpus_per_node:
-        run += "" if asked.checkpoint.save else " --save runs/NAME"  # which a job must have
+        run += " --save runs/NAME" if refused else ""  # which a job must have
         yield f"or: python -m slurm.submit --cluster {shlex.quote(named)} --nodes {nodes} {run}"

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.cluster import Cluster
-from planner.ranking import nothing_left
+from planner.ranking import described, nothing_left
 from planner.search import arrangements, candidates_of, holds, in_stages, leanest, rank
+from runtime.progress import Progress
+from runtime.words import counted
 from train.config.flags import ConfigError
 from train.config.language import Config
 
@@ -17,13 +19,18 @@ PRECISION = 64
 MOST_TOKENS, MOST_PROCESSES = 1 << 30, 1 << 12
 
 
-def fits(config: Config, world_size: int, cluster: Cluster) -> bool:
+def fits(config: Config, world_size: int, cluster: Cluster, progress: Progress | None = None) -> bool:
     """Return whether some arrangement and method fit in memory, with all that recomputation and stages save."""
+    progress = progress or Progress()
+
+    def held(one: Config) -> bool:
+        asked = f"{counted(config.sequence_length, 'token')} on {counted(world_size, 'process')}"
+        progress(f"searching: {asked}, {described(one)}")
+        return holds(one, world_size, cluster, None)
+
     found = candidates_of(arrangements(config, world_size), world_size, cluster, Counter())
     every = [lean for one in found for lean in leanest(one, cluster)]
-    return any(holds(lean, world_size, cluster, None) for lean in every) or any(
-        holds(staged, world_size, cluster, None) for lean in every for staged in in_stages(lean)
-    )
+    return any(map(held, every)) or any(held(staged) for lean in every for staged in in_stages(lean))
 
 
 def longest(config: Config, world_size: int, cluster: Cluster) -> int:
@@ -32,9 +39,10 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
     Raises:
         ConfigError: not even ``STEP`` tokens fit, or all is refused; with the reason.
     """
+    progress = Progress()
 
     def found(steps: int) -> bool:
-        return fits(of_length(config, steps * STEP), world_size, cluster)
+        return fits(of_length(config, steps * STEP), world_size, cluster, progress)
 
     if not found(1):
         raise ConfigError(_why_not(of_length(config, STEP), world_size, cluster))
@@ -43,11 +51,13 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
 
 def fewest(config: Config, cluster: Cluster) -> int:
     """Return the fewest processes that hold the sequence, a power of two or whole nodes; ConfigError above the most."""
-    node = cluster.gpus_per_node
+    node, progress = cluster.gpus_per_node, Progress()
     for size in sorted({node, *(1 << power for power in range(node.bit_length()))}):
-        if fits(config, size, cluster):
+        if fits(config, size, cluster, progress):
             return size
-    nodes = 1 + _last(lambda count: not fits(config, count * node, cluster), 1, MOST_PROCESSES // node, exact=True)
+    nodes = 1 + _last(
+        lambda count: not fits(config, count * node, cluster, progress), 1, MOST_PROCESSES // node, exact=True
+    )
     if nodes * node > MOST_PROCESSES:
         raise ConfigError(
             f"seq_length is {config.train.seq_length}, which {MOST_PROCESSES} processes do not hold; on one node: "

@@ -1,4 +1,4 @@
-"""What a search found: configurations with their predictions, and why the others were discarded."""
+"""What a search found: configurations with their predictions, in a few words, and why the others were discarded."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from math import exp, log
 from statistics import fmean
 from typing import Any
 
+from parallel.mesh import SIZES
 from planner.cluster import Cluster
 from planner.step_cost import Prediction
 
@@ -33,23 +34,47 @@ class Ranking:
     """Bytes that each of the others needs, in the settings that need least."""
     host_short: list[float]
     """Bytes that each of those that would fit moves to host memory, which has less."""
+    saving: tuple[str, ...] = ()
+    """Fields by which a configuration takes less memory, and which were not tried."""
+    moving: tuple[str, ...] = ()
+    """Fields by which all that was tried moves something to host memory."""
+
+
+def levers(configs: Sequence[Any], cluster: Cluster, varied: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return a ranking's ``saving`` and ``moving`` of a configuration, whose settings are all ``varied`` or none."""
+    saving, moving = list[str](), list[str]()
+    for config in configs:
+        again, hosts = config.recompute, bool(cluster.host_gb_per_s)
+        kept, moments = again.recompute_offload, config.optimizer.optimizer_cpu_offload
+        left = {
+            "recompute_granularity": again.recompute_granularity != "full",
+            "loss_chunk_size": config.causal and not again.loss_chunk_size,
+            "ffn_chunk_size": not again.ffn_chunk_size,
+            "recompute_offload": hosts and not kept,
+            "optimizer_cpu_offload": hosts and not moments,
+        }
+        saving += [name for name, more in left.items() if more and not varied]
+        moving += ["recompute_offload"] * (kept and not varied) + ["optimizer_cpu_offload"] * moments
+    return tuple(saving), tuple(moving)
 
 
 def nothing_left(found: Ranking, cluster: Cluster) -> str:
     """Say why there is no candidate, and what to do."""
     if found.too_large:
         least = min(found.too_large)
+        more = "".join(f", {name}" for name in found.saving)
+        asked = " (python -m tools.plan --fits says what brings most)" if found.saving else ""
         return (
             f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of "
-            f"{len(found.too_large)} tried takes {least / 1e9:.1f}; use more processes, "
-            "recompute_granularity, loss_chunk_size or a lower seq_length (python -m tools.plan --fits says "
-            "what brings most)"
+            f"{len(found.too_large)} tried takes {least / 1e9:.1f}; use more processes{more} or a lower seq_length"
+            f"{asked}"
         )
     if found.host_short:
+        without = f", or leave {' or '.join(found.moving)} out" if found.moving else ""
         return (
             f"host_memory_gb of {cluster.name} is {cluster.host_memory_gb:g} and the least of "
             f"{len(found.host_short)} tried moves there {min(found.host_short) / 1e9:.1f}; "
-            "use more processes, a lower seq_length, or leave recompute_offload or optimizer_cpu_offload out"
+            f"use more processes or a lower seq_length{without}"
         )
     reason = next(iter(found.refused), "there is no arrangement of these processes")
     return f"context_parallel_method is auto, and no method suits: {reason}"
@@ -64,3 +89,30 @@ def weighed(predicted: Sequence[float], profiled: Sequence[float]) -> list[float
     pairs = [(log(said), log(real)) for said, real in zip(predicted, profiled, strict=True)]
     off = fmean(real - said for said, real in pairs)
     return [exp(share * real + (1 - share) * (said + off)) for said, real in pairs]
+
+
+def method_of(config: Any) -> str:
+    """Describe the method in a few words."""
+    context = config.context
+    return context.title + (f", {context.context_parallel_placement}" if context.context_parallel_team_size > 1 else "")
+
+
+def mesh_of(config: Any) -> str:
+    """Describe the mesh in a few words."""
+    named = ((name.split("_")[0], getattr(config.mesh, name)) for name in SIZES)
+    return ", ".join(f"{name} {size}" for name, size in named if size > 1) or "data"
+
+
+def memory_of(config: Any) -> str:
+    """Describe the sharding and what is computed again, in chunks or moved, in a few words."""
+    again = config.recompute
+    chunks = [name for name, size in (("loss", again.loss_chunk_size), ("FFN", again.ffn_chunk_size)) if size]
+    words = [config.data_parallel.strategy, again.recompute_granularity]
+    words += [f"{' and '.join(chunks)} in chunks"] * bool(chunks) + ["offload"] * again.recompute_offload
+    words += ["moments on the host"] * config.optimizer.optimizer_cpu_offload
+    return ", ".join(word for word in words if word != "none")
+
+
+def described(config: Any) -> str:
+    """Describe all three, what is to be said."""
+    return ", ".join(filter(None, (method_of(config), mesh_of(config), memory_of(config))))

@@ -14,9 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from parallel.context import executor
 from parallel.mesh import Mesh
-from parallel.offload import Offload
+from parallel.offload import SEVERAL, Offload
+from parallel.pinned import in_slabs
 from planner.gpu_shapes import SHAPES
 from planner.tape import Tapes
+from runtime.progress import Progress
 from train import assemble, host_moments
 from train.config.common import CommonConfig
 
@@ -46,7 +48,7 @@ SCANS = ("longmesh::linear_attention", "longmesh::state_attention")
 class Rehearsal:
     """What a rank takes: bytes of memory at the peak of a step, by cause; bytes sent in a micro-batch, by link.
 
-    ``host`` are the bytes in host memory, before torch rounds each tensor there up to a power of two.
+    ``host`` are the bytes in host memory: of a GPU's process those that torch pins.
     """
 
     rank: int
@@ -79,6 +81,7 @@ class Recorder(Tapes):
         """Bytes of the storages that forwards left for their backwards."""
         self._per_node, self._paused, self._entries = per_node, False, entries
         self._resized = set[int]()
+        self.doing, self._operators, self._progress = "building the model", 0, Progress()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -133,6 +136,8 @@ class Recorder(Tapes):
             return NotImplemented  # it comes back as operators on local tensors
         if self._paused:
             return func(*args, **kwargs)
+        self._operators += 1
+        self._progress(f"rank {self.rank}: {self.doing}, {self._operators:,} operators so far")
         if func.namespace == "longmesh" and not func.name().startswith(SCANS):
             return self._by_its_code(func, OPDEFS[func.name()]._init_fn, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -177,7 +182,9 @@ class Recorder(Tapes):
             sizes[number] = sizes.get(number, 0) + change
         return {number: size for number, size in sizes.items() if size}
 
-    def rehearsal(self, config: CommonConfig, mesh: Mesh, gradients: Sequence[Tensor], ran: int) -> Rehearsal:
+    def rehearsal(
+        self, config: CommonConfig, mesh: Mesh, gradients: Sequence[Tensor], ran: int, gpu: bool
+    ) -> Rehearsal:
         """Return what the rank takes and sends; ``ran`` micro-batches were taken through it.
 
         The optimizer's state is there from the start; so are, where one micro-batch stands for several, gradients,
@@ -205,7 +212,8 @@ class Recorder(Tapes):
         flying = config.pipeline.in_flight(stage, ranks, micro_batches) if ranks > 1 and single else 1
         if not offload:
             memory["activations"] += round((flying - 1) * sum(kept.values()))
-        host = sum(at_end.get(n, 0) * (flying if self._kinds[n] == KEPT else 1) for n in moved)
+        there = {kind: [at_end[n] for n in at_end if self._kinds[n] == kind] for kind in (KEPT, MOMENTS)}
+        host = in_slabs(there[KEPT] * flying, SEVERAL) + (in_slabs if gpu else sum)(there[MOMENTS])
         if config.data_parallel.strategy == "zero1" and micro_batches > 1:
             memory["gradients"] *= mesh.dp_cp.size() // config.data_parallel.num_distributed_optimizer_instances
         return Rehearsal(

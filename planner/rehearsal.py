@@ -107,10 +107,10 @@ def rehearse(
             recorder.kind = "passing"
             count = _pass_through(config, mesh, parts, objective, batch, recorder)
             gradients = _gradients(config, mesh, parts)
-            recorder.kind = "optimizer"
+            recorder.kind, recorder.doing = "optimizer", "the optimizer's step"
             optimizer.step()
             del averages
-            found = recorder.rehearsal(config, mesh, gradients, count)
+            found = recorder.rehearsal(config, mesh, gradients, count, device == "cuda")
     if device == "cuda":
         found.memory["passing"] = found.memory.get("passing", 0) + WORKSPACES
     return found
@@ -157,6 +157,7 @@ def _pass_through(
     waiting: dict[tuple[int, int], _Waiting] = {}
     for stage, action, index in actions:
         part = own[stage]
+        recorder.doing = f"{'forward' if action == 'F' else 'backward'} of micro-batch {index + 1} of {count}"
         if action == "F":
             with recorder.forward():
                 received = torch.empty_like(hidden, device=mesh.device, requires_grad=True) if stage else None

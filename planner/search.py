@@ -13,11 +13,12 @@ from parallel.data import DataParallelConfig
 from parallel.recompute import RecomputeConfig
 from planner.cluster import Cluster
 from planner.documents import typical_documents
-from planner.ranking import Candidate, Ranking
+from planner.ranking import Candidate, Ranking, described, levers
 from planner.step_cost import Prediction, predict
-from planner.step_memory import Arrangement, Workload, memory_of, moments, offloaded
+from planner.step_memory import Arrangement, Workload, memory_of, pinned
 from planner.workload import with_softmax_layers, workload_of
 from runtime.errors import UserError
+from runtime.progress import Progress
 from train.config.common import CommonConfig, with_joined_ranks
 from train.config.entries import Config
 from train.config.sizes import validate_magnitude, validate_mesh, validate_sizes
@@ -60,8 +61,7 @@ def holds(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple
 
 
 def _bytes_moved(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> float:
-    numbers = _numbers(config, world_size, cluster, documents)
-    return offloaded(*numbers) + moments(*numbers)
+    return pinned(*_numbers(config, world_size, cluster, documents))
 
 
 def _numbers(
@@ -147,7 +147,7 @@ def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
     ``selective`` recomputation is not among them: it keeps as much as ``none``, for a flash kernel.
     """
     yield config
-    for sharded, recompute in product(_shardings(config), recomputations(config, cluster)):
+    for sharded, recompute in product(dict.fromkeys(_shardings(config)), recomputations(config, cluster)):
         if (sharded, recompute) != (config.data_parallel, config.recompute):
             yield replace(config, data_parallel=sharded, recompute=recompute)
 
@@ -255,18 +255,27 @@ def rank(
     fitting: list[Candidate] = []
     too_large: list[float] = []
     host_short: list[float] = []
-    refused = Counter[str]()
-    for candidate in candidates_of(configs, world_size, cluster, refused):
+    refused, progress = Counter[str](), Progress()
+
+    def holding(tried: list[AnyConfig], documents: tuple[int, ...] | None, number: int) -> list[AnyConfig]:
+        fit = []
+        for one in tried:
+            progress(f"searching: {described(one)}, candidate {number} of {len(every)}")
+            fit += [one] * holds(one, world_size, cluster, documents)
+        return fit
+
+    every = list(candidates_of(configs, world_size, cluster, refused))
+    for number, candidate in enumerate(every, 1):
         documents = typical_documents(candidate, lengths)
         varied = vary(candidate, cluster) if vary else [candidate]
         tried = [one for one in varied if _suits_pipeline(one, world_size)]
-        fit = [one for one in tried if holds(one, world_size, cluster, documents)]
+        fit = holding(tried, documents, number)
         if not fit:  # stages of heads save memory alone
             tried += [staged for one in tried for staged in in_stages(one)]
-            fit = [one for one in tried if holds(one, world_size, cluster, documents)]
-        if not fit and vary:  # each step waits for the moments
-            tried += [moved for one in tried for moved in with_moments_on_host(one, cluster)]
-            fit = [one for one in tried if holds(one, world_size, cluster, documents)]
+            fit = holding(tried, documents, number)
+        if not fit and vary:  # each step waits for the moments; leanest has tried some already
+            tried += [moved for one in tried for moved in with_moments_on_host(one, cluster) if moved not in tried]
+            fit = holding(tried, documents, number)
         if fit:
             found = [Candidate(one, predicted(one, world_size, cluster, documents)) for one in fit]
             roomy = [one for one in found if one.prediction.bytes <= ROOM * 1e9 * cluster.memory_gb]
@@ -279,7 +288,7 @@ def rank(
         else:
             too_large.append(min(needed))
     fitting.sort(key=lambda candidate: candidate.prediction.time)
-    return Ranking(fitting, refused, too_large, host_short)
+    return Ranking(fitting, refused, too_large, host_short, *levers(configs[:1], cluster, vary is not None))
 
 
 def _suits_pipeline(config: AnyConfig, world_size: int) -> bool:

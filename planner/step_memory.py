@@ -7,7 +7,8 @@ from parallel.context.mask import Window
 from parallel.context.plan import Plan
 from parallel.context.traffic import Moves, Sizes, sizes
 from parallel.data import Strategy
-from parallel.offload import FETCH_AHEAD
+from parallel.offload import FETCH_AHEAD, SEVERAL
+from parallel.pinned import in_slabs
 from planner.attention_cost import most_rows_held
 from train.host_moments import MOMENTS, PIECE
 
@@ -216,13 +217,12 @@ def _layer_activations(work: Workload, plan: Plan, arranged: Arrangement) -> tup
 
     Counted module by module: residuals, inputs of norms and projections; queries, keys (before and after rotary) and
     values, the output and its lse; gate, up and product of a gated feed-forward, input and activation of another.
-    Ulysses keeps the output before its exchange and after.
     """
     queries, keys = work.heads * work.head_dim, work.kv_heads * work.head_dim
     ffn = 0 if arranged.ffn_chunk else (3 if work.gated else 2) * work.ffn
     per_channel, lse = work.element_size / arranged.tp, 4 * work.heads / arranged.tp
     gathered = 2 * (1 - 1 / arranged.tp) * work.hidden * work.element_size  # outputs of norms
-    outputs = queries * (1 + (plan.geometry.ulysses_degree > 1 and plan.geometry.options.ulysses_head_chunks == 1))
+    outputs = queries * _outputs(plan)
     everything = ((work.residual + work.modulated) * work.hidden + queries + outputs + 2 * keys + ffn) * per_channel
     everything += gathered + lse
     if arranged.recompute == "full":
@@ -230,6 +230,11 @@ def _layer_activations(work: Workload, plan: Plan, arranged: Arrangement) -> tup
     if arranged.recompute == "attention_boundary":
         return (work.hidden + outputs) * per_channel + lse, everything
     return everything, everything
+
+
+def _outputs(plan: Plan) -> int:
+    """Return how often the attention's output is kept: by Ulysses before its exchange and after, but in stages."""
+    return 2 if plan.geometry.ulysses_degree > 1 and plan.geometry.options.ulysses_head_chunks == 1 else 1
 
 
 def moments(work: Workload, plan: Plan, arranged: Arrangement) -> float:
@@ -246,6 +251,16 @@ def offloaded(work: Workload, plan: Plan, arranged: Arrangement) -> float:
     """Return the bytes that a micro-batch keeps in host memory."""
     kept, _ = _layer_activations(work, plan, arranged)
     return work.micro_batch * plan.local_len * kept * -(-work.layers // arranged.pp) if arranged.offload else 0.0
+
+
+def pinned(work: Workload, plan: Plan, arranged: Arrangement) -> float:
+    """Return the bytes of host memory that torch pins for both, but for what is left of the moments' last slab."""
+    part = work.element_size / arranged.tp
+    kept = [work.hidden * part] if arranged.offload else []
+    if arranged.offload and arranged.recompute == "attention_boundary":
+        kept += [work.heads * work.head_dim * part] * _outputs(plan) + [4 * work.heads / arranged.tp]
+    tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
+    return in_slabs([round(tokens * count) for count in kept] * layers, SEVERAL) + moments(work, plan, arranged)
 
 
 def fetched_ahead(work: Workload, plan: Plan, arranged: Arrangement) -> bool:

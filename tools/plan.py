@@ -34,7 +34,7 @@ from planner.complete import with_layout, with_vocabulary
 from planner.documents import heaviest_documents, typical_documents
 from planner.extremes import fewest, longest, of_length
 from planner.fits import busiest, changes
-from planner.ranking import nothing_left, weighed
+from planner.ranking import described, memory_of, mesh_of, method_of, nothing_left, weighed
 from planner.recorder import CAUSES
 from planner.search import arrangements, rank, settings, validated
 from runtime.files import write_text
@@ -42,7 +42,7 @@ from runtime.processes import launched_world_size
 from runtime.words import counted
 from tools.arguments import parser_for
 from tools.fit import parsed
-from tools.plan_text import Row, amount, bars, discarded, memory_of, mesh_of, method_of, table
+from tools.plan_text import Row, amount, bars, discarded, table
 from train.config.common import with_joined_ranks
 from train.config.entries import Config
 from train.config.language import ConfigError, to_toml, validate
@@ -154,8 +154,7 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
         told |= {"processes": world_size, "sequence_length": config.sequence_length}
         print(json.dumps({"cluster": asdict(cluster), **told}))
         return
-    settled = ", ".join(filter(None, (method_of(config), mesh_of(config), memory_of(config))))
-    print(f"{_asked(world_size, cluster, config)}: {settled}")
+    print(f"{_asked(world_size, cluster, config)}: {described(config)}")
     if documents:
         most = max(end - start for start, end in pairwise(documents))
         which = "of the run's first micro-batches, the heaviest" if known else "a micro-batch drawn at random"

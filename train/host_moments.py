@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, get_device_module
 
 from parallel.data import to_local
+from parallel.pinned import Slabs
 
 PIECE = 1 << 24
 """Elements of a parameter that are updated at once: two moments of two pieces take 256 MiB on the device in float32,
@@ -40,6 +41,7 @@ class HostAdamW(torch.optim.AdamW):
     """
 
     _streams: tuple[Any, Any] | None = None
+    _slabs: Slabs | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -47,9 +49,11 @@ class HostAdamW(torch.optim.AdamW):
         if closure is not None:
             raise ValueError("HostAdamW.step takes no closure; compute the gradients before it")
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self._slabs = slabs = self._slabs or Slabs()
         for p in trained:
             if not self.state[p]:
-                self.state[p] = {"step": torch.zeros((), device=p.device)} | {name: on_host(p) for name in MOMENTS}
+                own = {name: on_host(p, slabs) for name in MOMENTS}
+                self.state[p] = {"step": torch.zeros((), device=p.device)} | own
         if trained:
             torch._foreach_add_([self.state[p]["step"] for p in trained], 1)
         if pieces := list(self._pieces()):
@@ -122,6 +126,16 @@ def _adamw(piece: Piece, moments: list[Tensor]) -> None:
     )
 
 
-def on_host(parameter: Tensor) -> Tensor:
-    """Return zeros like a parameter, sharded as it is, in host memory."""
-    return torch.zeros_like(parameter, device="cpu", pin_memory=parameter.device.type != "cpu")
+def on_host(parameter: Tensor, slabs: Slabs) -> Tensor:
+    """Return zeros like a parameter, sharded as it is, in host memory, beside a GPU in that of ``slabs``."""
+    return torch.zeros_like(parameter, device="cpu") if parameter.device.type == "cpu" else cut(parameter, slabs)
+
+
+def cut(parameter: Tensor, slabs: Slabs) -> Tensor:
+    """Return zeros like a parameter in memory of ``slabs``."""
+    moment = torch.empty_like(parameter, device="cpu")
+    own = to_local(moment)
+    if own.numel():
+        memory = slabs.empty(own.nbytes, pinned=parameter.device.type != "cpu")
+        own.set_(memory.untyped_storage(), 0, own.shape, own.stride()).zero_()
+    return moment

@@ -7,7 +7,6 @@ its labels, integers [N]; a .safetensors shard holds both under these names, and
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy as np
 from data.errors import DataError
 from data.fingerprint import fingerprint
 from runtime.files import write_text
+from runtime.progress import Progress
 
 INDEX, CHECKED = "index.json", "checked.json"
 DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
@@ -127,14 +127,11 @@ class LatentFolder:
         checked.json lists the checked files with size and mtime (`record_checked`), so a large folder is read once, not
         at every start.
         """
-        passed, started, told = _passed(self.folder), time.monotonic(), time.monotonic()
+        passed, progress = _passed(self.folder), Progress(10)
         mine = [shard for shard in self.shards[rank::ranks] if passed.get(shard.path.name) != _stamp(shard.path)]
         for number, shard in enumerate(mine):
             shard.check_finite()
-            if time.monotonic() - told > 10:
-                told = time.monotonic()
-                seconds = told - started
-                print(f"{self.folder}: {number + 1} of {len(mine)} shards checked, {seconds:.0f} s", file=sys.stderr)
+            progress(f"{self.folder}: {number + 1} of {len(mine)} shards checked")
 
     def record_checked(self) -> None:
         """Record that all shards have passed; a read-only folder is checked again at the next start."""

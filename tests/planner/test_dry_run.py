@@ -15,6 +15,7 @@ from planner.cluster import CLUSTERS
 from runtime.errors import UserError
 from slurm import submit
 from train.config.flags import ConfigError
+from train.config.language import parse_args
 
 ROOT = Path(__file__).parents[2]
 H100 = ("--cluster", str(CLUSTERS / "h100_pod.toml"))
@@ -56,15 +57,30 @@ def test_it_says_which_rank_it_runs_and_what_is_not_here(capsys: pytest.CaptureF
     pretrain_gpt.main(["--dry-run", *flags.split()])
     said = capsys.readouterr()
     assert said.err == (
-        "running the code of rank 0 of 2 without memory, 1 of 2 to run\n"
-        "running the code of rank 1 of 2 without memory, 2 of 2 to run\n"
+        "running the code of rank 0 of 2 without memory, as on a CPU, 1 of 2 to run\n"
+        "running the code of rank 1 of 2 without memory, as on a CPU, 2 of 2 to run\n"
     )
     assert said.out.startswith("dry run of 2 processes on a CPU: ")
     assert "note: data_path is not set; give --data-path PREFIX; python -m tools.prepare_data writes one" in said.out
+    assert "note: predicted for a CPU, this machine's device; --cluster FILE predicts for other machines" in said.out
     with pytest.raises(
         ConfigError, match=r"no tokenizer_model runs/data/stdlib\.model here .*--vocab-size N, or write it"
     ):
         pretrain_gpt.main(["--config", str(TINY), "--dry-run"])
+
+
+def test_the_command_that_starts_the_run_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--num-layers 2 --vocab-size 64 --world-size 8"
+    pretrain_gpt.main(["--dry-run", *flags.split(), "--bf16", *H100])
+    lines = capsys.readouterr().out.splitlines()
+    assert not any(line.startswith("note: predicted for") for line in lines)
+    for line in lines[-2:]:
+        words = shlex.split(line)
+        config = parse_args(words[words.index("pretrain_gpt.py") + 1 :])
+        assert (config.data.data_path, config.data.tokenizer_model) == (("PREFIX",), "FILE")
+        assert words.count("--save") == 1
+        assert config.checkpoint.save == "runs/NAME"
+        assert not config.dry.dry_run
 
 
 def test_the_commands_name_the_cluster_that_auto_chooses_for_and_submit_takes_them(

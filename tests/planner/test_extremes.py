@@ -121,6 +121,25 @@ def test_what_the_host_cannot_hold_is_told_as_that(config: Config) -> None:
     said = nothing_left(found, small)
     assert "host_memory_gb of H100 80GB pod is 1 and the least of" in said
     assert "leave recompute_offload or optimizer_cpu_offload out" in said
+    kept = replace(moved, optimizer=replace(moved.optimizer, optimizer_cpu_offload=False))
+    said = nothing_left(rank([kept], 4, small), small)
+    assert said.endswith("use more processes or a lower seq_length, or leave recompute_offload out")
+
+
+def test_what_was_tried_is_not_advised_and_not_tried_twice(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(SMALL, memory_gb=0.01)
+    as_given = nothing_left(rank([config], 8, small), small)
+    assert "more processes, recompute_granularity, loss_chunk_size, ffn_chunk_size, recompute_offload, opt" in as_given
+    assert "offload" not in nothing_left(rank([config], 8, nowhere := replace(small, host_gb_per_s=0.0)), nowhere)
+    asked: list[Config] = []
+    monkeypatch.setattr("planner.search.bytes_needed", lambda one, *_: asked.append(one) or 1e12)
+    monkeypatch.setattr("planner.search.holds", lambda *_: False)
+    for vary in (leanest, settings):
+        asked.clear()
+        said = nothing_left(rank([config], 8, small, vary=vary), small)
+        assert said.endswith("; use more processes or a lower seq_length")
+        assert len([one for one in asked if one.optimizer.optimizer_cpu_offload]) == len(asked) / 2
+        assert not any(one in asked[:place] for place, one in enumerate(asked))
 
 
 def test_host_memory_has_a_limit_too(config: Config) -> None:

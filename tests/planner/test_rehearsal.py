@@ -108,6 +108,8 @@ def test_what_is_in_host_memory_is_not_on_the_device() -> None:
     kept, less = (rehearse(one, pretrain_gpt.computing, 0, 2, 2) for one in (config, moved))
     assert 6 <= (kept.bytes - less.bytes) / (4 * 1024 * 256) < 8
     assert (kept.host, less.host) == (0, 8 * 4 * 1024 * 256)
+    shorter = replace(moved, train=replace(moved.train, seq_length=960))
+    assert rehearse(shorter, pretrain_gpt.computing, 0, 2, 2).host == less.host, "torch pins powers of two"
 
 
 def test_in_a_zero_bubble_gradients_wait_for_the_weights() -> None:
@@ -134,6 +136,7 @@ def test_moments_in_host_memory_are_not_on_the_device_either() -> None:
     assert kept.memory["optimizer"] > 1.9 * kept.memory["weights"]
     assert less.memory == {**kept.memory, "optimizer": pytest.approx(0, abs=1000)}  # steps are single numbers
     assert less.host == 2 * less.memory["weights"]
+    assert less.host < rehearse(moved, pretrain_gpt.computing, 0, 1, 1, device="cuda").host < 1.3 * less.host
 
 
 @pytest.mark.slow

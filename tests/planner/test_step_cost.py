@@ -9,7 +9,7 @@ from parallel.context.traffic import sizes
 from planner.attention_cost import AttentionCost
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.step_cost import predict
-from planner.step_memory import Arrangement, Workload
+from planner.step_memory import Arrangement, Workload, moments, offloaded, pinned
 
 FREE = 1e15
 """So much of a rate that what it carries takes no time."""
@@ -320,3 +320,14 @@ def test_a_layer_that_is_fetched_ahead_takes_memory_and_a_large_one_is_not() -> 
         arranged = Arrangement(recompute="full", offload=True, loss_chunk=1024, ffn_chunk=1024)
         held = predict(replace(GPT_7B, micro_batches=2), plan, arranged, NETWORK).memory["activations"]
         assert held == layers * tokens / 8 * 4096 * 2
+
+
+def test_of_host_memory_slabs_of_powers_of_two_are_pinned() -> None:
+    plan = make_plan("zigzag", seq_len=8 * 2**17 * 3, size=8)
+    kept, lse, gib = 2**17 * 3 * 4096 * 2, 2**17 * 3 * 32 * 4, 2**30  # 3 GiB and 48 MiB
+    for policy, own, pins in (("full", kept, 4 + 4 + 8 + 6 * 16), ("attention_boundary", 2 * kept + lse, 208)):
+        moved = Arrangement(recompute=policy, offload=True)
+        assert offloaded(GPT_7B, plan, moved) == 32 * own
+        assert pinned(GPT_7B, plan, moved) == pins * gib
+    only = Arrangement(moments_on_host=True)
+    assert pinned(GPT_7B, plan, only) == moments(GPT_7B, plan, only) == GPT_7B.parameters

@@ -4,11 +4,14 @@ import json
 import re
 import sys
 from collections import Counter
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from planner.cluster import CLUSTERS
+from runtime import progress
 from testing.ranks import run_ranks
 from testing.training import PEAK
 from tests.pretraining import TINY
@@ -157,13 +160,18 @@ def test_markdown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
 FIT = ("--num-layers", "2", "--context-parallel-size", "2", "--fits", "--bf16")
 
 
-def test_memory_by_component_and_what_to_change_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_memory_by_component_and_what_to_change_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked, small = [*MODEL, *FIT, "--seq-length", "8192", "--vocab-size", "32000"], tmp_path / "small.toml"
     assert main([*asked, *A100, "--json"]) == 0
     most = 0.8e-9 * json.loads(capsys.readouterr().out)["memory_bytes"]
     small.write_text(re.sub(r"memory_gb = \S+", f"memory_gb = {most}", Path(A100[1]).read_text(), count=1))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=count().__next__))  # each look takes a second
     assert main([*asked, "--cluster", str(small)]) == 0
-    out = capsys.readouterr().out
+    out, said = capsys.readouterr()
+    assert re.search(r"rank 0: backward of micro-batch 1 of 1, [\d,]+ operators so far, \d+ s\n", said)
+    assert re.search(r"searching: \w+, context 2, zero\d, .* candidate \d of 5, \d+ s\n", said)
     assert re.search(r"\n  logits +[#+. ]+\d+\.\d MB\n(.*\n)+does not fit; change, .*:\n  --loss-chunk-size 2048", out)
     assert main([*asked, "--cluster", str(small), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -1,6 +1,8 @@
 """Moments in host memory: the numbers of AdamW to the bit, and no memory used before it may be."""
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,12 @@ from checkpoint.api import load_checkpoint, save_checkpoint
 from checkpoint.manifest import checkpoint_folder
 from checkpoint.tensors import tensors_of
 from parallel.data import to_local
+from parallel.pinned import Slabs, pinned_bytes
 from testing.ranks import run_ranks
 from tests.parallel.streams import Device, streams
 from tests.parallel.unequal import loss_sum, sharded
 from train import host_moments
-from train.host_moments import HostAdamW
+from train.host_moments import MOMENTS, HostAdamW
 from train.optim import OptimizerConfig, build_optimizer
 
 SIZES = ((33, 7), (7,), (50, 40), (3,), (0,), (64,))
@@ -51,9 +54,13 @@ def everything(weights: nn.ParameterList, optimizer: torch.optim.Optimizer) -> l
     return [*weights, *(one[name] for one in state for name in ("step", "exp_avg", "exp_avg_sq"))]
 
 
+@pytest.mark.parametrize("made", [host_moments.on_host, host_moments.cut])
 @pytest.mark.parametrize("piece", [64, 1 << 24])
-def test_weights_and_moments_are_those_of_adamw(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_moments_are_those_of_adamw(
+    piece: int, made: Callable[[Tensor, Slabs], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host_moments, "PIECE", piece)
+    monkeypatch.setattr(host_moments, "on_host", made)
     found, want = (everything(*trained(moved)) for moved in (True, False))
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
@@ -66,6 +73,33 @@ def test_no_gradient_is_no_step() -> None:
     assert all(torch.equal(a, b) for a, b in zip(everything(weights, optimizer), before, strict=True))
     with pytest.raises(ValueError, match="takes no closure"):
         optimizer.step(lambda: 0.0)
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_slabs_are_powers_of_two_and_take_little_more_than_is_in_them(shards: int) -> None:
+    """Of the moments of Llama 2 13B, of which each tensor alone would take two thirds more."""
+    layer = [5120**2] * 4 + [5120 * 13824] * 3 + [5120] * 2
+    counts = [4 * count // shards for count in (5120 * 32000, *layer * 40, 5120, 5120 * 32000) for _ in MOMENTS]
+    slabs, taken = Slabs(), defaultdict(list)
+    for count in counts:
+        number, start = slabs.place(count)
+        taken[number].append((start, start + count))
+    assert all(size == pinned_bytes(size) for size in slabs.sizes)
+    assert sum(slabs.sizes) < 1.08 * sum(counts) < sum(map(pinned_bytes, counts)) / 1.5
+    for number, places in taken.items():
+        assert places[-1][1] <= slabs.sizes[number]
+        assert all(end <= start for (_, end), (start, _) in pairwise(places))
+
+
+def test_a_moment_has_a_storage_of_its_own_in_memory_that_others_share() -> None:
+    slabs = Slabs()
+    slabs.place(1 << 20)
+    first, second = (host_moments.cut(torch.ones(300, 7).T, slabs) for _ in range(2))
+    assert first.shape == (7, 300)
+    assert first.untyped_storage().nbytes() == first.nbytes
+    assert second.data_ptr() - first.data_ptr() == 8704  # 17 times 512
+    first.fill_(1)
+    assert not second.any()
 
 
 def played(monkeypatch: pytest.MonkeyPatch, dropped: tuple[str, str] | None = None) -> tuple[Device, list[Tensor]]:
@@ -105,6 +139,7 @@ def test_every_wait_is_needed(dropped: tuple[str, str], race: str, monkeypatch: 
 
 def saved_and_loaded(rank: int, world_size: int, folder: Path) -> bool:
     """Whether shards of weights and moments are those of AdamW after two steps, the second behind a checkpoint."""
+    host_moments.on_host = host_moments.cut  # as beside a GPU
     found = []
     for order in ((False, False), (True, True), (True, False), (False, True)):
         path = folder / "".join(map(str, order))

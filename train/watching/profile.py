@@ -2,6 +2,7 @@
 
 import json
 import socket
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -106,7 +107,9 @@ class Profiler:
             if self._device.type == "cuda":
                 torch.cuda.memory._record_memory_history(max_entries=100_000)
             self._profile, self._begun = profile(activities=activities, profile_memory=True), iteration
-            self._profile.start()
+            with warnings.catch_warnings():  # torch 2.11's that later cycles keep no events of this one: there are none
+                warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+                self._profile.start()
         elif iteration == self._config.profile_step_end:
             self.end(iteration)
 

@@ -50,6 +50,8 @@ class Workload:
     """Widths of the residual stream that a layer looks up for every token: a DiT's shifts, scales and gates."""
     averages: int = 0
     """Bytes per parameter of averages of the weights."""
+    wide_logits: int = LOSS_CHUNK["cuda"]
+    """Logits of a low precision that are there in float32 at once."""
     workspaces: int = 0
     """Bytes that libraries take to work in."""
 
@@ -149,7 +151,7 @@ def _loss_bytes(work: Workload, tokens: int, arranged: Arrangement) -> float:
     """Count the logits and their gradients, of a low precision in float32 a few rows at a time."""
     scores, size = min(tokens, arranged.loss_chunk or tokens), work.element_size
     width = max(1, work.vocab / arranged.tp)
-    rows = min(scores, LOSS_CHUNK["cuda"] / width)
+    rows = min(scores, work.wide_logits / width)
     count = width * ((2 * size * scores + 8 * rows) if size < 4 else (size + 4) * scores)
     if arranged.loss_chunk:  # the gradients of the output's weights and of its input come with the loss
         count += work.hidden * (4 * width + tokens * size / arranged.tp)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from kernels.loss import LOSS_CHUNK
 from model.config import ModelConfig
 from model.dit import multiply_adds, num_dit_parameters
 from model.dit_config import DiTConfig
@@ -32,7 +33,10 @@ LRPE = 10.0
 def workload_of(config: CommonConfig, dp: int, device: str) -> Workload:
     """Return the work of a step. The vocabulary of a language model must be known."""
     model, fields = config.shape, _diffusion(config) if isinstance(config, DiTRunConfig) else _language(config)
-    if device == "cuda":
+    if device == "cpu":
+        fields["wide_logits"] = LOSS_CHUNK["cpu"]
+        fields["residual"] = 10.0 if config.train.bf16 else Workload.residual  # norms keep copies in float32
+    else:
         kind = getattr(config.model, "model_type", "dit")
         fields |= {"residual": ON_GPU.get(kind, Workload.residual), "workspaces": WORKSPACES}
         fields["first_layer"] = LRPE if kind == "transnormer" else 0.0

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 import pretrain_gpt
-from planner.cluster import CLUSTERS, load_cluster
+from planner.cluster import CLUSTERS, default_cluster, load_cluster
 from planner.fits import busiest
 from planner.search import bytes_needed
 from train.config.language import Config, parse_args
@@ -31,6 +31,8 @@ CASES = {
     "tensor 2, pipeline 2":
         (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 4"),
     "data 4, zero1": (4, "--data-parallel-sharding-strategy zero1 --global-batch-size 8"),
+    "on a CPU": (4, "--device cpu" + AGAIN + "full " + CP + "4" + BY + "zigzag"),
+    "on a CPU, float32": (4, "--device cpu --no-bf16" + AGAIN + "full " + CP + "4" + BY + "zigzag"),
     "gpt": (1, "--model-type gpt --num-query-groups 16 --max-position-embeddings 16384"),
     "transnormer, lasp 4, full": (4, "--model-type transnormer --num-query-groups 16 --context-parallel-method lasp "
                                   "--context-parallel-size 4" + AGAIN + "full"),
@@ -41,6 +43,6 @@ CASES = {
 def test_the_formula_is_near_what_the_code_takes(case: str) -> None:
     world_size, flags = CASES[case]
     config: Config = parse_args(shlex.split(LLAMA + flags))
-    cluster = load_cluster(CLUSTERS / "h100_pod.toml")
+    cluster = default_cluster("cpu") if "--device cpu" in flags else load_cluster(CLUSTERS / "h100_pod.toml")
     found = bytes_needed(config, world_size, cluster, None)
     assert found == pytest.approx(busiest(config, pretrain_gpt.computing, world_size, cluster, None).bytes, rel=0.05)

@@ -184,8 +184,8 @@ def _backward_bytes(work: Workload, plan: Plan, arranged: Arrangement) -> float:
 def _attention_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
     """Count a backward's buffers: what a block's kernel gives, and what circulates or is gathered, and its gradients.
 
-    Of what circulates one is held and one in transit; of gradients, from the third round on, also what is added and
-    what is sent on. Gathered, they are there as sums and as what is sent. In stages of heads they are a stage's, with
+    Of what circulates one is held and one in transit; of gradients, from the third round on, also what was sent before.
+    Gathered, they are there as sums and as what is sent. In stages of heads they are a stage's, with
     what it exchanges again: q, dout, out and lse, k and v; and all results, and sums of KV.
     """
     if of.stages > 1:
@@ -204,7 +204,8 @@ def _attention_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
     held, team, rounds = len(geometry.holders(0)), len(geometry.teammates(0)), len(geometry.steps(0))
     if rounds > 1:
         held = 2 * len(geometry.steps(0)[-1].holds) // geometry.ulysses_degree
-    buffers += held * (1 if rounds == 2 or held == 1 else 2) * of.gradient(moves)
+    times = 2 if rounds == 1 and held > 1 else 1.75 if rounds > 2 else 1
+    buffers += int(times * held * of.gradient(moves))
     buffers += team * (1 if team == 1 else 2) * of.gradient(stays)
     return buffers + (held * of.payload(moves) if held > 1 else 0) + (team * of.payload(stays) if team > 1 else 0)
 

@@ -42,9 +42,9 @@ class Whole:
 
     def send_gradient(self, index: int, moved: Tensors) -> None:
         """Take this rank's gradient of what round ``index`` held; it may be changed."""
-        for arrival in self._gradients.pop(index, []):
-            for mine, theirs in zip(moved, arrival(), strict=True):
-                mine += theirs
+        coming = self._gradients.pop(index, [])
+        while coming:
+            _sum_in(moved, coming.pop(0)())  # nothing names what came, or what was sent
         transfer = self._rounds[index].gradient
         assert transfer is not None
         sent = self._transport.shift(moved, transfer, transfer.due > index + 1)
@@ -129,6 +129,11 @@ class Needed:
             if until <= index:
                 sent()
         self._sent = [(until, sent) for until, sent in self._sent if until > index]
+
+
+def _sum_in(sums: Tensors, parts: Tensors) -> None:
+    for mine, theirs in zip(sums, parts, strict=True):
+        mine += theirs
 
 
 def _taken(tensors: Tensors, rows: Rows) -> Tensors:

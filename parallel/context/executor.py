@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import AttentionBackend, block_backward, block_forward, select_backend
+from kernels.blocks import Tile
 from kernels.merge import merged, sinks_gradient, with_sinks
 from kernels.tiles import add_gradients_, attend_tiles_, only_block
 from parallel.context.circulation import Needed, Whole
@@ -116,23 +117,37 @@ class Executor:
         kept: Tensors = ()
         for i, tiles, held in circulation.visits():
             stays = stays or staying()
-            queries, keys = (stays, held) if moves == "kv" else (held, stays)
-            if block := only_block(tiles, queries[0].shape[1], keys[0].shape[1], backend):
-                (q_, dout_, out_, lse_), (k_, v_) = queries, keys
-                parts = block_backward(dout_, q_, k_, v_, out_, lse_, block.kind, scale, backend)
-                own: Tensors = parts[:1] if moves == "kv" else parts[1:]
-                kept = tuple(map(Tensor.add_, _dense(kept, lse.dtype), own)) if kept else own
-                moved = _dense(parts[1:] if moves == "kv" else parts[:1], None if self._alone else lse.dtype)
-            else:
-                kept, moved = _dense(kept, lse.dtype) or _zeros(stays, lse.dtype), _zeros(held, lse.dtype)
-                sums = (*kept, *moved) if moves == "kv" else (*moved, *kept)
-                add_gradients_(sums, queries, keys, tiles, scale, backend)
+            kept, moved = self._of_round(tiles, stays, held, kept, moves, lse.dtype, scale, backend)
             circulation.send_gradient(i, moved)
+            del held, moved  # free them before the next round allocates
         brought = circulation.home() or _zeros(moving, lse.dtype)
         kept = kept or _zeros(staying(), lse.dtype)  # tokens that nothing sees: padding
         if len(self._team) > 1:
             kept = tuple(self.transport.reduced(x, self._team) for x in _dense(kept, lse.dtype))
         return (*kept, *brought) if moves == "kv" else (*brought, *kept)
+
+    def _of_round(
+        self,
+        tiles: tuple[Tile, ...],
+        stays: Tensors,
+        held: Tensors,
+        kept: Tensors,
+        moves: Moves,
+        wide: torch.dtype,
+        scale: float,
+        backend: AttentionBackend,
+    ) -> tuple[Tensors, Tensors]:
+        """Add a round's gradient of what stays to ``kept``; return it, and the round's gradient of what is held."""
+        queries, keys = (stays, held) if moves == "kv" else (held, stays)
+        if block := only_block(tiles, queries[0].shape[1], keys[0].shape[1], backend):
+            (q, dout, out, lse), (k, v) = queries, keys
+            dq, dk, dv = block_backward(dout, q, k, v, out, lse, block.kind, scale, backend)
+            own: tuple[Tensors, Tensors] = ((dq,), (dk, dv)) if moves == "kv" else ((dk, dv), (dq,))
+            kept = tuple(map(Tensor.add_, _dense(kept, wide), own[0])) if kept else own[0]
+            return kept, _dense(own[1], None if self._alone else wide)
+        kept, moved = _dense(kept, wide) or _zeros(stays, wide), _zeros(held, wide)
+        add_gradients_((*kept, *moved) if moves == "kv" else (*moved, *kept), queries, keys, tiles, scale, backend)
+        return kept, moved
 
     def _backend(self, plan: Plan, q: Tensor) -> AttentionBackend:
         return select_backend(self.backend_name, q.device.type, q.dtype, plan.documents is not None)

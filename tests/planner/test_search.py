@@ -80,7 +80,7 @@ def test_all_arrangements_of_four_processes() -> None:
 
 
 def test_settings_are_varied_until_it_fits() -> None:
-    """LLaMA 3 8B at 512K on 8 H100, which was once refused: 41.2 by full recomputation."""
+    """LLaMA 3 8B at 512K on 8 H100, which was once refused: 40.9 by full recomputation."""
     whole, cluster = load_config("configs/llama3_8b.toml"), load_cluster(CLUSTERS / "h100_pod.toml")
     mesh = replace(whole.mesh, context_parallel_size=8)
     asked = replace(whole, mesh=mesh, train=replace(whole.train, seq_length=1 << 19, bf16=True))
@@ -90,7 +90,7 @@ def test_settings_are_varied_until_it_fits() -> None:
     tight = replace(cluster, memory_gb=45, host_gb_per_s=0.0)
     found = {one.config.context.title: one for one in rank([asked], 8, tight, vary=settings).candidates}["zigzag"]
     assert found.config.recompute.recompute_granularity == "full"
-    assert found.prediction.bytes == pytest.approx(41.2e9, rel=0.001)
+    assert found.prediction.bytes == pytest.approx(40.9e9, rel=0.001)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_the_examples_of_the_help_are_valid(entry, monkeypatch):
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs" / "runs").glob("*_[0-9]*x*.toml")), ids=lambda path: path.stem
 )
-def test_a_recipe_says_what_the_planner_predicts_for_it_and_takes_nothing_slower(path: Path) -> None:
+def test_a_recipe_says_what_the_planner_predicts_for_it_and_is_among_the_fastest(path: Path) -> None:
     processes, device = re.search(r"_(\d+)x([a-z]+\d+)", path.stem).groups()  # type: ignore[union-attr]
     cluster, recipe = load_cluster(ROOT / "configs" / "clusters" / f"{device}_pod.toml"), load_config(path)
     validate_sizes(recipe, int(processes))
@@ -105,13 +105,14 @@ def test_a_recipe_says_what_the_planner_predicts_for_it_and_takes_nothing_slower
     assert [figure for figure in figures if figure not in said] == []
     proven = replace(cluster, host_gb_per_s=0.0)  # offload has not run on a GPU
     best = rank(list(arrangements(recipe, int(processes))), int(processes), proven, vary=settings).candidates[0]
-    assert own.time == pytest.approx(best.prediction.time, rel=1e-6)
+    assert best.prediction.time <= own.time <= 1.01 * best.prediction.time  # less means nothing, and may cost memory
 
 
-def test_adapters_fit_where_all_weights_do_not() -> None:
+def test_adapters_leave_a_tenth_of_the_memory_where_all_weights_do_not() -> None:
     recipe = load_config(ROOT / "configs" / "runs" / "finetune_llama3_8b_512k_4xh100_lora.toml")
     cluster = load_cluster(ROOT / "configs" / "clusters" / "h100_pod.toml")
     cluster = replace(cluster, host_gb_per_s=0.0)
+    assert predicted(recipe, 4, cluster).bytes < 0.9e9 * cluster.memory_gb
     found = rank(list(arrangements(replace(recipe, model=recipe.model.merged()), 4)), 4, cluster, vary=settings)
-    assert found.candidates == []
-    assert min(found.too_large) / 1e9 == pytest.approx(80.8, abs=0.05)
+    assert found.candidates[0].prediction.bytes / 1e9 == pytest.approx(77.9, abs=0.05)
+    assert min(candidate.prediction.bytes for candidate in found.candidates) > 0.9e9 * cluster.memory_gb

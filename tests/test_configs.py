@@ -114,5 +114,5 @@ def test_adapters_leave_a_tenth_of_the_memory_where_all_weights_do_not() -> None
     cluster = replace(cluster, host_gb_per_s=0.0)
     assert predicted(recipe, 4, cluster).bytes < 0.9e9 * cluster.memory_gb
     found = rank(list(arrangements(replace(recipe, model=recipe.model.merged()), 4)), 4, cluster, vary=settings)
-    assert found.candidates[0].prediction.bytes / 1e9 == pytest.approx(77.9, abs=0.05)
+    assert found.candidates[0].prediction.bytes / 1e9 == pytest.approx(77.4, abs=0.05)
     assert min(candidate.prediction.bytes for candidate in found.candidates) > 0.9e9 * cluster.memory_gb

@@ -257,13 +257,19 @@ def offloaded(work: Workload, plan: Plan, arranged: Arrangement) -> float:
 
 
 def pinned(work: Workload, plan: Plan, arranged: Arrangement) -> float:
-    """Return the bytes of host memory that torch pins for both, but for what is left of the moments' last slab."""
+    """Return the bytes of host memory that torch pins for both, but for what is left of the moments' last slab.
+
+    Of a pipeline the first stage has most there: of as many micro-batches as 1F1B has stages.
+    """
     part = work.element_size / arranged.tp
     kept = [work.hidden * part] if arranged.offload else []
     if arranged.offload and arranged.recompute == "attention_boundary":
         kept += [work.heads * work.head_dim * part] * _outputs(plan) + [4 * work.heads / arranged.tp]
     tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
-    return in_slabs([round(tokens * count) for count in kept] * layers, SEVERAL) + moments(work, plan, arranged)
+    flying = min(arranged.pp, work.micro_batches)
+    return in_slabs([round(tokens * count) for count in kept] * layers * flying, SEVERAL) + moments(
+        work, plan, arranged
+    )
 
 
 def fetched_ahead(work: Workload, plan: Plan, arranged: Arrangement) -> bool:

@@ -81,6 +81,7 @@ def _numbers(
         moments_on_host=config.optimizer.optimizer_cpu_offload,
         loss_chunk=recompute.loss_chunk_size,
         ffn_chunk=recompute.ffn_chunk_size,
+        all_in_flight=config.pipeline.pipeline_schedule == "GPipe",
     )
     method = config.context.context_parallel_method
     if method == "none" and cp == 1:  # one rank runs every method alike

@@ -75,6 +75,8 @@ class Arrangement:
     moments_on_host: bool = False
     loss_chunk: int = 0
     ffn_chunk: int = 0
+    all_in_flight: bool = False
+    """Whether a pipeline keeps all micro-batches' activations at once, as GPipe; 1F1B as many as it has stages."""
 
 
 def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, float]:
@@ -132,7 +134,7 @@ def _activations(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[lis
     """Count what layers keep at each moment, and what the loss or a layer's backward takes besides."""
     tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
     stream = tokens * work.hidden * work.element_size / arranged.tp
-    flying = min(arranged.pp, work.micro_batches)  # of 1F1B
+    flying = _flying(work, arranged)
     sent = stream * flying * (arranged.pp > 1)
     one, held = tokens * _layer_activations(work, plan, arranged)[0], layers
     if arranged.offload:  # what is on its way; the layer that runs is counted with its inside
@@ -143,8 +145,17 @@ def _activations(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[lis
         every, two, first, again = every + again, two + again, first + again, 0.0
     waiting = (flying - 1) * every + sent
     layer = _backward_bytes(work, plan, arranged)
-    activations = [every + 2 * stream, every + waiting, waiting + two, waiting + first, 0]
+    others = (flying - 1) * (every + _loss_kept(work, tokens, arranged)) * arranged.all_in_flight  # of the last stage
+    activations = [every + 2 * stream + others, every + waiting, waiting + two, waiting + first, 0]
     return activations, [_loss_bytes(work, tokens, arranged), layer, layer, layer + again, 0]
+
+
+def _loss_kept(work: Workload, tokens: int, arranged: Arrangement) -> float:
+    """Count what a loss keeps until its backward: logits, or the gradients that came with it."""
+    width = max(1, work.vocab / arranged.tp)
+    if arranged.loss_chunk:
+        return work.hidden * (4 * width + tokens * work.element_size / arranged.tp)
+    return width * work.element_size * tokens
 
 
 def _loss_bytes(work: Workload, tokens: int, arranged: Arrangement) -> float:
@@ -153,9 +164,7 @@ def _loss_bytes(work: Workload, tokens: int, arranged: Arrangement) -> float:
     width = max(1, work.vocab / arranged.tp)
     rows = min(scores, work.wide_logits / width)
     count = width * ((2 * size * scores + 8 * rows) if size < 4 else (size + 4) * scores)
-    if arranged.loss_chunk:  # the gradients of the output's weights and of its input come with the loss
-        count += work.hidden * (4 * width + tokens * size / arranged.tp)
-    return count
+    return count + (_loss_kept(work, tokens, arranged) if arranged.loss_chunk else 0)
 
 
 def _backward_bytes(work: Workload, plan: Plan, arranged: Arrangement) -> float:
@@ -257,13 +266,25 @@ def offloaded(work: Workload, plan: Plan, arranged: Arrangement) -> float:
 
 
 def pinned(work: Workload, plan: Plan, arranged: Arrangement) -> float:
-    """Return the bytes of host memory that torch pins for both, but for what is left of the moments' last slab."""
+    """Return the bytes of host memory that torch pins for both, but for what is left of the moments' last slab.
+
+    Of a pipeline the first stage has most there: of all micro-batches in flight.
+    """
     part = work.element_size / arranged.tp
     kept = [work.hidden * part] if arranged.offload else []
     if arranged.offload and arranged.recompute == "attention_boundary":
         kept += [work.heads * work.head_dim * part] * _outputs(plan) + [4 * work.heads / arranged.tp]
     tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
-    return in_slabs([round(tokens * count) for count in kept] * layers, SEVERAL) + moments(work, plan, arranged)
+    flying = _flying(work, arranged)
+    return in_slabs([round(tokens * count) for count in kept] * layers * flying, SEVERAL) + moments(
+        work, plan, arranged
+    )
+
+
+def _flying(work: Workload, arranged: Arrangement) -> int:
+    """Return of how many micro-batches the first stage keeps activations at once."""
+    all_there = arranged.all_in_flight and arranged.pp > 1
+    return work.micro_batches if all_there else min(arranged.pp, work.micro_batches)
 
 
 def fetched_ahead(work: Workload, plan: Plan, arranged: Arrangement) -> bool:

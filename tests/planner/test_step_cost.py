@@ -329,5 +329,7 @@ def test_of_host_memory_slabs_of_powers_of_two_are_pinned() -> None:
         moved = Arrangement(recompute=policy, offload=True)
         assert offloaded(GPT_7B, plan, moved) == 32 * own
         assert pinned(GPT_7B, plan, moved) == pins * gib
+        several, staged = replace(GPT_7B, micro_batches=4), replace(moved, pp=2)
+        assert pinned(several, plan, staged) == pins * gib, "half of the layers, of two micro-batches"
     only = Arrangement(moments_on_host=True)
     assert pinned(GPT_7B, plan, only) == moments(GPT_7B, plan, only) == GPT_7B.parameters

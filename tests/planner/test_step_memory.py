@@ -17,6 +17,7 @@ LLAMA = (
 CHUNKS = "--loss-chunk-size 2048 --ffn-chunk-size 2048 "
 AGAIN, CP = " --recompute-granularity ", "--loss-chunk-size 2048 --context-parallel-size "
 BY, WALLFACER = " --context-parallel-method ", " --context-parallel-method wallfacer --context-parallel-team-size "
+GPIPE = "--pipeline-schedule GPipe --pipeline-model-parallel-size 2 --global-batch-size 4"
 CASES = {
     "none": (1, ""),
     "none, chunks": (1, CHUNKS),
@@ -30,6 +31,8 @@ CASES = {
     "allgather 4, full": (4, CP + "4" + BY + "allgather --seq-length 131072" + AGAIN + "full"),
     "tensor 2, pipeline 2":
         (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 4"),
+    "GPipe 2": (2, GPIPE),
+    "GPipe 2, full, chunks": (2, GPIPE + AGAIN + "full " + CHUNKS),
     "data 4, zero1": (4, "--data-parallel-sharding-strategy zero1 --global-batch-size 8"),
     "on a CPU": (4, "--device cpu" + AGAIN + "full " + CP + "4" + BY + "zigzag"),
     "on a CPU, float32": (4, "--device cpu --no-bf16" + AGAIN + "full " + CP + "4" + BY + "zigzag"),

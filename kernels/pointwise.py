@@ -57,8 +57,8 @@ class _Rotated(torch.autograd.Function):
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up (Shazeer 2020, eq. 6) for gate and up of one shape and dtype; keep these two alone.
 
-    Autograd would keep silu(gate) too, which the backward computes again. On a GPU in one launch each way where Triton
-    is there; torch takes two and three, and 1.7 and 1.8 times as much memory traffic.
+    Differentiable once. Autograd would keep silu(gate) too, which the backward computes again. On a GPU in one launch
+    each way where Triton is there; torch takes two and three, and 1.7 and 1.8 times as much memory traffic.
     """
     return F.silu(gate) * up if torch.compiler.is_compiling() else _Gated.apply(gate, up)
 

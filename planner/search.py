@@ -82,6 +82,7 @@ def _numbers(
         loss_chunk=recompute.loss_chunk_size,
         ffn_chunk=recompute.ffn_chunk_size,
         all_in_flight=config.pipeline.pipeline_schedule == "GPipe",
+        virtual=config.pipeline.num_virtual_stages_per_pipeline_rank,
     )
     method = config.context.context_parallel_method
     if method == "none" and cp == 1:  # one rank runs every method alike

@@ -1,6 +1,7 @@
 """Count a training step's memory, and what of it lies on the host, for a model that is given by numbers."""
 
 from dataclasses import dataclass
+from math import ceil
 
 from kernels.loss import LOSS_CHUNK
 from parallel.context.mask import Window
@@ -48,6 +49,8 @@ class Workload:
     """Such widths that the first layer keeps more: queries and keys of twice the width."""
     modulated: int = 0
     """Widths of the residual stream that a layer looks up for every token: a DiT's shifts, scales and gates."""
+    replicated: int = 0
+    """Parameters that tensor parallelism does not divide."""
     averages: int = 0
     """Bytes per parameter of averages of the weights."""
     wide_logits: int = LOSS_CHUNK["cuda"]
@@ -77,6 +80,8 @@ class Arrangement:
     ffn_chunk: int = 0
     all_in_flight: bool = False
     """Whether a pipeline keeps all micro-batches' activations at once, as GPipe; 1F1B as many as it has stages."""
+    virtual: int = 1
+    """Stages of each rank of a pipeline."""
 
 
 def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, float]:
@@ -107,7 +112,7 @@ def _weights(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[float, 
     tp, size, trained = arranged.tp, work.element_size, work.trained_share
     output = work.vocab * work.hidden / tp
     outside, layers = work.outside / tp, -(-work.layers // arranged.pp)
-    each = (work.parameters / tp - outside) / work.layers
+    each = ((work.parameters - work.replicated) / tp + work.replicated - outside) / work.layers
     if arranged.pp > 1:
         outside = max(output, outside - output)
     own, shards = layers * each + outside, _shards(plan, arranged)
@@ -145,8 +150,14 @@ def _activations(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[lis
         every, two, first, again = every + again, two + again, first + again, 0.0
     waiting = (flying - 1) * every + sent
     layer = _backward_bytes(work, plan, arranged)
-    others = (flying - 1) * (every + _loss_kept(work, tokens, arranged)) * arranged.all_in_flight  # of the last stage
-    activations = [every + 2 * stream + others, every + waiting, waiting + two, waiting + first, 0]
+    others = every + _loss_kept(work, tokens, arranged) * arranged.all_in_flight  # of the last stage
+    activations = [
+        every + 2 * stream + (_flying(work, arranged, last=True) - 1) * others,
+        every + waiting,
+        waiting + two,
+        waiting + first,
+        0,
+    ]
     return activations, [_loss_bytes(work, tokens, arranged), layer, layer, layer + again, 0]
 
 
@@ -173,19 +184,17 @@ def _backward_bytes(work: Workload, plan: Plan, arranged: Arrangement) -> float:
     It is most in the feed-forward, or in the attention, when what the feed-forward held is gone and the gradients of
     its weights are there.
     """
-    of, tokens, size = (
-        own_sizes(work, plan, arranged.tp),
-        work.micro_batch * plan.local_len,
-        work.element_size / arranged.tp,
-    )
+    of, tokens = own_sizes(work, plan, arranged.tp), work.micro_batch * plan.local_len
+    size, split = work.element_size / arranged.tp, arranged.tp > 1
     kept, inside = _layer_activations(work, plan, arranged)
     matrices, rows = 3 if work.gated else 2, min(tokens, arranged.ffn_chunk or tokens)
     stream, wide, matrix = tokens * work.hidden * size, rows * work.ffn * size, work.hidden * work.ffn * size
     ffn, gone = (matrices - 1) * wide + matrix + stream, work.residual / 2 * stream
+    whole = stream * arranged.tp  # of all tokens, where ranks share them
     if arranged.ffn_chunk:  # its gradients of weights are summed in float32
-        ffn += matrices * (wide + matrix * (1 + 4 / work.element_size)) + stream
+        ffn += matrices * (wide + matrix * (1 + 4 / work.element_size)) + (2 * whole if split else stream)
     else:
-        gone += matrices * wide
+        ffn, gone = ffn + whole * split, gone + matrices * wide
     attention = _attention_buffers(plan, of, plan.backward_moves(of)) + 2 * stream - gone + matrices * matrix
     return tokens * (inside - kept * (not arranged.offload)) + max(attention, ffn)
 
@@ -276,15 +285,22 @@ def pinned(work: Workload, plan: Plan, arranged: Arrangement) -> float:
         kept += [work.heads * work.head_dim * part] * _outputs(plan) + [4 * work.heads / arranged.tp]
     tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
     flying = _flying(work, arranged)
-    return in_slabs([round(tokens * count) for count in kept] * layers * flying, SEVERAL) + moments(
-        work, plan, arranged
-    )
+    tensors = [round(tokens * count) for count in kept] * layers * ceil(flying)
+    return in_slabs(tensors, SEVERAL) + moments(work, plan, arranged)
 
 
-def _flying(work: Workload, arranged: Arrangement) -> int:
-    """Return of how many micro-batches the first stage keeps activations at once."""
-    all_there = arranged.all_in_flight and arranged.pp > 1
-    return work.micro_batches if all_there else min(arranged.pp, work.micro_batches)
+def _flying(work: Workload, arranged: Arrangement, last: bool = False) -> float:
+    """Return of how many micro-batches the first rank of a pipeline keeps activations at once, or the last.
+
+    In interleaved schedules a rank has so many parts of its layers under way before its first backward (Narayanan et
+    al. 2021, section 2.2).
+    """
+    if arranged.all_in_flight and arranged.pp > 1:
+        return work.micro_batches
+    ahead: float = 1 if last else arranged.pp
+    if arranged.virtual > 1:
+        ahead = (2 * (ahead - 1) + (arranged.virtual - 1) * arranged.pp + 1) / arranged.virtual
+    return min(ahead, work.micro_batches)
 
 
 def fetched_ahead(work: Workload, plan: Plan, arranged: Arrangement) -> bool:

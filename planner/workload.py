@@ -104,6 +104,7 @@ def _diffusion(config: DiTRunConfig) -> dict[str, Any]:
         "outside": 2 * config.model.out_width * config.model.hidden_size,
         "matrix_weights": products,
         "modulated": 6 if config.packed else 0,
+        "replicated": 6 * config.model.num_layers * config.model.hidden_size**2,  # which make shifts, scales and gates
         "averages": averages,
     }
 

@@ -33,6 +33,10 @@ CASES = {
         (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 4"),
     "GPipe 2": (2, GPIPE),
     "GPipe 2, full, chunks": (2, GPIPE + AGAIN + "full " + CHUNKS),
+    "interleaved 2": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule Interleaved1F1B --global-batch-size 4 "
+                      "--num-virtual-stages-per-pipeline-rank 2 --num-layers 8"),
+    "tensor 4, attention_boundary, chunks": (4, "--tensor-model-parallel-size 4 --seq-length 65536 " + CHUNKS + AGAIN
+                                             + "attention_boundary"),
     "data 4, zero1": (4, "--data-parallel-sharding-strategy zero1 --global-batch-size 8"),
     "on a CPU": (4, "--device cpu" + AGAIN + "full " + CP + "4" + BY + "zigzag"),
     "on a CPU, float32": (4, "--device cpu --no-bf16" + AGAIN + "full " + CP + "4" + BY + "zigzag"),

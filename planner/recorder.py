@@ -209,7 +209,7 @@ class Recorder(Tapes):
             kind = "gathered weights" if n in self._resized else "activations" if held else self._kinds[n]
             memory["gradients" if n in own else kind] += size
         ranks, stage = mesh.pp.size(), mesh.pp.get_local_rank()
-        flying = config.pipeline.in_flight(stage, ranks, micro_batches) if ranks > 1 and single else 1
+        flying = int(config.pipeline.in_flight(stage, ranks, micro_batches)) if single else 1
         if not offload:
             memory["activations"] += round((flying - 1) * sum(kept.values()))
         there = {kind: [at_end[n] for n in at_end if self._kinds[n] == kind] for kind in (KEPT, MOMENTS)}

@@ -81,8 +81,7 @@ def _numbers(
         moments_on_host=config.optimizer.optimizer_cpu_offload,
         loss_chunk=recompute.loss_chunk_size,
         ffn_chunk=recompute.ffn_chunk_size,
-        all_in_flight=config.pipeline.pipeline_schedule == "GPipe",
-        virtual=config.pipeline.num_virtual_stages_per_pipeline_rank,
+        pipeline=config.pipeline,
     )
     method = config.context.context_parallel_method
     if method == "none" and cp == 1:  # one rank runs every method alike

@@ -1,6 +1,6 @@
 """Count a training step's memory, and what of it lies on the host, for a model that is given by numbers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 from kernels.loss import LOSS_CHUNK
@@ -10,6 +10,7 @@ from parallel.context.traffic import Moves, Sizes, sizes
 from parallel.data import Strategy
 from parallel.offload import FETCH_AHEAD, SEVERAL
 from parallel.pinned import in_slabs
+from parallel.pipeline.stages import PipelineConfig
 from planner.attention_cost import most_rows_held
 from train.host_moments import MOMENTS, PIECE
 
@@ -78,10 +79,7 @@ class Arrangement:
     moments_on_host: bool = False
     loss_chunk: int = 0
     ffn_chunk: int = 0
-    all_in_flight: bool = False
-    """Whether a pipeline keeps all micro-batches' activations at once, as GPipe; 1F1B as many as it has stages."""
-    virtual: int = 1
-    """Stages of each rank of a pipeline."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
 
 def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, float]:
@@ -139,7 +137,7 @@ def _activations(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[lis
     """Count what layers keep at each moment, and what the loss or a layer's backward takes besides."""
     tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
     stream = tokens * work.hidden * work.element_size / arranged.tp
-    flying = _flying(work, arranged)
+    flying, ends = (arranged.pipeline.in_flight(rank, arranged.pp, work.micro_batches) for rank in (0, arranged.pp - 1))
     sent = stream * flying * (arranged.pp > 1)
     one, held = tokens * _layer_activations(work, plan, arranged)[0], layers
     if arranged.offload:  # what is on its way; the layer that runs is counted with its inside
@@ -150,9 +148,9 @@ def _activations(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[lis
         every, two, first, again = every + again, two + again, first + again, 0.0
     waiting = (flying - 1) * every + sent
     layer = _backward_bytes(work, plan, arranged)
-    others = every + _loss_kept(work, tokens, arranged) * arranged.all_in_flight  # of the last stage
+    others = every + _loss_kept(work, tokens, arranged) * (arranged.pipeline.pipeline_schedule == "GPipe")
     activations = [
-        every + 2 * stream + (_flying(work, arranged, last=True) - 1) * others,
+        every + 2 * stream + (ends - 1) * others,
         every + waiting,
         waiting + two,
         waiting + first,
@@ -203,8 +201,8 @@ def _attention_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
     """Count a backward's buffers: what a block's kernel gives, and what circulates or is gathered, and its gradients.
 
     Of what circulates one is held and one in transit; of gradients, from the third round on, also what was sent before.
-    Gathered, they are there as sums and as what is sent. In stages of heads they are a stage's, with
-    what it exchanges again: q, dout, out and lse, k and v; and all results, and sums of KV.
+    Gathered, they are there as sums and as what is sent. In stages of heads they are a stage's, with what it exchanges
+    again: q, dout, out and lse, k and v; and all results, and sums of KV.
     """
     if of.stages > 1:
         stage = of.stage
@@ -236,8 +234,8 @@ def _given(of: Sizes) -> int:
 def _layer_activations(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[float, float]:
     """Return bytes per token that a layer keeps for its backward, and that it holds then.
 
-    Counted module by module: residuals, inputs of norms and projections; queries, keys (before and after rotary) and
-    values, the output and its lse; gate, up and product of a gated feed-forward, input and activation of another.
+    Counted module by module: residuals, inputs of norms and projections; queries, keys and values, the output and its
+    lse; gate, up and product of a gated feed-forward, input and activation of another.
     """
     queries, keys = work.heads * work.head_dim, work.kv_heads * work.head_dim
     ffn = 0 if arranged.ffn_chunk else (3 if work.gated else 2) * work.ffn
@@ -284,23 +282,9 @@ def pinned(work: Workload, plan: Plan, arranged: Arrangement) -> float:
     if arranged.offload and arranged.recompute == "attention_boundary":
         kept += [work.heads * work.head_dim * part] * _outputs(plan) + [4 * work.heads / arranged.tp]
     tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
-    flying = _flying(work, arranged)
-    tensors = [round(tokens * count) for count in kept] * layers * ceil(flying)
+    flying = ceil(arranged.pipeline.in_flight(0, arranged.pp, work.micro_batches))
+    tensors = [round(tokens * count) for count in kept] * layers * flying
     return in_slabs(tensors, SEVERAL) + moments(work, plan, arranged)
-
-
-def _flying(work: Workload, arranged: Arrangement, last: bool = False) -> float:
-    """Return of how many micro-batches the first rank of a pipeline keeps activations at once, or the last.
-
-    In interleaved schedules a rank has so many parts of its layers under way before its first backward (Narayanan et
-    al. 2021, section 2.2).
-    """
-    if arranged.all_in_flight and arranged.pp > 1:
-        return work.micro_batches
-    ahead: float = 1 if last else arranged.pp
-    if arranged.virtual > 1:
-        ahead = (2 * (ahead - 1) + (arranged.virtual - 1) * arranged.pp + 1) / arranged.virtual
-    return min(ahead, work.micro_batches)
 
 
 def fetched_ahead(work: Workload, plan: Plan, arranged: Arrangement) -> bool:

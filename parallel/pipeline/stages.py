@@ -122,9 +122,17 @@ class PipelineConfig:
         """Return the number of stages on that many ranks."""
         return ranks * self.num_virtual_stages_per_pipeline_rank
 
-    def in_flight(self, rank: int, ranks: int, micro_batches: int) -> int:
-        """Return of how many micro-batches a rank of a single stage holds activations at once: its warm-up, and one."""
-        return micro_batches if self.pipeline_schedule == "GPipe" else min(ranks - rank, micro_batches)
+    def in_flight(self, rank: int, ranks: int, micro_batches: int) -> float:
+        """Return of how many micro-batches a rank holds activations of all its layers at once: its warm-up, and one.
+
+        With several stages a rank they are parts of its layers (Narayanan et al. 2021, section 2.2).
+        """
+        if ranks == 1:
+            return 1
+        if self.pipeline_schedule == "GPipe":
+            return micro_batches
+        virtual, ahead = self.num_virtual_stages_per_pipeline_rank, ranks - rank
+        return min(ahead if virtual == 1 else (2 * ahead - 1 + (virtual - 1) * ranks) / virtual, micro_batches)
 
     def own(self, rank: int, ranks: int) -> tuple[int, ...]:
         """Return a rank's stages, ascending: every ``ranks``-th one."""

@@ -21,7 +21,7 @@ from bench.processes import ONE_PROCESS, Contestants, Times
 from bench.rounds import add_json, add_rounds, add_sizes, keep, said, sizes_of, target, turns
 from bench.workload import DTYPES, Workload, check_same
 from runtime.errors import UserError
-from testing.machine import OtherLoad, describe, usable_cores
+from runtime.machine import OtherLoad, describe, usable_cores
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 from tools.results import aligned
 

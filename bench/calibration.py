@@ -21,8 +21,8 @@ from bench.workload import DTYPES, Workload
 from parallel.context import make_plan
 from parallel.context.executor import Executor
 from runtime.errors import UserError
+from runtime.machine import time_steps, usable_cores
 from runtime.together import gather_results
-from testing.machine import time_steps, usable_cores
 from train.watching.peak import peak_flops
 
 Figures = dict[str, tuple[Any, str]]

@@ -12,7 +12,7 @@ import torch
 from bench.rounds import add_json, keep, need_cuda
 from bench.workload import DTYPES
 from kernels.products import linear
-from testing.machine import describe, time_steps, usable_cores
+from runtime.machine import describe, time_steps, usable_cores
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 # Large enough to leave the caches and to fill every multiprocessor; a second or so of work in all.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from runtime.errors import UserError
+from runtime.ranks import RankError
 from runtime.words import counted
-from testing.ranks import RankError
 
 
 class MeasureError(UserError):

@@ -23,8 +23,8 @@ from bench.rounds import add_json, keep
 from parallel.mesh import distributed_mesh
 from planner.rehearsal import rehearse
 from runtime.errors import UserError
-from testing.machine import describe
-from testing.ranks import run_ranks
+from runtime.machine import describe
+from runtime.ranks import run_ranks
 from tools.arguments import one_line_errors, parser_for, run_command
 from tools.fit import parsed
 from train.assemble import build_runner

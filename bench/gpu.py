@@ -27,7 +27,7 @@ from parallel.context.geometry import Transfer
 from parallel.context.heads import HeadExchange
 from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Tensors, Transport
-from testing.machine import describe, time_steps
+from runtime.machine import describe, time_steps
 from tools.results import aligned
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)

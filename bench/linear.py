@@ -36,9 +36,9 @@ from kernels.linear_attention import linear_attention
 from kernels.linear_scan import SCAN_CHUNK
 from model.transnormer import alibi_slopes
 from runtime.errors import UserError
-from testing.machine import OtherLoad, describe, results_file, time_steps, usable_cores
-from testing.records import write_records
+from runtime.machine import OtherLoad, describe, results_file, time_steps, usable_cores
 from tools.arguments import one_line_errors, parser_for, positive, run_command
+from tools.records import write_records
 from tools.results import markdown as table
 
 CONTESTANTS = ("chunked", "naive", "softmax")

@@ -36,7 +36,7 @@ from model.config import ModelConfig
 from model.llama import Llama
 from parallel.context import context_parallel
 from parallel.recompute import ATTENTION, RecomputeConfig, recompute_layers
-from testing.machine import describe
+from runtime.machine import describe
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 from train.objectives.language import NextToken
 

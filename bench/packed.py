@@ -23,7 +23,7 @@ from bench.processes import ONE_PROCESS, Contestants
 from bench.rounds import add_json, add_rounds, add_sizes, keep, said, sizes_of, target, turns
 from bench.workload import Workload, check_same
 from runtime.errors import UserError
-from testing.machine import usable_cores
+from runtime.machine import usable_cores
 from tools.arguments import one_line_errors, parser_for, run_command
 from tools.results import aligned
 

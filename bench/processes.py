@@ -20,7 +20,7 @@ from bench.errors import failures_told
 from bench.peers.packages import attention_of
 from bench.workload import DTYPES, Workload, fingerprint
 from parallel.context import ContextParallel
-from testing.ranks import Rank, hear, join_here, one_of_each, started, tell
+from runtime.ranks import Rank, hear, join_here, one_of_each, started, tell
 
 ONE_PROCESS = "one_process"
 ANSWER_WITHIN = 600.0

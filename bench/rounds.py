@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from runtime.errors import UserError
-from testing.records import write_records
 from tools.arguments import positive
+from tools.records import write_records
 
 FEWEST = 3
 """Rounds that are done whatever they take."""

@@ -32,11 +32,11 @@ from data.text.indexed import id_type, write_index
 from data.tokenizer import load_tokenizer, train_tokenizer
 from parallel.context.methods.registry import METHODS
 from runtime.errors import UserError
+from runtime.machine import describe
 from testing.cuda_stub.__main__ import check_machine
-from testing.machine import describe
-from testing.records import read_records, write_records
 from tools.arguments import one_line_errors, parser_for, run_command
 from tools.plan import plan
+from tools.records import read_records, write_records
 
 MOST_ERROR = 0.05
 LIMIT = 300.0

@@ -23,12 +23,12 @@ from papers.table import FOLDER
 from papers.table import published as rows_of
 from parallel.context.linear import state
 from runtime.errors import UserError
-from testing.machine import describe, in_words, stamp
-from testing.ranks import run_ranks
-from testing.records import read_records, write_records
-from testing.training import Records, trainer_of
+from runtime.machine import describe, in_words, stamp
+from runtime.ranks import run_ranks
 from tools.arguments import one_line_errors, parser_for, run_command
+from tools.records import read_records, write_records
 from tools.results import markdown as markdown_table
+from tools.training import Records, trainer_of
 
 NAME = "lasp_convergence"
 RESULTS = FOLDER / "results" / f"{NAME}.jsonl"

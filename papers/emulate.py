@@ -28,7 +28,7 @@ from parallel.context.traffic import Moves, Sizes, sizes
 from planner.attention_cost import AttentionCost
 from planner.cluster import default_cluster, load_cluster
 from runtime.errors import UserError
-from testing.machine import describe, time_steps
+from runtime.machine import describe, time_steps
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 from tools.results import aligned
 

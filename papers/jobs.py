@@ -22,8 +22,8 @@ from data.latents.writer import write_latents
 from data.text.indexed import open_indexed, write_index, writing
 from data.text.prepare import Request, prepare
 from planner.cluster import load_cluster
+from runtime.machine import commit_of
 from slurm.submit import Site, build_parser, checked, read_site, script, submit
-from tools.results import commit_of
 from train.watching.metrics import METRICS, read_metrics
 
 Figures = Mapping[str, float | int | str | None]

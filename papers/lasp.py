@@ -21,9 +21,9 @@ from parallel.context import make_plan
 from planner.search import workload_of
 from planner.step_memory import Arrangement, Workload, memory_of
 from runtime.errors import UserError
-from testing.ranks import run_ranks
+from runtime.machine import commit_of
+from runtime.ranks import run_ranks
 from tools.arguments import run_command
-from tools.results import commit_of
 from train.config.language import load_config
 
 RANKS, MEMORY_GB = 4, 80.0

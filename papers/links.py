@@ -20,7 +20,7 @@ from bench.rounds import turns
 from data.text.prepare import prepare
 from papers.rows import Row
 from planner.cluster import Cluster, load_cluster
-from testing.machine import device_name
+from runtime.machine import device_name
 
 RATE, TOKENS, RANKS = "100mbit", 8192, 8
 """Of the link or of each rail; tokens of a step."""

@@ -22,10 +22,10 @@ from bench.link.network import NetworkError
 from papers.jobs import Figures, Job, measured, submit_row
 from runtime.errors import UserError
 from runtime.files import write_text
+from runtime.machine import ROOT, commit_of, slug
 from slurm.submit import check_login_node
-from testing.machine import slug
 from tools.arguments import one_line_errors, parser_for
-from tools.results import ROOT, aligned, commit_of
+from tools.results import aligned
 from tools.results import markdown as markdown_table
 
 COLUMNS, MADE_BY = ("published", "analytic", "measured"), "made by"

@@ -19,7 +19,7 @@ from planner.cluster import Cluster
 from planner.search import workload_of
 from planner.step_cost import predict
 from planner.step_memory import Arrangement, Workload
-from testing.machine import device_name
+from runtime.machine import device_name
 from tools.arguments import run_command
 from train.config.language import load_config
 

@@ -19,8 +19,8 @@ from parallel.context import Plan, context_parallel, make_plan
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.step_cost import predict
 from planner.step_memory import Arrangement, Workload, memory_of
-from testing.machine import device_name
-from testing.ranks import run_ranks
+from runtime.machine import device_name
+from runtime.ranks import run_ranks
 from tools.arguments import run_command
 
 GIB, K = 2**30, 1024

@@ -13,7 +13,7 @@ from parity.rank import train
 from parity.run import LOSS, NORM, Run, furthest, merged
 from parity.samples import samples_of
 from parity.shrink import shrunk
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from train.config.common import CommonConfig
 from train.config.entries import Config
 from train.config.flags import write_toml

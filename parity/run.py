@@ -40,8 +40,8 @@ from parity.modules import Piece
 from parity.rank import Found, train
 from runtime.errors import UserError
 from runtime.files import write_text
-from testing.machine import describe, in_words
-from testing.ranks import run_ranks
+from runtime.machine import describe, in_words
+from runtime.ranks import run_ranks
 from tools.arguments import one_line_errors, parser_for, run_command
 from train.watching.metrics import loss_name
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data.text.prepare import Request, prepare
-from testing.ranks import preload
+from runtime.ranks import preload
 
 preload("tests.preload")
 

@@ -16,10 +16,10 @@ from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
 from kernels.loss import cross_entropy_sum
 from model.registry import build_model
-from testing.ranks import run_ranks
-from testing.training import Records, trainer_of
+from runtime.ranks import run_ranks
 from tests.data.text.corpora import write_documents
 from tests.parallel.whole import gradients_of
+from tools.training import Records, trainer_of
 from train.config.language import parse_args
 from train.loop import Trainer
 

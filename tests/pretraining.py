@@ -9,8 +9,8 @@ from typing import Any
 
 import pretrain_dit
 from pretrain_gpt import main
-from testing.ranks import run_ranks
-from testing.training import PEAK
+from runtime.ranks import run_ranks
+from tools.training import PEAK
 from train.watching.metrics import METRICS, read_metrics
 
 TINY = """

@@ -28,7 +28,7 @@ def _folder(purpose: str, imports: str = "") -> Folder:
 
 
 LIBRARY = "model data checkpoint parallel parallel/context kernels runtime"
-BELOW = "tools/arguments tools/results"
+BELOW = "tools/arguments tools/results tools/records tools/training"
 FOLDERS = {
     "entry": _folder("the two programs that train", f"{LIBRARY} train planner"),
     "runtime": _folder("what every folder may use: files, errors of all ranks, processes"),
@@ -45,25 +45,26 @@ FOLDERS = {
     ),
     "tools/calibrate": _folder("a cluster file measured here", f"{LIBRARY} train planner bench testing {BELOW}"),
     "tools/arguments": _folder("what every program's command line shares", "runtime"),
-    "tools/results": _folder("what results say of themselves", "runtime"),
-    "testing": _folder(
-        "real ranks and measured machines, for tests and benchmarks", f"{LIBRARY} train planner entry tools/results"
-    ),
-    "testing/cuda_stub": _folder("GPUs that compute nothing", "testing runtime tools/arguments"),
+    "tools/results": _folder("tables and files of results", "runtime"),
+    "tools/records": _folder("figures as JSON lines", "runtime"),
+    "tools/training": _folder("a run whose records stay in memory", f"{LIBRARY} train planner"),
+    "tools/preload": _folder("imports of the server that ranks are forked from", f"{LIBRARY} train planner entry"),
+    "testing": _folder("the ranks of a plan as threads of one process", f"{LIBRARY} train planner"),
+    "testing/cuda_stub": _folder("GPUs that compute nothing", "runtime tools/arguments tools/records tools/training"),
     "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools testing testing/cuda_stub {BELOW}"),
     "bench/nccl": _folder(
         "several GPUs together, step by step", f"{LIBRARY} train planner parity testing bench {BELOW}"
     ),
     "papers": _folder("papers' tables row by row", f"{LIBRARY} train planner entry tools testing bench slurm {BELOW}"),
     "parity": _folder("every mesh equals one process", f"{LIBRARY} train planner entry testing {BELOW}"),
-    "slurm": _folder("jobs of a scheduler, and a virtual cluster", f"{LIBRARY} train planner tools {BELOW}"),
+    "slurm": _folder("jobs of a scheduler", f"{LIBRARY} train planner tools {BELOW}"),
 }
 """Each folder has one purpose, which no other has, and the others that it stands on; a row within a row is a part
 whose imports differ from the rest's."""
 ENTRIES = {"pretrain_gpt", "pretrain_dit"}
 PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
-MOST_FILES = 18
+MOST_FILES = 21
 LONGEST_FILE = 350
 MOST_LINES_OF_RESULTS = 2500
 
@@ -237,7 +238,7 @@ def test_right_imports_pass(tmp_path):
     plant(tmp_path, "parallel/a.py", "from .context import plan\nfrom .mesh import MeshConfig")
     plant(tmp_path, "tools/a.py", "import pretrain_gpt\nimport train.config.language")
     plant(tmp_path, "parity/a.py", "from tools.arguments import parser_for")
-    plant(tmp_path, "bench/a.py", "from tools import arguments\nfrom testing import ranks\nfrom bench import workload")
+    plant(tmp_path, "bench/a.py", "from tools import arguments\nfrom runtime import ranks\nfrom bench import workload")
     plant(tmp_path, "pretrain.py", "from train.config.language import parse_args\nfrom model.llama import Llama")
     plant(tmp_path, "model/a.py", "import torch\nfrom kernels.attention import block_forward\nfrom model import layers")
     assert wrong_imports(tmp_path) == []

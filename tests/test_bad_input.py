@@ -14,7 +14,7 @@ from data.text import indexed
 from data.text.prepare import Request, prepare
 from pretrain_gpt import main
 from runtime import together
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.bad_files import make_bad, write
 from tests.endings import Ending, end
 from tests.pretraining import TINY, on_rank

@@ -127,7 +127,7 @@ def test_two_processes(chats: Chats, want: Step) -> None:
 
 @pytest.mark.slow  # two runs of two processes; the loader's part of it is in tests/test_packed.py
 def test_a_run_trains_validates_and_goes_on(chats: Chats, tmp_path: Path) -> None:
-    from testing.ranks import run_ranks
+    from runtime.ranks import run_ranks
     from tests.pretraining import on_rank
     from train.watching.metrics import METRICS, read_metrics
 

@@ -23,7 +23,7 @@ from model.dit_config import architecture_of
 from parity.cases import REFERENCE, Case, diffusion_cases
 from parity.run import GRADIENTS, Run, compare, equal, trained
 from runtime import together
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.pretraining import DIT, pretrain_digits
 from train.config.diffusion import DiTRunConfig, load_config, parse_args
 from train.config.flags import config_fields

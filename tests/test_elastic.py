@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.starts import free_port, wait_until
 from tests.test_resize import BOUND, SIZES, apart

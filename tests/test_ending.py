@@ -13,7 +13,7 @@ import pytest
 
 from checkpoint import saving
 from checkpoint.search import POINTER, find_checkpoint
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.runtime.test_signals import runs
 from tests.starts import PATIENCE, wait_until

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.pretraining import differences, on_rank, pretrain
 
 BOUND = 1e-5

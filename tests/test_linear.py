@@ -7,9 +7,9 @@ import pytest
 
 from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
-from testing.ranks import run_ranks
-from testing.training import PEAK
+from runtime.ranks import run_ranks
 from tests.pretraining import TINY, differences, pretrain
+from tools.training import PEAK
 from train.config.language import parse_args
 
 BOUND = 1e-5

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from train.loop import Trainer
 from train.watching.metrics import METRICS, read_metrics

@@ -15,8 +15,8 @@ from model.base import initial_weight
 from model.registry import build_model
 from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
-from testing.ranks import run_ranks
-from testing.training import PEAK
+from runtime.ranks import run_ranks
+from tools.training import PEAK
 from train.config.language import parse_args
 
 RECIPE = Path(__file__).resolve().parent.parent / "configs" / "runs" / "finetune_tiny_512k.toml"

@@ -6,7 +6,7 @@ import pytest
 
 from kernels.attention import CAUSAL, FULL
 from parallel.context import tiles
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.pretraining import differences, on_rank, pretrain
 
 BOUND = 1e-5

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from checkpoint.search import POINTER
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank, pretrain, pretrain_digits
 from train.config.language import load_config
 from train.loop import Trainer

@@ -1,7 +1,6 @@
-"""What results share: the commit that they are of, Markdown tables, and files that appear together."""
+"""Markdown tables of results, and files that appear together."""
 
 import json
-import subprocess
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,26 +9,6 @@ from runtime.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def commit_of(root: Path = ROOT, *below: str) -> str:
-    """Return a checkout's commit, with a note if files of it, or those ``below`` alone, differ from the commit's."""
-    top, head = _git(root, "rev-parse", "--show-toplevel"), _git(root, "rev-parse", "HEAD")
-    if not head or not top or Path(top).resolve() != root.resolve():
-        return "unknown (not taken from a git checkout)"
-    changed = _git(root, "status", "--porcelain", "--untracked-files=normal", "--", *below)
-    return f"{head} with changes" if changed else head
-
-
-def _git(root: Path, *command: str) -> str:
-    """Return git's output; an empty string if git is missing or fails."""
-    try:
-        done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---") -> list[str]:

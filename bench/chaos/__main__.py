@@ -29,7 +29,7 @@ from data.text.prepare import prepare
 from data.text.record import Request
 from runtime.errors import UserError
 from runtime.files import LOCK, write_text
-from testing.machine import describe, in_words
+from runtime.machine import describe, in_words
 from tools.arguments import one_line_errors, parser_for, run_command
 from train.watching.metrics import METRICS, STARTS, read_metrics
 from train.watching.progress import duration

@@ -24,7 +24,7 @@ from bench.processes import Step
 from bench.rounds import add_sizes
 from bench.workload import Workload, fingerprint
 from runtime.errors import UserError
-from testing.machine import describe
+from runtime.machine import describe
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 WARM_UP, FREE = 1, 1  # steps without the limit: connections are made; counted

@@ -5,8 +5,8 @@ from typing import Any
 
 from bench.link.report import LINK, heading
 from runtime.files import write_text
-from testing.machine import results_file
-from testing.records import write_records
+from runtime.machine import results_file
+from tools.records import write_records
 from tools.results import markdown as markdown_table
 
 

@@ -30,9 +30,9 @@ from planner.cluster import Cluster
 from planner.ranking import weighed
 from runtime.errors import UserError
 from runtime.files import write_text
-from testing.machine import describe, results_file, stamp
-from testing.records import read_records, write_records
+from runtime.machine import describe, results_file, stamp
 from tools.arguments import one_line_errors, parser_for, positive, run_command
+from tools.records import read_records, write_records
 from tools.results import markdown as markdown_table
 
 LINKS = ("shared 100mbit", "shared 200mbit", "rails 50mbit", "rails 100mbit")

@@ -13,7 +13,7 @@ from bench.link.planned import planned
 from bench.link.ranks import Iteration, train
 from data.text.prepare import Request
 from parallel.context import Plan, make_plan
-from testing.machine import describe
+from runtime.machine import describe
 from train.config.language import Config, parse_args
 
 CORPUS = Request(vocab_size=VOCAB_SIZE, max_bytes=4 << 20)

@@ -17,9 +17,9 @@ from bench.errors import failures_told
 from bench.link.network import Network, enter
 from bench.workload import Workload
 from parallel.mesh import MeshConfig, distributed_mesh
-from testing.ranks import hear, messages, started, tell
-from testing.training import Records, trainer_of
+from runtime.ranks import hear, messages, started, tell
 from tools.profile_plan import measure
+from tools.training import Records, trainer_of
 from train.config.language import parse_args
 
 PORT = 29400

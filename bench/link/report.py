@@ -8,8 +8,8 @@ from bench.link.cases import reference_of
 from bench.link.planned import verdict
 from runtime.errors import UserError
 from runtime.files import write_text
-from testing.machine import device_name, in_words, results_file, usable_cores
-from testing.records import read_records, write_records
+from runtime.machine import device_name, in_words, results_file, usable_cores
+from tools.records import read_records, write_records
 from tools.results import markdown as markdown_table
 
 KEY = ("model", "link", "seq_length", "batch")

@@ -26,9 +26,9 @@ from bench.rounds import add_rounds
 from bench.workload import Workload
 from data.text.prepare import Request, prepare
 from runtime.errors import UserError
-from testing.machine import describe, results_file, usable_cores
-from testing.records import write_records
+from runtime.machine import describe, results_file, usable_cores
 from tools.arguments import one_line_errors, parser_for, positive, run_command
+from tools.records import write_records
 
 OURS = ("zigzag", "striped")
 CONFIG = Path("configs/llama_tiny.toml")

@@ -21,7 +21,7 @@ from bench.rounds import turns
 from data.loader import batches
 from model.config import ModelConfig
 from model.hf import config_to_hf
-from testing.training import Records, trainer_of
+from tools.training import Records, trainer_of
 
 Step = Callable[[], float]
 """One optimizer step on fixed tokens -> its loss."""

@@ -12,12 +12,13 @@ import torch
 from bench import ceilings, gpu, gpu_check, gpu_steps
 from bench.workload import Workload
 from parallel.context import METHODS as METHODS_OF_PLANS
+from runtime import machine
 from runtime.copies import kept
 from runtime.errors import UserError
-from testing import machine, threads
-from testing.records import read_records
+from testing import threads
 from tests.runtime.test_signals import runs
 from tests.starts import wait_until
+from tools.records import read_records
 from train.objectives.language import NextToken
 from train.watching.progress import machine_line, progress_line
 

@@ -11,8 +11,8 @@ from bench.attention import MASKED_METHODS, slowest_pairs
 from bench.packing import LENGTHS, documents_of
 from bench.processes import ONE_PROCESS
 from bench.workload import Workload
-from testing.machine import usable_cores
-from testing.records import read_records
+from runtime.machine import usable_cores
+from tools.records import read_records
 
 
 @pytest.mark.parametrize("name", LENGTHS)

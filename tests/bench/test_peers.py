@@ -12,7 +12,7 @@ from bench.peers.packages import PACKAGES, Package, refusal
 from bench.peers.training import steps_of, timed
 from bench.processes import Contestants
 from bench.workload import Workload, check_same
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 
 SMALL = ("--num-layers", "1", "--seq-length", "64", "--global-batch-size", "2", "--micro-batch-size", "1")
 

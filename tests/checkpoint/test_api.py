@@ -15,7 +15,7 @@ from checkpoint import drafts
 from checkpoint.api import CheckpointConfig, load_checkpoint, load_model
 from checkpoint.manifest import CheckpointError, describe
 from checkpoint.search import find_checkpoint
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.tiny import (
     ARCHITECTURE,
     VOCABULARY,

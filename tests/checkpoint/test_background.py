@@ -24,8 +24,8 @@ from checkpoint.manifest import CheckpointError, read_manifest
 from checkpoint.saving import Saves
 from checkpoint.search import find_checkpoint, saved_iterations
 from runtime.errors import UserError
+from runtime.ranks import run_ranks
 from runtime.together import from_first, gather_results, raise_together
-from testing.ranks import run_ranks
 from tests.checkpoint.test_full_disk import disk, fill  # noqa: F401
 from tests.parallel.tiny import ARCHITECTURE, build, equal, train, whole_tensors
 

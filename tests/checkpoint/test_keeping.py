@@ -8,7 +8,7 @@ import pytest
 from checkpoint.keeping import Keeper
 from checkpoint.manifest import checkpoint_folder
 from checkpoint.search import find_checkpoint, saved_iterations
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.tiny import build, flip_a_byte, save, train
 
 

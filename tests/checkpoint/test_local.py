@@ -18,8 +18,8 @@ from checkpoint.api import CheckpointConfig, load_checkpoint
 from checkpoint.manifest import CheckpointError
 from checkpoint.saving import Saves, newest_checkpoint
 from checkpoint.search import _abandoned
+from runtime.ranks import run_ranks
 from runtime.together import from_first
-from testing.ranks import run_ranks
 from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, save, train, whole_tensors
 
 

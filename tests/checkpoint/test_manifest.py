@@ -11,7 +11,7 @@ from checkpoint import manifest, search
 from checkpoint.api import load_checkpoint, save_checkpoint
 from checkpoint.manifest import CheckpointError, describe, read_manifest
 from checkpoint.search import find_checkpoint, what_is_broken
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.tiny import (
     ARCHITECTURE,
     build,

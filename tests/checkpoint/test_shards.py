@@ -5,8 +5,8 @@ from torch.distributed.tensor import DTensor
 
 from checkpoint.shards import Shards
 from checkpoint.tensors import tensors_of
+from runtime.ranks import run_ranks
 from runtime.together import gather_results
-from testing.ranks import run_ranks
 from tests.parallel.tiny import build, train
 
 

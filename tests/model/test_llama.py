@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.config import ModelConfig
 from model.llama import Llama
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 
 TINY = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
 TIED = dataclasses.replace(TINY, untie_embeddings_and_output_weights=False)

@@ -11,10 +11,10 @@ import pytest
 from papers import jobs, lasp, ring, rows, striped, wallfacer
 from papers.rows import Row
 from planner.cluster import CLUSTERS
-from slurm.virtual.cluster import missing, virtual_cluster
+from runtime.machine import commit_of
 from tests.pretraining import pretrain
+from tests.slurm.cluster import missing, virtual_cluster
 from tests.starts import wait_until
-from tools.results import commit_of
 
 A100, NODES_OF_16 = (str(CLUSTERS / f"{name}.toml") for name in ("a100_pod", "wallfacer_a100_16"))
 ROW = "a100-80gb-x8-1b-1-x-2-8192"

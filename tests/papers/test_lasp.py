@@ -2,7 +2,7 @@
 
 from papers import lasp
 from papers.lasp import SHEETS
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 
 
 def test_out_of_memory_and_memory_above_the_floor_are_predicted() -> None:

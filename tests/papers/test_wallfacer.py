@@ -9,7 +9,7 @@ from bench.link.network import NetworkError
 from papers import links, wallfacer
 from papers.rows import Row
 from parallel.context import make_plan
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.bench.link.test_link import permitted
 
 

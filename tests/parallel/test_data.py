@@ -17,7 +17,7 @@ from parallel.mesh import distributed_mesh
 from parallel.tensor.split import split_model
 from planner.rehearsal import standing_for
 from runtime import draws
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel import split
 from tests.parallel.unequal import (
     SEED,

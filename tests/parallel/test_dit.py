@@ -14,7 +14,7 @@ from parallel.mesh import Mesh, distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_dit
 from runtime.draws import Part
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.split import Step, difference, keep_parts, mesh_config, summed
 from tests.parallel.whole import full, gradients_of, weights_of
 

@@ -21,7 +21,7 @@ from parallel.data import (
     sharding_mesh,
 )
 from parallel.recompute import RecomputeConfig, recompute_layers
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.unequal import SEED, batch, difference
 from tests.parallel.whole import gradients_of
 

@@ -20,7 +20,7 @@ from parallel.mesh import distributed_mesh
 from parallel.recompute import RecomputeConfig
 from parallel.tensor import split as tensor
 from parallel.tensor import styles as tensor_styles
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.split import (
     PLAIN,
     Step,

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from parallel.mesh import MeshConfig, MeshError, _check_apart, _own_gpu, distributed_mesh
 from runtime.processes import join, launched_world_size
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from parallel.context import context_parallel
 from parallel.data import init_parameters, shard_model
 from parallel.offload import ON_DEVICE, Layer
 from parallel.recompute import ATTENTION, RecomputeConfig, RecomputeError, recompute_layers
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.pretraining import differences, pretrain
 from train.objectives.language import NextToken
 

@@ -22,7 +22,7 @@ from parallel.data import (
     untracked_replicas,
 )
 from parallel.mesh import distributed_mesh
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel import split
 from tests.parallel.tiny import equal
 from tests.parallel.unequal import difference, gradient_norm_of, loss_sum, sharded, whole_model

@@ -12,7 +12,7 @@ from parallel.context.heads import HeadExchange
 from parallel.mesh import distributed_mesh
 from parallel.recompute import RecomputeConfig
 from parallel.tensor.styles import OwnHeads
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.split import Step, config, difference, mesh_config, plain, split_step, whole_step
 
 LOSS, GRADIENT = 2e-6, 1e-7

@@ -21,7 +21,7 @@ from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from planner.cluster import CLUSTERS, load_cluster
 from planner.workload import fastest, layout_costs
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.pipeline import test_schedule as test_pipeline
 from tests.parallel.split import PLAIN, Step, config, difference, mesh_config, plain, split_step, whole_step
 from train.config.language import Config, TrainConfig

@@ -17,7 +17,7 @@ from planner.recorder import BETWEEN, INSIDE, Recorder, Rehearsal
 from planner.rehearsal import rehearse
 from runtime import draws
 from runtime.errors import UserError
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from train.config.language import Config, parse_args
 from train.objectives.language import NextToken
 

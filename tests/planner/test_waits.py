@@ -24,7 +24,7 @@ from parity.cases import LINEAR_KINDS
 from planner import rehearsal
 from planner.recorder import Recorder
 from planner.rehearsal import rehearse
-from testing.training import Records, trainer_of
+from tools.training import Records, trainer_of
 from train.config import diffusion, language
 
 SMALL = (

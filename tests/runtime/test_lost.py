@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from runtime.lost import tell_lost
 from runtime.processes import join
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from train.run import exit_status
 
 STOPPED = 1

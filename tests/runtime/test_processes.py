@@ -21,7 +21,7 @@ from parallel.mesh import MeshConfig, distributed_mesh
 from runtime import processes
 from runtime.errors import LaunchError
 from runtime.processes import join, launched_world_size, leave, meet, process_group
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.runtime.heap import gather
 from train.run import exit_status
 

@@ -2,8 +2,8 @@ import pytest
 import torch.distributed as dist
 
 from runtime import together as module
+from runtime.ranks import run_ranks
 from runtime.together import cpu_group, from_first, gather_results, on_all_ranks, raise_together
-from testing.ranks import run_ranks
 
 
 class DomainError(ValueError):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from runtime import versions
 from runtime.processes import join, leave
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.starts import free_port
 from train.run import exit_status
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from runtime.ranks import run_ranks
 from runtime.watchdog import EXCLUDE, FOLDER, HUNG, LEAST_STEPS, Watchdog
-from testing.ranks import run_ranks
 
 HOST = socket.gethostname()
 

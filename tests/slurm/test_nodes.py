@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runtime.watchdog import FOLDER
-from slurm.virtual.cluster import boot, cut, kill, missing, virtual_cluster
+from tests.slurm.cluster import boot, cut, kill, missing, virtual_cluster
 from tests.slurm.test_virtual import curve, ended, of_step, say, steps_made, stub, submitted
 from tests.starts import wait_until
 

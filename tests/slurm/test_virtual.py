@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from slurm import submit
-from slurm.virtual.cluster import missing, virtual_cluster
 from tests.endings import end
 from tests.pretraining import TINY
+from tests.slurm.cluster import missing, virtual_cluster
 from tests.slurm.test_submit import CLUSTERS, RUN
 from tests.starts import wait_until
 from train.watching.metrics import METRICS, read_metrics

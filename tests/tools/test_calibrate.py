@@ -10,7 +10,7 @@ from bench import calibration, ceilings
 from bench.workload import Workload
 from planner.cluster import CLUSTERS, ClusterError, load_cluster
 from runtime.errors import UserError
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tools.calibrate.__main__ import ABOUT_LINKS, calibrate
 
 SMALL = ("--device", "cpu", "--num-heads", "2", "--head-dim", "16", "--lengths", "64")

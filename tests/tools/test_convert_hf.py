@@ -17,7 +17,7 @@ from model.hf import config_to_hf
 from model.hf.api import our_weights, their_weights
 from model.hf.shards import NAMES, Weights
 from model.registry import build_model, shapes_of
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.model.hf.hugging_face import CONFIGS, LLAMA, TOKENS, hugging_face, transformers
 from tools.convert_hf import export_model, import_model, main
 from train.config.language import load_config, to_toml

@@ -14,7 +14,7 @@ from data.tokenizer import load_tokenizer, train_tokenizer
 from model.config import ModelConfig, architecture_of
 from model.hf import to_hf
 from model.registry import build_model
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tools.evaluate import buckets, main
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}

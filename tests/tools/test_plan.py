@@ -12,12 +12,12 @@ import pytest
 
 from planner.cluster import CLUSTERS
 from runtime import progress
-from testing.ranks import run_ranks
-from testing.training import PEAK
+from runtime.ranks import run_ranks
 from tests.pretraining import TINY
 from tools.plan import main
 from tools.plan_text import grouped
 from tools.profile_plan import measure
+from tools.training import PEAK
 from train.config.language import parse_args, validate
 
 A100 = ("--cluster", str(CLUSTERS / "wallfacer_a100_8.toml"))

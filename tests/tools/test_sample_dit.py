@@ -14,10 +14,10 @@ from checkpoint.api import CheckpointError
 from data.errors import DataError
 from data.latents.vae import Vae
 from pretrain_dit import main as pretrain
-from testing.ranks import run_ranks
-from testing.training import PEAK
+from runtime.ranks import run_ranks
 from tests.parallel.tiny import rewrite_manifest
 from tools.sample_dit import config_of, fitted, main
+from tools.training import PEAK
 from train.config.language import ConfigError
 from train.run import exit_status
 from train.sampling import Sampler, write_grid

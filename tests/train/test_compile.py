@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from pretrain_gpt import main
-from testing.ranks import run_ranks
-from testing.training import PEAK
+from runtime.ranks import run_ranks
 from tests.pretraining import DIT, TINY, differences, dit_on_rank
+from tools.training import PEAK
 from train.config.common import validate_run
 from train.config.flags import ConfigError
 from train.config.language import parse_args

@@ -6,7 +6,7 @@ from torch import nn
 
 from parallel.data import DataParallelConfig, Strategy, shard_model, sharding_mesh
 from parallel.mesh import MeshConfig, distributed_mesh
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.whole import full, weights_of
 from train.ema import Ema, EmaConfig
 

@@ -8,7 +8,7 @@ import torch
 
 from kernels.loss import cross_entropy_sum
 from model.registry import build_model
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.split import config as model_config
 from tests.pretraining import TINY, differences, on_rank
 from train import float8

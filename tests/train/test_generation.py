@@ -14,7 +14,7 @@ from model.generate import Draw
 from model.registry import build_model
 from runtime.draws import generator_of
 from runtime.errors import UserError
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from train.config.language import Config, to_toml
 from train.generation import Writer, opened
 

@@ -14,7 +14,7 @@ from checkpoint.manifest import checkpoint_folder
 from checkpoint.tensors import tensors_of
 from parallel.data import to_local
 from parallel.pinned import Slabs, pinned_bytes
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.streams import Device, streams
 from tests.parallel.unequal import loss_sum, sharded
 from train import host_moments

@@ -27,8 +27,8 @@ from model.registry import flops_per_token
 from parallel.context import context_parallel
 from parallel.data import init_parameters, shard_model
 from parallel.mesh import MeshConfig, distributed_mesh
+from runtime.ranks import run_ranks
 from runtime.signals import Notice
-from testing.ranks import run_ranks
 from train import loop
 from train.assemble import build_runner
 from train.config.language import Config, TrainConfig

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.memory import allocations
 from model.config import ModelConfig
 from model.llama import Llama
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from train import optim
 from train.optim import NORM_CHUNK, OptimizerConfig, build_optimizer, clip_gradients, gradient_norm
 

@@ -16,8 +16,8 @@ from checkpoint.api import CheckpointConfig, CheckpointError
 from checkpoint.search import find_checkpoint
 from model.diffusion import DiffusionConfig
 from parallel.mesh import MeshError
+from runtime.ranks import run_ranks
 from runtime.together import one_voice
-from testing.ranks import run_ranks
 from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
 from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, free_port

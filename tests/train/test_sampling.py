@@ -12,7 +12,7 @@ from parallel.context.config import FullContextConfig
 from parallel.mesh import MeshConfig, distributed_mesh
 from parallel.tensor.split import split_dit
 from runtime.draws import generator_of
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from train.assemble import build_parts
 from train.attention import diffusion_context
 from train.config.common import LoopConfig

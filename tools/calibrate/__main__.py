@@ -27,9 +27,9 @@ from parallel.mesh import MeshConfig, distributed_mesh
 from planner.cluster import Cluster, load_cluster
 from runtime.errors import UserError
 from runtime.files import unwritable, write_text
+from runtime.machine import describe, in_words
 from runtime.together import from_first, is_first
 from runtime.words import counted
-from testing.machine import describe, in_words
 from tools.arguments import parser_for, positive
 from train.run import run_entry
 

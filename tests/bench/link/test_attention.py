@@ -9,8 +9,8 @@ from bench.link import attention, attention_ranks, attention_report
 from bench.link.attention import contestants, verdict, work_of
 from bench.link.measure import plan_crossing
 from bench.link.network import Network
-from testing.records import read_records
 from tests.bench.link.test_link import permitted
+from tools.records import read_records
 
 SHAPE = {"seq_length": 2048, "num_heads": 8, "head_dim": 16}
 NETWORK = Network(rails=False)  # not entered: its numbers of ranks alone

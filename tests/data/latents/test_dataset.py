@@ -10,7 +10,7 @@ from data.errors import DataError
 from data.latents.dataset import Digits, LatentDataConfig, build_latent_datasets
 from data.latents.folder import LatentFolder
 from data.latents.writer import write_latents
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 
 SHAPE = (2, 4, 4)
 

@@ -11,7 +11,7 @@ import torch
 from data.errors import DataError
 from data.text.blend import BlendedDataset, EpochedDataset
 from data.text.megatron import DataConfig, blend, build_datasets, megatron_core, split_shares
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.data.text.corpora import EOD, NumberTokenizer, counting_documents, write_documents
 
 SEQ = 16

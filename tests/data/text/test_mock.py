@@ -10,9 +10,9 @@ from data.errors import DataError
 from data.text.megatron import DataConfig, build_datasets
 from data.text.mock import MockTokenizer
 from runtime.errors import UserError
-from testing.training import Records, trainer_of
 from tests.pretraining import TINY
 from tools.runs import open_run
+from tools.training import Records, trainer_of
 
 FLAGS = ("--mock-data", "--device", "cpu", "--train-iters", "8", "--eval-interval", "4", "--eval-iters", "1")
 

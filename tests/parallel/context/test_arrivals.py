@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel.context import METHODS, executor
 from parallel.context.circulation import Needed
 from parallel.context.transport import Transport
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.context.packed import Masked, Ranks, attended
 from tests.parallel.context.test_packed import VARIANTS
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels import reference
 from parallel.context import Traffic, context_parallel
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.context.test_executor import BASIC, BATCH, HEAD_DIM, SHAPES, error, inputs, one_process_sdpa, truth
 
 COMPOSED: dict[int, list[tuple[str, dict]]] = {

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from kernels import reference
 from parallel.context import METHODS, ContextError, context_parallel
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 
 BATCH, HEAD_DIM = 2, 32
 BASIC = ("ring", "striped", "zigzag", "allgather")

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context import context_parallel, make_plan
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.context.test_executor import SHAPES, error, inputs, truth
 
 METHODS: dict[int, list[tuple[str, dict]]] = {

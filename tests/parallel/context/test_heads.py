@@ -15,7 +15,7 @@ from kernels.linear_attention import linear_attention
 from parallel.context import ContextError, Traffic, context_parallel, heads, make_plan
 from planner.recorder import Recorder
 from planner.rehearsal import standing_for
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.context.linear.test_state import LENGTHS, with_gradients
 from tests.parallel.context.test_executor import error
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel.context import METHODS
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.context.packed import DOCUMENTS, LENGTH, Masked, Ranks, inputs, sinks_of
 from tests.parallel.context.test_packed import VARIANTS
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel.context import ContextError, ContextParallel, context_parallel, executor, heads, plan
 from parallel.context.linear import state
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 
 LENGTH, HEADS, WIDTH = 43, 4, 8
 MASKS: list[tuple[int, ...] | None] = [(0, 7, 30, 43), (0, 20, 43), None]

@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel.context import METHODS
 from parallel.context.circulation import Needed
 from parallel.context.heads import HeadExchange
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.context.packed import MASKS, Masked, Ranks, attended, error, one_process_sdpa, truth
 
 VARIANTS: dict[int, list[tuple[str, dict[str, Any]]]] = {

@@ -13,7 +13,7 @@ from model.config import ModelConfig
 from model.llama import Llama
 from parallel.context import ContextError, ContextParallel, Traffic, context_parallel
 from parallel.recompute import RecomputeConfig, recompute_layers
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 
 LENGTH, BATCH = 96, 2
 MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=8, num_query_groups=4, vocab_size=37)

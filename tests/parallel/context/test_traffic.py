@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.context import Plan, context_parallel, executor
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 
 BATCH, TOKENS, HEADS, WIDTH = 1, 144, 8, 16
 CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {

@@ -21,7 +21,7 @@ from parallel.pipeline import schedule
 from parallel.pipeline.schedule import PipelineRunner
 from parallel.pipeline.stages import PipelineConfig
 from pretrain_gpt import model_parts
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.split import config, context, data, own_batch, whole_step
 from tests.parallel.test_strategies import recorded
 from tests.parallel.tiny import ARCHITECTURE, save

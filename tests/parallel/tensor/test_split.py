@@ -22,7 +22,7 @@ from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor import styles as tensor_styles
 from parallel.tensor.split import split_model
 from parallel.tensor.vocabulary import cross_entropy_sum
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.split import (
     BATCH,
     LENGTH,

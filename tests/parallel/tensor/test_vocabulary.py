@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from kernels import loss as whole
 from parallel.tensor.vocabulary import cross_entropy_sum
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 
 TOKENS, VOCABULARY = (3, 11), 37
 

@@ -11,7 +11,7 @@ from data.chat.template import load_template
 from data.tokenizer import load_tokenizer
 from model.config import ModelConfig, architecture_of
 from model.registry import build_model
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
 from tools.line_retrieval import __main__ as command
 from tools.line_retrieval.lines import Maker, Task

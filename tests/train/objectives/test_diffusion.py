@@ -12,7 +12,7 @@ from model.diffusion import Diffusion, DiffusionConfig
 from model.dit import DiT, Modulation, patchify
 from model.dit_config import DiTConfig
 from parallel.context import context_parallel
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from train.objectives.diffusion import Denoising
 
 MODEL = DiTConfig(

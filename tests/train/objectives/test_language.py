@@ -18,7 +18,7 @@ from parallel.context import METHODS, context_parallel, make_plan
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
 from runtime.errors import UserError
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.data.text.corpora import write_documents
 from train.attention import context_of
 from train.config.language import Config, TrainConfig

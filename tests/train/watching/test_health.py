@@ -12,7 +12,7 @@ import torch
 
 from checkpoint.api import CheckpointConfig, find_checkpoint
 from runtime.errors import UserError
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.train.test_loop import Samples, checkpoints, infinite_in, run_with, settings
 from train.config.language import Config

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import UserError
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.starts import PATIENCE
 from train.watching.profile import DATA, SAVING, ProfileConfig, spent, table, total, union, without

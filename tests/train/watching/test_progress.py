@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.train.test_loop import run_with, settings
 from tests.train.watching.test_metrics import record
 from train.objectives.diffusion import Denoising

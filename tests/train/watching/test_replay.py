@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime.errors import UserError
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from train import loop
 from train.run import exit_status

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.train.test_loop import run_with, settings
 from tools import watch
 from train.config.language import Config

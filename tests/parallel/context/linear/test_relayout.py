@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel.context import ContextError, context_parallel, make_plan, plan
 from parallel.context.linear.relayout import InsideAttention, Relayout, moved_tokens, token_route
 from parallel.context.plan import PLANS
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 
 LENGTH, SHAPE = 21, (3, 2)
 PAIRS = [("lasp", "zigzag"), ("lasp", "striped"), ("striped", "zigzag"), ("lasp", "ring")]

@@ -14,7 +14,7 @@ from kernels.linear_attention import linear_attention
 from parallel.context import STATE_METHODS, ContextError, Traffic, context_parallel, make_plan
 from parallel.context.linear.passages import passages
 from parallel.context.linear.state import StateExecutor
-from testing.ranks import run_ranks
+from runtime.ranks import run_ranks
 from tests.parallel.context.test_executor import error
 
 BATCH, HEADS, WIDTH = 2, 5, 8

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.link import report
-from testing.records import lines_of, read_records, write_records
+from tools.records import lines_of, read_records, write_records
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 RESULT = {

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import subprocess
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -13,7 +14,25 @@ from typing import Any
 
 import torch
 
-from tools.results import commit_of
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def commit_of(root: Path = ROOT, *below: str) -> str:
+    """Return a checkout's commit, with a note if files of it, or those ``below`` alone, differ from the commit's."""
+    top, head = _git(root, "rev-parse", "--show-toplevel"), _git(root, "rev-parse", "HEAD")
+    if not head or not top or Path(top).resolve() != root.resolve():
+        return "unknown (not taken from a git checkout)"
+    changed = _git(root, "status", "--porcelain", "--untracked-files=normal", "--", *below)
+    return f"{head} with changes" if changed else head
+
+
+def _git(root: Path, *command: str) -> str:
+    """Return git's output; an empty string if git is missing or fails."""
+    try:
+        done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def usable_cores() -> list[int]:

@@ -1,8 +1,8 @@
 """A real Slurm on one machine: a controller and a daemon per virtual node, with GPUs that are only names.
 
-python -m slurm.virtual.cluster start FOLDER [--nodes 2] [--gpu a100] [--gpus 8]
+python -m tests.slurm.cluster start FOLDER [--nodes 2] [--gpu a100] [--gpus 8]
     prints the line that a shell needs to use it, export SLURM_CONF=FOLDER/slurm.conf
-python -m slurm.virtual.cluster stop FOLDER
+python -m tests.slurm.cluster stop FOLDER
 
 Needs root, Debian's slurm-wlm and nothing that runs already; every file and process is FOLDER's own.
 """
@@ -246,7 +246,7 @@ def virtual_cluster(
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command's flags."""
-    parser = parser_for("python -m slurm.virtual.cluster", __doc__)
+    parser = parser_for("python -m tests.slurm.cluster", __doc__)
     parser.add_argument("action", choices=("start", "stop"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--nodes", type=positive, default=2)

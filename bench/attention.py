@@ -23,7 +23,7 @@ from bench.workload import DTYPES, Workload, check_same
 from runtime.errors import UserError
 from runtime.machine import OtherLoad, describe, usable_cores
 from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.results import aligned
+from tools.report import aligned
 
 DEFAULT_METHODS = ("ring", "striped", "zigzag", "allgather")
 MASKED_METHODS = ("zigzag", "striped", "ring", "exchange", "allgather/balanced")  # of packed documents and windows

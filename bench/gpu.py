@@ -28,7 +28,7 @@ from parallel.context.heads import HeadExchange
 from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.machine import describe, time_steps
-from tools.results import aligned
+from tools.report import aligned
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn", "flash_attn_3", "triton"), "cpu": ("aten",)}

@@ -27,7 +27,7 @@ from bench.gpu_steps import MORE, ROOT, STEPS, SkippedStep, Step
 from bench.rounds import need_cuda, said
 from runtime.machine import describe, device_name, slug
 from tools.arguments import one_line_errors, parser_for, run_command
-from tools.records import write_records
+from tools.report import write_records
 
 RESULTS = ROOT / "bench" / "results"
 SHOWN = 3

@@ -38,8 +38,8 @@ from model.transnormer import alibi_slopes
 from runtime.errors import UserError
 from runtime.machine import OtherLoad, describe, results_file, time_steps, usable_cores
 from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.records import write_records
-from tools.results import markdown as table
+from tools.report import markdown as table
+from tools.report import write_records
 
 CONTESTANTS = ("chunked", "naive", "softmax")
 KEPT_BYTES = 1 << 30

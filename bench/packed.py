@@ -25,7 +25,7 @@ from bench.workload import Workload, check_same
 from runtime.errors import UserError
 from runtime.machine import usable_cores
 from tools.arguments import one_line_errors, parser_for, run_command
-from tools.results import aligned
+from tools.report import aligned
 
 ALONE = "ring"  # of one rank every method is the same
 RATE_OF_SHORT, GAIN_OF_WINDOW = 0.6, 3.0

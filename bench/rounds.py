@@ -11,7 +11,7 @@ import torch
 
 from runtime.errors import UserError
 from tools.arguments import positive
-from tools.records import write_records
+from tools.report import write_records
 
 FEWEST = 3
 """Rounds that are done whatever they take."""

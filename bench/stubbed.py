@@ -36,7 +36,7 @@ from runtime.machine import describe
 from testing.cuda_stub.__main__ import check_machine
 from tools.arguments import one_line_errors, parser_for, run_command
 from tools.plan import plan
-from tools.records import read_records, write_records
+from tools.report import read_records, write_records
 
 MOST_ERROR = 0.05
 LIMIT = 300.0

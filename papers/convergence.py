@@ -26,8 +26,8 @@ from runtime.errors import UserError
 from runtime.machine import describe, in_words, stamp
 from runtime.ranks import run_ranks
 from tools.arguments import one_line_errors, parser_for, run_command
-from tools.records import read_records, write_records
-from tools.results import markdown as markdown_table
+from tools.report import markdown as markdown_table
+from tools.report import read_records, write_records
 from tools.training import Records, trainer_of
 
 NAME = "lasp_convergence"

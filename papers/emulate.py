@@ -30,7 +30,7 @@ from planner.cluster import default_cluster, load_cluster
 from runtime.errors import UserError
 from runtime.machine import describe, time_steps
 from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.results import aligned
+from tools.report import aligned
 
 Tiles = tuple[Tile, ...]
 Timer = Callable[[Callable[[], None], Tiles], float]

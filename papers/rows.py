@@ -25,8 +25,9 @@ from runtime.files import write_text
 from runtime.machine import ROOT, commit_of, slug
 from slurm.submit import check_login_node
 from tools.arguments import one_line_errors, parser_for
-from tools.results import aligned
-from tools.results import markdown as markdown_table
+from tools.report import aligned
+from tools.report import as_csv as csv_of
+from tools.report import markdown as markdown_table
 
 COLUMNS, MADE_BY = ("published", "analytic", "measured"), "made by"
 
@@ -158,13 +159,9 @@ def as_text(sheet: Sheet, rows: Sequence[Row], source: str, command: str, *, mar
 
 
 def as_csv(rows: Sequence[Row], made: str) -> str:
-    """Format a table with a line per row, floats with 6 digits, and last who ``made`` it."""
+    """Format a table with a line per row, and last who ``made`` it."""
     head, cells = flat(rows)
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    lines = [[f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in cells]
-    writer.writerows([[*head, MADE_BY], *([*line, made] for line in lines)])
-    return out.getvalue()
+    return csv_of([*head, MADE_BY], [[*row, made] for row in cells])
 
 
 def made_by(path: Path) -> str:

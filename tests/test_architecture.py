@@ -28,7 +28,7 @@ def _folder(purpose: str, imports: str = "") -> Folder:
 
 
 LIBRARY = "model data checkpoint parallel parallel/context kernels runtime"
-BELOW = "tools/arguments tools/results tools/records tools/training"
+BELOW = "tools/arguments tools/report tools/training"
 FOLDERS = {
     "entry": _folder("the two programs that train", f"{LIBRARY} train planner"),
     "runtime": _folder("what every folder may use: files, errors of all ranks, processes"),
@@ -45,12 +45,11 @@ FOLDERS = {
     ),
     "tools/calibrate": _folder("a cluster file measured here", f"{LIBRARY} train planner bench testing {BELOW}"),
     "tools/arguments": _folder("what every program's command line shares", "runtime"),
-    "tools/results": _folder("tables and files of results", "runtime"),
-    "tools/records": _folder("figures as JSON lines", "runtime"),
+    "tools/report": _folder("tables and files of results", "runtime"),
     "tools/training": _folder("a run whose records stay in memory", f"{LIBRARY} train planner"),
     "tools/preload": _folder("imports of the server that ranks are forked from", f"{LIBRARY} train planner entry"),
     "testing": _folder("the ranks of a plan as threads of one process", f"{LIBRARY} train planner"),
-    "testing/cuda_stub": _folder("GPUs that compute nothing", "runtime tools/arguments tools/records tools/training"),
+    "testing/cuda_stub": _folder("GPUs that compute nothing", "runtime tools/arguments tools/report tools/training"),
     "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools testing testing/cuda_stub {BELOW}"),
     "bench/nccl": _folder(
         "several GPUs together, step by step", f"{LIBRARY} train planner parity testing bench {BELOW}"

@@ -36,7 +36,7 @@ from pretrain_gpt import model_parts
 from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
 from tools.arguments import parser_for, positive
-from tools.results import markdown, write_results
+from tools.report import markdown, write_results
 from tools.runs import Run, add_mesh, mesh_of, open_run
 from train.assemble import build_runner
 from train.attention import context_of

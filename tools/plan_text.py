@@ -10,8 +10,8 @@ from parallel.mesh import SIZES
 from planner.cluster import Cluster
 from planner.ranking import Candidate, Ranking, memory_of, mesh_of, method_of
 from runtime.words import counted
-from tools.results import aligned
-from tools.results import markdown as markdown_table
+from tools.report import aligned
+from tools.report import markdown as markdown_table
 
 BAR = 40
 NUMBER = re.compile(r"\d[\d,.]*(?<=\d)")

@@ -6,8 +6,8 @@ from typing import Any
 from bench.link.report import LINK, heading
 from runtime.files import write_text
 from runtime.machine import results_file
-from tools.records import write_records
-from tools.results import markdown as markdown_table
+from tools.report import markdown as markdown_table
+from tools.report import write_records
 
 
 def markdown(result: dict[str, Any]) -> str:

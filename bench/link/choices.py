@@ -32,8 +32,8 @@ from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.machine import describe, results_file, stamp
 from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.records import read_records, write_records
-from tools.results import markdown as markdown_table
+from tools.report import markdown as markdown_table
+from tools.report import read_records, write_records
 
 LINKS = ("shared 100mbit", "shared 200mbit", "rails 50mbit", "rails 100mbit")
 MODELS: dict[str, tuple[str, tuple[str, ...]]] = {

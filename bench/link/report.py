@@ -9,8 +9,8 @@ from bench.link.planned import verdict
 from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.machine import device_name, in_words, results_file, usable_cores
-from tools.records import read_records, write_records
-from tools.results import markdown as markdown_table
+from tools.report import markdown as markdown_table
+from tools.report import read_records, write_records
 
 KEY = ("model", "link", "seq_length", "batch")
 """Fields that identify a setting."""

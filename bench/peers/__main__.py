@@ -28,7 +28,7 @@ from data.text.prepare import Request, prepare
 from runtime.errors import UserError
 from runtime.machine import describe, results_file, usable_cores
 from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.records import write_records
+from tools.report import write_records
 
 OURS = ("zigzag", "striped")
 CONFIG = Path("configs/llama_tiny.toml")

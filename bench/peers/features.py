@@ -9,7 +9,7 @@ from pathlib import Path
 from runtime.files import write_text
 from runtime.machine import ROOT
 from tools.arguments import one_line_errors, parser_for, run_command
-from tools.results import markdown
+from tools.report import markdown
 
 TABLE, PAGE = Path(__file__).with_suffix(".csv"), ROOT / "docs" / "evidence" / "features.md"
 HEAD = """\

@@ -18,7 +18,7 @@ from runtime.errors import UserError
 from testing import threads
 from tests.runtime.test_signals import runs
 from tests.starts import wait_until
-from tools.records import read_records
+from tools.report import read_records
 from train.objectives.language import NextToken
 from train.watching.progress import machine_line, progress_line
 

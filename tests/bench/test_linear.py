@@ -13,7 +13,7 @@ from bench.errors import MeasureError
 from bench.linear import CONTESTANTS, exponent, fits, flops, lengths_between, main, markdown, overtakes, row
 from bench.workload import Workload
 from kernels import linear_attention, linear_scan
-from tools.records import read_records
+from tools.report import read_records
 
 SHAPE = Workload(seq_length=128, batch=2, num_heads=4, kv_heads=4, head_dim=16)
 

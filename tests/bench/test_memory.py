@@ -9,7 +9,7 @@ from torch import Tensor
 from bench import memory
 from bench.errors import MeasureError
 from bench.memory import Shape, cases, main, measure
-from tools.records import read_records
+from tools.report import read_records
 
 SHAPE = Shape(seq_length=256, num_layers=3, hidden_size=64, vocab_size=1024, chunk_size=32, device="cpu")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")

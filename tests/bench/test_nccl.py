@@ -15,7 +15,7 @@ from parity.cases import Case
 from parity.rank import Found
 from parity.run import merged, reference_of
 from runtime.errors import UserError
-from tools.records import read_records
+from tools.report import read_records
 
 ROWS = [("llama", Case(cp=2, method=name)) for name in ("ring", "zigzag")]
 

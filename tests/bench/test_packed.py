@@ -12,7 +12,7 @@ from bench.packing import LENGTHS, documents_of
 from bench.processes import ONE_PROCESS
 from bench.workload import Workload
 from runtime.machine import usable_cores
-from tools.records import read_records
+from tools.report import read_records
 
 
 @pytest.mark.parametrize("name", LENGTHS)

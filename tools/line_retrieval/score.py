@@ -12,7 +12,7 @@ from data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from planner.complete import beyond_rope
 from runtime.together import is_first, raise_together
 from tools.line_retrieval.lines import Maker, Task
-from tools.results import markdown, write_results
+from tools.report import markdown, write_results
 from tools.runs import Run, mesh_of, open_run
 from train.config.language import ConfigError
 from train.generation import opened

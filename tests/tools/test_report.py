@@ -1,4 +1,4 @@
-"""Results in the tree: a line for each row, read back as they were, and a committed table as it is written again."""
+"""Tables from columns as data, and results as lines that are read back as they were."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.link import report
-from tools.records import lines_of, read_records, write_records
+from tools.report import Table, as_csv, lines_of, read_records, write_records
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 RESULT = {
@@ -25,6 +25,16 @@ def test_a_row_is_a_line_and_all_of_it_comes_back(tmp_path: Path) -> None:
     assert json.loads(lines[3]) == {"of": "ratios", "key": "a/b", "ratio": 0.333333333333}
     found = read_records(tmp_path / "new" / "x.jsonl")
     assert found == RESULT | {"ratios": {"a/b": {"ratio": 0.333333333333}, "b/a": {"ratio": 3.0}}}
+
+
+def test_a_table_is_columns_of_data() -> None:
+    rows = [{"name": "a", "s": 1.25, "of": [1, 2]}, {"name": "long", "s": None}]
+    columns = {"": "{name}", "s": "{s:.1f}", "x s": lambda row: row["s"] and 2 * row["s"], "[1]": "{of[1]}"}
+    table = Table(columns, rows)
+    assert table.text() == ["        s  x s  [1]", "a     1.2  2.5    2", "long"]
+    assert table.markdown("---:")[1:] == ["| ---: | ---: | ---: | ---: |", "| a | 1.2 | 2.5 | 2 |", "| long |  |  |  |"]
+    assert table.line(rows[0]) == "a: s 1.2, x s 2.5, [1] 2"
+    assert as_csv(["a", "b"], [[1 / 3, None], ["x,y", 2]]) == 'a,b\n0.333333,\n"x,y",2\n'
 
 
 def test_what_could_not_be_read_back_is_refused(tmp_path: Path) -> None:

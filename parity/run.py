@@ -24,18 +24,7 @@ from typing import Any
 import torch
 
 from data.text.prepare import Request, prepare
-from parity.cases import (
-    DIFFUSION,
-    KINDS,
-    LINEAR_KINDS,
-    LINEAR_REFERENCE,
-    REFERENCE,
-    WINDOWS,
-    Case,
-    cases,
-    diffusion_cases,
-    linear_cases,
-)
+from parity.cases import DIFFUSION, KINDS, LINEAR_KINDS, chosen_cases, flags_of, reference_of
 from parity.modules import Piece
 from parity.rank import Found, train
 from runtime.errors import UserError
@@ -43,6 +32,7 @@ from runtime.files import write_text
 from runtime.machine import describe, in_words
 from runtime.ranks import run_ranks
 from tools.arguments import one_line_errors, parser_for, run_command
+from tools.cases import Case
 from train.watching.metrics import loss_name
 
 LOSS, GRADIENTS, NORM = 2e-6, 1e-7, 1e-6
@@ -101,7 +91,7 @@ def trained(
     kind: str, case: Case, data: Path, sabotage: Callable[[], None] | None = None, *more: str, iterations: int = 3
 ) -> Run:
     """Train a kind of model on a mesh, in fresh processes."""
-    flags = [*case.flags(kind, data, iterations), *more]
+    flags = [*flags_of(kind, case, data, iterations), *more]
     ranks = run_ranks(train, case.ranks, flags, sabotage, kind == DIFFUSION, timeout=300.0)
     return merged(ranks)
 
@@ -154,19 +144,6 @@ HEADER = """\
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
-def reference_of(kind: str) -> Case:
-    """Return the reference of a kind of model: one process, with plain SDPA for softmax attention."""
-    return REFERENCE if kind in KINDS else LINEAR_REFERENCE
-
-
-def chosen_cases(kind: str, only: str) -> list[Case]:
-    """Return the meshes of a kind of model whose title contains ``only``; learned sinks refuse split backwards."""
-    found = diffusion_cases() if kind == DIFFUSION else cases() if kind in KINDS else linear_cases()
-    if kind == WINDOWS:
-        found = [case for case in found if case.schedule != "InterleavedZeroBubble"]
-    return [case for case in found if only in case.title]
-
-
 def rows(kinds: list[str], only: str, data: Path) -> Iterator[tuple[str, bool]]:
     """Yield each line of the table as it is measured, and whether it is as it should be."""
     references = {kind: trained(kind, reference_of(kind), data) for kind in kinds}
@@ -203,7 +180,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     asked = list(dict.fromkeys(args.kind))
     if not any(chosen_cases(kind, args.only) for kind in asked):
-        raise UserError(f"--only is {args.only!r}, which is in no mesh's title, such as {cases()[0].title}")
+        raise UserError(
+            f"--only is {args.only!r}, which is in no mesh's title, such as {chosen_cases(asked[0])[0].title}"
+        )
     if asked != [DIFFUSION]:
         prepare(Request(), args.data)
     started, lines, failed = time.monotonic(), list[str](), 0

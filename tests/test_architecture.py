@@ -28,7 +28,7 @@ def _folder(purpose: str, imports: str = "") -> Folder:
 
 
 LIBRARY = "model data checkpoint parallel parallel/context kernels runtime"
-BELOW = "tools/arguments tools/report tools/training"
+BELOW = "tools/arguments tools/cases tools/report tools/training"
 FOLDERS = {
     "entry": _folder("the two programs that train", f"{LIBRARY} train planner"),
     "runtime": _folder("what every folder may use: files, errors of all ranks, processes"),
@@ -45,6 +45,7 @@ FOLDERS = {
     ),
     "tools/calibrate": _folder("a cluster file measured here", f"{LIBRARY} train planner bench testing {BELOW}"),
     "tools/arguments": _folder("what every program's command line shares", "runtime"),
+    "tools/cases": _folder("configurations in a line of words", "parallel parallel/context runtime"),
     "tools/report": _folder("tables and files of results", "runtime"),
     "tools/training": _folder("a run whose records stay in memory", f"{LIBRARY} train planner"),
     "tools/preload": _folder("imports of the server that ranks are forked from", f"{LIBRARY} train planner entry"),

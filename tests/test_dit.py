@@ -20,11 +20,12 @@ from data.latents.folder import CHECKED
 from data.latents.writer import write_latents
 from model.dit import DiT
 from model.dit_config import architecture_of
-from parity.cases import REFERENCE, Case, diffusion_cases
+from parity.cases import DIFFUSION, REFERENCE, chosen_cases
 from parity.run import GRADIENTS, Run, compare, equal, trained
 from runtime import together
 from runtime.ranks import run_ranks
 from tests.pretraining import DIT, pretrain_digits
+from tools.cases import Case
 from train.config.diffusion import DiTRunConfig, load_config, parse_args
 from train.config.flags import config_fields
 from train.config.helps import attribute_docs
@@ -47,7 +48,7 @@ def one_process() -> Run:
 
 @pytest.mark.parametrize(
     "case",
-    [*CHOSEN, *(pytest.param(case, marks=pytest.mark.slow) for case in diffusion_cases() if case not in CHOSEN)],
+    [*CHOSEN, *(pytest.param(case, marks=pytest.mark.slow) for case in chosen_cases(DIFFUSION) if case not in CHOSEN)],
     ids=lambda case: case.title.replace(" ", ""),
 )
 def test_losses_and_gradients_equal_one_process(case: Case, one_process: Run) -> None:

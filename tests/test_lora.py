@@ -17,10 +17,11 @@ from model.hf import save_hf
 from model.hf.adapter import peft_name, write_adapter
 from model.lora import is_adapter, merge
 from model.registry import build_model
-from parity.cases import REFERENCE, Case
+from parity.cases import REFERENCE
 from parity.run import Run, compare, equal, trained
 from runtime.errors import UserError
 from tests.pretraining import differences
+from tools.cases import Case
 from tools.convert_hf import export_model, import_model, main
 from train.config.language import ConfigError, load_config, parse_args, validate
 from train.resume import resume

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from parity.cases import Case
 from parity.run import Run, equal, trained
 from tests.parity.bugs import samples_skipped
+from tools.cases import Case
 
 BOUND = 1e-6
 PAIRS = [

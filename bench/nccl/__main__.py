@@ -31,10 +31,12 @@ from bench.nccl.rank import CASES, LINKS, result
 from data.text.prepare import prepare
 from data.text.record import Request
 from parallel.context import LINEAR_METHODS, METHODS
-from parity.cases import KINDS, Case
-from parity.run import Run, compare, merged, reference_of
+from parity.cases import KINDS, reference_of
+from parity.cases import flags_of as parity_flags
+from parity.run import Run, compare, merged
 from runtime.errors import UserError
 from tools.arguments import one_line_errors, parser_for, positive, run_command
+from tools.cases import Case
 
 BOUNDS = {"cuda": 10.0, "cpu": 1.0}
 """Times the bounds of `make parity`; a GPU adds up in other orders, by how much is not measured."""
@@ -111,7 +113,7 @@ def flags_of(kind: str, case: Case, data: Path, processes: int, device: str) -> 
     # a minute and not ten until a collective that hangs is an error
     if device == "cuda" and kind in KINDS and case.method != "none":
         more += ["--attention-backend", "reference"]  # the kernels take 16 bits alone
-    return [*case.flags(kind, data, 2), *more, "--device", device, "--distributed-timeout-minutes", "1"]
+    return [*parity_flags(kind, case, data, 2), *more, "--device", device, "--distributed-timeout-minutes", "1"]
 
 
 def trained(processes: int, cases: dict[str, list[str]], folder: Path) -> dict[str, Run | str]:

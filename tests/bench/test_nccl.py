@@ -11,10 +11,11 @@ import pretrain_gpt
 from bench.nccl.rank import result
 from kernels.attention import select_backend
 from parallel.context import LINEAR_METHODS, METHODS
-from parity.cases import Case
+from parity.cases import reference_of
 from parity.rank import Found
-from parity.run import merged, reference_of
+from parity.run import merged
 from runtime.errors import UserError
+from tools.cases import Case
 from tools.report import read_records
 
 ROWS = [("llama", Case(cp=2, method=name)) for name in ("ring", "zigzag")]

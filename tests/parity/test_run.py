@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from parallel.context import METHODS
+from parity import cases as parity_cases
 from parity import run as parity
-from parity.cases import DIMENSIONS, KINDS, LINEAR_KINDS, Case, cases
+from parity.cases import KINDS, LINEAR_KINDS, chosen_cases, reference_of
 from parity.rank import Masked
-from parity.run import Run, compare, main, reference_of
+from parity.run import Run, compare, main
 from tests.parity import bugs
 from tests.starts import interruptible, wait_until
+from tools.cases import DIMENSIONS, Case
 
 ROOT = Path(__file__).parents[2]
 MESHES = [
@@ -33,7 +35,7 @@ MESHES = [
 RINGS = ("wallfacer", "double_ring", "ulysses")
 STEPS = 2
 """The second has weights that the first one's gradients made; a third, as in the bench, would see nothing else."""
-SLOW = [("llama", case) for case in cases() if case.method in RINGS and ("llama", case) not in MESHES]
+SLOW = [("llama", case) for case in chosen_cases("llama") if case.method in RINGS and ("llama", case) not in MESHES]
 SLOW += [
     ("gpt", Case(pp=2, dp=2, cp=2, copies=2)),
     ("linear_transformer", Case(pp=2, tp=2, loss_chunk=50)),
@@ -101,7 +103,7 @@ def test_what_is_broken_is_outside_of_the_bounds(
 
 
 def test_every_combination_is_there() -> None:
-    found = cases()
+    found = chosen_cases("llama")
     assert len(found) == len(set(found)) >= 40
     assert max(case.ranks for case in found) == 8
 
@@ -163,7 +165,7 @@ def test_the_command_writes_its_table_and_fails_where_a_row_is_outside(
     default_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     flags = ["--kind", "gpt", "--only", "pp 2", "--data", str(default_data), "--output", str(tmp_path / "x.md")]
-    monkeypatch.setattr(parity, "cases", lambda: [Case(pp=2, schedule="GPipe"), Case(dp=2), Case(pp=2)])
+    monkeypatch.setattr(parity_cases, "SOFTMAX", "pp=2 GPipe\n dp=2\n pp=2")
     honest = parity.trained
 
     def broken(kind: str, case: Case, data: Path) -> Run:

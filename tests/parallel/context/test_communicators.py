@@ -18,7 +18,7 @@ from kernels.attention import AttentionBackend, select_backend
 from parallel.context import METHODS, Plan, executor, make_plan
 from parallel.data import shard_model
 from parallel.mesh import distributed_mesh
-from parity.cases import DIFFUSION, Case, cases, diffusion_cases, linear_cases
+from parity.cases import DIFFUSION, chosen_cases, flags_of
 from planner.rehearsal import standing_for
 from tests.kernels import cuda_calls
 from tests.kernels.cuda_calls import BACKWARD, FORWARD, CudaCalls
@@ -34,6 +34,7 @@ from tests.parallel.context.communicators import (
     states,
     timelines,
 )
+from tools.cases import Case
 from train import assemble
 from train.config import diffusion, language
 
@@ -259,7 +260,7 @@ def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
     """
     entry: Any = (diffusion, pretrain_dit) if kind == DIFFUSION else (language, pretrain_gpt)
     layers = str(sum(case.layers) or case.pp * case.virtual)
-    config = entry[0].parse_args([*case.flags(kind, Path("none")), "--num-layers", layers])
+    config = entry[0].parse_args([*flags_of(kind, case, Path("none")), "--num-layers", layers])
     counts, made = [], list[Timeline]()
     for rank in range(case.ranks):
         with (
@@ -278,7 +279,7 @@ def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
     return counts, made
 
 
-LISTS = ("llama", cases()), ("transnormer", linear_cases()), (DIFFUSION, diffusion_cases())
+LISTS = [(kind, chosen_cases(kind)) for kind in ("llama", "transnormer", DIFFUSION)]
 
 
 def all_cases() -> list[Any]:

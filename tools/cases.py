@@ -1,0 +1,181 @@
+"""Configurations in a line of words, as "llama cp=4 zigzag zero3": what meshes, benches and stubs call their cases.
+
+A word is the name of a method, a sharding strategy, a pipeline's schedule or what is recomputed, or NAME=VALUE for a
+field of ``Case``. Flags may follow, from the first that begins with "--".
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, get_args, get_type_hints
+
+from parallel.context import ContextConfig
+from parallel.data import DataParallelConfig
+from parallel.pipeline.stages import PipelineConfig
+from parallel.recompute import RecomputeConfig
+from runtime.errors import UserError
+
+DIMENSIONS = ("pp", "dp", "cp", "tp")
+FLAGS = {
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+    "tp": "tensor-model-parallel-size",
+    "method": "context-parallel-method",
+    "team": "context-parallel-team-size",
+    "placement": "context-parallel-placement",
+    "per_node": "context-parallel-ranks-per-node",
+    "degree": "ulysses-degree",
+    "chunks": "ulysses-head-chunks",
+    "mode": "data-parallel-sharding-strategy",
+    "copies": "num-distributed-optimizer-instances",
+    "schedule": "pipeline-schedule",
+    "virtual": "num-virtual-stages-per-pipeline-rank",
+    "layers": "pipeline-layers",
+    "loss_chunk": "loss-chunk-size",
+    "ffn_chunk": "ffn-chunk-size",
+    "recompute": "recompute-granularity",
+    "joined": "micro-batch-size",
+    "batch": "global-batch-size",
+}
+"""Flag of each field; dp is what is left of the processes."""
+CHOICES: dict[str, tuple[type, str]] = {
+    "method": (ContextConfig, "context_parallel_method"),
+    "placement": (ContextConfig, "context_parallel_placement"),
+    "mode": (DataParallelConfig, "data_parallel_sharding_strategy"),
+    "schedule": (PipelineConfig, "pipeline_schedule"),
+    "recompute": (RecomputeConfig, "recompute_granularity"),
+}
+"""The configuration whose literals are words of a field; ``none`` is the method's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A mesh, how each of its dimensions is used, and what it spares of memory."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    method: str = "striped"
+    team: int = 1
+    degree: int = 1
+    chunks: int = 1
+    per_node: int | None = None
+    placement: str = "collect_intra"
+    mode: str = "zero3"
+    copies: int = 1
+    schedule: str = "1F1B"
+    virtual: int = 1
+    layers: tuple[int, ...] = ()
+    loss_chunk: int = 0
+    ffn_chunk: int = 0
+    recompute: str = ""
+    joined: int = 0
+    batch: int | None = None
+    more: tuple[str, ...] = ()
+    """Flags that have no word."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def title(self) -> str:
+        """The mesh in a few words, with its data-parallel mode if dp x cp > 1."""
+        sizes = [f"{name} {getattr(self, name)}" for name in DIMENSIONS if getattr(self, name) > 1]
+        parts = [" x ".join(sizes) or "one process"]
+        if self.cp > 1 or self.method == "none":
+            parts.append("plain SDPA" if self.method == "none" else self._method)
+        if self.dp * self.cp > 1:
+            parts.append(self.mode + (f", {self.copies} copies" if self.copies > 1 else ""))
+        if self.schedule != "1F1B":
+            parts.append(self.schedule)
+        if self.layers:
+            parts.append("layers " + " + ".join(map(str, self.layers)))
+        if self.loss_chunk:
+            parts.append(f"loss by {self.loss_chunk} tokens")
+        if self.joined:
+            parts.append(f"{self.joined} samples joined")
+        return ", ".join(parts)
+
+    @property
+    def _method(self) -> str:
+        shaped = (
+            ("in teams of", self.team, self.team > 1),
+            ("on nodes of", self.per_node, self.per_node),
+            ("with rings as neighbours", "", self.placement == "p2p_intra"),
+            ("with heads among", self.degree, self.degree > 1),
+            ("heads in stages:", self.chunks, self.chunks > 1),
+        )
+        return " ".join([self.method, *(f"{words} {value}".rstrip() for words, value, there in shaped if there)])
+
+    @property
+    def flags(self) -> list[str]:
+        """Return its command line: the mesh, the method of a shared sequence, and what is not the default."""
+        found = ["--pack-samples"] if self.joined else []
+        for name, flag in FLAGS.items():
+            value = getattr(self, name)
+            if name in DIMENSIONS or value != getattr(Case, name) or (name == "method" and self.cp > 1):
+                found += [f"--{flag}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+        return [*found, *self.more]
+
+
+def _words() -> dict[str, str]:
+    """Return the field of each word that has no value."""
+    found = {}
+    for field, (config, name) in reversed(CHOICES.items()):
+        found |= dict.fromkeys(_literals(get_type_hints(config)[name]), field)
+    return found
+
+
+def _literals(annotation: Any) -> list[str]:
+    parts = get_args(annotation)
+    return [word for part in parts for word in ([part] if isinstance(part, str) else _literals(part))]
+
+
+WORDS = _words()
+
+
+def case_of(line: str) -> Case:
+    """Read a case. Raises UserError: a word that is none, with those that are."""
+    fields: dict[str, Any] = {}
+    words, mark, more = line.partition("--")
+    for word in words.split():
+        name, equals, value = word.partition("=")
+        if not equals and word in WORDS:
+            fields[WORDS[word]] = word
+        elif equals and name == "layers":
+            fields[name] = tuple(map(int, value.split("+")))
+        elif equals and name in {*FLAGS, "dp"} - {*CHOICES} and value.isdigit():
+            fields[name] = int(value)
+        else:
+            known = [*(f"{name}=N" for name in (*DIMENSIONS, *FLAGS) if name not in CHOICES), *WORDS]
+            raise UserError(f"{line!r} has the word {word!r}; use {', '.join(dict.fromkeys(known))}")
+    return Case(**fields, more=tuple((mark + more).split()))
+
+
+def cases_of(lines: str) -> list[Case]:
+    """Read a case from each line, each once; ``A|B`` in a word stands for two lines, and so does ``cp=2|4``."""
+    found = []
+    for line in filter(None, map(str.strip, lines.splitlines())):
+        found += [case_of(" ".join(words)) for words in product(*map(_choices, line.split()))]
+    return list(dict.fromkeys(found))
+
+
+def _choices(word: str) -> list[str]:
+    first, *others = word.split("|")
+    name, equals, _ = first.partition("=")
+    return [first, *(one if "=" in one or not equals else f"{name}={one}" for one in others)]
+
+
+def command_of(line: str, models: Mapping[str, Sequence[str]]) -> tuple[int, list[str]]:
+    """Return the processes and the command line of a case whose first word names a model, and that one's own flags.
+
+    Raises UserError: there is no such model, or as ``case_of``.
+    """
+    model, _, words = line.partition(" ")
+    if model not in models:
+        raise UserError(f"{line!r} begins with {model!r}, which is no model; use {', '.join(models)}")
+    case = case_of(words)
+    return case.ranks, [*models[model], *case.flags]

@@ -1,9 +1,8 @@
-"""Pictures: who owns which token and each round's tiles of a method, packed documents, and the loss of runs.
+"""Pictures: who owns which token and each round's tiles of a method, and the loss of runs.
 
 python -m tools.plot layout --size 4 --seq-length 32 --output layouts.png
 python -m tools.plot layout --methods ring striped --full --output full.png
 python -m tools.plot layout --documents 20 5 11 3 14 7 4 --window 8 --output packed.png
-python -m tools.plot arcs --documents 1300 180 620 90 900 --size 3 --output arcs.png
 python -m tools.plot losses runs/llama_tiny runs/second --output loss.png
 python -m tools.plot losses runs/* --by tokens --smooth 0.95 --metric grad_norm --output norms.png
 """
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 LOSSES = {"lm_loss": "training", "diffusion_loss": "training", "validation_loss": "validation"}
 BY = {"iteration": "iteration", "tokens": "tokens", "hours": "hours of training"}
 LARGEST_PICTURE = 512
-LARGEST_ARCS = 16
-ARCS = [1300, 180, 620, 90, 900, 260, 410, 336]
-"""Tokens of the documents that ``arcs`` draws by default: those of docs/concepts/packed.md."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,12 +36,14 @@ def build_parser() -> argparse.ArgumentParser:
     methods = "default: ring striped zigzag allgather; with documents or a window exchange, not allgather"
     layout.add_argument("--methods", nargs="+", metavar="METHOD", help=methods)
     layout.add_argument("--seq-length", type=int, help="tokens (default: 32, or those of the documents)")
-    _add_mask(layout)
+    layout.add_argument("--size", type=int, default=4, help="ranks (default: %(default)s)")
+    layout.add_argument("--documents", nargs="+", type=positive, metavar="LENGTH", help="tokens of packed documents")
+    window = "tokens that each sees before itself, in full attention behind itself too; default: all"
+    layout.add_argument("--window", type=positive, metavar="TOKENS", help=window)
+    mask = layout.add_mutually_exclusive_group()
+    mask.add_argument("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
+    mask.add_argument("--full", dest="causal", action="store_false", help="full attention")
     layout.add_argument("--output", type=Path, default=Path("layouts.png"), help="default: %(default)s")
-    arcs = commands.add_parser("arcs", help="how the layout balanced divides packed documents", allow_abbrev=False)
-    _add_mask(arcs)
-    arcs.set_defaults(documents=ARCS)
-    arcs.add_argument("--output", type=Path, default=Path("arcs.png"), help="default: %(default)s")
     loss = commands.add_parser(
         "losses", help="training and validation loss of runs, or other fields of metrics.jsonl", allow_abbrev=False
     )
@@ -56,17 +54,6 @@ def build_parser() -> argparse.ArgumentParser:
     loss.add_argument("--smooth", type=float, default=0.0, metavar="SHARE", help=smooth)
     loss.add_argument("--output", type=Path, default=Path("loss.png"), help="default: %(default)s")
     return parser
-
-
-def _add_mask(parser: argparse.ArgumentParser) -> None:
-    """Add the ranks, and what their tokens see."""
-    parser.add_argument("--size", type=int, default=4, help="ranks (default: %(default)s)")
-    parser.add_argument("--documents", nargs="+", type=positive, metavar="LENGTH", help="tokens of packed documents")
-    window = "tokens that each sees before itself, in full attention behind itself too; default: all"
-    parser.add_argument("--window", type=positive, metavar="TOKENS", help=window)
-    mask = parser.add_mutually_exclusive_group()
-    mask.add_argument("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
-    mask.add_argument("--full", dest="causal", action="store_false", help="full attention")
 
 
 def layout_figure(args: argparse.Namespace) -> "Figure":
@@ -89,19 +76,6 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
     window = (args.window, 0 if args.causal else args.window) if args.window else None
     methods = args.methods or (PACKED if documents or window else PLAIN)
     return draw([drawing(method, length, args.size, args.causal, documents, window) for method in methods])
-
-
-def arcs_figure(args: argparse.Namespace) -> "Figure":
-    """Draw documents on a circle, and its cuts. Raises UserError: a single rank, or a picture too large to read."""
-    from tools.pictures.arcs import draw
-    from tools.pictures.discs import drawing
-
-    if not 2 <= args.size <= min(LARGEST_ARCS, sum(args.documents)):
-        raise UserError(
-            f"--size is {args.size} and --documents have {sum(args.documents)} tokens; a picture shows 2 to "
-            f"{LARGEST_ARCS} ranks, and at least a token for each"
-        )
-    return draw(drawing(args.documents, args.size, args.causal, args.window))
 
 
 def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tuple[float, float]]]:
@@ -176,8 +150,6 @@ def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     if args.command == "layout":
         figure = layout_figure(args)
-    elif args.command == "arcs":
-        figure = arcs_figure(args)
     else:
         figure = losses_figure(args.runs, args.metric, args.by, args.smooth)
     known = figure.canvas.get_supported_filetypes()

@@ -14,6 +14,7 @@ from planner.ranking import nothing_left
 from planner.search import rank
 from planner.workload import fastest, layout_costs
 from runtime.together import from_first, is_first, raise_together
+from runtime.words import duration
 from train.config import diffusion
 from train.config.common import CommonConfig, with_joined_ranks
 from train.config.entries import Config
@@ -124,7 +125,7 @@ def _choice(config: CommonConfig, world_size: int) -> tuple[ContextConfig, str]:
         raise ConfigError(nothing_left(found, cluster))
     best, others = found.candidates[0], len(found.candidates) - 1
     return best.config.context, (
-        f"context parallelism: {best.config.context.title}, predicted to take {1e3 * best.prediction.time:.4g} ms per "
+        f"context parallelism: {best.config.context.title}, predicted to take {duration(best.prediction.time)} per "
         f"iteration on {cluster.name}, the least of {others + 1}"
     )
 

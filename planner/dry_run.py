@@ -3,7 +3,6 @@
 import math
 import os
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +18,19 @@ from planner.documents import typical_documents
 from planner.recorder import BETWEEN, CAUSES, INSIDE, Rehearsal
 from planner.rehearsal import Build, rehearse, standing_for
 from planner.search import predicted
-from runtime.words import counted
+from runtime.errors import UserError
+from runtime.progress import Progress
+from runtime.words import amount, counted, duration
 from train.config.common import with_joined_ranks
 from train.config.entries import Config, DiTRunConfig
 from train.config.flags import ConfigError, spelled
+
+
+class DoesNotFitError(UserError):
+    """Less memory than a run takes."""
+
+    status = 3
+
 
 ALIKE = ("zigzag", "striped", "ulysses")
 """Methods that give all context-parallel ranks the same tiles, of whole sequences."""
@@ -38,6 +46,7 @@ def dry_run(
 
     Raises:
         UserError: what the run itself would be refused for, but for missing files, which are noted.
+        DoesNotFitError: it takes more memory than there is; after all is printed.
     """
     if "RANK" in os.environ:
         raise ConfigError("dry_run is one process for all, and RANK is set; start it without torchrun")
@@ -63,20 +72,26 @@ def dry_run(
     found = list(rehearsed(config, build, world_size, cluster))
     ran = "a forward, a backward and an optimizer's step ran"
     print(f"dry run of {counted(world_size, 'process')} on {cluster.name}: {ran}")
-    print("\n".join([*_table(found, cluster), _time(config, world_size, cluster), *notes]))
+    fits, said = verdict(found, cluster)
+    print("\n".join([*_table(found), _time(config, world_size, cluster), *[said] * fits, *notes]))
     print("\n".join(_commands([*arguments, *lacking], entry, cluster, world_size, asked)), flush=True)
+    if not fits:
+        raise DoesNotFitError(f"{said}; python -m tools.plan --fits with the same flags says what to change")
     return found
 
 
 def rehearsed(
     config: Any, build: Build[Any], world_size: int, cluster: Cluster, documents: Sequence[int] | None = None
 ) -> Iterator[Rehearsal]:
-    """Rehearse each rank that has work of its own, and say on stderr which: each takes seconds."""
+    """Rehearse each rank that has work of its own, and tell on stderr how far it is: each takes seconds."""
     ranks = ranks_to_run(config, world_size)
-    for number, rank in enumerate(ranks, 1):
-        said = f"running the code of rank {rank} of {world_size} without memory, as on {cluster.name}"
-        print(f"{said}, {number} of {len(ranks)} to run", file=sys.stderr, flush=True)
-        yield rehearse(config, build, rank, world_size, cluster.gpus_per_node, documents, cluster.device)
+    with Progress() as progress:
+        for number, rank in enumerate(ranks, 1):
+
+            def tell(doing: str, of: str = f"{number} of {len(ranks)} ranks to run") -> None:
+                progress(f"{of} without memory, {doing}")
+
+            yield rehearse(config, build, rank, world_size, cluster.gpus_per_node, documents, cluster.device, tell)
 
 
 def ranks_to_run(config: Any, world_size: int) -> list[int]:
@@ -130,21 +145,27 @@ def _entries(config: Config) -> int:
     return config.model.vocab_size
 
 
-def _table(found: Sequence[Rehearsal], cluster: Cluster) -> Iterator[str]:
-    """Yield a table of memory and bytes, and a note where there is too little memory."""
-    yield f"| stage | rank | {' | '.join(CAUSES)} | GB of memory | GB sent {INSIDE} | {BETWEEN} |"
-    yield "|" + " ---: |" * (len(CAUSES) + 5)
+def verdict(found: Sequence[Rehearsal], cluster: Cluster) -> tuple[bool, str]:
+    """Return whether every process has enough memory, and that in a sentence."""
+    most, host = max(one.bytes for one in found), max(one.host for one in found)
+    room, there = cluster.memory_gb, cluster.host_memory_gb
+    if most > 1e9 * room:
+        return False, f"does not fit in {room:g} GB: a process takes {amount(most)}"
+    if 0 < 1e9 * there < host:
+        return False, f"does not fit in {there:g} GB of host memory: a process moves {amount(host)} there"
+    tight = ", which leaves less than the tenth that an allocator may need" if most > 0.9e9 * room else ""
+    return True, f"fits in {room:g} GB: a process takes at most {amount(most)}{tight}"
+
+
+def _table(found: Sequence[Rehearsal]) -> Iterator[str]:
+    """Yield a table of memory and bytes; host memory has a column if anything is moved there."""
+    heads = [*CAUSES, "GB of memory", *["GB of host memory"] * any(one.host for one in found)]
+    yield f"| stage | rank | {' | '.join(heads)} | GB sent {INSIDE} | {BETWEEN} |"
+    yield "|" + " ---: |" * (len(heads) + 4)
     for one in found:
-        counts = [one.memory.get(cause, 0) for cause in CAUSES]
-        counts += [one.bytes, *(one.sent.get(link, 0) for link in (INSIDE, BETWEEN))]
+        counts = [*(one.memory.get(cause, 0) for cause in CAUSES), one.bytes, one.host][: len(heads)]
+        counts += [one.sent.get(link, 0) for link in (INSIDE, BETWEEN)]
         yield f"| {one.stage} | {one.rank} | {' | '.join(f'{count / 1e9:.3f}' for count in counts)} |"
-    if host := max(one.host for one in found):
-        yield f"and up to {host / 1e9:.3f} GB of host memory, pinned, for a process"
-    if (most := max(one.bytes for one in found) / 1e9) > cluster.memory_gb:
-        yield (
-            f"note: that is {most:.1f} GB, and a process on {cluster.name} has {cluster.memory_gb:g}: it does not fit; "
-            "tools.plan --fits says what to change"
-        )
 
 
 def _time(config: Any, world_size: int, cluster: Cluster) -> str:
@@ -154,8 +175,8 @@ def _time(config: Any, world_size: int, cluster: Cluster) -> str:
     if isinstance(config, DiTRunConfig) or (paths and Path(f"{blend(paths)[0][0]}.idx").exists()):
         documents = typical_documents(config)
     found = predicted(config, world_size, cluster, documents)
-    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in found.seconds.items() if seconds)
-    return f"time: {found.time:.4g} s a step, predicted: {parts}"
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.seconds.items() if seconds)
+    return f"time: {duration(found.time)} a step, predicted: {parts}"
 
 
 def _commands(arguments: Sequence[str], entry: str, cluster: Cluster, world_size: int, asked: Any) -> Iterator[str]:

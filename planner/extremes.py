@@ -19,9 +19,10 @@ PRECISION = 64
 MOST_TOKENS, MOST_PROCESSES = 1 << 30, 1 << 12
 
 
-def fits(config: Config, world_size: int, cluster: Cluster, progress: Progress | None = None) -> bool:
+def fits(
+    config: Config, world_size: int, cluster: Cluster, progress: Callable[[str], None] = lambda said: None
+) -> bool:
     """Return whether some arrangement and method fit in memory, with all that recomputation and stages save."""
-    progress = progress or Progress()
 
     def held(one: Config) -> bool:
         asked = f"{counted(config.sequence_length, 'token')} on {counted(world_size, 'process')}"
@@ -39,25 +40,26 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
     Raises:
         ConfigError: not even ``STEP`` tokens fit, or all is refused; with the reason.
     """
-    progress = Progress()
+    with Progress() as progress:
 
-    def found(steps: int) -> bool:
-        return fits(of_length(config, steps * STEP), world_size, cluster, progress)
+        def found(steps: int) -> bool:
+            return fits(of_length(config, steps * STEP), world_size, cluster, progress)
 
-    if not found(1):
-        raise ConfigError(_why_not(of_length(config, STEP), world_size, cluster))
-    return STEP * _last(found, 1, MOST_TOKENS // STEP)
+        if found(1):
+            return STEP * _last(found, 1, MOST_TOKENS // STEP)
+    raise ConfigError(_why_not(of_length(config, STEP), world_size, cluster))
 
 
 def fewest(config: Config, cluster: Cluster) -> int:
     """Return the fewest processes that hold the sequence, a power of two or whole nodes; ConfigError above the most."""
-    node, progress = cluster.gpus_per_node, Progress()
-    for size in sorted({node, *(1 << power for power in range(node.bit_length()))}):
-        if fits(config, size, cluster, progress):
-            return size
-    nodes = 1 + _last(
-        lambda count: not fits(config, count * node, cluster, progress), 1, MOST_PROCESSES // node, exact=True
-    )
+    node = cluster.gpus_per_node
+    with Progress() as progress:
+        for size in sorted({node, *(1 << power for power in range(node.bit_length()))}):
+            if fits(config, size, cluster, progress):
+                return size
+        nodes = 1 + _last(
+            lambda count: not fits(config, count * node, cluster, progress), 1, MOST_PROCESSES // node, exact=True
+        )
     if nodes * node > MOST_PROCESSES:
         raise ConfigError(
             f"seq_length is {config.train.seq_length}, which {MOST_PROCESSES} processes do not hold; on one node: "

@@ -18,7 +18,6 @@ from parallel.offload import SEVERAL, Offload
 from parallel.pinned import in_slabs
 from planner.gpu_shapes import SHAPES
 from planner.tape import Tapes
-from runtime.progress import Progress
 from train import assemble, host_moments
 from train.config.common import CommonConfig
 
@@ -70,8 +69,11 @@ class Recorder(Tapes):
     is computed.
     """
 
-    def __init__(self, rank: int, per_node: int, entries: int = 0) -> None:
-        """Set up for a rank that has ``entries`` of the vocabulary, by whose width logits are known."""
+    def __init__(self, rank: int, per_node: int, entries: int = 0, tell: Callable[[str], None] | None = None) -> None:
+        """Set up for a rank that has ``entries`` of the vocabulary, by whose width logits are known.
+
+        ``tell`` is told how far it is.
+        """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         super().__init__()
@@ -81,7 +83,7 @@ class Recorder(Tapes):
         """Bytes of the storages that forwards left for their backwards."""
         self._per_node, self._paused, self._entries = per_node, False, entries
         self._resized = set[int]()
-        self.doing, self._operators, self._progress = "building the model", 0, Progress()
+        self.doing, self._operators, self._tell = "building the model", 0, tell
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -137,7 +139,8 @@ class Recorder(Tapes):
         if self._paused:
             return func(*args, **kwargs)
         self._operators += 1
-        self._progress(f"rank {self.rank}: {self.doing}, {self._operators:,} operators so far")
+        if self._tell is not None:
+            self._tell(f"rank {self.rank}: {self.doing}, {self._operators:,} operators so far")
         if func.namespace == "longmesh" and not func.name().startswith(SCANS):
             return self._by_its_code(func, OPDEFS[func.name()]._init_fn, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -74,12 +74,14 @@ def rehearse(
     per_node: int,
     documents: Sequence[int] | None = None,
     device: str | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Rehearsal:
     """Run a rank forward, backward and through its optimizer. The configuration is complete and valid.
 
     Args:
         documents: cumulative lengths of a micro-batch's, where they attend apart; by default one a sample.
         device: cuda or cpu, by default the run's own.
+        tell: is told how far it is.
 
     Raises:
         UserError: attention or a pipeline stage that does not fit the rest.
@@ -96,7 +98,7 @@ def rehearse(
             blank["starts"].view(-1)[list(documents[:-1])] = True
         batch = objective.local(blank)
         entries = getattr(config.model, "vocab_size", None) or 0
-        recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size))
+        recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size), tell)
         # The CPU takes few rows of logits at once, which are many operators for a large vocabulary.
         device = device or config.mesh.device_type
         with patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[device]), _kernels_of(device), recorder.recording():

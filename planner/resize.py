@@ -18,7 +18,7 @@ from planner.search import arrangements, rank, settings, validated
 from runtime.errors import UserError
 from runtime.processes import launched_world_size, process_group
 from runtime.together import from_first, is_first, raise_together
-from runtime.words import counted
+from runtime.words import counted, duration
 from train.config.common import CommonConfig
 from train.config.entries import ENTRIES, Config
 from train.config.flags import ConfigError, read_toml
@@ -138,8 +138,7 @@ def rearranged(config: C, processes: int) -> tuple[C, str]:
         context = best.context
     parts: Any = {name: getattr(best, name) for name in ("mesh", "train", "data_parallel", "recompute")}
     return replace(config, context=context, **parts), (
-        f"predicted to take {1e3 * own[0].prediction.time:.4g} ms per iteration on {cluster.name}, the least of "
-        f"{len(own)}"
+        f"predicted to take {duration(own[0].prediction.time)} per iteration on {cluster.name}, the least of {len(own)}"
     )
 
 

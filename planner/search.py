@@ -256,38 +256,39 @@ def rank(
     fitting: list[Candidate] = []
     too_large: list[float] = []
     host_short: list[float] = []
-    refused, progress = Counter[str](), Progress()
-
-    def holding(tried: list[AnyConfig], documents: tuple[int, ...] | None, number: int) -> list[AnyConfig]:
-        fit = []
-        for one in tried:
-            progress(f"searching: {described(one)}, candidate {number} of {len(every)}")
-            fit += [one] * holds(one, world_size, cluster, documents)
-        return fit
-
+    refused = Counter[str]()
     every = list(candidates_of(configs, world_size, cluster, refused))
-    for number, candidate in enumerate(every, 1):
-        documents = typical_documents(candidate, lengths)
-        varied = vary(candidate, cluster) if vary else [candidate]
-        tried = [one for one in varied if _suits_pipeline(one, world_size)]
-        fit = holding(tried, documents, number)
-        if not fit:  # stages of heads save memory alone
-            tried += [staged for one in tried for staged in in_stages(one)]
+    with Progress() as progress:
+
+        def holding(tried: list[AnyConfig], documents: tuple[int, ...] | None, number: int) -> list[AnyConfig]:
+            fit = []
+            for one in tried:
+                progress(f"searching: {described(one)}, candidate {number} of {len(every)}")
+                fit += [one] * holds(one, world_size, cluster, documents)
+            return fit
+
+        for number, candidate in enumerate(every, 1):
+            documents = typical_documents(candidate, lengths)
+            varied = vary(candidate, cluster) if vary else [candidate]
+            tried = [one for one in varied if _suits_pipeline(one, world_size)]
             fit = holding(tried, documents, number)
-        if not fit and vary:  # each step waits for the moments; leanest has tried some already
-            tried += [moved for one in tried for moved in with_moments_on_host(one, cluster) if moved not in tried]
-            fit = holding(tried, documents, number)
-        if fit:
-            found = [Candidate(one, predicted(one, world_size, cluster, documents)) for one in fit]
-            roomy = [one for one in found if one.prediction.bytes <= ROOM * 1e9 * cluster.memory_gb]
-            fitting.append(min(roomy or found, key=lambda one: one.prediction.time))
-            continue
-        needed = [bytes_needed(one, world_size, cluster, documents) for one in tried]
-        inside = [one for one, count in zip(tried, needed, strict=True) if count <= 1e9 * cluster.memory_gb]
-        if inside:
-            host_short.append(min(_bytes_moved(one, world_size, cluster, documents) for one in inside))
-        else:
-            too_large.append(min(needed))
+            if not fit:  # stages of heads save memory alone
+                tried += [staged for one in tried for staged in in_stages(one)]
+                fit = holding(tried, documents, number)
+            if not fit and vary:  # each step waits for the moments; leanest has tried some already
+                tried += [moved for one in tried for moved in with_moments_on_host(one, cluster) if moved not in tried]
+                fit = holding(tried, documents, number)
+            if fit:
+                found = [Candidate(one, predicted(one, world_size, cluster, documents)) for one in fit]
+                roomy = [one for one in found if one.prediction.bytes <= ROOM * 1e9 * cluster.memory_gb]
+                fitting.append(min(roomy or found, key=lambda one: one.prediction.time))
+                continue
+            needed = [bytes_needed(one, world_size, cluster, documents) for one in tried]
+            inside = [one for one, count in zip(tried, needed, strict=True) if count <= 1e9 * cluster.memory_gb]
+            if inside:
+                host_short.append(min(_bytes_moved(one, world_size, cluster, documents) for one in inside))
+            else:
+                too_large.append(min(needed))
     fitting.sort(key=lambda candidate: candidate.prediction.time)
     return Ranking(fitting, refused, too_large, host_short, *levers(configs[:1], cluster, vary is not None))
 

@@ -10,7 +10,7 @@ from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes
 from planner.attention_cost import BACKWARD, FORWARD, GB, MICRO, AttentionCost, Links
 from planner.cluster import Cluster
-from planner.step_memory import Arrangement, Workload, fetched_ahead, memory_of, moments, offloaded, own_sizes
+from planner.step_memory import Arrangement, Workload, fetched_ahead, memory_of, moments, offloaded, own_sizes, pinned
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Prediction:
     seconds: dict[str, float]
     memory: dict[str, float]
     links: Links
+    host: float = 0.0
+    """Bytes of host memory that torch pins for the busiest rank."""
 
     @property
     def time(self) -> float:
@@ -67,7 +69,7 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     exchanged = _data(work, plan, arranged, cluster)
     hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
     seconds["data parallel"] = max(0.0, exchanged - hidden)
-    return Prediction(seconds, memory_of(work, plan, arranged), links)
+    return Prediction(seconds, memory_of(work, plan, arranged), links, pinned(work, plan, arranged))
 
 
 def _mean_attention(work: Workload, plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:

@@ -32,6 +32,7 @@ from parallel.mesh import SIZES
 from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.complete import with_layout, with_vocabulary
 from planner.documents import heaviest_documents, typical_documents
+from planner.dry_run import verdict
 from planner.extremes import fewest, longest, of_length
 from planner.fits import busiest, changes
 from planner.ranking import described, memory_of, mesh_of, method_of, nothing_left, weighed
@@ -39,10 +40,10 @@ from planner.recorder import CAUSES
 from planner.search import arrangements, rank, settings, validated
 from runtime.files import write_text
 from runtime.processes import launched_world_size
-from runtime.words import counted
+from runtime.words import amount, counted, duration
 from tools.arguments import parser_for
 from tools.fit import parsed
-from tools.plan_text import Row, amount, bars, discarded, table
+from tools.plan_text import Row, bars, discarded, table
 from train.config.common import with_joined_ranks
 from train.config.entries import Config
 from train.config.language import ConfigError, to_toml, validate
@@ -144,11 +145,11 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
         config, build = with_layout(config, cluster), pretrain_gpt.computing
     one = busiest(validated(config, world_size), build, world_size, cluster, documents)
     parts = {name: one.memory[name] for name in CAUSES if one.memory.get(name)}
-    room, short = 1e9 * cluster.memory_gb, 0 < 1e9 * cluster.host_memory_gb < one.host
-    needed, seconds = ([], None) if one.bytes <= room else changes(config, world_size, cluster, documents, lengths)
+    fitting, said = verdict([one], cluster)
+    needed, seconds = ([], None) if fitting else changes(config, world_size, cluster, documents, lengths)
     if args.json:
         told = {"memory_bytes_by_part": parts, "memory_bytes": one.bytes, "host_bytes": one.host}
-        told |= {"fits": one.bytes <= room and not short}
+        told |= {"fits": fitting}
         told |= {"changes": [asdict(change) for change in needed], "seconds_then": seconds}
         told |= {"method": method_of(config), "mesh": mesh_of(config), "memory_by": memory_of(config)}
         told |= {"processes": world_size, "sequence_length": config.sequence_length}
@@ -159,20 +160,17 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
         most = max(end - start for start, end in pairwise(documents))
         which = "of the run's first micro-batches, the heaviest" if known else "a micro-batch drawn at random"
         print(f"{which}: {counted(len(documents) - 1, 'document')}, the longest of {most} tokens")
-    print(bars(parts, cluster))
-    if one.host:
-        more = f", more than the {amount(1e9 * cluster.host_memory_gb)} for each there" if short else ""
-        print(f"and {amount(one.host)} of host memory, pinned{more}")
-    if one.bytes <= room:
-        where = "fits the device, not the host" if short else "fits"
-        print(where + (", with less than the tenth that an allocator may need" if one.bytes > 0.9 * room else ""))
-    elif seconds is None:
+    print(bars(parts, one.host, cluster))
+    print(said)
+    if fitting:
+        return
+    if seconds is None:
         print(
-            "does not fit, and the search finds no arrangement of these processes that does; "
-            "use more (--fewest says how many) or shorter sequences"
+            "no arrangement of these processes fits by the search; use more (--fewest says how many) or shorter "
+            "sequences"
         )
     else:
-        print(f"does not fit; change, what brings most first, for {seconds:.4g} s a step:")
+        print(f"change, what brings most first, for {duration(seconds)} a step:")
         for change in needed:
             print(f"  {change.flag}  (about {amount(change.bytes)})")
 
@@ -229,7 +227,8 @@ def plan(argv: list[str]) -> None:
         print(_asked(world_size, cluster, config))
         print(f"{discarded(found, cluster, args.top)}\n{note}".rstrip())
         print(table(rows[: args.top], args.markdown))
-        print(bars(rows[0].candidate.prediction.memory, cluster, "a process of the first row"))
+        best = rows[0].candidate.prediction
+        print(bars(best.memory, best.host, cluster, "a process of the first row"))
     if args.write:
         args.write.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.write, to_toml(rows[0].candidate.config))

@@ -14,6 +14,7 @@ from checkpoint.api import CheckpointConfig
 from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
 from runtime.together import from_first, is_first
+from runtime.words import duration
 from train.config.language import Config
 
 
@@ -36,7 +37,7 @@ def measure(
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             if is_first() and not quiet:
-                print(f"  {1e3 * found[-1]:.4g} ms per iteration", flush=True)
+                print(f"  {duration(found[-1])} per iteration", flush=True)
     return found
 
 

@@ -127,11 +127,12 @@ class LatentFolder:
         checked.json lists the checked files with size and mtime (`record_checked`), so a large folder is read once, not
         at every start.
         """
-        passed, progress = _passed(self.folder), Progress(10)
+        passed = _passed(self.folder)
         mine = [shard for shard in self.shards[rank::ranks] if passed.get(shard.path.name) != _stamp(shard.path)]
-        for number, shard in enumerate(mine):
-            shard.check_finite()
-            progress(f"{self.folder}: {number + 1} of {len(mine)} shards checked")
+        with Progress() as progress:
+            for number, shard in enumerate(mine):
+                shard.check_finite()
+                progress(f"{self.folder}: {number + 1} of {len(mine)} shards checked")
 
     def record_checked(self) -> None:
         """Record that all shards have passed; a read-only folder is checked again at the next start."""

@@ -12,13 +12,16 @@ import pytest
 import pretrain_dit
 import pretrain_gpt
 from planner.cluster import CLUSTERS
+from runtime import progress
 from runtime.errors import UserError
 from slurm import submit
 from train.config.flags import ConfigError
 from train.config.language import parse_args
+from train.run import exit_status
 
 ROOT = Path(__file__).parents[2]
 H100 = ("--cluster", str(CLUSTERS / "h100_pod.toml"))
+MOVED = ("--recompute-granularity", "full", "--recompute-offload", "--loss-chunk-size", "64")
 TINY = ROOT / "configs" / "llama_tiny.toml"
 FILES = [path for path in sorted((ROOT / "configs").rglob("*.toml")) if path.parent != CLUSTERS]
 
@@ -52,14 +55,14 @@ def test_the_report_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[-1] == f"or: python -m slurm.submit --cluster {H100[1]} --nodes 1 {command}"
 
 
-def test_it_says_which_rank_it_runs_and_what_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_which_rank_it_runs_and_what_is_not_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = "--num-layers 2 --pipeline-model-parallel-size 2 --vocab-size 64 --global-batch-size 2"
+    monkeypatch.setattr(progress, "LOGS", -1.0)  # every look is told
     pretrain_gpt.main(["--dry-run", *flags.split()])
     said = capsys.readouterr()
-    assert said.err == (
-        "running the code of rank 0 of 2 without memory, as on a CPU, 1 of 2 to run\n"
-        "running the code of rank 1 of 2 without memory, as on a CPU, 2 of 2 to run\n"
-    )
+    assert "2 of 2 ranks to run without memory, rank 1: the optimizer's step, " in said.err
     assert said.out.startswith("dry run of 2 processes on a CPU: ")
     assert "note: data_path is not set; give --data-path PREFIX; python -m tools.prepare_data writes one" in said.out
     assert "note: predicted for a CPU, this machine's device; --cluster FILE predicts for other machines" in said.out
@@ -93,6 +96,35 @@ def test_the_commands_name_the_cluster_that_auto_chooses_for_and_submit_takes_th
     assert entry[-2:] == list(H100)
     assert by_slurm[by_slurm.index("pretrain_gpt.py") :] == [*entry, "--save", "runs/NAME"]
     assert submit.main(["--dry-run", *by_slurm[4:]]) == 0
+
+
+def test_what_does_not_fit_ends_with_a_status_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """After the whole report; what fits has its verdict there."""
+    flags = ["--dry-run", "--config", str(TINY), "--vocab-size", "64", "--context-parallel-size", "1", "--bf16"]
+
+    def verdict(**limits: float) -> tuple[int, str, str]:
+        text = Path(H100[1]).read_text()
+        for name, value in limits.items():
+            text = re.sub(rf"^{name} = \S+", f"{name} = {value}", text, flags=re.M)
+        (tmp_path / "c.toml").write_text(text)
+        status = exit_status(pretrain_gpt.main, [*flags, *MOVED, "--cluster", str(tmp_path / "c.toml")])
+        return status, *capsys.readouterr()
+
+    status, out, err = verdict()
+    assert (status, err) == (0, "")
+    (heads,) = (line.split(" | ") for line in out.splitlines() if line.startswith("| stage"))
+    (cells,) = (line.split(" | ") for line in out.splitlines() if line.startswith("| 0 "))
+    assert float(cells[heads.index("GB of host memory")]) > 0
+    assert re.search(r"\nfits in 80 GB: a process takes at most [\d.]+ MB\n", out)
+    for limits, said in (
+        ({"memory_gb": 0.01}, "does not fit in 0.01 GB: a process takes "),
+        ({"host_memory_gb": 0.001}, "does not fit in 0.001 GB of host memory: a process moves "),
+    ):
+        status, out, err = verdict(**limits)
+        assert status == 3
+        assert "\nstart: torchrun " in out
+        assert err.startswith(f"error: {said}")
+        assert err.endswith("; python -m tools.plan --fits with the same flags says what to change\n")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ data parallel 4, and data parallel 2 x context parallel 2 with LASP, each with t
 finished run is written at once, and a table that is begun goes on where it stopped.
 
     python -m papers.convergence                                           # 26 runs
-    python -m papers.convergence --rows transnormer/fsdp transnormer/ddp   # some of them; the table has what there is
+    python -m papers.convergence --rows transnormer/fsdp transnormer/ddp   # some of them
     make lasp-table ARGS="--rows transnormer/ddp --iterations 5 --results runs/lasp"   # a short one
 """
 
@@ -23,16 +23,15 @@ from papers.table import FOLDER
 from papers.table import published as rows_of
 from parallel.context.linear import state
 from runtime.errors import UserError
-from runtime.machine import describe, in_words, stamp
+from runtime.machine import describe, stamp
 from runtime.ranks import run_ranks
 from tools.arguments import one_line_errors, parser_for, run_command
-from tools.report import markdown as markdown_table
 from tools.report import read_records, write_records
 from tools.training import Records, trainer_of
 
 NAME = "lasp_convergence"
 RESULTS = FOLDER / "results" / f"{NAME}.jsonl"
-"""A line for each run, beside the table and the picture; git ignores the curves in NAME.curves.jsonl."""
+"""A line for each run."""
 MODELS = {"transnormer": "TransNormer", "linear_transformer": "LinearTransformer"}
 BACKENDS = {
     "ddp": "DDP",
@@ -59,7 +58,7 @@ BOUND = 0.005
 """Largest relative difference of the loss with LASP from without."""
 SIZES = {"ranks": RANKS, "sequences": BATCH, "seq_length": LENGTH, "vocabulary": VOCABULARY}
 Result = dict[str, Any]
-"""The settings, the machine, and each finished run's figures by name, with its losses if kept."""
+"""The settings, the machine, and each finished run's figures by name."""
 
 
 def rows() -> list[str]:
@@ -116,45 +115,6 @@ def difference(without: Mapping[str, float], lasp: Mapping[str, float]) -> float
     return max(found) if all(x == x for x in found) else float("inf")
 
 
-def markdown(result: Result) -> str:
-    """Format our table beside the paper's."""
-    settings, theirs = result["settings"], published()
-    last = min(LAST, settings["iterations"])
-    lines = [
-        "# LASP: convergence",
-        "",
-        f"{settings['iterations']} updates of {settings['sequences']} sequences of {settings['seq_length']} tokens, "
-        f"2 layers of 64 channels, {settings['vocabulary']} vocabulary entries, on {settings['ranks']} processes: data "
-        f"parallel {RANKS}, and data parallel {RANKS // CONTEXT} x context parallel {CONTEXT} with LASP. Loss in nats "
-        f"per token, the mean of the last {last} updates, and in brackets the last. The difference is relative, of the "
-        f"mean or of the last, whichever is more; it must be within {BOUND:.1%}. Beside it the paper's losses, of "
-        f"models of 0.4B parameters.",
-        "",
-        f"{in_words(result['machine'])}.",
-        "",
-    ]
-    body = []
-    for row, pair in _pairs(result).items():
-        model, backend = row.split("/")
-        without, lasp = theirs[row].values()
-        ours = [f"{run['loss']:.4f} ({run['last']:.4f})" for run in pair]
-        beside = [f"{without:.3f}", f"{lasp:.3f}", f"{abs(lasp / without - 1):.1e}"]
-        body.append([MODELS[model], BACKENDS[backend], *ours, f"{difference(*pair):.1e}", *beside])
-    head = ["model", "backend", "without LASP", "with LASP", "difference", "paper: without", "with", "difference"]
-    return "\n".join([*lines, *markdown_table(head, body), *_controls(result)]) + "\n"
-
-
-def _controls(result: Result) -> list[str]:
-    """Say what the loss is where states are dropped between ranks, for each model whose runs there are."""
-    done, found = result["runs"], []
-    for model, title in MODELS.items():
-        without, dropped = (done.get(f"{model}/{CONTROLLED}/{way}") for way in ("without", CONTROL))
-        if without and dropped:
-            told = f"{dropped['loss']:.4f} ({dropped['last']:.4f}), {difference(without, dropped):.1e} apart"
-            found.append(f"* {title}, {BACKENDS[CONTROLLED]}: {told}")
-    return ["", "Control: the same with LASP where no rank gets the state of the one before.", "", *found] * bool(found)
-
-
 def _pairs(result: Result) -> dict[str, list[dict[str, float]]]:
     """Return the two runs of each finished row, in the paper's order."""
     done = result["runs"]
@@ -172,12 +132,6 @@ def outside(result: Result) -> list[str]:
             exact, dropped = difference(*pairs[row]), difference(pairs[row][0], control)
             wrong += [f"{row}/{CONTROL}"] * (not dropped > 100 * exact)
     return wrong
-
-
-def apart(without: Sequence[float], lasp: Sequence[float]) -> list[float]:
-    """Return per update the relative difference with LASP from without, averaged over the last updates."""
-    each = [abs(b / a - 1) for a, b in zip(without, lasp, strict=True)]
-    return [fmean(each[max(0, update + 1 - LAST) : update + 1]) for update in range(len(each))]
 
 
 def train(rank: int, world_size: int, flags: Sequence[str], dropped: bool = False) -> list[float]:
@@ -212,84 +166,32 @@ def finished(wanted: Sequence[str], iterations: int, data: Path, path: Path) -> 
         flags = command_line(name, data, iterations)
         losses = run_ranks(train, RANKS, flags, name.endswith(f"/{CONTROL}"), timeout=1800)[0]
         found = {**figures(losses), "seconds": time.perf_counter() - start, **stamp()}
-        result["runs"][name] = {**found, "losses": losses}
-        curves = {key: {"losses": run["losses"]} for key, run in result["runs"].items() if "losses" in run}
-        bare = {key: {k: v for k, v in run.items() if k != "losses"} for key, run in result["runs"].items()}
-        write_records(curves_of(path), {"runs": curves})
-        write_records(path, {**result, "runs": bare})
+        result["runs"][name] = found
+        write_records(path, result)
         row, _, way = name.rpartition("/")
         said = f"loss {found['loss']:.6f} (last {found['last']:.6f}), {found['seconds']:.0f} s"
         print(f"{row:32}{way:9} {said}", flush=True)
     return result
 
 
-def curves_of(path: Path) -> Path:
-    """Return the file of all updates' losses, which stays out of the tree."""
-    return path.with_suffix(".curves.jsonl")
-
-
 def kept(path: Path) -> Result | None:
-    """Read a file of results and its curves; None if it does not exist."""
+    """Read a file of results; None if it does not exist. Raises UserError: it has no settings of runs."""
     if not path.exists():
         return None
     result = {"runs": {}, **read_records(path)}
     if "settings" not in result:
         raise UserError(f"{path} holds no settings of runs; give another --results")
-    curves = read_records(curves_of(path)).get("runs", {}) if curves_of(path).exists() else {}
-    for name, run in result["runs"].items():
-        run |= curves.get(name, {})
     return result
 
 
-def picture(result: Result, path: Path) -> None:
-    """Draw a column per model: the losses of all runs, with LASP dotted, and below each pair's difference."""
-    from matplotlib.figure import Figure
-
-    from tools.pictures import FAINT, PALETTE, plain
-
-    figure = Figure(figsize=(10, 6.6), layout="constrained")
-    axes = figure.subplots(2, len(MODELS), sharex=True, sharey="row", height_ratios=(2, 3))
-    for (losses, differences), (model, title) in zip(axes.T, MODELS.items(), strict=True):
-        own = [name for name in result["runs"] if name.startswith(f"{model}/") and not name.endswith(CONTROL)]
-        curves = {name: result["runs"][name]["losses"] for name in own}
-        for name, curve in curves.items():
-            losses.plot(curve, ":" if name.endswith("/lasp") else "-", color=PALETTE[0], linewidth=1.2, alpha=0.5)
-        losses.set_title(f"{title}: loss of {len(curves)} runs", loc="left", fontsize=11)
-        alike: dict[tuple[float, ...], list[str]] = {}
-        for backend in BACKENDS:
-            pair = [curves[name] for way in WAYS if (name := f"{model}/{backend}/{way}") in curves]
-            if len(pair) == len(WAYS):
-                alike.setdefault(tuple(apart(*pair)), []).append(BACKENDS[backend])
-        colours = PALETTE[:4] + PALETTE[5:6] + PALETTE[7:]
-        for colour, (difference, names) in zip(colours, alike.items(), strict=False):
-            differences.plot(difference, color=colour, linewidth=1.4, label=", ".join(names))
-        differences.axhline(BOUND, color=FAINT, linestyle="--", linewidth=1)
-        at = {"xycoords": ("axes fraction", "data"), "xytext": (-4, 4), "textcoords": "offset points"}
-        differences.annotate(f"bound {BOUND:.1%}", (1, BOUND), ha="right", color=FAINT, fontsize=9, **at)
-        differences.set(yscale="log", xlabel="update")
-        if alike:
-            differences.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(0, 0.66))
-        differences.set_title("difference with LASP from without, by backend", loc="left", fontsize=11)
-        plain(losses)
-        plain(differences)
-    axes[0, 0].set_ylabel("loss (nats per token)")
-    axes[1, 0].set_ylabel(f"relative difference, mean of {LAST} updates")
-    figure.savefig(path, dpi=110)
-
-
-def table(wanted: Sequence[str], iterations: int, data: Path, path: Path) -> list[str]:
-    """Train missing runs, write and print the table; return the rows outside the bound. Raises as ``finished``."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks' server
-    if iterations < 2:
-        raise UserError(f"--iterations is {iterations}; it must be 2 or more")
-    result = finished(wanted, iterations, data, path)
-    path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
-    if without := [name for name, run in result["runs"].items() if "losses" not in run]:
-        print(f"no picture: the curves of {len(without)} runs are not in {curves_of(path)}; --results DIR has all")
-    else:
-        picture(result, path.with_suffix(".png"))
-    print("\n" + markdown(result))
-    return outside(result)
+def _differences(result: Result) -> list[str]:
+    """Return a line for each finished row and each control: the relative difference with LASP from without."""
+    done, lines = result["runs"], []
+    for row, pair in _pairs(result).items():
+        lines.append(f"{row:32}{difference(*pair):.1e} (the bound is {BOUND:.1%})")
+        if control := done.get(f"{row}/{CONTROL}"):
+            lines.append(f"{row:32}{difference(pair[0], control):.1e} where states are dropped between ranks (control)")
+    return lines
 
 
 @one_line_errors
@@ -301,7 +203,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS.parent, metavar="FOLDER", help="default: %(default)s")
     parser.add_argument("--data", type=Path, default=data, metavar="PREFIX", help="%(default)s")
     args = parser.parse_args(argv)
-    if wrong := table(args.rows, args.iterations, args.data, args.results / RESULTS.name):
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks' server
+    if args.iterations < 2:
+        raise UserError(f"--iterations is {args.iterations}; it must be 2 or more")
+    result = finished(args.rows, args.iterations, args.data, args.results / RESULTS.name)
+    print("\n".join(_differences(result)))
+    if wrong := outside(result):
         raise UserError(f"with LASP the loss differs by more than {BOUND:.1%} in {', '.join(wrong)}")
 
 

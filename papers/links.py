@@ -6,7 +6,6 @@ Mbit/s join two nodes of 4 processes, one for each node or for each rank; a DiT 
 
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -31,7 +30,6 @@ WALLFACER = ("wallfacer_c2", "wallfacer_c2_p2p_intra")
 """Teams of 2, the only size of 8 ranks besides 1; both placements, of which the faster counts."""
 WARM_UP, STEPS, TURNS = 1, 4, 1
 """Steps of a turn that do not count, and that do."""
-WITHIN = 0.15
 ENTRIES = {"dit": "pretrain_dit", "gpt": "pretrain_gpt"}
 
 
@@ -98,18 +96,3 @@ def _gain(model: str, seconds: dict[str, float]) -> dict[str, float]:
         "wallfacer_s": round(float(ours), 3),
         "times_as_fast": round(float(ring / ours), 3),
     }
-
-
-def explained(found: Sequence[Row]) -> str:
-    """Say how near the measured gains are to the predicted ones."""
-    text = "Times of a step in seconds. A team has 2 ranks; Ring is zigzag for the GPT, whose attention is causal."
-    pairs = [(row.measured["times_as_fast"], row.analytic["times_as_fast"]) for row in found if row.measured]
-    if not pairs:
-        return f"{text} Predicted for bench/link's cluster files, and not measured: --measure does it."
-    off = [float(ours) / float(said) - 1 for ours, said in pairs]  # type: ignore[arg-type]
-    return (
-        f"{text} Predicted from a calibration that sees no step; of the measured gains "
-        f"{sum(abs(x) <= WITHIN for x in off)} of {len(off)} are within {WITHIN:.0%} of the predicted ones, and "
-        f"the farthest is {max(off, key=abs):+.1%} away. The published clusters are not these: what is checked is the "
-        "prediction, not the paper's figures."
-    )

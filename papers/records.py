@@ -1,6 +1,5 @@
 """The longest sequences on one node: UPipe (Ghadia et al. 2026, arXiv:2602.21196), Llama3-8B on 8 H100, 5M tokens."""
 
-from collections.abc import Sequence
 from functools import lru_cache, partial
 
 from papers import rows, table
@@ -32,12 +31,6 @@ def gb(work: Workload, gpus: int, tokens: int, stages: int) -> float:
     """Return a GPU's predicted peak in 10^9 bytes, of Ulysses whose heads are exchanged in so many stages."""
     plan = make_plan("ulysses", seq_len=tokens, size=gpus, ulysses_head_chunks=stages)
     return sum(memory_of(work, plan, LEANEST).values()) / 1e9
-
-
-def projections_gb(work: Workload, gpus: int, tokens: int) -> float:
-    """Return what all heads' q, k and v take while a layer is computed again."""
-    width = (work.heads + 2 * work.kv_heads) * work.head_dim
-    return tokens // gpus * width * work.element_size / 1e9
 
 
 def job(config: str, gpus: int, tokens: int) -> Job:
@@ -81,28 +74,14 @@ def supported() -> list[Row]:
     return found
 
 
-def _explained(found: Sequence[Row]) -> str:
-    alike = sum(row.published["supported"] == row.analytic["supported"] for row in found)
-    last, tokens = found[-1].analytic, int(found[-1].of["ktokens"]) * K
-    work = model(str(found[-1].of["model"]))
-    more = float(last["upipe_gb"] or 0) - float(last["ulysses_gb"] or 0)
-    return (
-        f"{alike} of {len(found)} lengths as published, by the leaner way: at 5M tokens Ulysses at once takes "
-        f"{last['ulysses_gb']} GB of a GPU's 80. Predicted for bfloat16, weights sharded over 8 GPUs, full "
-        f"recomputation from inputs in host memory ({last['host_gb']} GB for each GPU), loss and feed-forward in "
-        f"chunks, and Ulysses in {STAGES} stages of one head (UPipe) or at once. Here a rank has one KV head, and "
-        f"stages take {more:.1f} GB more at 5M: q, k and v of all heads are made before the first stage and stay, "
-        "beside the gradients of all heads, where Ulysses at once keeps what it exchanged instead. The "
-        "paper's code projects a stage's heads in that stage "
-        "(untied_ulysses/fully_fused_attn.py at e465aa8); of our peak q, k and v of all heads are "
-        f"{projections_gb(work, 8, tokens):.1f} GB. What fits by less than a tenth of the memory leaves the "
-        "allocator no room."
-    )
-
-
 SHEETS = [
-    Sheet("upipe", "UPipe: longest sequence on one node", "abstract", supported, _explained, needs="8 H100 of 80 GB")
-]
+    Sheet(
+        "upipe", "UPipe: longest sequence on one node", "abstract", supported,
+        "Predicted 10^9 bytes of a GPU, bfloat16, weights sharded over 8 GPUs, full recomputation from inputs in host "
+        f"memory, loss and feed-forward in chunks, and Ulysses in {STAGES} stages of one head (UPipe) or at once.",
+        needs="8 H100 of 80 GB",
+    )
+]  # fmt: skip
 main = partial(rows.main, "records", "Ghadia et al. 2026, arXiv:2602.21196", SHEETS, __doc__)
 
 if __name__ == "__main__":

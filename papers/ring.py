@@ -1,6 +1,5 @@
 """Ring Attention (Liu, Zaharia and Abbeel 2023, arXiv:2310.01889): blocks, activations, longest contexts, FLOPs."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -94,16 +93,6 @@ def flops() -> list[Row]:
     ]
 
 
-def _flops_explained(found: Sequence[Row]) -> str:
-    million = [row.analytic["ratio"] for row in found if row.of["context"] == 256 * SHORT][:4]
-    return (
-        "FLOPs of one data set relative to a context of 4K. The figure has no numbers; the text has 162.6 for 175B at "
-        f'"10M", which is 3,072 x 4K, and 20 to 40 for small models at 1M: the formula gives {million[-1]} to '
-        f"{million[0]} for 65B to 7B. The causal column counts half of the scores, as kernels do that skip what is "
-        "masked."
-    )
-
-
 DEVICES = {"8x A100 NVLink": ("A100 NVLink", 8), "32x A100 InfiniBand": ("A100 InfiniBand", 32)}
 DEVICES |= {"TPUv3-512": ("TPU v3", 256), "TPUv4-1024": ("TPU v4", 512), "TPUv5e-256": ("TPU v5e", 128)}
 """Device and number of them. Of TPUs it is the factor between the paper's last two columns: chips have two cores."""
@@ -184,42 +173,27 @@ def within(row: Row, column: str = COLUMNS[-1]) -> bool:
     return -0.5 <= row.difference[column] <= 1
 
 
-def _context_explained(found: Sequence[Row]) -> str:
-    gpus = [row for row in found if "A100" in row.hardware]
-    lines = []
-    for column in COLUMNS:
-        on_gpus, near = (sum(within(row, column) for row in part) for part in (gpus, found))
-        exact = sum(row.difference[column] == 0 for row in found)
-        lines.append(f"{column.replace('_', ' ')}: {on_gpus} of {len(gpus)} and {near} of {len(found)}, {exact} equal")
-    return (
-        "1,024 tokens; the longest power of two that fits by the planner's memory model: float32, batch 1, weights "
-        "sharded over all devices, full recomputation, the last two ways in chunks of 2,048 tokens. Within a factor of "
-        f"2 are, of rows of GPUs and of all: {'; '.join(lines)}. Ours is longer where fragmentation and temporary "
-        "buffers, which are not in the sum, weigh. It is shorter on 32 A100 and TPU v5e: in float32 the inputs of all "
-        "layers alone, 131,072 tokens of 7B on each A100, are 68.7 of 80 GB."
-    )
-
-
 SHEETS = [
     Sheet(
         "minimal_block", "Ring Attention: minimal block and sequence", "table 2", minimal_blocks,
-        lambda found: "Thousands of tokens: rate / bandwidth, and 6 of these. As printed: "
-        f"{sum(row.published == row.analytic for row in found)} of 5 rows. 24.5 is printed where the quotient is 25.0.",
+        "Thousands of tokens: rate / bandwidth, and 6 of these. 24.5 is printed where the quotient is 25.0.",
         needs="no run: it is a quotient of two data-sheet figures",
     ),
     Sheet(
         "activations", "Ring Attention: largest activations of a layer", "table 1", activations,
-        lambda found: f"Ours holds {1 + found[-1].difference['bytes']:.0f} times the published bytes: six blocks of "
-        "bch elements (q, k, v, k and v to come, output) are 12bch bytes in bfloat16, and the paper prints 6bch.",
+        "Six blocks of bch elements (q, k, v, k and v to come, output): 12bch bytes in bfloat16, printed as 6bch.",
         needs="no run: bytes are counted by the plan",
     ),
     Sheet(
-        "flops", "Ring Attention: FLOPs of a data set by context", "appendix C, figure 5", flops, _flops_explained,
+        "flops", "Ring Attention: FLOPs of a data set by context", "appendix C, figure 5", flops,
+        "Relative to a context of 4K; the causal column counts half of the scores, as kernels do.",
         needs="no run: operations are counted",
         curves=Curves("context", {"ratio": "ratio"}, panel="", curve="model", label="FLOPs over those at 4K"),
     ),
     Sheet(
-        "max_context", "Ring Attention: longest context", "table 3", max_context, _context_explained,
+        "max_context", "Ring Attention: longest context", "table 3", max_context,
+        "1,024 tokens; the longest power of two that fits by the planner's memory model: float32, batch 1, weights "
+        "sharded over all devices, full recomputation, the last two ways in chunks of 2,048 tokens.",
         needs="8 to 32 A100 of 80 GB, or TPUs",
         curves=Curves(
             "model", {name: name for name in (COLUMNS[3], COLUMNS[2])}, panel="hardware", curve="hardware",

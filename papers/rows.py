@@ -1,4 +1,4 @@
-"""Tables row by row: published, predicted and measured, as text, JSON, Markdown, CSV and a picture.
+"""Tables row by row: published, predicted and measured, as text, JSON, CSV and a picture.
 
 A paper's module has a ``Sheet`` for each of its tables and calls ``main``.
 """
@@ -8,7 +8,6 @@ import csv
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,6 @@ from slurm.submit import check_login_node
 from tools.arguments import one_line_errors, parser_for
 from tools.report import aligned
 from tools.report import as_csv as csv_of
-from tools.report import markdown as markdown_table
 
 COLUMNS, MADE_BY = ("published", "analytic", "measured"), "made by"
 
@@ -77,13 +75,13 @@ class Curves:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of a paper, ``where`` in it; ``explained`` says what its columns are and what of its rows holds."""
+    """A table of a paper, ``where`` in it; ``about`` explains its columns."""
 
     name: str
     title: str
     where: str
     rows: Callable[[], list[Row]]
-    explained: Callable[[Sequence[Row]], str]
+    about: str
     needs: str = ""
     """What a measurement needs that this machine may lack."""
     measure: Callable[[], list[Row]] | None = None
@@ -143,18 +141,18 @@ def _stacked(head: Sequence[str]) -> list[tuple[str, ...]]:
     return list(zip(*([*[""] * (tallest - len(lines)), *lines] for lines in found), strict=True))
 
 
-def as_text(sheet: Sheet, rows: Sequence[Row], source: str, command: str, *, markdown: bool) -> str:
-    """Format a table, as Markdown or in aligned columns, with its source, its hardware and what holds."""
+def as_text(sheet: Sheet, rows: Sequence[Row], source: str, command: str) -> str:
+    """Format a table in aligned columns, with its source, its hardware and what its columns are."""
     (head, cells), made = flat(rows), stamp()
     body = [[_text(name, value) for name, value in zip(head, row, strict=True)] for row in cells]
     hardware = ", ".join(dict.fromkeys(row.hardware for row in rows if row.hardware != "any"))
     about = [
         f"{source}, {sheet.where}." + (f" {hardware}." if hardware else ""),
         f"Made by `{command}` on {made['date']}, commit {made['commit']}.",
-        sheet.explained(rows),
+        sheet.about,
     ]
     prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
-    table = markdown_table(head, body) if markdown else aligned([*_stacked(head), *body], range(len(rows[0].of)))
+    table = aligned([*_stacked(head), *body], range(len(rows[0].of)))
     return "\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *table]) + "\n"
 
 
@@ -172,38 +170,30 @@ def made_by(path: Path) -> str:
         return next(csv.DictReader(file), {}).get(MADE_BY) or ""
 
 
-def _words(text: str) -> str:
-    """Return a table's Markdown without the sentence that says when and by which commit it was made."""
-    return re.sub(
-        r" Made by .*? commit \w+( with changes| \(not taken from a git checkout\))?\.", "", " ".join(text.split())
-    )
-
-
 def _measured(table: str) -> set[tuple[int, str]]:
     """Return the measured cells of a table's CSV, by row and column."""
     rows = enumerate(csv.DictReader(io.StringIO(table)))
     return {(n, name) for n, row in rows for name, value in row.items() if value and name.startswith("measured: ")}
 
 
-def write(base: Path, sheet: Sheet, rows: Sequence[Row], text: str) -> None:
+def write(base: Path, sheet: Sheet, rows: Sequence[Row]) -> None:
     """Write a table's files, and say which commit wrote them before.
 
     Equal ones stay that commit's, untouched, and so do those that have more measured figures.
     """
-    paths, now = {end: base.with_suffix(end) for end in (".csv", ".md", ".png")}, stamp()
-    if (before := made_by(paths[".csv"])) and paths[".md"].exists() and (paths[".png"].exists() or not sheet.curves):
-        old, new = paths[".csv"].read_text(encoding="utf-8"), as_csv(rows, before)
-        same = old == new and _words(paths[".md"].read_text(encoding="utf-8")) == _words(text)
+    table, picture, now = base.with_suffix(".csv"), base.with_suffix(".png"), stamp()
+    if (before := made_by(table)) and (picture.exists() or not sheet.curves):
+        old, new = table.read_text(encoding="utf-8"), as_csv(rows, before)
+        same = old == new
         lost = not _measured(old) <= _measured(new)
         more = "measured figures that are not there now, kept; --measure and --runs give them, or remove the file"
-        said = "equal, kept" if same else more if lost else "other figures or words now, written anew"
-        print(f"{paths['.csv']} was made by {before}: {said}", file=sys.stderr)
+        said = "equal, kept" if same else more if lost else "other figures now, written anew"
+        print(f"{table} was made by {before}: {said}", file=sys.stderr)
         if same or lost:
             return
-    write_text(paths[".md"], text)
-    write_text(paths[".csv"], as_csv(rows, f"{now['commit']}, {now['date']}"))
+    write_text(table, as_csv(rows, f"{now['commit']}, {now['date']}"))
     if sheet.curves:
-        draw(sheet.curves, rows, paths[".png"])
+        draw(sheet.curves, rows, picture)
 
 
 def draw(curves: Curves, rows: Sequence[Row], path: Path) -> None:
@@ -249,7 +239,7 @@ def main(
     parser.add_argument("--table", choices=list(tables), help="one of %(choices)s (default: all)")
     parser.add_argument("--measure", action="store_true", help="also measure here what this machine can")
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="also write Markdown, CSV and pictures there")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="also write CSV and pictures there")
     parser.add_argument("--submit", metavar="CLUSTER", help="a Slurm job for each row that this cluster can measure")
     parser.add_argument("--dry-run", action="store_true", help="with --submit: print the scripts, submit nothing")
     parser.add_argument("--row", default="", metavar="TEXT", help="with --submit: rows alone whose name contains this")
@@ -312,8 +302,7 @@ def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> l
     rows = [_with_runs(row, args.runs / paper / sheet.name) for row in rows]
     command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * (here is not None)}"
     if not args.json:
-        print(as_text(sheet, rows, source, command, markdown=False))
+        print(as_text(sheet, rows, source, command))
     if args.results and sheet.writes:
-        text = as_text(sheet, rows, source, command, markdown=True)
-        write(args.results / f"{paper}_{sheet.name}", sheet, rows, text)
+        write(args.results / f"{paper}_{sheet.name}", sheet, rows)
     return rows

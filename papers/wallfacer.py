@@ -4,7 +4,7 @@ python -m papers.wallfacer
 python -m papers.wallfacer --table volumes --measure     # bytes counted on 8 processes
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -179,25 +179,6 @@ def _gained(runs: Runs) -> Figures:
     return {"team": int(best.split()[0]), "gain_percent": round(100 * (rates[best] / base - 1), 1)}
 
 
-def _gains_explained(found: Sequence[Row]) -> str:
-    known = [row for row in found if row.published["team"]]
-    names = ("team", "team_hidden")
-    alike, also = (sum(row.published["team"] == row.analytic[name] for row in known) for name in names)
-    ours = sorted(float(row.analytic["gain_percent"] or 0) for row in known)
-    listed = [row for row in table.published("wallfacer_gains") if row["where_stated"] == "listed in its order"]
-    theirs = sorted(float(row["gain_over_ring_percent"]) for row in listed)
-    dit = [float(row.analytic["gain_percent"] or 0) for row in known if row.of["run"] == "DiT 1B, 32 GPUs"]
-    return (
-        f"The paper's best team is the predicted one in {alike} of {len(known)} settings if no sending is hidden by "
-        f"computing, and in {also} if all of it that can be is. It lists eight gains without their settings, "
-        f"{', '.join(f'{x:g}' for x in theirs)}; without hiding {', '.join(f'{x:g}' for x in ours)} are predicted "
-        "for its clusters of A100, DiT 1B and GPT 3B, 128K and 512K, our choice of eight. Its scaling figure states "
-        f"114.33 % for the DiT at 128K on 32 A100, where {dit[0]:g} (nodes of 16) and {dit[2]:g} (of 8) are predicted. "
-        "On the H100 they are "
-        "far above the one that is stated, 60.71 %: its InfiniBand's rate is not, and a ring uses one of eight rails."
-    )
-
-
 def supported() -> list[Row]:
     """Return whether lengths fit 8 A100 of 80 GB, in bfloat16 with ZeRO-2 and checkpoints behind the attention."""
     arranged, found = Arrangement(strategy="zero2", recompute="attention_boundary", loss_chunk=2048, ffn_chunk=2048), []
@@ -212,16 +193,6 @@ def supported() -> list[Row]:
         measures = fitting_job(row["model"], length)
         found.append(Row(of, {way: row[way] for way in need}, ours, "8 A100", job=measures))
     return found
-
-
-def _supported_explained(found: Sequence[Row]) -> str:
-    cells = [(row, way) for row in found for way in row.published]
-    unlike = [(row, way) for row, way in cells if row.published[way] != row.analytic[way]]
-    needed = ", ".join(str(row.analytic[f"{way}_gb"]) for row, way in unlike)
-    return (
-        f"{len(cells) - len(unlike)} of {len(cells)} as published; {needed} GB leave little for fragmentation. "
-        "'One A100' is read as 8."
-    )
 
 
 def fitting_job(model: str, ktokens: int) -> Job:
@@ -242,16 +213,17 @@ def fitting_job(model: str, ktokens: int) -> Job:
 SHEETS = [
     Sheet(
         "volumes", "WallFacer: volume of an attention's forward", "section 3.2.2", volumes,
-        lambda _: "Per rank, LLaMA 30B, 65,536 tokens on 64 GPUs, C = 4, bfloat16. Our plan sends (P - 1) / P of a "
+        "Per rank, LLaMA 30B, 65,536 tokens on 64 GPUs, C = 4, bfloat16. Our plan sends (P - 1) / P of a "
         "ring, and partial results in float32 where the paper counts 16 bits, hence more in collectives.",
         measure=lambda: volumes(measured=True),
     ),
     Sheet(
         "memory", "WallFacer: peak of activations", "equations 6 and 7", memory,
-        lambda _: "In A = B N H / P, 64 layers: Y + 4 and Y + 3 C + 1.", needs="no run: tensors are counted",
+        "In A = B N H / P, 64 layers: Y + 4 and Y + 3 C + 1.", needs="no run: tensors are counted",
     ),
     Sheet(
-        "gains", "WallFacer: gain over Ring Attention", "section 4.1", gains, _gains_explained,
+        "gains", "WallFacer: gain over Ring Attention", "section 4.1", gains,
+        "Team size and gain in percent, if no sending is hidden by computing, and if all of it that can be is.",
         needs="32 A100 of 40 GB, or 32 to 64 H100",
         curves=Curves(
             "ktokens", {"gain_percent": "gain_percent", "-": "gain_hidden_percent"}, panel="cluster", curve="run",
@@ -260,11 +232,13 @@ SHEETS = [
     ),
     Sheet(
         "links", "WallFacer: gain over Ring Attention on emulated links", "section 4.1, on a small scale", links.gains,
-        links.explained, measure=links.measured_gains,
+        "Seconds of a step, predicted for bench/link's cluster files or, with --measure, from a calibration that sees "
+        "no step. A team has 2 ranks; Ring is zigzag for the GPT, whose attention is causal.",
+        measure=links.measured_gains,
     ),
     Sheet(
         "supported_length", "WallFacer: supported lengths", "table 4", supported,
-        _supported_explained,
+        "bfloat16, ZeRO-2, checkpoints behind the attention. 'One A100' is read as 8.",
         needs="8 A100 of 80 GB",
     ),
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from data.text.mock import MockTokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
 from parallel.context import ContextConfig
-from planner.cluster import Cluster, ClusterError, default_cluster, load_cluster
+from planner.cluster import Cluster, ClusterError, default_cluster, endless, load_cluster
 from planner.ranking import nothing_left
 from planner.search import rank
 from planner.workload import fastest, layout_costs
@@ -27,8 +27,10 @@ CONFIG = "config.toml"
 C = TypeVar("C", bound=CommonConfig)
 
 
-def complete(config: Config, entries: int) -> Config:
+def complete(config: Config, entries: int, *, steps: bool = True) -> Config:
     """Return ``config`` complete for a tokenizer of ``entries`` entries, and print what was chosen; collective.
+
+    Without ``steps`` of training to come, a method need not have the memory for one.
 
     A sequence longer than rope reaches is noted.
 
@@ -43,7 +45,7 @@ def complete(config: Config, entries: int) -> Config:
     config = with_rope_length(config)
     if is_first() and (note := beyond_rope(config)):
         print(note, flush=True)
-    config = with_method(config, dist.get_world_size())
+    config = with_method(config, dist.get_world_size(), steps=steps)
     with raise_together():
         return with_layout(config)
 
@@ -94,10 +96,10 @@ def as_asked(config: C, asked: C) -> C:
     return replace(config, **kept)
 
 
-def with_method(config: C, world_size: int) -> C:
+def with_method(config: C, world_size: int, *, steps: bool = True) -> C:
     """Replace the method ``auto`` by that of the resumed run, else by the one predicted fastest.
 
-    Collective; the first rank chooses.
+    Collective; the first rank chooses. Without ``steps`` of training to come, memory is no condition.
 
     Raises:
         ConfigError: no method fits the sizes or memory.
@@ -105,13 +107,13 @@ def with_method(config: C, world_size: int) -> C:
     """
     if config.context.context_parallel_method != "auto":
         return config
-    context, line = from_first(lambda: _choice(config, world_size))
+    context, line = from_first(lambda: _choice(config, world_size, steps))
     if is_first():
         print(line, flush=True)
     return replace(config, context=context)
 
 
-def _choice(config: CommonConfig, world_size: int) -> tuple[ContextConfig, str]:
+def _choice(config: CommonConfig, world_size: int, steps: bool) -> tuple[ContextConfig, str]:
     """Choose the method; return it with a line that says why."""
     earlier = Path(config.checkpoint.load or "") / CONFIG
     if config.checkpoint.load is not None and not config.checkpoint.finetune and earlier.exists():
@@ -119,7 +121,7 @@ def _choice(config: CommonConfig, world_size: int) -> tuple[ContextConfig, str]:
         alike = (before.mesh.joined(world_size), before.sequence_length) == (config.mesh, config.sequence_length)
         if alike and before.context.context_parallel_method != "auto":
             return before.context, f"context parallelism: {before.context.title}, as {earlier} has it"
-    cluster = cluster_of(config)
+    cluster = cluster_of(config) if steps else endless(cluster_of(config))
     found = rank([config], world_size, cluster)
     if not found.candidates:
         raise ConfigError(nothing_left(found, cluster))

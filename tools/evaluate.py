@@ -118,7 +118,7 @@ def main(argv: list[str]) -> None:
                     f"{args.data_path or ' '.join(args.text)} has no document of more than {args.seq_length} tokens; "
                     "give longer ones, or a smaller --seq-length"
                 )
-        config = complete(config, run.tokenizer.vocab_size)
+        config = complete(config, run.tokenizer.vocab_size, steps=False)
         bounds = buckets(args.seq_length, args.buckets)
         found = [
             Bucket(begin, end, len(rows) * (end - begin), loss / (len(rows) * (end - begin)))

@@ -29,7 +29,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
-from planner.cluster import Cluster, default_cluster, load_cluster
+from planner.cluster import Cluster, default_cluster, endless, load_cluster
 from planner.complete import with_layout, with_vocabulary
 from planner.documents import heaviest_documents, typical_documents
 from planner.dry_run import verdict
@@ -178,8 +178,7 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
 def _chosen(config: Any, world_size: int, cluster: Cluster, lengths: tuple[int, ...]) -> Any:
     """Return the configuration with the method that ``auto`` takes: the fastest, if any fits of those that do."""
     found = rank([config], world_size, cluster, lengths)
-    endless = replace(cluster, memory_gb=1e9, host_memory_gb=1e9)
-    candidates = found.candidates or rank([config], world_size, endless, lengths).candidates
+    candidates = found.candidates or rank([config], world_size, endless(cluster), lengths).candidates
     if not candidates:
         raise ConfigError(nothing_left(found, cluster))
     return candidates[0].config

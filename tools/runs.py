@@ -36,7 +36,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--context-parallel-size", type=positive, metavar="N", help="that share each sequence (default: all others)"
     )
-    group.add_argument("--context-parallel-method", metavar="METHOD", help="how they do (default: the run's)")
+    group.add_argument("--context-parallel-method", metavar="METHOD", help="how they do, or auto (default: the run's)")
 
 
 def open_run(folder: Path, step: int | None = None) -> Run:

@@ -7,9 +7,10 @@ they keep the new rows in turn. Pipeline stages hand hidden states on, and the l
 Shapes: B prompts, T new tokens of this rank, C width of the residual stream, V vocabulary entries.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,17 @@ def opened(
     context_parallel_method: str | None = None,
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
+    replicas: bool = False,
+    choose: Callable[[Config, int], Config] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator["Writer"]:
     """Join the launched processes and yield what writes with the weights of a run's folder; collective.
 
     Args:
         ckpt_step: iteration of the checkpoint; by default the newest whole one.
-        context_parallel_method: by default the run's own on as many ranks, else striped.
+        context_parallel_method: by default the run's own on as many ranks, else striped; auto is left to ``choose``.
+        replicas: let several times as many processes write, each replica of the model its own texts.
+        choose: replaces the method auto of a configuration, for so many processes; collective.
         dtype: of the weights; by default float32, and bfloat16 on cuda for a run in it or an imported model.
 
     Raises:
@@ -67,10 +72,11 @@ def opened(
             f"model_type is {config.model.model_type}, whose states of linear attention one process keeps; "
             "leave out the sizes of context, tensor and pipeline parallelism"
         )
-    if processes != cp * tp * pp:
+    if processes % (cp * tp * pp) or (processes > cp * tp * pp and not replicas):
+        fix = "a multiple of it" if replicas else "all of them write the same text"
         raise ConfigError(
             f"context_parallel_size {cp} x tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp} is not "
-            f"the {processes} processes started; all of them write the same text: start {cp * tp * pp}"
+            f"the {processes} processes started; {fix}: start {cp * tp * pp}"
         )
     config = fitted(
         config,
@@ -81,20 +87,29 @@ def opened(
         pipeline_model_parallel_size=pp,
     )
     with distributed_mesh(config.mesh) as joined:
-        yield Writer(config, joined, checkpoint_of(run, ckpt_step), dtype)
+        yield Writer(config, joined, checkpoint_of(run, ckpt_step), dtype, choose)
 
 
 class Writer:
     """The weights of a checkpoint on the ranks of a mesh; they write together, and every rank gets the text."""
 
-    def __init__(self, config: Config, mesh: Mesh, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Load a checkpoint; collective. Raises UserError if it does not fit."""
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        folder: Path,
+        dtype: torch.dtype | None = None,
+        choose: Callable[[Config, int], Config] | None = None,
+    ) -> None:
+        """Load a checkpoint; collective. ``dtype``, ``choose``: as in `opened`. Raises UserError if it does not fit."""
         with raise_together():
             manifest = read_manifest(folder)
             size = config.model.vocab_size or manifest.architecture["vocab_size"]
             for entries in filter(None, (size, config.model.position_table)):
                 validate_entries(entries, mesh.tp.size())
             config = trained(replace(config, model=replace(config.model, vocab_size=size)), manifest.extra)
+        if choose is not None:
+            config = choose(config, dist.get_world_size())
         dtype = dtype or (torch.bfloat16 if mesh.device.type == "cuda" and config.train.bf16 else torch.float32)
         # Attention's backend is chosen for what is computed here, not for what the run computed in.
         config = replace(config, train=replace(config.train, bf16=dtype == torch.bfloat16))
@@ -102,6 +117,10 @@ class Writer:
         self.imported = IMPORTED in manifest.extra
         """Whether no run has trained the model, which came from Hugging Face."""
         self._mesh = mesh
+        self.replica, self.replicas = mesh.dp.get_local_rank(), mesh.dp.size()
+        """This rank's copy of the model, and how many there are; each writes on its own."""
+        self.group = _replica_group(mesh, timedelta(minutes=config.mesh.distributed_timeout_minutes))
+        """The ranks of this copy, which write together; None for all."""
         model = config.model
         with torch.device("meta"):
             part = build_model(model)
@@ -236,14 +255,14 @@ class Writer:
             if spread and mesh.cp.size() > 1:
                 dist.all_reduce(hidden, group=mesh.cp.get_group())  # 0 but on one rank each
             logits = self._logits(hidden)
-            if dist.get_rank() == source:
+            if dist.get_rank(self.group) == source:
                 try:
                     ids = draw(hidden, logits)
                 except DivergedError as caught:
                     error = caught
-        dist.broadcast(ids, src=source)
+        dist.broadcast(ids, group=self.group, group_src=source)
         if (ids < 0).any():
-            with raise_together():
+            with raise_together(self.group):
                 if error is not None:
                     raise error
         return ids
@@ -257,3 +276,12 @@ class Writer:
 
         whole = DTensor.from_local(hidden, self._mesh.tp, [Replicate()], run_check=False)
         return F.linear(whole, weight).full_tensor()  # type: ignore[attr-defined]
+
+
+def _replica_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Make a group of the ranks that share one copy of the model, in order; None if all do. Collective."""
+    pp, dp, inner = mesh.pp.size(), mesh.dp.size(), mesh.cp.size() * mesh.tp.size()
+    if dp == 1:
+        return None
+    copies = torch.arange(pp * dp * inner).view(pp, dp, inner).transpose(0, 1).flatten(1).tolist()
+    return [dist.new_group(ranks, timeout=timeout) for ranks in copies][mesh.dp.get_local_rank()]

@@ -137,11 +137,17 @@ def test_two_context_parallel_processes_equal_one(run, tmp_path):
     assert differing(run, tmp_path, 2) < 1e-6
 
 
+@pytest.mark.parametrize("processes", [2, 4])
+def test_data_parallel_processes_sum_what_one_does(run, tmp_path, processes):
+    """Each document is one process's, and the sums of all are exact: not a bit differs."""
+    assert differing(run, tmp_path, processes, "--context-parallel-size", "1") == 0.0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "flags"),
     [
-        (2, ["--context-parallel-size", "1"]),
+        (2, ["--context-parallel-method", "auto"]),
         (2, ["--tensor-model-parallel-size", "2"]),
         (2, ["--pipeline-model-parallel-size", "2"]),
         (3, ["--context-parallel-size", "1"]),

@@ -313,12 +313,16 @@ def test_two_processes_write_what_one_does(run):
             (LAUNCH, []),
             (LAUNCH, ["--tensor-model-parallel-size", "2"]),
             (LAUNCH, ["--context-parallel-method", "nope"]),
+            (LAUNCH, ["--context-parallel-method", "auto"]),
         )
     ]
     assert found[0].stdout == found[1].stdout == found[2].stdout != ""
     assert found[3].returncode != 0
     assert found[3].stderr.count("error: ") == 1
     assert "context_parallel_method" in found[3].stderr
+    said, rest = found[4].stdout.split("\n", 1)
+    assert said.startswith("context parallelism: ")
+    assert rest == found[0].stdout
 
 
 def test_runs_as_a_program(run):

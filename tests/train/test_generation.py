@@ -243,7 +243,7 @@ def test_what_cannot_be_written_is_refused(runs: dict[str, Path], tmp_path: Path
     linear = dataclasses.replace(LLAMA, model_type="transnormer", num_query_groups=None)
     (tmp_path / "config.toml").write_text(to_toml(Config(model=linear)))
     assert "model_type is transnormer, whose states" in message(tmp_path, tensor_model_parallel_size=2)
-    with opened(runs["gpt"], context_parallel_method="auto") as writer:  # no step to plan for: as if it were left out
+    with opened(runs["gpt"], context_parallel_method="auto") as writer:  # one process has nothing to choose
         for prompts, said in (
             ([[1, 61]], "token 61, and the model has 0 to 60"),
             ([[1], []], "prompt 2 has no tokens"),

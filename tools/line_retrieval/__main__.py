@@ -4,6 +4,8 @@
         --vocabulary small --tokenizer-model tokenizer.json
     python -m tools.line_retrieval score runs/long --lengths 1024 2048 4096 --depths 5 --samples 20
     torchrun --standalone --nproc-per-node 4 -m tools.line_retrieval score runs/long --lengths 65536 1048576
+    torchrun --standalone --nproc-per-node 4 -m tools.line_retrieval score runs/long --lengths 1024 \\
+        --context-parallel-size 1
 
 A conversation is a record of named lines and questions for some of them, as many lines as fit the tokens. What make
 draws, score never asks: the two draw from other hashes, whatever their seeds. Of its forms, `lines` asks for a line's

@@ -2,15 +2,19 @@
 
 import argparse
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch.distributed as dist
 
 from data.chat.template import load_template
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer
-from planner.complete import beyond_rope
-from runtime.together import is_first, raise_together
+from planner.complete import beyond_rope, with_method
+from runtime.errors import UserError
+from runtime.together import gather_results, is_first, raise_together
 from tools.line_retrieval.lines import Maker, Task
 from tools.report import markdown, write_results
 from tools.runs import Run, mesh_of, open_run
@@ -21,18 +25,25 @@ from train.run import check_writable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+T = TypeVar("T")
 SPARE = 8
 """Tokens that an answer may take beyond the right one's before it is cut, as by other spelling."""
 MOST_WRONG = 3
 
 
 class Writer(Protocol):
-    """What writes answers: ``train.generation``'s."""
+    """Writes answers, such as ``train.generation``'s."""
+
+    replica: int
+    replicas: int
+    """Each of ``replicas`` copies of the model answers its share of the questions."""
+    group: dist.ProcessGroup | None
+    """The ranks of this copy."""
 
     def write(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, stop: Sequence[int] = ()
     ) -> list[list[int]]:
-        """Return the likeliest tokens after each prompt, before the first of ``stop``; on every rank, collective."""
+        """Return the likeliest tokens after each prompt, before the first of ``stop``; collective over ``group``."""
 
 
 @dataclass
@@ -68,32 +79,53 @@ def score(
 ) -> Iterator[Cell]:
     """Ask so many questions of each maker's length at each depth, so many at once; yield each depth's cell.
 
-    Collective if the writer is. ``table`` has the model's learned positions, beyond which no answer goes.
+    Collective if the writer is: its copies of the model take turns, and every rank gets the whole cell. ``table`` has
+    the model's learned positions, beyond which no answer goes.
     """
     for maker in makers:
         for place, depth in enumerate(depths):
-            cell = Cell(maker.task.tokens, depth)
-            for begin in range(0, samples, batch_size):
-                numbers = range(begin, min(begin + batch_size, samples))
-                _ask(writer, maker, [number * len(depths) + place for number in numbers], cell, table)
-            yield cell
+            questions = [number * len(depths) + place for number in range(samples)]
+            batches = [questions[begin : begin + batch_size] for begin in range(0, samples, batch_size)]
+            answers = _shared(writer, batches, partial(_ask, writer, maker, depth, table))
+            wrong = [answer for answer in answers if answer is not None]
+            yield Cell(maker.task.tokens, depth, samples, samples - len(wrong), wrong[:MOST_WRONG])
 
 
-def _ask(writer: Writer, maker: Maker, numbers: Sequence[int], cell: Cell, table: int | None) -> None:
-    """Ask questions of these numbers, and count the right answers."""
-    with raise_together():
-        asked = [maker.make(number, cell.depth).turns for number in numbers]
+def _shared(writer: Writer, batches: Sequence[Sequence[int]], ask: Callable[[Sequence[int]], list[T]]) -> list[T]:
+    """Ask every batch, each of one of the writer's copies, and return the answers of all, in order, on every rank."""
+    found: dict[int, list[T]] = {}
+    error: UserError | None = None
+    try:
+        for turn in range(writer.replica, len(batches), writer.replicas):
+            found[turn] = ask(batches[turn])
+    except UserError as caught:  # the other copies wait for these answers
+        error = caught
+
+    def own() -> dict[int, list[T]]:
+        if error is not None:
+            raise error
+        return found
+
+    everyone = {turn: answers for part in gather_results(own) for turn, answers in part.items()}
+    return [answer for turn in range(len(batches)) for answer in everyone[turn]]
+
+
+def _ask(
+    writer: Writer, maker: Maker, depth: float, table: int | None, numbers: Sequence[int]
+) -> list[dict[str, str] | None]:
+    """Ask questions of these numbers; return of each None if the answer is right, else all three."""
+    with raise_together(writer.group):
+        asked = [maker.make(number, depth).turns for number in numbers]
         answers = [turns[-1]["content"] for turns in asked]
         most = max(len(maker.tokenizer.tokenize(answer)) for answer in answers) + SPARE
         prompts, stop = [maker.prompt(turns) for turns in asked], sorted(maker.ends(asked[0]))
         most = most if table is None else min(most, table + 1 - max(map(len, prompts)))
+    found: list[dict[str, str] | None] = []
     for turns, answer, ids in zip(asked, answers, writer.write(prompts, most, stop=stop), strict=True):
-        written = _text(maker.tokenizer, ids)
-        cell.samples += 1
-        cell.right += written == answer
-        if written != answer and len(cell.wrong) < MOST_WRONG:
-            question = turns[0]["content"].splitlines()[-1]
-            cell.wrong.append({"question": question, "answer": answer, "written": written})
+        written, question = _text(maker.tokenizer, ids), turns[0]["content"].splitlines()[-1]
+        wrong = {"question": question, "answer": answer, "written": written}
+        found.append(None if written == answer else wrong)
+    return found
 
 
 def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
@@ -117,7 +149,8 @@ def score_run(args: argparse.Namespace) -> None:
         for length in lengths
     ]
     makers = [Maker(task, template, run.tokenizer) for task in tasks]
-    with opened(args.run, args.ckpt_step, **mesh_of(args)) as writer:
+    choose = partial(with_method, steps=False)
+    with opened(args.run, args.ckpt_step, replicas=True, choose=choose, **mesh_of(args)) as writer:
         with raise_together():
             if is_first():
                 check_writable(folder, "save")

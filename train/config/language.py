@@ -116,7 +116,7 @@ def fitted(
     A step has one sequence, by default as long as the run's, for each data-parallel rank and pipeline stage.
 
     Args:
-        method: of context parallelism; by default, or if it is auto, the run's own on as many ranks, else striped, or
+        method: of context parallelism, which may be auto; by default the run's own on as many ranks, else striped, or
             lasp of a model with linear attention.
 
     Raises:
@@ -132,9 +132,10 @@ def fitted(
         device=config.mesh.device if torch.cuda.is_available() else "auto",
     )
     context, own = config.context, config.context.context_parallel_method
-    method = None if method == "auto" else method  # there is no step to plan for
-    if cp == 1 and method is None:
+    if cp == 1 and method in (None, "auto"):
         context = ContextConfig(context_parallel_method="none")
+    elif method == "auto":
+        context = ContextConfig(context_parallel_method="auto", cluster=context.cluster)
     elif cp != config.mesh.context_parallel_size or own == "auto" or method not in (None, own):
         method = method or ("lasp" if config.model.linear_attention else "striped")
         named = flags.config_fields(Config)["context_parallel_method"].convert(method)

@@ -11,7 +11,7 @@ from data.chat.template import load_template
 from data.tokenizer import load_tokenizer
 from model.config import ModelConfig, architecture_of
 from model.registry import build_model
-from runtime.ranks import run_ranks
+from runtime.ranks import RankError, run_ranks
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
 from tools.line_retrieval import __main__ as command
 from tools.line_retrieval.lines import Maker, Task
@@ -20,6 +20,8 @@ from tools.line_retrieval.score import SPARE, Cell, depths_of, heat_map, score, 
 
 class Knowing:
     """Answers by looking the line up, and errs in the middle of the record."""
+
+    replica, replicas, group = 0, 1, None
 
     def __init__(self, tokenizer):
         self.tokenizer, self.batches, self.stop = tokenizer, [], set()
@@ -77,16 +79,16 @@ def test_the_table_and_the_picture_show_the_shares(tmp_path):
     assert depths_of(5) == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
-SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 256}
+SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 256}
 
 
-def run_of(folder, template, **shape):
+def run_of(folder, template, scale=50.0, **shape):
     """A run's folder with a checkpoint of random weights."""
     tokenizer = write_tokenizer(folder / "tokenizer", template)
     model = build_model(ModelConfig(**SHAPE, **shape, vocab_size=load_tokenizer(tokenizer).vocab_size))
     model.init_weights(1)
     with torch.no_grad():
-        model.output_weight.mul_(50)
+        model.output_weight.mul_(scale)
     lines = [f"{name} = {json.dumps(value)}" for name, value in (SHAPE | shape).items()]
     settings = ["[model]", *lines, "[train]", "seq_length = 128", "[data]", f'tokenizer_model = "{tokenizer}"']
     (folder / "config.toml").write_text("\n".join(settings))
@@ -145,13 +147,36 @@ def scored_on_rank(rank, world_size, folder, flags):
     scored(folder, *flags)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--tensor-model-parallel-size", "2"), ("--batch-size", "2")])
-def test_two_processes_write_the_same(run, flags):
+COPIES = ("--context-parallel-size", "1")
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (2, COPIES),
+        (4, COPIES),
+        pytest.param(4, ("--tensor-model-parallel-size", "2", *COPIES), marks=pytest.mark.slow),
+        pytest.param(4, ("--context-parallel-size", "2", "--batch-size", "2"), marks=pytest.mark.slow),
+        pytest.param(4, ("--pipeline-model-parallel-size", "2", *COPIES), marks=pytest.mark.slow),
+        pytest.param(2, (), marks=pytest.mark.slow),
+        pytest.param(2, ("--context-parallel-method", "auto"), marks=pytest.mark.slow),
+        pytest.param(2, ("--tensor-model-parallel-size", "2"), marks=pytest.mark.slow),
+        pytest.param(2, ("--batch-size", "2"), marks=pytest.mark.slow),
+    ],
+)
+def test_any_processes_score_the_same(run, processes, flags):
+    """Three questions at each place, so that copies of the model have different numbers of them or none."""
     folder, _ = run
-    one = scored(folder)
-    run_ranks(scored_on_rank, 2, folder, flags)
+    one = scored(folder, "--samples", "3")
+    run_ranks(scored_on_rank, processes, folder, ("--samples", "3", *flags))
     assert json.loads((folder / "evaluation" / "line_retrieval.json").read_text())["cells"] == one
+
+
+def test_a_copy_that_cannot_write_ends_all(tmp_path):
+    """The first copy alone has a question, of a model that overflows; the second waits for its answer."""
+    run_of(tmp_path, TEMPLATES["chatml"], scale=float("nan"))
+    with pytest.raises(RankError, match="the logits of the next token are not finite"):
+        run_ranks(scored_on_rank, 2, tmp_path, ("--samples", "1", *COPIES))
 
 
 def test_what_cannot_be_asked_is_named(tmp_path, run):

@@ -6,7 +6,7 @@
 #   PYTHON  interpreter that the environment is made with, 3.11 or newer
 #   TORCH   torch to install: a requirement and pip's options, remembered in the environment. PyPI's build for Linux carries
 #           CUDA; TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu" is small and for the CPU only
-#   EXTRAS  more to install with `make venv`: digits, images, logging, dev, peers (the targets that need one install it)
+#   EXTRAS  more to install with `make venv`: data, digits, images, logging, dev, peers (the targets that need one install it)
 #   PY      an interpreter that has everything already; then no environment is made
 
 VENV   ?= .venv

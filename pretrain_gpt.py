@@ -141,7 +141,9 @@ def described(config: Config, mesh: Mesh) -> str:
     if model.softmax_every is not None and not alone:
         method += f", softmax layers by {config.hybrid.hybrid_softmax_method}, {config.hybrid.hybrid_softmax_layout}"
     drawn = "drawn " if config.data.mock_data else ""
-    return summary(config, mesh, title, method, f"sequences of {config.train.seq_length} {drawn}tokens")
+    return summary(
+        config, mesh, title, method, f"sequences of {config.train.seq_length} {drawn}tokens{config.data.packing}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a user gets for bad input: one message, a failing status on every rank, soon, and nothing written over."""
 
 import hashlib
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from data.chat import bounded
 from data.text import indexed
 from data.text.prepare import Request, prepare
 from pretrain_gpt import main
 from runtime import together
 from runtime.ranks import run_ranks
 from tests.bad_files import make_bad, write
+from tests.data.chat.templates import TURNS, write_tokenizer
 from tests.endings import Ending, end
 from tests.pretraining import TINY, on_rank
 from tests.starts import PATIENCE
@@ -299,5 +302,33 @@ def test_an_empty_corpus(files: list[str], tmp_path: Path, capsys: pytest.Captur
     (line,) = captured.err.splitlines()
     assert line.startswith("error: ")
     assert str(source) in line
+    assert not captured.out
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ messages[0]['content'] * 9999999999 }}", "takes more than 1,024 MiB"),
+        ("{{ " + "[" * 500_000 + "]" * 500_000 + " }}", "is none of jinja2"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end within"),
+    ],
+    ids=["padded", "nested", "endless"],
+)
+def test_a_chat_template_of_someone_else(
+    template: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where refused conversations are skipped: it would fail for each."""
+    monkeypatch.setattr(bounded, "MOST_SECONDS", 0.3 if "range" in template else 10)
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")
+    model, file = write_tokenizer(tmp_path / "tokenizer", None), tmp_path / "theirs.jinja"
+    file.write_text(template)
+    before = snapshot(tmp_path)
+    flags = ["--chat", "--seq-length", "64", "--tokenizer-model", model, "--chat-template", str(file), "--skip-refused"]
+    assert prepare_data([*flags, "--input", f"{tmp_path}/in.jsonl", "--output-prefix", f"{tmp_path}/out/d"]) == 1
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ")
+    assert f"the chat template {file} {words}" in line
     assert not captured.out
     assert snapshot(tmp_path) == before

@@ -11,7 +11,7 @@ import pytest
 from tests.starts import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("digits", "images", "logging", "dev")
+EXTRAS = ("data", "digits", "images", "logging", "dev")
 
 
 def requirements(name: str) -> dict[str, str]:

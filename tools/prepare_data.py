@@ -9,6 +9,8 @@ What it wrote before with the same flags is kept, unless an input file has chang
     python -m tools.prepare_data --input a.jsonl --json-keys content --output-prefix runs/data/a
     python -m tools.prepare_data --chat --input sharegpt.json --seq-length 4096 --tokenizer-model tokenizer.json \\
         --output-prefix runs/data/chats
+    python -m tools.prepare_data --chat --input sharegpt.json --seq-length 4096 --chat-template chatml \\
+        --output-prefix runs/data/chats          # trains runs/data/chats_tokenizer/tokenizer.json for that template
     python -m tools.prepare_data --check runs/data/chats --tokenizer-model tokenizer.json --inspect 2
 
 Then: pretrain_gpt.py --data-path PREFIX --tokenizer-model PREFIX.model
@@ -21,6 +23,7 @@ from pathlib import Path
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from data.chat.named import NAMED
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 DEFAULT_PREFIX = "runs/data/stdlib"
@@ -39,8 +42,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     source("--input", nargs="+", metavar="PATH", help=inputs)
     source("--check", metavar="PREFIX", help="write nothing, but read all of a prefix that is there")
-    inspect = "with --check: show N samples; what carries loss is marked"
+    inspect = "with --check: show N documents, or samples of conversations; what carries loss is marked"
     add("--inspect", type=positive, metavar="N", help=inspect)
+    whole = "with --inspect: all of each text, not its beginning and end alone"
+    add("--whole", action="store_true", help=whole)
     add("--suffix", default=".txt", help="ending of the files taken from a folder (default: %(default)s)")
     key = "field of the rows that holds the text (default: text); one, since a prefix holds one corpus"
     add("--json-keys", nargs="+", metavar="KEY", help=key)
@@ -57,7 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     chat = parser.add_argument_group("conversations").add_argument
     chat("--chat", action="store_true", help="the input is conversations of ShareGPT or OpenAI messages")
     chat("--seq-length", type=positive, metavar="N", help="tokens of a sample, which holds many of them")
-    chat("--chat-template", metavar="FILE", help="use this jinja template (default: the tokenizer's)")
+    names = f"use this jinja template (default: the tokenizer's), or one of {', '.join(NAMED)}"
+    chat("--chat-template", metavar="FILE|NAME", help=names)
     policies = ["error", "split", "truncate-left", "truncate-right"]
     chat("--too-long", choices=policies, default="error", help="for more than N tokens (default: error)")
     refused = "list what cannot be used in PREFIX.refused.txt, and go on"
@@ -84,8 +90,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         )
     if args.inspect and not args.check:
         parser.error("--inspect goes with --check PREFIX: what to show")
-    if args.chat and not (args.input and args.seq_length and args.tokenizer_model):
-        parser.error("--chat needs --input, --seq-length and --tokenizer-model")
+    if args.whole and not args.inspect:
+        parser.error("--whole goes with --inspect N")
+    if args.chat and not (args.input and args.seq_length):
+        parser.error("--chat needs --input and --seq-length")
+    if args.chat and not args.tokenizer_model and args.chat_template not in NAMED:
+        parser.error(
+            f"--chat needs --tokenizer-model FILE, or to train one --chat-template NAME, one of {', '.join(NAMED)}"
+        )
     if not args.chat and (args.seq_length or args.chat_template or args.skip_refused or args.too_long != "error"):
         parser.error("--seq-length, --chat-template, --too-long and --skip-refused go with --chat")
     if args.chat and (args.max_bytes or args.json_keys):
@@ -96,6 +108,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _prepare(args: argparse.Namespace) -> int:
     from data.chat.convert import Chat
     from data.text.prepare import Request, prepare
+    from data.text.record import tokenizer_of
 
     names = ("seq_length", "chat_template", "too_long", "skip_refused")
     chat = Chat(**{name: getattr(args, name) for name in names}) if args.chat else None
@@ -123,18 +136,21 @@ def _prepare(args: argparse.Namespace) -> int:
     if prepared.conversations and prepared.conversations["refused"]:
         print(f"refused {prepared.conversations['refused']:,} conversations, listed in {prefix}.refused.txt")
     sft = f" --sft --reset-attention-mask --reset-position-ids --seq-length {args.seq_length}" if args.chat else ""
-    tokenizer = args.tokenizer_model or f"{prefix}.model"
+    tokenizer = tokenizer_of(request, prefix)
     print(f"train on it with --data-path {prefix} --tokenizer-model {tokenizer}{sft}")
     return 0
 
 
 def _check(args: argparse.Namespace) -> int:
     from data.text.inspect import check_prefix, shown
+    from data.text.record import TOKENIZER
     from data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(args.tokenizer_model or f"{args.check}.model")
+    trained = Path(f"{args.check}{TOKENIZER}/tokenizer.json")
+    tokenizer = load_tokenizer(args.tokenizer_model or (trained if trained.exists() else f"{args.check}.model"))
     print(check_prefix(args.check, tokenizer))
-    for line in shown(args.check, tokenizer, args.inspect, sys.stdout.isatty()) if args.inspect else ():
+    shows = shown(args.check, tokenizer, args.inspect, args.whole, sys.stdout.isatty()) if args.inspect else ()
+    for line in shows:
         print(line)
     return 0
 

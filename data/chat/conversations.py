@@ -16,9 +16,7 @@ ROLES = {
 """What a role is called in the files, ShareGPT's `from` or OpenAI's `role`, and in templates."""
 # What a turn or a conversation may have beside its text, and would lose.
 _NOT_TAKEN = ("tool_calls", "function_call", "tools", "functions", "reasoning_content", "reasoning", "audio", "images")
-# Noncharacters of Unicode, in which template.py marks places of a text.
-MARKS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
-_NO_TEXT = re.compile(f"[\ud800-\udfff{''.join(MARKS)}]")
+_NO_TEXT = re.compile("[\ud800-\udfff]")
 
 
 def turns_of(row: Any) -> list[Turn]:
@@ -59,7 +57,7 @@ def _turn(where: str, turn: Any) -> Turn:
     if not isinstance(content, str) or not content.strip():
         raise DataError(f"{where} ({role}) is empty; fill it or leave the conversation out")
     if _NO_TEXT.search(content):
-        raise DataError(f"{where} holds a lone surrogate or a noncharacter, which are no text; remove it")
+        raise DataError(f"{where} holds a lone surrogate, which is no text; remove it")
     return {"role": ROLES[role], "content": content}
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from data.chat.bounded import UnboundedError
 from data.chat.conversations import turns_of
 from data.chat.template import ChatTemplate
 from data.errors import DataError
@@ -47,7 +48,7 @@ def convert(chat: Chat, template: ChatTemplate, tokenizer: HuggingFaceTokenizer,
             ids, learned = template.tokenize(tokenizer, turns_of(row))
             found = _pieces(ids, learned, chat)
         except DataError as error:
-            if not chat.skip_refused:
+            if not chat.skip_refused or isinstance(error, UnboundedError):
                 raise DataError(f"{where}: {error}") from error
             refused.append(f"{where}: {error}")
             continue

@@ -5,29 +5,38 @@ Templates are those of Hugging Face, jinja2 in a sandbox with what `transformers
 `{% generation %}` and `{% endgeneration %}`. Without these marks, a turn of the assistant is what the conversation
 through it adds to the conversation before it with the generation prompt, if both are prefixes of the whole; white space
 at its end, which follows the token that ends it, is not.
+
+A template is a program: it is compiled and called within bounds (`data.chat.bounded`).
 """
 
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from data.chat.conversations import MARKS, Turn
+from data.chat.bounded import UnboundedError, bounded
+from data.chat.conversations import Turn
+from data.chat.named import NAMED
 from data.errors import DataError
-from data.tokenizer import HuggingFaceTokenizer, special_tokens, tokenizer_config
+from data.tokenizer import HuggingFaceTokenizer, load_tokenizer, special_tokens, tokenizer_config
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
-_BEGIN, _END, _NAME, _NAMED = MARKS
 Spans = list[tuple[int, int]]
 """Characters [begin, end) of a text."""
+MOST_CHARACTERS, MOST_SOURCE = 1 << 26, 1 << 21
+"""Characters of a conversation in a template, and of a template."""
+_MARKS: ContextVar[tuple[str, str]] = ContextVar("marks", default=("", ""))
+"""What is written around the assistant's, at the moment."""
+_NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,26 +49,35 @@ class ChatTemplate:
     tokens: tuple[tuple[str, str], ...] = ()
     """Names and texts of special tokens, such as bos_token."""
 
-    def render(self, turns: Sequence[Turn], prompt: bool = False) -> tuple[str, Spans]:
-        """Return the text of a conversation, and what of it is marked as the assistant's.
+    def render(self, turns: Sequence[Turn], prompt: bool = False, marks: tuple[str, str] = ("", "")) -> str:
+        """Return the text of a conversation.
 
         Args:
             prompt: end with what precedes the assistant's answer.
+            marks: written around what the template marks as the assistant's.
 
         Raises:
             DataError: the template is wrong, or fails on these turns.
+            UnboundedError: it does not end, or its text is too long.
         """
-        template = _compiled(self.name, self.source)
+        template, name = _compiled(self.name, self.source), f"the chat template {self.name}"
+        work = partial(
+            template.render, messages=turns, tools=None, documents=None, add_generation_prompt=prompt,
+            **dict(self.tokens),
+        )  # fmt: skip
+        before = _MARKS.set(marks)
         try:
-            text = template.render(
-                messages=turns, tools=None, documents=None, add_generation_prompt=prompt, **dict(self.tokens)
-            )
-        except Exception as error:  # a template is a program: it can raise anything
+            text = bounded(name, work)
+        except UnboundedError:
+            raise
+        except Exception as error:  # a template can raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise DataError(
-                f"the chat template {self.name} fails ({reason}); repair the turns or the template"
-            ) from error
-        return _without_marks(text)
+            raise DataError(f"{name} fails ({reason}); repair the turns or the template") from error
+        finally:
+            _MARKS.reset(before)
+        if len(text) > MOST_CHARACTERS:
+            raise UnboundedError(f"{name} makes {len(text):,} characters, and {MOST_CHARACTERS:,} are the most")
+        return text
 
     def tokenize(self, tokenizer: HuggingFaceTokenizer, turns: Sequence[Turn]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a conversation, int64 [T], and which are learned, bool [T].
@@ -73,12 +91,15 @@ class ChatTemplate:
                 raise DataError(
                     f"turn {number} spells the special token {spelled[0]!r}, which would end it; spell it another way"
                 )
-        text, marks = self.render(turns)
-        marks_hold = self._check(turns, text)
+        text = self.render(turns)
+        marks = _absent_from(text)
+        marked = self._marked(turns, text, marks)
+        if not self._check(turns, text, marks):
+            marked = None
         ids, places = tokenizer.tokenize_special(text)
         offsets = np.array(places, dtype=np.int64).reshape(-1, 2)
         across = None
-        for spans in self._spans(turns, text, marks if marks_hold else None):
+        for spans in self._spans(turns, text, marked):
             if (learned := _tokens_of(offsets, spans, len(text))) is not None:
                 return np.array(ids, dtype=np.int64), learned
             across = across or _across(places, spans)
@@ -93,22 +114,31 @@ class ChatTemplate:
             "{% endgeneration %} around them"
         )
 
-    def _check(self, turns: Sequence[Turn], text: str) -> bool:
+    def _marked(self, turns: Sequence[Turn], text: str, marks: Sequence[str]) -> Spans | None:
+        """Return what the template marks as the assistant's, if it marks anything and marks change nothing else."""
+        if "endgeneration" not in self.source:
+            return None
+        found, spans = _between(self.render(turns, marks=(marks[0], marks[1])), marks)
+        return spans if found == text else None
+
+    def _check(self, turns: Sequence[Turn], text: str, marks: Sequence[str]) -> bool:
         """Raise DataError if a turn is dropped or changed; return whether the marks are around the assistant's alone.
 
-        Numbers between noncharacters stand in for the turns' contents, so that a short one is not found by chance.
+        Numbers between marks stand in for the turns' contents, so that a short one is not found by chance.
         """
-        found, marks = self.render([turn | {"content": f"{_NAME}{n}{_NAMED}"} for n, turn in enumerate(turns)])
-        hold = bool(marks)
+        begin, end, name, named = marks
+        numbered = [turn | {"content": f"{name}{n}{named}"} for n, turn in enumerate(turns)]
+        found, spans = _between(self.render(numbered, marks=(begin, end)), marks)
+        hold = bool(spans)
         for number, turn in enumerate(turns):
-            places = [place.start() for place in re.finditer(f"{_NAME}{number}{_NAMED}", found)]
+            places = [place.start() for place in re.finditer(f"{name}{number}{named}", found)]
             if not places or turn["content"].strip() not in text:
                 done = "changes" if places else "drops"
                 raise DataError(
                     f"the chat template {self.name} {done} turn {number + 1} ({turn['role']}); use one that keeps it"
                 )
             for place in places:
-                inside = any(begin <= place < end for begin, end in marks)
+                inside = any(begins <= place < ends for begins, ends in spans or ())
                 hold = hold and inside == (turn["role"] == "assistant")
         return hold
 
@@ -119,7 +149,7 @@ class ChatTemplate:
         spans: Spans = []
         for number, turn in enumerate(turns):
             if turn["role"] == "assistant":
-                before, through = self.render(turns[:number], True)[0], self.render(turns[: number + 1])[0]
+                before, through = self.render(turns[:number], True), self.render(turns[: number + 1])
                 if not text.startswith(through) or not through.startswith(before):
                     return
                 spans.append((len(before), len(through.rstrip())))
@@ -127,34 +157,55 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
-    """Read `file`, else chat_template.jinja or tokenizer_config.json beside a tokenizer.json; DataError if none."""
+    """Read a template: NAMED, of a file, or of chat_template.jinja or tokenizer_config.json beside the tokenizer.
+
+    Raises:
+        DataError: there is none, or it is no template; a name whose special tokens the tokenizer lacks.
+    """
     if Path(tokenizer).suffix != ".json":
         raise DataError(
             f"tokenizer {tokenizer} is no tokenizer.json, whose special tokens a chat template needs; give one"
         )
     config, own = tokenizer_config(tokenizer), Path(tokenizer).with_name("chat_template.jinja")
+    if file in NAMED:
+        found = load_tokenizer(tokenizer)
+        assert isinstance(found, HuggingFaceTokenizer)
+        if lost := [token for token in NAMED[file].special if not found.special.fullmatch(token)]:
+            raise DataError(
+                f"{tokenizer} lacks {', '.join(lost)}, special tokens of the chat template {file}; give another, or "
+                "leave out --tokenizer-model to train a tokenizer that has them"
+            )
     path = Path(file) if file is not None else own
     try:
-        source = path.read_text(encoding="utf-8") if file is not None or own.is_file() else _named(config)
+        if file in NAMED:
+            source: str | None = NAMED[file].source
+        elif file is not None or own.is_file():
+            with path.open(encoding="utf-8") as stream:
+                source = stream.read(MOST_SOURCE + 1)
+        else:
+            source = _default_of(config)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the chat template {path} ({error}); check --chat-template") from error
     if source is None:
         raise DataError(
             f"{tokenizer} has no chat template, neither in a {own.name} nor in a tokenizer_config.json beside it; give "
-            "--chat-template FILE"
+            f"--chat-template FILE, or {' or '.join(NAMED)}"
         )
-    name = str(path if path.is_file() else own.with_name("tokenizer_config.json"))
+    if file in NAMED:
+        name = str(file)
+    else:
+        name = str(path if file is not None or path.is_file() else own.with_name("tokenizer_config.json"))
     _compiled(name, source)
     none = {name: "" for name, value in config.items() if name.endswith("_token") and value is None}
     return ChatTemplate(name=name, source=source, tokens=tuple((none | special_tokens(config)).items()))
 
 
-def _named(config: dict[str, Any]) -> str | None:
+def _default_of(config: dict[str, Any]) -> str | None:
     """Return the template of a tokenizer_config.json, of several the default one."""
     found = config.get("chat_template")
     if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default")
+        templates = [one.get("template") for one in found if isinstance(one, dict) and one.get("name") == "default"]
+        found = templates[-1] if templates else None
     return found if isinstance(found, str) else None
 
 
@@ -175,7 +226,8 @@ def _compiled(name: str, source: str) -> "Template":
             return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
         def _marked(self, caller: Any) -> str:
-            return f"{_BEGIN}{caller()}{_END}"
+            begin, end = _MARKS.get()
+            return f"{begin}{caller()}{end}"
 
     class Unnamed(Undefined):
         def __str__(self) -> str:
@@ -195,23 +247,32 @@ def _compiled(name: str, source: str) -> "Template":
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
+    if len(source) > MOST_SOURCE:
+        raise DataError(f"the chat template {name} has more than {MOST_SOURCE:,} characters; name another")
     try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise DataError(
-            f"the chat template {name} is none of jinja2 ({' '.join(str(error).split())}); repair it"
-        ) from error
+        return bounded(f"the chat template {name}", lambda: environment.from_string(source))
+    except UnboundedError:
+        raise
+    except Exception as error:  # jinja2 computes constants, and Python compiles what it makes
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"the chat template {name} is none of jinja2 ({reason}); repair it") from error
 
 
-def _without_marks(text: str) -> tuple[str, Spans]:
-    pieces, spans = re.split(f"([{_BEGIN}{_END}])", text), []
-    at = [0, *accumulate(map(len, pieces[::2]))]  # the characters before each mark
-    for number, mark in enumerate(pieces[1::2], start=1):
-        if mark == _BEGIN:
-            begin = at[number]
-        else:
-            spans.append((begin, at[number]))
-    return "".join(pieces[::2]), spans
+def _absent_from(text: str) -> list[str]:
+    """Return four characters that a text does not hold: begin and end of what is generated, and of a turn's number."""
+    absent = [mark for mark in _NONCHARACTERS if mark not in text]
+    if len(absent) < 4:
+        raise DataError("spells nearly all noncharacters of Unicode, from U+FDD0 on; remove them")
+    return absent[:4]
+
+
+def _between(text: str, marks: Sequence[str]) -> tuple[str, Spans | None]:
+    """Return a text without its first two marks, and what is between them; None if they do not alternate."""
+    begin, end = marks[:2]
+    pieces = re.split(f"([{begin}{end}])", text)
+    at = list(accumulate(map(len, pieces[::2])))  # the characters before each mark
+    alternate = pieces[1::2] == [begin, end] * (len(pieces) // 4)
+    return "".join(pieces[::2]), list(zip(at[::2], at[1::2], strict=False)) if alternate else None
 
 
 def _across(places: Sequence[tuple[int, int]], spans: Spans) -> tuple[int, int] | None:

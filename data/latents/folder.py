@@ -160,7 +160,7 @@ def _stamp(path: Path) -> list[int]:
 def _passed(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / CHECKED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -170,12 +170,12 @@ def _index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     if not folder.is_dir():
         raise DataError(f"data_path is {folder}, which is no folder; name one that tools/prepare_latents.py wrote")
+    if not path.is_file():  # a named pipe would be waited for
+        what = f"holds no {INDEX}" if any(folder.iterdir()) else "is empty"
+        raise DataError(f"{folder} {what}; name a folder of latents that tools/prepare_latents.py wrote")
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        what = f"holds no {INDEX}" if any(folder.iterdir()) else "is empty"
-        raise DataError(f"{folder} {what}; name a folder of latents that tools/prepare_latents.py wrote") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}); {_WRITE}") from error
     if not isinstance(index, dict) or index.get("version") != 1:
         raise DataError(f"{path} is not an index of version 1; {_WRITE}")
@@ -256,9 +256,9 @@ def _safetensors(path: Path) -> tuple[tuple[str, tuple[int, ...]], np.ndarray, C
 def _readable(path: Path) -> Iterator[None]:
     from safetensors import SafetensorError
 
+    if not path.is_file():
+        raise DataError(f"{path} is missing, and {INDEX} names it; {_WRITE}")
     try:
         yield
-    except FileNotFoundError as error:
-        raise DataError(f"{path} is missing, and {INDEX} names it; {_WRITE}") from error
-    except (OSError, EOFError, ValueError, TypeError, SafetensorError) as error:
+    except (OSError, EOFError, ValueError, TypeError, OverflowError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read ({error}); {_WRITE}") from error

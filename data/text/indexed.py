@@ -54,10 +54,13 @@ class Indexed:
 
     def check_tokenizer(self, path: str, sha256: str) -> None:
         """Raise DataError if the record of tools/prepare_data.py beside the pair names another tokenizer."""
+        record = Path(f"{self.prefix}.json")
+        if not record.is_file():
+            return  # written by another tool
         try:
-            noted = json.loads(Path(f"{self.prefix}.json").read_text(encoding="utf-8"))["prepared"]["tokenizer_sha256"]
+            noted = json.loads(record.read_text(encoding="utf-8"))["prepared"]["tokenizer_sha256"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return  # written by another tool, without a record
+            return  # no record of ours
         if noted != sha256:
             raise DataError(
                 f"tokenizer {path} is damaged or another than the one that wrote {self.prefix}.bin (SHA-256 "

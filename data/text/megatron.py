@@ -82,6 +82,15 @@ class DataConfig:
         """Whether samples tell where their documents start."""
         return self.reset_position_ids or self.reset_attention_mask
 
+    @property
+    def packing(self) -> str:
+        """Say how documents share a sequence, after the number of its tokens; empty where all are one text."""
+        if self.reset_position_ids and self.reset_attention_mask:
+            return f" of packed {'conversations' if self.sft else 'documents'}, each by itself"
+        if self.reset_attention_mask:
+            return " of packed documents, each attending to itself alone"
+        return " of packed documents, each with positions from 0" if self.reset_position_ids else ""
+
 
 def split_shares(split: str) -> list[float]:
     """Parse a split such as "95,5,0" into three shares that sum to 1; missing ones are 0. Raises DataError."""

@@ -3,9 +3,11 @@
 import hashlib
 import json
 import os
+import shutil
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -15,12 +17,24 @@ from typing import Any
 import numpy as np
 
 from data.chat.convert import convert
+from data.chat.named import NAMED, train_chat_tokenizer
 from data.chat.packing import write_packed
 from data.chat.template import load_template
 from data.errors import DataError
 from data.text.corpus import Corpus, input_files, stdlib_files, stdlib_folder
 from data.text.indexed import LOSS_MASK, id_type, open_indexed, unwritable, write_index, writing
-from data.text.record import CHAT_ENDS, Prepared, Request, ends_of, existing, inputs_of, made_with_of, with_end
+from data.text.record import (
+    CHAT_ENDS,
+    CONVERSATIONS,
+    TOKENIZER,
+    Prepared,
+    Request,
+    ends_of,
+    existing,
+    inputs_of,
+    made_with_of,
+    with_end,
+)
 from data.text.rows import Rows, size_of
 from data.text.spool import Spool
 from data.text.tokens import Tokens, tokenized
@@ -37,7 +51,7 @@ _BYTES_PER_WORKER = 1 << 23
 def prepare(
     request: Request, prefix: Path, overwrite: bool = False, progress: bool = True, workers: int | None = 1
 ) -> tuple[Prepared, bool]:
-    """Write `prefix`.bin and .idx, .model if a tokenizer is trained, and .json, the record of the request.
+    """Write `prefix`.bin and .idx, .model or _tokenizer/ if one is trained, and .json, the record of the request.
 
     Complete data of the same request and unchanged input is kept. The files appear together at the end or not at all,
     the same for any number of `workers`, the processes that tokenize (None: as many as the input keeps busy). A run
@@ -52,12 +66,17 @@ def prepare(
     """
     if not prefix.name:
         raise DataError(f"the output prefix {prefix} ends in no file name; give one such as runs/data/mine")
+    if request.chat is not None and request.tokenizer_model is None and request.chat.chat_template not in NAMED:
+        raise DataError(
+            f"chat_template is {request.chat.chat_template}, and a tokenizer is trained for one of {', '.join(NAMED)}; "
+            "name one, or give --tokenizer-model"
+        )
     try:
         if not overwrite and (kept := existing(request, prefix)):
             return kept, True
         with ExitStack() as held:
             try:
-                for stem in dict.fromkeys(with_end(prefix, end).stem for end in ends_of(request)):
+                for stem in dict.fromkeys(with_end(prefix, end).stem for end in ends_of(request) if end != TOKENIZER):
                     held.enter_context(owned(prefix.parent, stem))
             except InUseError as error:
                 raise DataError(f"cannot write {prefix}: {error}") from error
@@ -73,16 +92,14 @@ def prepare(
 def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, workers: int | None) -> Prepared:
     source, inputs = _source(request), inputs_of(request)
     size = _checked(request, source, progress)
-    ends = ends_of(request)
+    ends = [end for end in ends_of(request) if end != TOKENIZER]
     # The spool ends last, when the output is in its place.
     with ExitStack() as kept, writing(*(with_end(prefix, end) for end in ends)) as drafts:
         draft = dict(zip(ends, drafts, strict=True))
+        path = Path(request.tokenizer_model or draft.get(".model") or kept.enter_context(_folder_beside(prefix)))
         if request.tokenizer_model is None:
-            if progress:
-                print(f"training a tokenizer of {request.vocab_size} entries", file=sys.stderr)
-            assert isinstance(source, Corpus)
-            train_tokenizer(source, draft[".model"].with_suffix(""), request.vocab_size or 4096)
-        tokenizer = load_tokenizer(request.tokenizer_model or draft[".model"])
+            path = _train(request, source, path, progress)
+        tokenizer = load_tokenizer(path)
         key = json.dumps([made_with_of(request), tokenizer.sha256, inputs], sort_keys=True)
         spool = kept.enter_context(Spool(prefix, hashlib.sha256(key.encode()).hexdigest(), SPOOLED))
         busy = min(usable_cores(), 1 + sum(map(size_of, source.files)) // _BYTES_PER_WORKER)
@@ -95,7 +112,32 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
             # The new .bin must never stand beside the old record, nor text beside a loss mask.
             for end in (".json", *CHAT_ENDS):
                 with_end(prefix, end).unlink(missing_ok=True)
+        if TOKENIZER in ends_of(request):
+            shutil.rmtree(with_end(prefix, TOKENIZER), ignore_errors=True)
+            path.parent.replace(with_end(prefix, TOKENIZER))
     return prepared
+
+
+@contextmanager
+def _folder_beside(prefix: Path) -> Iterator[Path]:
+    """Make a folder that the block moves to its place; else nothing of it stays."""
+    folder = prefix.with_name(f".{prefix.name}.{uuid.uuid4().hex}")  # a draft, as `owned` knows them
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _train(request: Request, source: Corpus | Rows, draft: Path, progress: bool) -> Path:
+    """Train a tokenizer as the draft, or in that folder; return its path."""
+    size = request.vocab_size or 4096
+    if progress:
+        print(f"training a tokenizer of {size} entries", file=sys.stderr)
+    if isinstance(source, Corpus):
+        return train_tokenizer(source, draft.with_suffix(""), size)
+    assert request.chat is not None
+    return train_chat_tokenizer(source, request.chat.skip_refused, draft, size, str(request.chat.chat_template))
 
 
 def _source(request: Request) -> Corpus | Rows:
@@ -185,8 +227,7 @@ def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[st
         pairs = [(draft[f"{end}.bin"], draft[f"{end}.idx"]) for end in ("", LOSS_MASK)]
         sources = [(spool.paths["bin"], dtype), (spool.paths["learned"], np.dtype(np.uint8))]
         samples = write_packed(sources, pairs, lengths, request.chat.seq_length)
-        names = ("read", "kept", "split", "truncated", "refused", "left_out", "learned")
-        conversations = {name: spool.counts[name] for name in names} | {
+        conversations = {name: spool.counts[name] for name in CONVERSATIONS} | {
             "samples": samples,
             "places": samples * request.chat.seq_length,
         }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data.chat.convert import Chat
+from data.chat.named import NAMED
 from data.chat.template import load_template
 from data.errors import DataError
 from data.text.corpus import input_files
@@ -15,7 +16,11 @@ from data.text.indexed import LOSS_MASK, open_indexed
 from data.text.rows import HUB
 from data.tokenizer import load_tokenizer
 
+CONVERSATIONS = ("read", "kept", "split", "truncated", "refused", "left_out", "learned")
+"""Counts of what became of conversations."""
 CHAT_ENDS = (f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", ".refused.txt")
+TOKENIZER = "_tokenizer"
+"""Ends the prefix of the folder of a tokenizer that is trained for a chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,18 @@ class Prepared:
     """Of conversations, how many were read, kept whole, split, truncated and refused; pieces without loss, which were
     left_out; tokens that carry loss, learned; samples, and the places in them."""
 
+    def check(self) -> None:
+        """Raise TypeError or ValueError for numbers that no preparation notes."""
+        counts = [self.documents, self.tokens, self.text_bytes, self.skipped_files, self.unknown_tokens]
+        if self.conversations is not None:
+            counts += [self.conversations[name] for name in (*CONVERSATIONS, "samples", "places")]
+        if any(type(count) is not int or not 0 <= count < 1 << 63 for count in counts):
+            raise ValueError("a count is no count")
+        if not self.tokens or (self.conversations is not None and not self.conversations["places"]):
+            raise ValueError("it has no tokens")
+        if type(self.unigram_entropy) is not float or not 0 <= self.unigram_entropy < 64:
+            raise ValueError("unigram_entropy is no number of nats")
+
     @property
     def summary(self) -> str:
         """Say in one line what there is."""
@@ -87,10 +104,14 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
     if len(there) < len(ends):
         raise DataError(f"{', '.join(there)} exists, but is not the whole of what this tool writes; {remedy}")
     record = with_end(prefix, ".json")
+    if not (record.is_file() or record.is_dir()):
+        raise DataError(f"{record} is no file; {remedy}")
     try:
         content: dict[str, Any] = json.loads(record.read_text())
-        made_with, prepared = content["made_with"], Prepared(**content["prepared"])
-    except (ValueError, KeyError, TypeError) as error:
+        made_with, prepared = dict(content["made_with"]), Prepared(**content["prepared"])
+        prepared.check()
+        was = dict(content.get("inputs", {}))  # older records have none
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{record} is not a record of this tool ({error}); {remedy}") from error
     defaults = {field.name: field.default for field in fields(Request)}  # older records lack some
     for name, value in made_with_of(request).items():
@@ -99,11 +120,11 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
     found = open_indexed(prefix)
     if (len(found.lengths), found.tokens) != (prepared.documents, prepared.tokens):
         raise DataError(f"{prefix}.idx and {record} disagree on the number of tokens; {remedy}")
-    was, now = content.get("inputs", {}), inputs_of(request)  # older records have none
+    now = inputs_of(request)
     if was and now and (other := sorted(name for name in was | now if was.get(name) != now.get(name))):
         how = "is gone" if other[0] not in now else "has changed" if other[0] in was else "is new"
         raise DataError(f"{other[0]} {how} since {prefix}.bin was made; {remedy}")
-    tokenizer = request.tokenizer_model or with_end(prefix, ".model")
+    tokenizer = tokenizer_of(request, prefix)
     if load_tokenizer(tokenizer).sha256 != prepared.tokenizer_sha256:
         raise DataError(f"{tokenizer} is not the tokenizer that wrote {prefix}.bin; {remedy}")
     return prepared
@@ -115,9 +136,12 @@ def made_with_of(request: Request) -> dict[str, Any]:
     made_with["inputs"] = [path if path.startswith(HUB) else os.path.abspath(path) for path in request.inputs]
     if request.tokenizer_model is not None:
         made_with["tokenizer_model"] = os.path.abspath(request.tokenizer_model)
-        if request.chat is not None:
-            template = load_template(request.tokenizer_model, request.chat.chat_template)
-            made_with["chat"]["chat_template"] = hashlib.sha256(template.source.encode()).hexdigest()
+    if request.chat is not None:
+        if request.tokenizer_model is not None:
+            source = load_template(request.tokenizer_model, request.chat.chat_template).source
+        else:
+            source = NAMED[str(request.chat.chat_template)].source
+        made_with["chat"]["chat_template"] = hashlib.sha256(source.encode()).hexdigest()
     return made_with
 
 
@@ -129,11 +153,19 @@ def inputs_of(request: Request) -> dict[str, list[int]]:
 
 
 def ends_of(request: Request) -> list[str]:
-    """Return the ends of the files' names."""
-    ends = [".bin", ".idx", ".json", *([".model"] if request.tokenizer_model is None else [])]
+    """Return the ends of the files' names, and of the tokenizer's folder if one is trained for conversations."""
+    ends = [".bin", ".idx", ".json"]
+    if request.tokenizer_model is None:
+        ends.append(".model" if request.chat is None else TOKENIZER)
     if request.chat is not None:
         ends += CHAT_ENDS if request.chat.skip_refused else CHAT_ENDS[:2]
     return ends
+
+
+def tokenizer_of(request: Request, prefix: Path) -> str:
+    """Return the path of the request's tokenizer, or of the one trained beside the prefix."""
+    trained = ".model" if request.chat is None else f"{TOKENIZER}/tokenizer.json"
+    return request.tokenizer_model or f"{prefix}{trained}"
 
 
 def with_end(prefix: Path, end: str) -> Path:

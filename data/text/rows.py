@@ -68,7 +68,7 @@ def rows(path: Path) -> Iterator[Row]:
 
 def _rows(path: Path) -> Iterator[Row]:
     if is_dataset(path):
-        yield from ((f"{path}, row {number}", row) for number, row in enumerate(_dataset(path), start=1))
+        yield from _dataset(path)
     elif path.suffix == ".jsonl":
         yield from _lines(path)
     elif path.suffix == ".json":
@@ -120,10 +120,11 @@ def _array(path: Path) -> Iterator[Row]:
 
 def _parquet(path: Path) -> Iterator[Row]:
     try:
-        import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise DataError(f"{path} is Parquet, which takes pyarrow: pip install pyarrow") from error
+        raise DataError(
+            f"{path} is Parquet, which takes pyarrow: pip install pyarrow (make venv EXTRAS=data)"
+        ) from error
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -131,25 +132,27 @@ def _parquet(path: Path) -> Iterator[Row]:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row
-    except (arrow.ArrowException, OSError) as error:
+    except Exception as error:  # whatever its reader, and its numbers and times that Python has none for, raise
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{path}: no Parquet, or cut off, after row {number} ({reason}); copy it again") from error
 
 
-def _dataset(path: Path) -> Any:
+def _dataset(path: Path) -> Iterator[Row]:
     try:
         import datasets
     except ImportError as error:
-        raise DataError(f"{path} takes datasets: pip install datasets (make venv EXTRAS=images)") from error
+        raise DataError(f"{path} takes datasets: pip install datasets (make venv EXTRAS=data)") from error
     name, _, split = str(path).removeprefix(HUB).partition(":")
+    number, hub = 0, str(path).startswith(HUB)
     try:
-        if str(path).startswith(HUB):
-            return datasets.load_dataset(name, split=split or "train", streaming=True)
-        found = datasets.load_from_disk(str(path))
+        if hub:
+            found = datasets.load_dataset(name, split=split or "train", streaming=True)
+        elif isinstance(found := datasets.load_from_disk(str(path)), dict):
+            raise DataError(f"{path} holds the splits {', '.join(found)}; give one: {path / next(iter(found))}")
+        for number, row in enumerate(found, start=1):
+            yield f"{path}, row {number}", row
+    except DataError:
+        raise
     except Exception as error:  # whatever its readers and the network raise
-        raise DataError(
-            f"{path} cannot be read ({' '.join(str(error).split())[:200]}); check name and files"
-        ) from error
-    if isinstance(found, dict):
-        raise DataError(f"{path} holds the splits {', '.join(found)}; give one: {path / next(iter(found))}")
-    return found
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{path} cannot be read after row {number} ({reason}); check name and files") from error

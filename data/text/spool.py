@@ -70,11 +70,20 @@ class Spool:
         for line in filter(None, reversed(lines)):
             try:
                 noted: dict[str, Any] = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue  # cut off as it was written
-            fits = noted["key"] == self._key and all(sizes[name] >= size for name, size in noted["sizes"].items())
-            return noted if fits else None
+            return noted if self._fits(noted, sizes) else None
         return None
+
+    def _fits(self, noted: Any, found: dict[str, int]) -> bool:
+        """Return whether a line of the journal is of this key and of files as long as these."""
+        if not isinstance(noted, dict) or noted.get("key") != self._key:
+            return False
+        sizes, counts = noted.get("sizes"), noted.get("counts")
+        if not isinstance(sizes, dict) or not isinstance(counts, dict) or sizes.keys() != found.keys():
+            return False
+        numbers = all(type(number) is int and 0 <= number < 1 << 63 for number in (*sizes.values(), *counts.values()))
+        return numbers and all(found[name] >= size for name, size in sizes.items())
 
     def __enter__(self) -> "Spool":
         return self

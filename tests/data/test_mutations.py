@@ -1,6 +1,8 @@
 """Files of data with bits flipped, cut, zeroed or swapped: each is read, or refused in one line; none crashes."""
 
 import json
+import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -8,11 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.chat.template import load_template
 from data.errors import DataError
+from data.latents.folder import LatentFolder
 from data.text.corpus import Corpus
 from data.text.digests import check_digests, write_digests
 from data.text.indexed import TokenReader, check_indexed, open_indexed
 from data.text.prepare import Request, prepare
+from data.text.spool import Spool
 from data.tokenizer import load_tokenizer
 from runtime.errors import UserError
 from tests.data.test_tokenizer import write_hugging_face
@@ -111,6 +116,104 @@ def test_a_damaged_corpus(place: Path, end: str) -> None:
     use()
     found = outcomes(path, mutations(path.read_bytes(), 60), use)
     assert found["refused"] > (100 if end == ".idx" else 20)
+
+
+def test_a_damaged_record(place: Path) -> None:
+    """The record of a preparation: of this request, or refused; numbers of other types or beyond bounds too."""
+    path, request = place / "words.json", Request(inputs=(str(place / "a.txt"),), vocab_size=300)
+    whole, prefix = json.loads(path.read_text()), place / "words"
+
+    def use() -> None:
+        assert prepare(request, prefix, progress=False)[1]
+        assert "tokens" in prepare(request, prefix, progress=False)[0].summary
+
+    use()
+    assert outcomes(path, mutations(path.read_bytes(), 60), use)["refused"] > 30
+    wrong = [
+        whole | {key: value} for key in ("made_with", "prepared", "inputs") for value in (None, 3, "x", [[1]], [1])
+    ]
+    wrong += [
+        whole | {"prepared": whole["prepared"] | {name: value}}
+        for name in ("documents", "tokens", "text_bytes", "skipped_files", "unigram_entropy", "unknown_tokens")
+        for value in (-1, 1 << 70, float("inf"), float("nan"), "1", None, [1], True)
+    ]
+    wrong += [whole | {"prepared": whole["prepared"] | {"conversations": value}} for value in ({}, [], 3, {"read": 1})]
+    found = outcomes(path, (json.dumps(record).encode() for record in wrong), use)
+    assert found == {"read": 0, "refused": len(wrong)}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1]", "3", '"x"', "null", "{}", '{"key": 1}', '{"key": KEY}', '{"key": KEY, "sizes": 3, "counts": {}}',
+        '{"key": KEY, "sizes": {"a": -1, "journal": 0}, "counts": {}}',
+        '{"key": KEY, "sizes": {"a": 1e3, "journal": 0}, "counts": {}}',
+        '{"key": KEY, "sizes": {"a": 1}, "counts": {}}',
+        '{"key": KEY, "sizes": {"a": 1180591620717411303424, "journal": 0}, "counts": {}}',
+        '{"key": KEY, "sizes": {"a": 1, "journal": 0}, "counts": {"read": 1180591620717411303424}}',
+        '{"key": KEY, "sizes": {"a": 1, "journal": 0}, "counts": {"read": -1}}',
+        '{"key": KEY, "sizes": {"a": 1, "journal": 0}, "counts": {"read": "x"}}',
+        "[" * 100_000,
+    ],
+)  # fmt: skip
+def test_a_journal_of_other_content_begins_anew(line: str, tmp_path: Path) -> None:
+    for name, content in (("a", "abc"), ("journal", f"\n{line.replace('KEY', json.dumps('k'))}\n")):
+        (tmp_path / f".d.resume.{name}").write_text(content)
+    with Spool(tmp_path / "d", "k", ["a"]) as spool:
+        assert not spool.counts
+        assert spool.paths["a"].stat().st_size == 0
+    assert not list(tmp_path.iterdir())
+
+
+INDEX = {"version": 1, "shape": [1, 2, 2], "dtype": "float32"}
+SHARD = {"latents": "a.npy", "labels": "b.npy", "samples": 3}
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        3, [], INDEX, INDEX | {"shards": [3]}, INDEX | {"shards": {}}, INDEX | {"shards": [SHARD], "version": "1"},
+        *(INDEX | {"shards": [SHARD | {"samples": value}]} for value in (-1, 0, 1 << 70, 3.0, "3", None, True, [3])),
+        *(INDEX | {"shards": [SHARD], "shape": value} for value in (3, [1], [1, 2, -2], [1, 2, 1 << 70], [1, 2, "2"])),
+        *(INDEX | {"shards": [SHARD | {"labels": value}]} for value in ("../b.npy", 3, None, "none.npy", "pipe.npy")),
+    ],
+)  # fmt: skip
+def test_an_index_of_latents_of_other_content(index: object, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((3, 1, 2, 2), np.float32))
+    np.save(tmp_path / "b.npy", np.zeros(3, np.int64))
+    os.mkfifo(tmp_path / "pipe.npy")
+    (tmp_path / "index.json").write_text(json.dumps(INDEX | {"shards": [SHARD]}))
+    assert len(LatentFolder(tmp_path)) == 3
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match=r"^[^\n]{20,600}$"):
+        LatentFolder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["index.json", "tokenizer_config.json", "words.json", "chat_template.jinja"])
+def test_a_named_pipe_is_not_waited_for(name: str, place: Path, tmp_path: Path) -> None:
+    for path in (*place.glob("words.*"), place / "tokenizer.json"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    request = Request(inputs=(str(place / "a.txt"),), vocab_size=300)
+    if name == "words.json":
+        open_indexed(tmp_path / "words").check_tokenizer("none", "0")  # as without a record
+    use = {
+        "index.json": lambda: LatentFolder(tmp_path),
+        "words.json": lambda: prepare(request, tmp_path / "words", progress=False),
+    }.get(name, lambda: load_template(str(tmp_path / "tokenizer.json")))
+    with pytest.raises(DataError, match=r"holds no index.json|has no chat template|words.json is no file"):
+        use()
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"chat_template": 3}, {"chat_template": [3, {"name": ["default"]}, {"name": "default"}]}]
+)
+def test_a_tokenizer_config_without_a_template(config: object, place: Path, tmp_path: Path) -> None:
+    shutil.copy(place / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="has no chat template"):
+        load_template(str(tmp_path / "tokenizer.json"))
 
 
 def test_a_damaged_cache(place: Path) -> None:

@@ -61,7 +61,9 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         ["--workers", "0"],
         ["--inspect", "2"],
         ["--check", "x", "--stdlib"],
+        ["--check", "x", "--whole"],
         ["--chat", "--input", "x", "--output-prefix", "y", "--seq-length", "8"],
+        ["--chat", "--input", "x", "--output-prefix", "y", "--seq-length", "8", "--chat-template", "mine.jinja"],
         ["--input", "x", "--output-prefix", "y", "--too-long", "split"],
     ],
 )
@@ -84,9 +86,37 @@ def test_conversations_are_prepared_checked_and_shown(tmp_path: Path, capsys: py
     assert "--sft --reset-attention-mask --reset-position-ids --seq-length 128" in out
     assert main(["--check", f"{tmp_path}/c", "--tokenizer-model", tokenizer, "--inspect", "1"]) == 0
     out = capsys.readouterr().out
-    assert "3 documents" in out
+    assert "c: 3 conversations, 93 tokens (uint16), packed into 1 samples of up to 93 tokens, 0.00% padding" in out
     assert "<|assistant|>\n⟦Hello!</s>⟧\n<|user|>\n2 + 2?</s>\n<|assistant|>\n⟦4</s>⟧\n" in out
     assert out.count("=== sample") == 1
+
+
+def test_a_tokenizer_is_trained_for_a_template_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, prefix = tmp_path / "in.jsonl", f"{tmp_path}/c"
+    source.write_text((json.dumps({"messages": TURNS}) + "\n") * 30)
+    flags = ["--input", str(source), "--output-prefix", prefix, "--seq-length", "128", "--vocab-size", "264"]
+    assert main(["--chat", *flags, "--chat-template", "chatml"]) == 0
+    out = capsys.readouterr().out
+    assert f"--tokenizer-model {prefix}_tokenizer/tokenizer.json --sft" in out
+    assert main(["--check", prefix, "--inspect", "1"]) == 0
+    assert "<|im_start|>assistant\n⟦Hello!<|im_end|>⟧\n" in capsys.readouterr().out
+
+
+def test_long_texts_are_shown_abridged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer, source = write_tokenizer(tmp_path / "t", TEMPLATES["zephyr"]), tmp_path / "in.jsonl"
+    long = [{"role": "user", "content": "a" * 1000}, {"role": "assistant", "content": "b" * 1000}]
+    source.write_text(json.dumps({"messages": long}) + "\n")
+    flags = ["--input", str(source), "--output-prefix", f"{tmp_path}/c", "--tokenizer-model", tokenizer]
+    assert main(["--chat", *flags, "--seq-length", "3000"]) == 0
+    capsys.readouterr()
+    shows = ["--check", f"{tmp_path}/c", "--tokenizer-model", tokenizer, "--inspect", "1"]
+    assert main(shows) == 0
+    out = capsys.readouterr().out
+    begin = f"<|user|>\n{'a' * 391}\n"
+    assert f"{begin}... 1,233 of 2,033 characters left out, which --whole shows ...\n⟦bbb" in out
+    assert out.endswith(f"⟦{'b' * 395}</s>⟧\n\n")
+    assert main([*shows, "--whole"]) == 0
+    assert f"{'a' * 1000}</s>\n<|assistant|>\n⟦{'b' * 1000}</s>⟧\n" in capsys.readouterr().out
 
 
 def test_text_that_the_tokenizer_does_not_know_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

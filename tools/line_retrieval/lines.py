@@ -133,11 +133,11 @@ class Maker:
 
     def prompt(self, turns: list[Turn]) -> list[int]:
         """Return the ids of a conversation up to its last answer."""
-        return self.tokenizer.tokenize_special(self.template.render(turns[:-1], prompt=True)[0])[0]
+        return self.tokenizer.tokenize_special(self.template.render(turns[:-1], prompt=True))[0]
 
     def ends(self, turns: list[Turn]) -> set[int]:
         """Return the special tokens that may follow an answer."""
-        before, whole = self.template.render(turns[:-1], prompt=True)[0], self.template.render(turns)[0]
+        before, whole = self.template.render(turns[:-1], prompt=True), self.template.render(turns)
         names = self.tokenizer.special.findall(whole.removeprefix(before))
         return {self.tokenizer.eod, *(self.tokenizer.tokenize_special(name)[0][0] for name in names)}
 
@@ -153,7 +153,7 @@ class Maker:
         return lines
 
     def _tokens(self, turns: list[Turn]) -> int:
-        return len(self.tokenizer.tokenize_special(self.template.render(turns)[0])[0])
+        return len(self.tokenizer.tokenize_special(self.template.render(turns))[0])
 
     def _turns(self, sample: int, lines: int, depth: float | None) -> list[Turn]:
         """Make the turns of a conversation of so many lines, of which the first ones stay as there are more."""

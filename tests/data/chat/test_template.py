@@ -1,10 +1,14 @@
 """Ids are those of transformers, what is learned is as written by hand, and what is not exact is refused."""
 
 import json
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 
+from data.chat import bounded
+from data.chat.bounded import UnboundedError
 from data.chat.template import ChatTemplate, load_template
 from data.errors import DataError
 from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
@@ -32,7 +36,8 @@ def test_what_is_learned_is_as_written_by_hand(name: str, tmp_path: Path) -> Non
 def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    turns = [*TURNS[:1], {"role": "assistant", "content": "Straße, ▁ 日本\n\n  x  "}, *TURNS[2:]]
+    marks = {"role": "assistant", "content": "\ufdd1 \ufdd0\ufdd2 0 \ufdd3"}  # characters that mark places of a text
+    turns = [*TURNS[:1], {"role": "assistant", "content": "Straße, ▁ 日本\n\n  x  "}, TURNS[2], marks]
     for name, source in ALL.items():
         tokenizer, template = loaded(tmp_path / name.replace(" ", ""), source)
         names = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -50,8 +55,11 @@ def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path, None)
-    with pytest.raises(DataError, match=r"has no chat template, .* --chat-template FILE"):
+    with pytest.raises(DataError, match=r"has no chat template, .* --chat-template FILE, or chatml or llama3"):
         load_template(path)
+    assert load_template(path, "chatml").source == TEMPLATES["chatml"]
+    with pytest.raises(DataError, match=r"lacks <\|begin_of_text\|>, special tokens of the chat template llama3"):
+        load_template(path, "llama3")
     named = [{"name": "tools", "template": "tools"}, {"name": "default", "template": "of the configuration"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": named}))
     assert load_template(path).source == "of the configuration"
@@ -64,6 +72,9 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
         load_template(path, str(tmp_path / "none"))
     (tmp_path / "mine").write_text("{% for %}")
     with pytest.raises(DataError, match=r"mine is none of jinja2 .*repair it"):
+        load_template(path, str(tmp_path / "mine"))
+    (tmp_path / "mine").write_text("long" * 1_000_000)
+    with pytest.raises(DataError, match=r"mine has more than 2,097,152 characters; name another"):
         load_template(path, str(tmp_path / "mine"))
     with pytest.raises(DataError, match=r"is no tokenizer\.json"):
         load_template(str(tmp_path / "t.model"))
@@ -116,6 +127,68 @@ def test_what_is_not_exact_is_refused(source: str, message: str, tmp_path: Path)
     tokenizer, template = loaded(tmp_path, source)
     with pytest.raises(DataError, match=message):
         template.tokenize(tokenizer, TURNS)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
+DOUBLED = "{% set n = namespace(x='xx') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
+UNBOUNDED = {
+    "endless": (ENDLESS, "does not end within"),
+    "endless power": ("{{ 7 ** 999999999 }}", "does not end within"),
+    "endless compilation": ("{{ " + "1 + " * 100_000 + "1 }}", "does not end within|is none of jinja2"),
+    "doubled text": (DOUBLED, "takes more than 1,024 MiB|does not end within"),
+    "doubled list": (DOUBLED.replace("'xx'", "[1]").replace("~", "+"), "takes more than 1,024 MiB|does not end within"),
+    "padded": ("{{ messages[0]['content'].center(9999999999) }}", "takes more than 1,024 MiB"),
+    "padded constant": ("{{ 'x' | center(9999999999) }}", "takes more than 1,024 MiB"),
+    "padded format": ("{{ '{:>9999999999}'.format(messages[0]['role']) }}", "takes more than 1,024 MiB"),
+    "times": ("{{ messages[0]['role'] * 9999999999 }}", "takes more than 1,024 MiB"),
+    "long": ("{{ messages[0]['role'] * 20000000 }}", "makes 80,000,000 characters, and 67,108,864 are the most"),
+}
+NESTED = {
+    "brackets": "{{ " + "[" * 500_000 + "]" * 500_000 + " }}",
+    "ifs": "{% if messages %}" * 50_000 + "{% endif %}" * 50_000,
+    "loops": "{% for a in messages %}" * 30 + "{% endfor %}" * 30,
+    "macros": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+}
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_a_template_that_does_not_end_or_grows_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded, "MOST_SECONDS", 0.3 if "end" in UNBOUNDED[name][1][:13] else 10)
+    source, message = UNBOUNDED[name]
+    with pytest.raises(UnboundedError if "jinja2" not in message else DataError, match=rf"_config\.json ({message})"):
+        loaded(tmp_path, source)[1].render(TURNS)
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_template_that_is_nested_too_deeply_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"_config\.json (is none of jinja2|fails) \([^\n]*\); repair"):
+        loaded(tmp_path, NESTED[name])[1].render(TURNS)
+
+
+def test_bounds_end_with_the_call() -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
+    with pytest.raises(ZeroDivisionError):
+        bounded.bounded("a program", lambda: 1 // 0)
+    assert bounded.bounded("a program", lambda: resource.getrlimit(resource.RLIMIT_AS)[0]) > 0
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)) == before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+
+
+def test_marks_that_the_template_cuts_are_not_taken(tmp_path: Path) -> None:
+    """Without the marks it would write another text, or they would stand alone: the prefixes hold instead."""
+    cut = "{% set x %}{% generation %} abc{% endgeneration %}{% endset %}{{ x"
+    for end in ("[2:] }}", "[:2] }}", " | trim }}"):
+        tokenizer, template = loaded(tmp_path, cut + end + TEMPLATES["chatml"])
+        assert template.tokenize(tokenizer, TURNS)[1].sum() == len("Hello!4") + 2
+
+
+def test_text_of_all_characters_that_mark_places_is_refused(tmp_path: Path) -> None:
+    tokenizer, template = loaded(tmp_path, TEMPLATES["chatml"])
+    turns = [TURNS[0], {"role": "assistant", "content": "".join(map(chr, range(0xFDD0, 0xFDF0)))}]
+    with pytest.raises(DataError, match="nearly all noncharacters of Unicode, from U"):
+        template.tokenize(tokenizer, turns)
 
 
 def test_a_token_across_the_edge_of_a_turn_is_refused(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """What the flags of packed documents go with, and ranks that are joined for them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+import pretrain_gpt
 from runtime.errors import UserError
 from train.config import diffusion
 from train.config.common import with_joined_ranks
@@ -79,3 +81,20 @@ def test_the_samples_of_a_micro_batch_are_one_sequence_only_where_documents_atte
     assert parse_args([*sizes, APART]).joined_length == 300
     assert parse_args([*sizes, "--reset-position-ids"]).joined_length == 100
     assert (Config().joined_length, diffusion.DiTRunConfig().joined_length) == (1024, 256)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "64 tokens"),
+        ("--reset-position-ids", "64 tokens of packed documents, each with positions from 0"),
+        (APART, "64 tokens of packed documents, each attending to itself alone"),
+        (f"{APART} --reset-position-ids", "64 tokens of packed documents, each by itself"),
+        (f"{APART} --reset-position-ids --sft", "64 tokens of packed conversations, each by itself"),
+    ],
+)
+def test_the_first_line_says_how_sequences_are_packed(flags: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrain_gpt, "summary", lambda *parts: parts[-1])
+    config = parse_args([*DATA, "--seq-length", "64", "--vocab-size", "300", *flags.split()])
+    mesh = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    assert pretrain_gpt.described(config, mesh) == f"sequences of {words}"  # type: ignore[arg-type]

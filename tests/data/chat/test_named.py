@@ -1,0 +1,76 @@
+"""A tokenizer is trained for a template, and transformers loads its folder and renders equally."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data.chat.convert import Chat
+from data.chat.named import NAMED
+from data.chat.template import load_template
+from data.errors import DataError
+from data.text.indexed import check_indexed
+from data.text.prepare import prepare
+from data.text.record import Request, tokenizer_of
+from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from tests.data.chat.templates import TURNS
+
+
+def request_for(folder: Path, name: str | None = "chatml", **changes: object) -> Request:
+    (folder / "in.jsonl").write_text("".join(json.dumps({"messages": TURNS}) + "\n" for _ in range(30)))
+    chat = Chat(seq_length=100, chat_template=name)
+    return Request(**({"inputs": (str(folder / "in.jsonl"),), "vocab_size": 264, "chat": chat} | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_transformers_renders_equally(name: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    request, prefix = request_for(tmp_path, name), tmp_path / "d.v1"
+    facts, _ = prepare(request, prefix, progress=False)
+    assert facts.conversations is not None
+    assert facts.conversations["learned"] > 0
+    path = tokenizer_of(request, prefix)
+    tokenizer, template = load_tokenizer(path), load_template(path)
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    assert tokenizer.vocab_size == 264
+    theirs = AutoTokenizer.from_pretrained(str(Path(path).parent))
+    turns = [*TURNS[:1], {"role": "assistant", "content": "Straße, ▁ 日本\n\n  x\ufdd0"}]
+    for conversation in (TURNS, turns):
+        ids, learned = template.tokenize(tokenizer, conversation)
+        assert ids.tolist() == theirs.apply_chat_template(conversation, tokenize=True, return_dict=True)["input_ids"]
+        assert learned.sum() > 0
+    assert theirs.eos_token_id == tokenizer.eod
+    assert check_indexed(prefix, 264).token_ids().max() < 264
+    assert sorted(path.name for path in tmp_path.glob("d.v1*")) == [
+        "d.v1.bin", "d.v1.idx", "d.v1.json", "d.v1_loss_mask.bin", "d.v1_loss_mask.idx", "d.v1_tokenizer",
+    ]  # fmt: skip
+
+
+def test_what_is_trained_is_kept_and_written_anew(tmp_path: Path) -> None:
+    request, prefix = request_for(tmp_path), tmp_path / "d"
+    first = prepare(request, prefix, progress=False)
+    assert prepare(request, prefix, progress=False) == (first[0], True)
+    path = Path(tokenizer_of(request, prefix))
+    with pytest.raises(DataError, match="was made with vocab_size 264, not 261"):
+        prepare(request_for(tmp_path, vocab_size=261), prefix, progress=False)
+    assert load_tokenizer(path).vocab_size == 264
+    prepare(request_for(tmp_path, vocab_size=261), prefix, overwrite=True, progress=False)
+    assert load_tokenizer(path).vocab_size == 261
+    again = request_for(tmp_path, tokenizer_model=str(path), vocab_size=None)
+    prepare(again, prefix, overwrite=True, progress=False)  # reads the tokenizer that lies there
+    assert load_tokenizer(path).vocab_size == 261
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 257}, "vocab_size is 257; 256 bytes and the special tokens of chatml take 258 entries"),
+        ({"vocab_size": 5000}, r"vocab_size is 5000, and the conversations fill \d+ entries; give that or fewer"),
+        ({"name": "alpaca"}, "chat_template is alpaca, and a tokenizer is trained for one of chatml, llama3; name one"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare(request_for(tmp_path, **changes), tmp_path / "out" / "d", progress=False)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

@@ -11,7 +11,8 @@ import pretrain_dit
 import pretrain_gpt
 from data.latents.dataset import DIGITS, build_latent_datasets
 from data.loader import Batch
-from data.text.megatron import blend, build_datasets
+from data.text.config import blend
+from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
 from parity.modules import Notes
 from train.config.common import CommonConfig

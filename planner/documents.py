@@ -6,9 +6,10 @@ from itertools import islice
 import numpy as np
 
 from data.loader import Batching, batches
+from data.text.config import blend
 from data.text.documents import cumulative_lengths
 from data.text.indexed import open_indexed
-from data.text.megatron import blend, build_datasets
+from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
 from runtime.errors import UserError
 from train.config.common import CommonConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.latents.dataset import DIGITS
-from data.text.megatron import blend
+from data.text.config import blend
 from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
 from planner.cluster import Cluster, default_cluster, load_cluster

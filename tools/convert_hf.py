@@ -18,7 +18,7 @@ import torch
 from checkpoint.api import Manifest, checkpoint_of, read_manifest, save_checkpoint, stored_weights
 from checkpoint.manifest import checkpoint_folder
 from data.fingerprint import digest
-from data.text.megatron import DataConfig
+from data.text.config import DataConfig
 from data.tokenizer import load_tokenizer
 from model.config import architecture_of
 from model.dit_config import architecture_of as dit_architecture_of

@@ -11,7 +11,7 @@ import torch
 
 from data.errors import DataError
 from data.latents.folder import LatentFolder, check_labels, locate
-from data.text.megatron import split_shares
+from data.text.config import split_shares
 
 DIGITS = "digits"
 

@@ -8,7 +8,8 @@ import torch
 
 from data.errors import DataError
 from data.loader import IGNORE_INDEX, Batching, batches, evaluation_batches
-from data.text.megatron import DataConfig, build_datasets
+from data.text.config import DataConfig
+from data.text.megatron import build_datasets
 from tests.data.text.corpora import EOD, NumberTokenizer, counting_documents, write_documents
 
 SEQ = 8

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
-from data.text.megatron import DataConfig, build_datasets
+from data.text.config import DataConfig
+from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
 from planner.cluster import load_cluster
 from planner.documents import DocumentsError, heaviest_documents, typical_documents

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from checkpoint.api import CheckpointConfig, CheckpointError
-from data.text.megatron import DataConfig
+from data.text.config import DataConfig
 from parallel.mesh import MeshConfig
 from train.config.entries import DiTRunConfig
 from train.config.flags import ConfigError

@@ -7,7 +7,7 @@ from shutil import which
 from typing import Any, Protocol, TypeVar
 
 from checkpoint.api import CheckpointConfig
-from data.text.megatron import split_shares
+from data.text.config import split_shares
 from parallel.context.config import ContextConfig
 from parallel.data import DataParallelConfig
 from parallel.mesh import MeshConfig

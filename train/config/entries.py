@@ -9,8 +9,8 @@ from pathlib import Path
 from data.fingerprint import digest, fingerprint
 from data.latents.dataset import DIGITS, LatentDataConfig
 from data.latents.folder import latents_fingerprint
+from data.text.config import DataConfig, blend
 from data.text.indexed import LOSS_MASK
-from data.text.megatron import DataConfig, blend
 from model.config import ModelConfig
 from model.diffusion import DiffusionConfig
 from model.dit_config import DiTConfig

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from data.loader import IGNORE_INDEX, Batch
+from data.text.config import DataConfig, blend
 from data.text.documents import cumulative_lengths, positions_in_documents
-from data.text.megatron import DataConfig, blend
 from data.text.prepare import unigram_entropy
 from kernels.products import linear
 from model.base import LanguageModel

@@ -12,8 +12,9 @@ import pytest
 
 from data.chat.convert import Chat
 from data.errors import DataError
+from data.text.config import DataConfig
 from data.text.indexed import check_indexed
-from data.text.megatron import DataConfig, build_datasets
+from data.text.megatron import build_datasets
 from data.text.prepare import Prepared, Request, prepare
 from data.tokenizer import load_tokenizer
 from tests.data.chat.templates import MARKED, TEMPLATES, TURNS, write_tokenizer

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
+from data.text.config import DataConfig
 from data.text.indexed import TokenReader
-from data.text.megatron import DataConfig, build_datasets
+from data.text.megatron import build_datasets
 from tests.data.text.corpora import NumberTokenizer, counting_documents, write_documents
 
 

@@ -10,7 +10,8 @@ import torch
 
 from data.errors import DataError
 from data.text.blend import BlendedDataset, EpochedDataset
-from data.text.megatron import DataConfig, blend, build_datasets, megatron_core, split_shares
+from data.text.config import DataConfig, blend, split_shares
+from data.text.megatron import build_datasets, megatron_core
 from runtime.ranks import run_ranks
 from tests.data.text.corpora import EOD, NumberTokenizer, counting_documents, write_documents
 

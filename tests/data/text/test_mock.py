@@ -7,7 +7,8 @@ import torch
 
 import pretrain_gpt
 from data.errors import DataError
-from data.text.megatron import DataConfig, build_datasets
+from data.text.config import DataConfig
+from data.text.megatron import build_datasets
 from data.text.mock import MockTokenizer
 from runtime.errors import UserError
 from tests.pretraining import TINY

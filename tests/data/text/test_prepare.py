@@ -12,8 +12,9 @@ import pytest
 
 from data.errors import DataError
 from data.text import prepare as module
+from data.text.config import DataConfig
 from data.text.indexed import check_indexed, writing
-from data.text.megatron import DataConfig, build_datasets, megatron_core
+from data.text.megatron import build_datasets, megatron_core
 from data.text.prepare import Prepared, Request, prepare, unigram_entropy
 from data.text.tokens import tokenized
 from data.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.loader import IGNORE_INDEX, Batch
-from data.text.megatron import DataConfig
+from data.text.config import DataConfig
 from kernels.loss import cross_entropy_sum
 from model.attention import sdpa
 from model.config import ModelConfig

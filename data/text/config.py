@@ -1,0 +1,110 @@
+"""Options of the data of language models, and of blends and splits of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from data.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is trained on."""
+
+    data_path: tuple[str, ...] = ()
+    """Prefix of a Megatron .bin/.idx pair, or a blend: weight prefix weight prefix ..."""
+    mock_data: bool = False
+    """Train on tokens drawn from the seed instead of files, to measure a run without data; needs --vocab-size. On the
+    command line it takes the place of the files and the tokenizer that --config's file names, and so does --data-path
+    of a file's mock_data."""
+    split: str = "95,5,0"
+    """Shares of the documents for training, validation and test."""
+    tokenizer_model: str | None = None
+    """Tokenizer file: a sentencepiece .model or a Hugging Face tokenizer.json."""
+    data_cache_path: str | None = None
+    """Folder for the sample indices, seen by all processes; by default PREFIX/cache beside the data."""
+    eod_mask_loss: bool = False
+    """Leave out the loss at end-of-document tokens: what follows them is another document's beginning."""
+    reset_position_ids: bool = False
+    """Count positions from 0 in each document of a sample, not through the sample."""
+    reset_attention_mask: bool = False
+    """Let tokens attend inside their document alone, not to all before them in the sample. The samples of a micro-batch
+    are then one sequence for context parallelism."""
+    sft: bool = False
+    """Train on packed conversations of tools/prepare_data.py --chat, with loss on what the assistant says alone."""
+    num_workers: int = 0
+    """Processes that read batches ahead; 0 reads in the training process."""
+
+    REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "mock_data": ("data_path", "tokenizer_model", "reset_position_ids", "reset_attention_mask", "sft"),
+        "data_path": ("mock_data",),
+    }
+    """The fields of --config's file that a flag takes the place of."""
+
+    def __post_init__(self) -> None:
+        split_shares(self.split)
+        if self.data_path:
+            blend(self.data_path)
+        if self.mock_data and (there := [name for name in self.REPLACES["mock_data"] if getattr(self, name)]):
+            raise DataError(
+                f"mock_data draws tokens, with which {', '.join(there)} cannot go; leave these out, or mock_data "
+                "(--no-mock-data)"
+            )
+        if self.num_workers < 0:
+            raise DataError(f"num_workers is {self.num_workers}; it must be 0 or more")
+
+    @property
+    def tells_documents(self) -> bool:
+        """Whether samples tell where their documents start."""
+        return self.reset_position_ids or self.reset_attention_mask
+
+    @property
+    def packing(self) -> str:
+        """Say how documents share a sequence, after the number of its tokens; empty where all are one text."""
+        if self.reset_position_ids and self.reset_attention_mask:
+            return f" of packed {'conversations' if self.sft else 'documents'}, each by itself"
+        if self.reset_attention_mask:
+            return " of packed documents, each attending to itself alone"
+        return " of packed documents, each with positions from 0" if self.reset_position_ids else ""
+
+
+def split_shares(split: str) -> list[float]:
+    """Parse a split such as "95,5,0" into three shares that sum to 1; missing ones are 0. Raises DataError."""
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    # An "inf" leaves no shares, and "nan" fails every comparison.
+    if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or sum(shares) == 0:
+        raise DataError(f'split is "{split}"; it must be one to three shares that are not all 0, such as "95,5,0"')
+    return [share / sum(shares) for share in (*shares, 0.0, 0.0)[:3]]
+
+
+def blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Return prefixes and weights of a data_path. As in Megatron, None weighs prefixes by their sizes.
+
+    Raises:
+        DataError: weights and prefixes do not alternate, a weight is not above 0, or a prefix ends in .bin or .idx.
+    """
+    if not data_path:
+        raise DataError("data_path is empty; give the prefix of a .bin/.idx pair (tools/prepare_data.py writes one)")
+    numbers = [_number(word) for word in data_path]
+    weights: list[float] | None = None
+    if any(number is not None for number in numbers):
+        weights = [number for number in numbers[::2] if number is not None and 0 < number < float("inf")]
+        if len(numbers) % 2 or len(weights) != len(numbers) // 2 or any(n is not None for n in numbers[1::2]):
+            raise DataError(
+                f"data_path is {' '.join(data_path)}; a blend alternates weights above 0 and prefixes: 0.7 a 0.3 b"
+            )
+    prefixes = list(data_path[1::2] if weights else data_path)
+    for prefix in prefixes:
+        if prefix.endswith((".bin", ".idx")):
+            raise DataError(f"data_path names {prefix}; give the prefix without {prefix[-4:]}")
+    return prefixes, weights
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

@@ -1,14 +1,17 @@
-"""Fingerprint data files, so that a resumed run detects changed data; fast even for a terabyte."""
+"""Fingerprints of data files, by which a resumed run detects changed data, and digests of a folder's arrays."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from runtime.errors import DataError
 from runtime.files import sha256
 
 SAMPLES = 64
 SAMPLE_BYTES = 1 << 16
+DIGESTS = "digests.json"
 
 
 def digest(path: Path) -> str:
@@ -44,3 +47,30 @@ def fingerprint(index: Path, contents: Sequence[Path]) -> str:
                     found.update(file.read(min(start, 0) + SAMPLE_BYTES))
         before += size
     return found.hexdigest()
+
+
+def write_digests(folder: Path) -> None:
+    """Write the SHA-256 of every .npy file of a folder into its digests.json."""
+    digests = {path.name: sha256(path) for path in sorted(folder.glob("*.npy"))}
+    (folder / DIGESTS).write_text(json.dumps(digests, indent=1), encoding="utf-8")
+
+
+def check_digests(folder: Path) -> None:
+    """Raise DataError if an array of the folder is missing, changed or not listed; names the file."""
+    remedy = f"remove {folder}, which is then written anew"
+    try:
+        noted = dict(json.loads((folder / DIGESTS).read_text(encoding="utf-8")).items())
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"the index cache {folder} has no list of its files ({error}); {remedy}") from error
+    there = {path.name for path in folder.glob("*.npy")}
+    if odd := sorted(noted.keys() ^ there):
+        what = "lacks" if odd[0] in noted else "has not noted"
+        raise DataError(f"the index cache {folder} {what} {odd[0]!r}; {remedy}")
+    for name, digest in noted.items():
+        path = folder / name
+        try:
+            found = sha256(path)
+        except OSError as error:
+            raise DataError(f"{path} of the index cache cannot be read ({error.strerror}); {remedy}") from error
+        if found != digest:
+            raise DataError(f"{path} of the index cache is damaged: its SHA-256 is not the one noted; {remedy}")

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from data.errors import DataError
+from runtime.errors import DataError
 from runtime.signals import end_readers_at_exit, leave_to_parent
 
 IGNORE_INDEX = -100

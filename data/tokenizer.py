@@ -14,8 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
 from data.text.indexed import writing
+from runtime.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 # End-of-text tokens of well-known tokenizers, tried if no tokenizer_config.json names one.

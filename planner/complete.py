@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from data.text.mock import MockTokenizer
+from data.text.megatron import MockTokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
 from parallel.context import ContextConfig
 from planner.cluster import Cluster, ClusterError, default_cluster, endless, load_cluster

@@ -6,8 +6,8 @@ from itertools import islice
 import numpy as np
 
 from data.loader import Batching, batches
+from data.text.blend import cumulative_lengths
 from data.text.config import blend
-from data.text.documents import cumulative_lengths
 from data.text.indexed import open_indexed
 from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer

@@ -12,3 +12,11 @@ class UserError(ValueError):
 
 class LaunchError(UserError):
     """Processes cannot join: the launcher's variables are wrong, or the store cannot be reached."""
+
+
+class DataError(UserError):
+    """A file, corpus or setting of data that cannot be used; the message names it and the fix."""
+
+
+class StoppedError(DataError):
+    """The machine, not the input, stopped the work: what is done holds."""

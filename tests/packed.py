@@ -11,7 +11,7 @@ from torch import Tensor
 
 import pretrain_gpt
 from data.loader import IGNORE_INDEX, Batch, Batching, batches
-from data.text.documents import cumulative_lengths
+from data.text.blend import cumulative_lengths
 from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
 from kernels.loss import cross_entropy_sum

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 import pretrain_dit
 from checkpoint.api import load_model
-from data.latents.folder import CHECKED
 from data.latents.writer import write_latents
 from model.dit import DiT
 from model.dit_config import architecture_of
@@ -185,7 +184,6 @@ def saved(folder: Path, dtype: type, at: tuple[int, ...] = (0, 0, 0, 0), value: 
     latents = np.load(folder / SHARD)
     latents[at] = value
     np.save(folder / SHARD, latents.astype(dtype))
-    (folder / CHECKED).unlink()  # times of change are too coarse for what comes so soon after
 
 
 SHARD, LABELS = "latents-00000.npy", "labels-00000.npy"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.loader import Batching, batches
-from data.text.documents import cumulative_lengths
+from data.text.blend import cumulative_lengths
 from model.base import initial_weight
 from model.registry import build_model
 from parallel.mesh import distributed_mesh

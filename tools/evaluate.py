@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from checkpoint.api import CheckpointError, load_model
-from data.errors import DataError
 from data.loader import IGNORE_INDEX, Batch
 from data.text.corpus import Corpus, input_files
 from data.text.indexed import check_indexed
@@ -33,6 +32,7 @@ from parallel.mesh import Mesh, distributed_mesh
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum
 from planner.complete import complete
 from pretrain_gpt import model_parts
+from runtime.errors import DataError
 from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
 from tools.arguments import parser_for, positive

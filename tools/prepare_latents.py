@@ -23,9 +23,9 @@ import numpy as np
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.errors import DataError
 from data.latents.folder import LatentFolder, check_labels
 from data.latents.writer import write_latents
+from runtime.errors import DataError
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 
@@ -37,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = LatentFolder(args.check)
         check_labels(folder.labels, folder.where_label, args.num_classes)
         folder.check_finite()
-        folder.record_checked()
     else:
         write_latents(
             args.output,
@@ -124,7 +123,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_for("python -m tools.prepare_latents", __doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--input", type=Path, metavar="DIR", help="images, in a folder per class")
-    what.add_argument("--check", type=Path, metavar="DIR", help="read all values of a folder of latents, and note it")
+    what.add_argument("--check", type=Path, metavar="DIR", help="read all values of a folder of latents")
     parser.add_argument(
         "--num-classes", type=positive, metavar="N", help="with --check: that labels are below it, as training wants"
     )

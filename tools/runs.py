@@ -46,10 +46,10 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     """
     from checkpoint.api import checkpoint_of
     from checkpoint.manifest import read_manifest
-    from data.errors import DataError
     from data.fingerprint import digest
     from data.tokenizer import load_tokenizer
     from planner.complete import with_vocabulary
+    from runtime.errors import DataError
     from train.config.flags import config_file
     from train.config.language import ConfigError, load_config
     from train.resume import IMPORTED, trained

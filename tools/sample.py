@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from checkpoint.api import CheckpointError
-from data.errors import DataError
 from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from model.generate import DivergedError, Draw
 from planner.complete import with_method
+from runtime.errors import DataError
 from runtime.together import is_first
 from tools.arguments import at_least, parser_for
 from tools.runs import Run, add_mesh, mesh_of, open_run

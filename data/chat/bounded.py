@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
-from data.errors import DataError
+from runtime.errors import DataError
 
 MOST_SECONDS = 10.0
 """Processor time of one call, which no other process's load makes longer."""

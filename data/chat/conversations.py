@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from data.errors import DataError
+from runtime.errors import DataError
 
 Turn = dict[str, str]
 """A `role` and a `content`, as chat templates take them."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.chat.conversations import turns_of
-from data.errors import DataError
 from data.text.rows import Row
+from runtime.errors import DataError
 from runtime.files import write_text
 
 _CHARACTERS = 8_000_000

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.errors import DataError
 from data.text.blend import EpochedDataset
 from data.text.indexed import LOSS_MASK, TokenReader, check_indexed, open_indexed
 from data.tokenizer import Tokenizer
+from runtime.errors import DataError
 
 PADDING_DOCUMENT = 1024
 """Tokens of a document of padding: attention inside of it costs little, however much there is."""

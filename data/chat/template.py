@@ -24,8 +24,8 @@ import numpy as np
 from data.chat.bounded import UnboundedError, bounded
 from data.chat.conversations import Turn
 from data.chat.named import NAMED
-from data.errors import DataError
 from data.tokenizer import HuggingFaceTokenizer, load_tokenizer, special_tokens, tokenizer_config
+from runtime.errors import DataError
 
 if TYPE_CHECKING:
     from jinja2 import Template

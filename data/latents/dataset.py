@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.errors import DataError
 from data.latents.folder import LatentFolder, check_labels, locate
 from data.text.config import split_shares
+from runtime.errors import DataError
 
 DIGITS = "digits"
 
@@ -65,12 +65,6 @@ class Digits:
     def where_label(self, row: int) -> tuple[Path, int]:
         """Return the file and row of a label, for messages."""
         return Path(DIGITS), row
-
-    def check_finite(self, rank: int = 0, ranks: int = 1) -> None:
-        """Do nothing: all values are finite."""
-
-    def record_checked(self) -> None:
-        """Do nothing."""
 
 
 Source = Digits | LatentFolder
@@ -136,29 +130,19 @@ def build_latent_datasets(
 
     Sample n is a pure function of (data, split, seed, n).
 
-    Collective over all ranks if a process group is initialised: each checks its share of the shards, and a failure on
-    one rank raises on all.
+    Collective over all ranks if a process group is initialised: a failure on one rank raises on all.
 
     Raises:
-        DataError: latents of another shape than the model's, labels outside [0, num_classes), a NaN or an infinity,
-            an empty or broken folder (`LatentFolder`), or an empty split; names file and row.
+        DataError: latents of another shape than the model's, labels outside [0, num_classes), an empty or broken folder
+            (`LatentFolder`), or an empty split; names file and row.
     """
-    import torch.distributed as dist
-
     from runtime.together import raise_together
 
-    joined = dist.is_initialized()
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
     with raise_together():
         sources = [load_source(path) for path in config.data_path]
         for path, source in zip(config.data_path, sources, strict=True):
             _check(path, source, tuple(latent_shape), num_classes)
         train, valid = _split(config.split, sum(map(len, sources)))
-    for source in sources:
-        with raise_together():
-            source.check_finite(rank, ranks)
-        if rank == 0:
-            source.record_checked()
     return LatentSamples(sources, train, seed), LatentSamples(sources, valid, seed) if len(valid) else None
 
 

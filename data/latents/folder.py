@@ -6,7 +6,6 @@ its labels, integers [N]; a .safetensors shard holds both under these names, and
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from data.errors import DataError
 from data.fingerprint import fingerprint
-from runtime.files import write_text
+from runtime.errors import DataError
 from runtime.progress import Progress
 
-INDEX, CHECKED = "index.json", "checked.json"
+INDEX = "index.json"
 DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
 _SAFETENSORS = {"F32": "float32", "F16": "float16"}
 _BLOCK = 1 << 26
@@ -121,28 +119,12 @@ class LatentFolder:
         number, within = locate(self._ends, row)
         return self.shards[number], within
 
-    def check_finite(self, rank: int = 0, ranks: int = 1) -> None:
-        """Check the values of this rank's share of the shards not checked before; raise DataError as `Shard` does.
-
-        checked.json lists the checked files with size and mtime (`record_checked`), so a large folder is read once, not
-        at every start.
-        """
-        passed = _passed(self.folder)
-        mine = [shard for shard in self.shards[rank::ranks] if passed.get(shard.path.name) != _stamp(shard.path)]
+    def check_finite(self) -> None:
+        """Read all values; raise DataError as `Shard` does. Training checks each sample as it reads it."""
         with Progress() as progress:
-            for number, shard in enumerate(mine):
+            for number, shard in enumerate(self.shards, start=1):
                 shard.check_finite()
-                progress(f"{self.folder}: {number + 1} of {len(mine)} shards checked")
-
-    def record_checked(self) -> None:
-        """Record that all shards have passed; a read-only folder is checked again at the next start."""
-        stamps = {shard.path.name: _stamp(shard.path) for shard in self.shards}
-        if _passed(self.folder) == stamps:
-            return
-        try:
-            write_text(self.folder / CHECKED, json.dumps(stamps, indent=1))
-        except OSError:
-            print(f"note: {self.folder / CHECKED} cannot be written; each start reads all shards", file=sys.stderr)
+                progress(f"{self.folder}: {number} of {len(self.shards)} shards checked")
 
 
 def latents_fingerprint(folder: str | Path) -> str:
@@ -150,19 +132,6 @@ def latents_fingerprint(folder: str | Path) -> str:
     entries = _index(Path(folder))["shards"]
     names = [entry[part] for entry in entries for part in ("latents", "labels") if entry.get(part)]
     return fingerprint(Path(folder) / INDEX, [Path(folder) / name for name in names])
-
-
-def _stamp(path: Path) -> list[int]:
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns]
-
-
-def _passed(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / CHECKED).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _index(folder: Path) -> dict[str, Any]:

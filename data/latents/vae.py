@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.errors import DataError
+from runtime.errors import DataError
 
 
 class Vae:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data.errors import DataError
-from data.latents.folder import DTYPES, INDEX, LatentFolder
+from data.latents.folder import DTYPES, INDEX
+from runtime.errors import DataError
 from runtime.files import InUseError, owned, reason, replacing, write_text
 
 
@@ -39,7 +39,6 @@ def write_latents(
             raise DataError(f"{folder} holds latents already; name another folder, or remove it")
         with _whole_or_gone(folder, shards):
             _write_shards(folder, shards, batches, dtype, samples_per_shard, kind)
-        LatentFolder(folder).record_checked()
     return sum(shard["samples"] for shard in shards)
 
 

@@ -1,4 +1,9 @@
-"""Endless datasets whose sample n is a pure function of n: epochs of one file, and a weighted blend of files."""
+"""Endless datasets whose sample n is a pure function of n: epochs of one file, and a weighted blend of files.
+
+Samples may tell where documents begin. A document ends with its end-of-document token. A sample is cut from a stream,
+so its first document may have begun before it and its last may go on after it; here both are documents of their own.
+S tokens of a sample.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -6,8 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from data.errors import DataError
-from data.text.documents import document_starts
+from runtime.errors import DataError
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +64,7 @@ class EpochedDataset:
     def __getitem__(self, index: int | None) -> dict[str, "torch.Tensor"]:
         """Return sample `index` >= 0, or for None a filler of the same shape with all loss masked.
 
-        It holds `tokens`, `labels`, `loss_mask` and, with `eod`, `starts` (see data.text.documents), each [S].
+        It holds `tokens`, `labels`, `loss_mask` and, with `eod`, `starts` (see `document_starts`), each [S].
 
         Raises:
             DataError: a token id outside the vocabulary, or a changed file; names the file and the sample.
@@ -152,3 +156,24 @@ def _shares(weights: np.ndarray, total: int) -> np.ndarray:
         step = 1 if missing > 0 else -1
         counts[np.argmax(np.where(counts + step >= 1, step * (exact - counts), -np.inf))] += step
     return counts
+
+
+def document_starts(tokens: "torch.Tensor", eod: int) -> "torch.Tensor":
+    """Mark the first token of every document of ``tokens`` [..., S]: bool [..., S]."""
+    starts = tokens.roll(1, -1) == eod
+    starts[..., 0] = True
+    return starts
+
+
+def positions_in_documents(starts: "torch.Tensor") -> "torch.Tensor":
+    """Count each token's place in its document from 0, given ``starts`` [..., S]: int64 [..., S].
+
+    Equal to the position ids of Megatron's ``_get_ltor_masks_and_position_ids`` with reset_position_ids.
+    """
+    places = starts.new_ones(starts.shape).cumsum(-1) - 1
+    return places - (places * starts).cummax(-1).values
+
+
+def cumulative_lengths(starts: "torch.Tensor") -> tuple[int, ...]:
+    """Return the cumulative lengths of the documents of ``starts`` [S], of which the first is set: (0, l1, ..., S)."""
+    return *starts.nonzero().flatten().tolist(), len(starts)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from data.errors import DataError
+from runtime.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)

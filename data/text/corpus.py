@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
 from data.text.rows import has_rows, is_dataset, rows
+from runtime.errors import DataError
 
 
 @dataclass(eq=False)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import DataError, StoppedError
 from data.fingerprint import digest
+from runtime.errors import DataError, StoppedError
 from runtime.files import reason, replacing
 
 LOSS_MASK = "_loss_mask"
@@ -174,6 +174,32 @@ def write_index(
             offset = int(ends[-1])
         for start in range(0, len(bounds), _BLOCK):
             file.write(np.array(bounds[start : start + _BLOCK], dtype="<i8").tobytes())
+
+
+def unigram_entropy(prefix: str | os.PathLike[str], limit: int = 1 << 26) -> float:
+    """Return the entropy of the frequencies of the first `limit` tokens of `prefix`.bin, in nats per token.
+
+    This is the loss of a model that knows only the token frequencies. Raises DataError (`open_indexed`).
+    """
+    return entropy(token_counts(prefix, limit))
+
+
+def token_counts(prefix: str | os.PathLike[str], limit: int) -> np.ndarray:
+    """Count each id among the first `limit` tokens."""
+    indexed, counts = open_indexed(prefix), np.zeros(1, dtype=np.int64)
+    size = min(indexed.tokens, limit)
+    with open(f"{prefix}.bin", "rb") as file:  # a memory map would hold all of it
+        for start in range(0, size, 1 << 22):
+            block = np.bincount(np.fromfile(file, indexed.dtype, min(size - start, 1 << 22)), minlength=len(counts))
+            block[: len(counts)] += counts
+            counts = block
+    return counts
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Return the entropy of frequencies, in nats."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
 
 
 class TokenReader:

@@ -7,18 +7,21 @@ import os
 import shutil
 import uuid
 import warnings
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from data.chat.samples import conversation_splits
-from data.errors import DataError
+from data.fingerprint import check_digests, write_digests
 from data.text.blend import BlendedDataset, EpochedDataset
 from data.text.config import DataConfig, blend, split_shares
-from data.text.digests import check_digests, write_digests
 from data.text.indexed import LOSS_MASK, Indexed, TokenReader, check_indexed, open_indexed
-from data.text.mock import MockSamples, MockTokenizer
+from runtime.errors import DataError
 from runtime.files import InUseError, owned
 
 if TYPE_CHECKING:
@@ -27,6 +30,39 @@ if TYPE_CHECKING:
     from data.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class MockTokenizer:
+    """Stands where a run's tokenizer would."""
+
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class MockSamples:
+    """Endless samples of ``seq_length`` tokens; small ids are frequent, so that there is something to learn."""
+
+    seq_length: int
+    vocab_size: int
+    seed: int
+
+    def __len__(self) -> int:
+        """Return the samples of an epoch, which is said in progress lines alone."""
+        return 1 << 20
+
+    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+        """Return sample ``index``, a function of the seed and the index, or for None a filler without loss.
+
+        ``tokens`` and ``labels`` are int64, ``loss_mask`` is float32, each [S].
+        """
+        # The index first: words of zero at the end do not count, nor would index 0 behind a seed of two words.
+        uniform = np.random.default_rng((index or 0, self.seed)).random(self.seq_length + 1)
+        ids = torch.from_numpy((self.vocab_size * uniform**4).astype(np.int64))
+        loss_mask = torch.full((self.seq_length,), float(index is not None))
+        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": loss_mask}
+
+
 Samples = EpochedDataset | BlendedDataset | MockSamples
 
 

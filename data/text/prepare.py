@@ -6,23 +6,23 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from data.chat.convert import convert
+from data.chat.convert import convert, write_packed
 from data.chat.named import NAMED, train_chat_tokenizer
-from data.chat.packing import write_packed
 from data.chat.template import load_template
-from data.errors import DataError
 from data.text.corpus import Corpus, input_files, stdlib_files, stdlib_folder
-from data.text.indexed import LOSS_MASK, id_type, open_indexed, unwritable, write_index, writing
+from data.text.indexed import LOSS_MASK, entropy, id_type, token_counts, unwritable, write_index, writing
 from data.text.record import (
     CHAT_ENDS,
     CONVERSATIONS,
@@ -36,16 +36,100 @@ from data.text.record import (
     with_end,
 )
 from data.text.rows import Rows, size_of
-from data.text.spool import Spool
-from data.text.tokens import Tokens, tokenized
-from data.text.workers import in_order, usable_cores
+from data.text.workers import Tokens, batched, in_order, tokenized, usable_cores
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from runtime.errors import DataError, StoppedError
 from runtime.files import InUseError, owned
 
 SPOOLED = ("bin", "lengths", "learned", "refused")
-_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 22
 # Input that takes a process longer than its start.
 _BYTES_PER_WORKER = 1 << 23
+COMMIT_BYTES = 1 << 24
+"""Output after which the journal is written."""
+
+
+class Spool:
+    """Files beside ``prefix``, by name, up to what the journal of a killed run with the same key has noted.
+
+    They are removed at the end, and after an error of the input or before a first note; any other interruption keeps
+    them.
+
+    Args:
+        key: what the output depends on; files of another key are written anew.
+    """
+
+    def __init__(self, prefix: Path, key: str, names: Sequence[str]) -> None:
+        self.paths = {name: prefix.with_name(f".{prefix.name}.resume.{name}") for name in (*names, "journal")}
+        self._key = key
+        noted = self._noted()
+        self.counts: Counter[str] = Counter(noted["counts"] if noted else {})
+        """Sums that the journal keeps; 0 at first."""
+        self._files = {name: self.paths[name].open("r+b" if noted else "w+b") for name in (*names, "journal")}
+        for name, file in self._files.items():
+            file.seek(*((noted["sizes"][name],) if noted and name != "journal" else (0, os.SEEK_END)))
+            file.truncate()
+        self._noted_once, self._since = bool(noted), 0
+
+    def write(self, name: str, content: bytes) -> None:
+        """Append to a file."""
+        self._files[name].write(content)
+        self._since += len(content)
+
+    def flush(self) -> None:
+        """Bring the files to the disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+
+    def note(self) -> None:
+        """Let the files and the counts belong together now, if enough was written since the last time."""
+        if self._since < COMMIT_BYTES:
+            return
+        self.flush()
+        sizes = {name: file.tell() for name, file in self._files.items()}
+        line = json.dumps({"key": self._key, "sizes": sizes, "counts": self.counts})
+        self.write("journal", f"\n{line}\n".encode())
+        self.flush()
+        self._noted_once, self._since = True, 0
+
+    def _noted(self) -> dict[str, Any] | None:
+        """Return the journal's last whole line, if it has this key and the files are as long as it says."""
+        try:
+            lines = self.paths["journal"].read_text(encoding="utf-8", errors="replace").split("\n")
+            sizes = {name: os.path.getsize(path) for name, path in self.paths.items()}
+        except OSError:
+            return None
+        for line in filter(None, reversed(lines)):
+            try:
+                noted: dict[str, Any] = json.loads(line)
+            except (ValueError, RecursionError):
+                continue  # cut off as it was written
+            return noted if self._fits(noted, sizes) else None
+        return None
+
+    def _fits(self, noted: Any, found: dict[str, int]) -> bool:
+        """Return whether a line of the journal is of this key and of files as long as these."""
+        if not isinstance(noted, dict) or noted.get("key") != self._key:
+            return False
+        sizes, counts = noted.get("sizes"), noted.get("counts")
+        if not isinstance(sizes, dict) or not isinstance(counts, dict) or sizes.keys() != found.keys():
+            return False
+        numbers = all(type(number) is int and 0 <= number < 1 << 63 for number in (*sizes.values(), *counts.values()))
+        return numbers and all(found[name] >= size for name, size in sizes.items())
+
+    def __enter__(self) -> "Spool":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for file in self._files.values():
+            with suppress(OSError):  # a full disk: what the journal has noted is there
+                file.close()
+        of_input = isinstance(error, DataError) and not isinstance(error, StoppedError)
+        if error is None or of_input or not self._noted_once:
+            for path in self.paths.values():
+                path.unlink(missing_ok=True)
+        else:
+            print("what is done so far is kept; the same command goes on with it", file=sys.stderr)
 
 
 def prepare(
@@ -197,7 +281,7 @@ def _tokenize(
     items = islice(iter(source), spool.counts["read"], None)
     with (
         _bar("tokenized", size, progress, spool.counts[unit], request) as bar,
-        closing(in_order(work, _batched(items), workers)) as results,
+        closing(in_order(work, batched(items), workers)) as results,
     ):
         for found in results:
             spool.write("bin", found.ids.tobytes())
@@ -233,7 +317,7 @@ def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[st
         }
         if request.chat.skip_refused:
             os.replace(spool.paths["refused"], draft[".refused.txt"])
-    counts = _counts(draft[".bin"].with_suffix(""), sys.maxsize)
+    counts = token_counts(draft[".bin"].with_suffix(""), sys.maxsize)
     return Prepared(
         tokenizer_sha256=tokenizer.sha256,
         documents=len(lengths),
@@ -241,46 +325,7 @@ def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[st
         dtype=dtype.name,
         text_bytes=spool.counts["text_bytes"],
         skipped_files=skipped,
-        unigram_entropy=_entropy(counts),
+        unigram_entropy=entropy(counts),
         unknown_tokens=0 if (lost := tokenizer.unknown) is None else int(counts[lost : lost + 1].sum()),
         conversations=conversations,
     )
-
-
-def _batched(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield documents together, up to about 4 million characters, or rows, of a size that is not known."""
-    batch: list[Any] = []
-    characters = 0
-    for item in items:
-        batch.append(item)
-        characters += len(item) if isinstance(item, str) else _BATCH_CHARACTERS // 32
-        if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def unigram_entropy(prefix: str | os.PathLike[str], limit: int = 1 << 26) -> float:
-    """Return the entropy of the frequencies of the first `limit` tokens of `prefix`.bin, in nats per token.
-
-    This is the loss of a model that knows only the token frequencies. Raises DataError (`open_indexed`).
-    """
-    return _entropy(_counts(prefix, limit))
-
-
-def _counts(prefix: str | os.PathLike[str], limit: int) -> np.ndarray:
-    """Count each id among the first `limit` tokens."""
-    indexed, counts = open_indexed(prefix), np.zeros(1, dtype=np.int64)
-    size = min(indexed.tokens, limit)
-    with open(f"{prefix}.bin", "rb") as file:  # a memory map would hold all of it
-        for start in range(0, size, 1 << 22):
-            block = np.bincount(np.fromfile(file, indexed.dtype, min(size - start, 1 << 22)), minlength=len(counts))
-            block[: len(counts)] += counts
-            counts = block
-    return counts
-
-
-def _entropy(counts: np.ndarray) -> float:
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())

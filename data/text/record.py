@@ -10,11 +10,11 @@ from typing import Any
 from data.chat.convert import Chat
 from data.chat.named import NAMED
 from data.chat.template import load_template
-from data.errors import DataError
 from data.text.corpus import input_files
 from data.text.indexed import LOSS_MASK, open_indexed
 from data.text.rows import HUB
 from data.tokenizer import load_tokenizer
+from runtime.errors import DataError
 
 CONVERSATIONS = ("read", "kept", "split", "truncated", "refused", "left_out", "learned")
 """Counts of what became of conversations."""

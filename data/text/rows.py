@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
+from runtime.errors import DataError
 
 HUB = "hf:"
 """Begins the name of a dataset on Hugging Face's hub, hf:NAME or hf:NAME:SPLIT, where a path is taken."""

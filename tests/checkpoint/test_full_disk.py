@@ -11,8 +11,8 @@ from checkpoint import api as checkpoint
 from checkpoint.drafts import Room
 from checkpoint.manifest import CheckpointError
 from checkpoint.search import find_checkpoint
-from data.errors import DataError
 from data.text.prepare import Request, prepare
+from runtime.errors import DataError
 from tests.parallel.tiny import build, save, train
 from train.config.flags import ConfigError
 from train.watching.metrics import METRICS, LoggingConfig, RunLog, read_metrics

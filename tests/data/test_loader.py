@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from data.errors import DataError
 from data.loader import IGNORE_INDEX, Batching, batches, evaluation_batches
 from data.text.config import DataConfig
 from data.text.megatron import build_datasets
+from runtime.errors import DataError
 from tests.data.text.corpora import EOD, NumberTokenizer, counting_documents, write_documents
 
 SEQ = 8

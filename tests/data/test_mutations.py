@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 
 from data.chat.template import load_template
-from data.errors import DataError
+from data.fingerprint import check_digests, write_digests
 from data.latents.folder import LatentFolder
 from data.text.corpus import Corpus
-from data.text.digests import check_digests, write_digests
 from data.text.indexed import TokenReader, check_indexed, open_indexed
-from data.text.prepare import Request, prepare
-from data.text.spool import Spool
+from data.text.prepare import Request, Spool, prepare
 from data.tokenizer import load_tokenizer
-from runtime.errors import UserError
+from runtime.errors import DataError, UserError
 from tests.data.test_tokenizer import write_hugging_face
 from tests.data.text.corpora import write_texts
 

@@ -12,9 +12,9 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from data.errors import DataError
 from data.text.corpus import Corpus, stdlib_files
 from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer, train_tokenizer
+from runtime.errors import DataError
 
 AWKWARD = [
     "",

@@ -11,9 +11,9 @@ import torch
 
 from bench.digits import main as digits
 from checkpoint.api import CheckpointError
-from data.errors import DataError
 from data.latents.vae import Vae
 from pretrain_dit import main as pretrain
+from runtime.errors import DataError
 from runtime.ranks import run_ranks
 from tests.parallel.tiny import rewrite_manifest
 from tools.sample_dit import config_of, fitted, main

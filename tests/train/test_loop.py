@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from checkpoint.api import CheckpointConfig, read_manifest
-from data.errors import DataError
 from data.loader import IGNORE_INDEX
 from kernels.loss import cross_entropy_sum
 from model.base import initial_weight
@@ -27,6 +26,7 @@ from model.registry import flops_per_token
 from parallel.context import context_parallel
 from parallel.data import init_parameters, shard_model
 from parallel.mesh import MeshConfig, distributed_mesh
+from runtime.errors import DataError
 from runtime.ranks import run_ranks
 from runtime.signals import Notice
 from train import loop

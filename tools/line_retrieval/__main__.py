@@ -43,9 +43,9 @@ def main(argv: list[str]) -> None:
 def make(args: argparse.Namespace) -> None:
     """Write the conversations that the command line asks for. Raises DataError."""
     from data.chat.template import load_template
-    from data.errors import DataError
     from data.text.indexed import writing
     from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+    from runtime.errors import DataError
     from tools.line_retrieval.lines import Maker, Task
 
     if args.output.suffix != ".jsonl":

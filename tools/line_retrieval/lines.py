@@ -16,8 +16,8 @@ from typing import Literal
 
 from data.chat.conversations import Turn
 from data.chat.template import ChatTemplate
-from data.errors import DataError
 from data.tokenizer import HuggingFaceTokenizer
+from runtime.errors import DataError
 
 ADJECTIVES = """
     bold brave bright calm clean cool dark deep early fair fond fresh glad grand huge keen large light mild neat plain

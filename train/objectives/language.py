@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from data.loader import IGNORE_INDEX, Batch
+from data.text.blend import cumulative_lengths, positions_in_documents
 from data.text.config import DataConfig, blend
-from data.text.documents import cumulative_lengths, positions_in_documents
-from data.text.prepare import unigram_entropy
+from data.text.indexed import unigram_entropy
 from kernels.products import linear
 from model.base import LanguageModel
 from parallel.context import ContextParallel

@@ -8,11 +8,11 @@ import pytest
 from data.chat.convert import Chat
 from data.chat.named import NAMED
 from data.chat.template import load_template
-from data.errors import DataError
 from data.text.indexed import check_indexed
 from data.text.prepare import prepare
 from data.text.record import Request, tokenizer_of
 from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from runtime.errors import DataError
 from tests.data.chat.templates import TURNS
 
 

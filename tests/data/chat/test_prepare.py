@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.chat.convert import Chat
-from data.errors import DataError
 from data.text.config import DataConfig
 from data.text.indexed import check_indexed
 from data.text.megatron import build_datasets
 from data.text.prepare import Prepared, Request, prepare
 from data.tokenizer import load_tokenizer
+from runtime.errors import DataError
 from tests.data.chat.templates import MARKED, TEMPLATES, TURNS, write_tokenizer
 
 SHAREGPT = {

@@ -10,8 +10,8 @@ import pytest
 from data.chat import bounded
 from data.chat.bounded import UnboundedError
 from data.chat.template import ChatTemplate, load_template
-from data.errors import DataError
 from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from runtime.errors import DataError
 from tests.data.chat.templates import BY_HAND, MARKED, TEMPLATES, TURNS, write_tokenizer
 
 ALL = TEMPLATES | {"marked": MARKED}

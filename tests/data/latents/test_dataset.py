@@ -1,15 +1,14 @@
 import dataclasses
 import json
-import shutil
 
 import numpy as np
 import pytest
 import torch
 
-from data.errors import DataError
 from data.latents.dataset import Digits, LatentDataConfig, build_latent_datasets
 from data.latents.folder import LatentFolder
 from data.latents.writer import write_latents
+from runtime.errors import DataError
 from runtime.ranks import run_ranks
 
 SHAPE = (2, 4, 4)
@@ -138,40 +137,16 @@ def block(request, monkeypatch):
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("row", [2, 3])
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
-def test_a_nan_is_named_with_file_and_row_before_training(tmp_path, kind, row):
+def test_a_nan_is_named_with_file_and_row(tmp_path, kind, row):
     folder(tmp_path, kind=kind)
+    LatentFolder(tmp_path).check_finite()
     corrupt(tmp_path / f"latents-00001.{kind}", row)
     with pytest.raises(DataError, match=rf"latents-00001\.{kind}: row {row} holds a NaN"):
-        built(tmp_path)
-    # Once more: what failed must not count as checked.
-    with pytest.raises(DataError, match=f"row {row}"):
-        built(tmp_path)
-
-
-@pytest.mark.usefixtures("block")
-@pytest.mark.parametrize("kind", ["npy", "safetensors"])
-def test_a_copied_folder_is_read_through_and_taken(tmp_path, kind, monkeypatch):
-    """Its files are of another time than checked.json says."""
-    shutil.copytree(folder(tmp_path / "a", kind=kind), tmp_path / "b", copy_function=shutil.copyfile)
-    (tmp_path / "b" / "checked.json").write_text("{}")  # times of change may be too coarse to differ
-    train, _ = built(tmp_path / "b", split="100")
-    assert len(train) == 10
-    monkeypatch.setattr("data.latents.folder.Shard.check_finite", lambda shard: pytest.fail(f"{shard.path} again"))
-    built(tmp_path / "b")
-
-
-@pytest.mark.parametrize("kind", ["npy", "safetensors"])
-def test_what_has_passed_is_not_read_again_unless_it_changed(tmp_path, monkeypatch, kind):
-    folder(tmp_path, kind=kind)
-    (tmp_path / "checked.json").unlink()
-    built(tmp_path)
-    read = []
-    monkeypatch.setattr("data.latents.folder.Shard.check_finite", lambda shard: read.append(shard.path.name))
-    built(tmp_path)
-    assert read == []
-    corrupt(tmp_path / f"latents-00002.{kind}", 0, value=0.5)
-    built(tmp_path)
-    assert read == [f"latents-00002.{kind}"]
+        LatentFolder(tmp_path).check_finite()
+    train, _ = built(tmp_path, split="100")
+    (bad,) = (n for n in range(len(train)) if train.row(n) == 4 + row)
+    with pytest.raises(DataError, match=rf"latents-00001\.{kind}: row {row} holds a NaN"):
+        train[bad]
 
 
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
@@ -310,10 +285,9 @@ def test_no_folder_at_all(tmp_path):
 def _orders_and_errors(rank, world_size, path):
     train, _ = built(path)
     order = [train.row(i) for i in range(20)]
+    torch.distributed.barrier()
     if rank == 0:
-        # the second of three shards that no rank has checked: another rank's share
-        (path / "checked.json").unlink()
-        corrupt(path / "latents-00001.npy", 1)
+        (path / "latents-00001.npy").unlink()
     torch.distributed.barrier()
     try:
         built(path)
@@ -322,11 +296,11 @@ def _orders_and_errors(rank, world_size, path):
     return order, ""
 
 
-def test_ranks_share_the_check_and_fail_together(tmp_path):
+def test_ranks_have_one_order_and_fail_together(tmp_path):
     (order, error), (other_order, other_error) = run_ranks(_orders_and_errors, 2, folder(tmp_path))
     assert order == other_order
-    assert "latents-00001.npy: row 1" in error
-    assert "latents-00001.npy: row 1" in other_error
+    assert "latents-00001.npy is missing" in error
+    assert "latents-00001.npy is missing" in other_error
 
 
 def test_fields_have_help():

@@ -6,9 +6,9 @@ import os
 import numpy as np
 import pytest
 
-from data.errors import DataError
 from data.latents.folder import LatentFolder
 from data.latents.writer import write_latents
+from runtime.errors import DataError
 from tests.data.latents.test_dataset import folder, samples
 
 

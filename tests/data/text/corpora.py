@@ -7,7 +7,7 @@ import numpy as np
 
 from data.text.indexed import write_index
 from data.text.megatron import megatron_core
-from data.text.tokens import tokenized
+from data.text.workers import tokenized
 from data.tokenizer import Tokenizer
 
 VOCAB_SIZE = 1000

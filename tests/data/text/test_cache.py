@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.errors import DataError
+from runtime.errors import DataError
 from runtime.files import owned
 from tests.data.text.corpora import counting_documents, write_documents
 from tests.data.text.test_megatron import SEQ, build, tokens_of

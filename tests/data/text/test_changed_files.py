@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.errors import DataError
 from data.text.config import DataConfig
 from data.text.indexed import TokenReader
 from data.text.megatron import build_datasets
+from runtime.errors import DataError
 from tests.data.text.corpora import NumberTokenizer, counting_documents, write_documents
 
 

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.errors import DataError
 from data.text import rows
 from data.text.corpus import Corpus, input_files, stdlib_files
+from runtime.errors import DataError
 
 
 def test_stdlib_is_there_without_tests() -> None:

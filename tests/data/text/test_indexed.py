@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.errors import DataError
 from data.text.indexed import check_indexed, writing
+from runtime.errors import DataError
 from tests.data.text.corpora import counting_documents, write_documents
 
 HEADER = 34

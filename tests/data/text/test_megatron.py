@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from data.errors import DataError
 from data.text.blend import BlendedDataset, EpochedDataset
 from data.text.config import DataConfig, blend, split_shares
 from data.text.megatron import build_datasets, megatron_core
+from runtime.errors import DataError
 from runtime.ranks import run_ranks
 from tests.data.text.corpora import EOD, NumberTokenizer, counting_documents, write_documents
 

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 import pretrain_gpt
-from data.errors import DataError
 from data.text.config import DataConfig
-from data.text.megatron import build_datasets
-from data.text.mock import MockTokenizer
-from runtime.errors import UserError
+from data.text.megatron import MockTokenizer, build_datasets
+from runtime.errors import DataError, UserError
 from tests.pretraining import TINY
 from tools.runs import open_run
 from tools.training import Records, trainer_of

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.errors import DataError
 from data.text import prepare as module
 from data.text.config import DataConfig
-from data.text.indexed import check_indexed, writing
+from data.text.indexed import check_indexed, unigram_entropy, writing
 from data.text.megatron import build_datasets, megatron_core
-from data.text.prepare import Prepared, Request, prepare, unigram_entropy
-from data.text.tokens import tokenized
+from data.text.prepare import Prepared, Request, prepare
+from data.text.workers import tokenized
 from data.tokenizer import load_tokenizer
+from runtime.errors import DataError
 from runtime.files import owned
 from tests.data.text.corpora import NumberTokenizer, write_documents, write_texts
 

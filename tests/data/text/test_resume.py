@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from data.errors import DataError, StoppedError
 from data.text import prepare as module
-from data.text import spool, workers
+from data.text import workers
 from data.text.prepare import Request, prepare
 from data.text.workers import in_order
+from runtime.errors import DataError, StoppedError
 
 COUNT = 700
 
@@ -48,9 +48,9 @@ def killed_at(note: int, source: Path, prefix: Path) -> None:
     child = os.fork()
     if child == 0:
         noted: list[int] = []
-        note_it = spool.Spool.note
+        note_it = module.Spool.note
 
-        def counting(self: spool.Spool) -> None:
+        def counting(self: module.Spool) -> None:
             note_it(self)
             noted.append(1)
             if len(noted) == note:
@@ -58,7 +58,7 @@ def killed_at(note: int, source: Path, prefix: Path) -> None:
                 self.flush()
                 os._exit(9)
 
-        spool.Spool.note = counting  # type: ignore[method-assign]
+        module.Spool.note = counting  # type: ignore[method-assign]
         prepare(request_for(source), prefix, progress=False)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -67,7 +67,7 @@ def killed_at(note: int, source: Path, prefix: Path) -> None:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of documents that were tokenized together."""
-    monkeypatch.setattr(spool, "COMMIT_BYTES", 1)
+    monkeypatch.setattr(module, "COMMIT_BYTES", 1)
     found: list[int] = []
     tokenized = module.tokenized
 

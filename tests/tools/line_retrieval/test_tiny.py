@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from data.chat.template import load_template
-from data.errors import DataError
 from data.tokenizer import load_tokenizer
+from runtime.errors import DataError
 from tools.convert_hf import main as convert
 from tools.line_retrieval import __main__ as command
 from tools.line_retrieval.lines import Maker, Task

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.loader import IGNORE_INDEX, Batch
-from data.text.documents import document_starts, positions_in_documents
+from data.text.blend import document_starts, positions_in_documents
 from kernels.loss import cross_entropy_sum
 from model.base import LanguageModel
 from model.config import ModelConfig

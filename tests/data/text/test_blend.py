@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.text.blend import cumulative_lengths, document_starts, positions_in_documents
 from data.text.config import DataConfig
-from data.text.documents import cumulative_lengths, document_starts, positions_in_documents
 from data.text.megatron import build_datasets, megatron_core
 from tests.data.text.corpora import EOD, NumberTokenizer, counting_documents, write_documents
 

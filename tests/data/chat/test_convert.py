@@ -2,7 +2,7 @@
 
 import random
 
-from data.chat.packing import best_fit_decreasing
+from data.chat.convert import best_fit_decreasing
 
 
 def naive(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint.manifest import CheckpointError, describe, read_manifest
+from runtime.files import read_own
 from runtime.together import from_first, gather_results, raise_together
 
 STARTS = "starts.jsonl"
@@ -41,10 +42,10 @@ def local_folder(directory: str | None, save: str) -> Path | None:
 
 def fingerprint(save: Path) -> str | None:
     """Return the name of a run's folder with a digest of its path and first start; None before that."""
-    with suppress(FileNotFoundError), (save / STARTS).open("rb") as starts:
-        path = os.path.realpath(save)
-        return f"{os.path.basename(path)}-{hashlib.sha256(path.encode() + starts.readline()).hexdigest()[:12]}"
-    return None
+    if not (starts := save / STARTS).exists():
+        return None
+    path, (first, newline, _) = os.path.realpath(save), read_own(starts).partition("\n")
+    return f"{os.path.basename(path)}-{hashlib.sha256((path + first + newline).encode()).hexdigest()[:12]}"
 
 
 def remove_others(local: Path, kept: Path | None) -> None:

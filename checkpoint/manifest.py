@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from runtime.errors import UserError
-from runtime.files import reason, sha256, write_text
+from runtime.files import read_own, reason, sha256, write_text
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -52,6 +53,11 @@ def checkpoint_folder(directory: str | Path, iteration: int) -> Path:
     return Path(directory) / f"iter_{iteration:07d}"
 
 
+def is_count(value: object) -> bool:
+    """Return whether a value of JSON is a count that a run can reach: a whole number that every reader keeps."""
+    return type(value) is int and 0 <= value < 1 << 53
+
+
 def describe(path: Path) -> tuple[int, str]:
     """Return the size in bytes and the SHA-256 of a file."""
     return path.stat().st_size, sha256(path)
@@ -73,7 +79,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     path = Path(folder) / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_own(path))
         checksum = content.pop("checksum")
         version = content.pop("format_version")
         intact = checksum == _checksum({"format_version": version, **content})
@@ -87,11 +93,17 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise CheckpointError(f"{path} has format {version}, this version reads {FORMAT_VERSION}; use a matching one")
     try:
         manifest = Manifest(**content)
-        files = {name: (int(size), str(digest)) for name, (size, digest) in manifest.files.items()}
-        if type(manifest.iteration) is not int or not isinstance(manifest.extra, dict):
-            raise ValueError("iteration is no number, or extra no table")
-        if not isinstance(manifest.architecture, dict):
-            raise ValueError("architecture is no table")
+        files = {name: (size, digest) for name, (size, digest) in manifest.files.items()}
+        if not isinstance(manifest.architecture, dict) or not isinstance(manifest.extra, dict):
+            raise ValueError("architecture or extra is no table")
+        for name, number in {
+            "iteration": manifest.iteration,
+            **{name: size for name, (size, _) in files.items()},
+        }.items():
+            if not is_count(number):
+                raise ValueError(f"{name} has {number!r:.40}, no whole number below 2^53")
+        if odd := [name for name, (_, digest) in files.items() if not re.fullmatch("[0-9a-f]{64}", digest)]:
+            raise ValueError(f"{min(odd)} has no SHA-256")
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a checkpoint's manifest ({error}); load another one") from error
     for name in files:

@@ -19,8 +19,11 @@ from checkpoint.manifest import (
     Manifest,
     checkpoint_folder,
     describe,
+    is_count,
     read_manifest,
 )
+from runtime.errors import UserError, printable
+from runtime.files import not_a_file, read_own
 from runtime.together import from_first, gather_results, is_first
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -79,16 +82,26 @@ def _seen(folder: Path) -> tuple[str, int, str, str, set[str]]:
 
 def _abandoned(directory: Path, written: dict[int, float]) -> set[int]:
     """Return the iterations, with the times of their writing, that a later start left behind: it began before them."""
-    starts = list[dict[str, float]]()
-    with suppress(OSError):
-        for line in (directory / STARTS).read_text().splitlines():
-            with suppress(ValueError):  # a line that a kill cut off
-                starts.append(json.loads(line))
+    path = directory / STARTS
+    starts = _starts(path) if written and path.exists() else []
     return {
-        iteration
-        for iteration, time in written.items()
-        if any(start["time"] > time and start["iteration"] < iteration for start in starts)
+        iteration for iteration, time in written.items() if any(began > time and at < iteration for began, at in starts)
     }
+
+
+def _starts(path: Path) -> list[tuple[float, int]]:
+    """Return time and iteration of a run's starts; a line that a kill cut off is none."""
+    found = []
+    for line in read_own(path).splitlines():
+        try:
+            with suppress(json.JSONDecodeError):
+                time, iteration = (start := json.loads(line))["time"], start["iteration"]
+                if type(time) not in (int, float) or not is_count(iteration):
+                    raise ValueError
+                found.append((time, iteration))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise CheckpointError(f"{path} has {line!r:.40}, which is no start of a run; remove the line") from None
+    return found
 
 
 def _times(local: Path) -> dict[int, float]:
@@ -111,7 +124,9 @@ def _what_is_left_out(folder: Path, manifest: Manifest) -> str | None:
 
 def _what_differs(path: Path, size: int, sha256: str, read: bool) -> str | None:
     try:
-        if not path.is_file():
+        if kind := not_a_file(path):
+            return f"{path} is {kind}, not a file"
+        if not path.exists():
             return f"{path} is missing"
         # Size first: it is free, and hashing a file of the wrong size is wasted work.
         found = path.stat().st_size
@@ -125,7 +140,7 @@ def _what_differs(path: Path, size: int, sha256: str, read: bool) -> str | None:
 
 def to_stderr(note: str) -> None:
     """Print a note to stderr, apart from the run's output."""
-    print(f"checkpoint: {note}", file=sys.stderr, flush=True)
+    print(printable(f"checkpoint: {note}"), file=sys.stderr, flush=True)
 
 
 def checkpoint_of(run: Path, step: int | None = None) -> Path:
@@ -212,7 +227,10 @@ def _remarks(directory: Path, iteration: int) -> list[str]:
     """List unfinished saves, and a pointer file that names another iteration."""
     notes = [f"{path} was never finished; a later save removes it" for path in sorted(directory.glob("iter_*.tmp"))]
     pointer = directory / POINTER
-    pointed = " ".join(pointer.read_text(encoding="utf-8", errors="replace").split()) if pointer.is_file() else ""
+    try:
+        pointed = " ".join(read_own(pointer, 1000).split()) if pointer.exists() else ""
+    except UserError as error:
+        return [*notes, str(error)]
     if pointed and pointed != str(iteration):
         notes.append(f"{pointer} says {pointed[:20]}, the newest whole one is {iteration}; --ckpt-step loads another")
     return notes

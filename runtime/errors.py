@@ -9,6 +9,10 @@ class UserError(ValueError):
 
     status = 1
 
+    def __str__(self) -> str:
+        """Return the message as ``printable``: it may quote a file of others, or a flag."""
+        return printable(super().__str__())
+
 
 class LaunchError(UserError):
     """Processes cannot join: the launcher's variables are wrong, or the store cannot be reached."""
@@ -20,3 +24,14 @@ class DataError(UserError):
 
 class StoppedError(DataError):
     """The machine, not the input, stopped the work: what is done holds."""
+
+
+LONGEST = 4000
+"""Characters of a message; more than that quotes a file at length."""
+
+
+def printable(text: str) -> str:
+    """Return a line that is safe to print: line breaks and control characters escaped, the middle of a long one cut."""
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]}[{len(text) - LONGEST:,} more characters]{text[-LONGEST // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runtime.locks import InUseError, Lock
+from runtime.errors import UserError
+from runtime.locks import InUseError, Lock, not_a_file
 
 _DRAFT = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{32}(\.[^.]*)?")
 # (pid, lock): fcntl grants a process its own lock twice, and closing one of the two would release both.
@@ -144,6 +145,21 @@ def reason(error: OSError, folder: Path, needed: int | None = None) -> str:
     """Say why a file could not be written; for a full disk, with the free bytes."""
     said = error.strerror or str(error)
     return f"{said}: {room(folder, needed)}" if error.errno in FULL else said
+
+
+def read_own(path: Path, most: int = 1 << 30) -> str:
+    """Read a text file of a run or a checkpoint, which others may have put there.
+
+    Raises:
+        UserError: it is ``not_a_file``, or longer than ``most`` bytes.
+        OSError: it cannot be read.
+    """
+    if kind := not_a_file(path):
+        raise UserError(f"{path} is {kind}, not a file; remove it")
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise UserError(f"{path} is longer than {most:,} bytes, which no run writes; remove it")
+        return file.read(most).decode(errors="replace")
 
 
 def sha256(path: Path) -> str:

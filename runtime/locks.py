@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import socket
+import stat
 import sys
 import threading
 import time
@@ -28,6 +29,20 @@ PATIENCE = 20.0
 """Seconds without a beat after which a holder on another host is dead: one that only hangs ends at its next beat."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 RECORD = re.compile(r"(?P<holder>process (?P<pid>\d+) on (?P<host>[^\s,]+).*)\n(?P<token>[0-9a-f]{32})\n")
+
+
+KINDS = {stat.S_IFREG: "", stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a fifo"}
+
+
+def not_a_file(path: Path) -> str:
+    """Say what is in the place of a file of ours; empty if it is one, or nothing is there.
+
+    Reading a fifo, a socket or a device may never end, and a link reads or writes somewhere else.
+    """
+    try:
+        return KINDS.get(stat.S_IFMT(path.lstat().st_mode), "a socket or device")
+    except FileNotFoundError:
+        return ""
 
 
 class InUseError(UserError):
@@ -93,6 +108,8 @@ class Lock:
 
 def alive(path: Path) -> str | None:
     """Return who holds the lock file at ``path``, in words; None if nobody does, or its holder has died."""
+    if not_a_file(path):
+        return None
     seen = _Seen.at(path)
     beats = seen.record is not None and time.time() - seen.touched / 1e9 < PATIENCE
     return seen.holder if beats else None
@@ -238,6 +255,8 @@ def _opened(path: Path) -> tuple[int, bool]:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if kind := not_a_file(path):  # a fifo would wait for its writer
+                raise InUseError(f"{path} is {kind}, which is no lock; remove it")
             try:
                 handle, fresh = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), True
             except FileExistsError:
@@ -247,8 +266,6 @@ def _opened(path: Path) -> tuple[int, bool]:
             if not attempts:
                 raise
         except OSError as error:
-            if error.errno == errno.ELOOP and path.is_symlink():
-                raise InUseError(f"{path} is a symbolic link, which is no lock; remove it") from None
             if error.errno == errno.EACCES and os.path.lexists(path):
                 left = f"{path} was left by uid {os.lstat(path).st_uid} and is closed to you"
                 raise InUseError(f"{left}; remove it if that run is over") from None

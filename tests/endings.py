@@ -24,6 +24,8 @@ class Ending:
             return f"status 0, and said {lines[-1]}" if any(line.startswith("error:") for line in lines) else None
         if len(lines) != 1 or not lines[0].startswith("error: "):
             return f"status {self.status} and {len(lines)} lines: {self.stderr[-300:]!r}"
+        if not lines[0].isprintable() or len(lines[0]) > 5000:
+            return f"a line that does what it likes with a terminal: {lines[0][:300]!r}"
         return None
 
 

@@ -2,8 +2,10 @@
 
 import io
 import json
+import math
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -12,13 +14,17 @@ from typing import Any
 import pytest
 
 from checkpoint.api import find_checkpoint, load_model
+from checkpoint.local import fingerprint
 from checkpoint.manifest import read_manifest
+from runtime.files import LOCK, owned
+from runtime.locks import alive
 from tests.parallel.tiny import ARCHITECTURE, Tiny, build, rewrite_manifest, save, train
 from tools.plot import LOSSES, read_curves
 from train.config.language import Config, parse_args
 from train.resume import progress_of
-from train.run import exit_status
-from train.watching.metrics import METRICS, cut_back
+from train.run import FILES, claim_folder, exit_status
+from train.watching.health import FAILURES, Health, HealthConfig
+from train.watching.metrics import METRICS, STARTS, cut_back
 
 Mutation = Callable[[Path], None]
 PROGRESS = {"iteration": 2, "consumed_samples": 8, "consumed_tokens": 64, "skipped_iterations": 0}
@@ -44,6 +50,28 @@ def put(content: bytes) -> Mutation:
         path.write_bytes(content)
 
     return mutate
+
+
+def fifo_instead(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def socket_instead(path: Path) -> None:
+    path.unlink()
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
+def endless(path: Path) -> None:
+    """A terabyte that takes no room."""
+    os.truncate(path, 1 << 40)
+
+
+def moved_out(path: Path) -> None:
+    """A link to the same content in another folder."""
+    elsewhere = path.parents[1] / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
 
 
 def folder_instead(path: Path) -> None:
@@ -87,6 +115,11 @@ ANY_FILE: dict[str, Mutation] = {
     **{f"flip a bit at {place}": flip(place) for place in (0, 0.1, 0.3, 0.5, 0.7, 0.9, 1)},
     "zeros": zeros,
     "folder": folder_instead,
+    "fifo": fifo_instead,
+    "socket": socket_instead,
+    "device": lambda path: link(path, "/dev/zero"),
+    "symlink out of the folder": moved_out,
+    "a terabyte": endless,
     "dangling symlink": lambda path: link(path, "nowhere"),
     "symlink to itself": lambda path: link(path, path.name),
     "symlink to a folder": lambda path: link(path, "."),
@@ -108,6 +141,9 @@ FORGED: dict[str, dict[str, Any]] = {
     "a file outside": {"files": {"../x": (1, "0")}},
     "architecture of none": {"architecture": {}},
     "architecture no table": {"architecture": 5},
+    "a digest that is none": {"files": {".metadata": (1, "0")}},
+    **{f"size {size!r}": {"files": {".metadata": (size, "0" * 64)}} for size in (-1, 1.5, "1", True, 2**70)},
+    **{f"iteration {number!r}": {"iteration": number} for number in (-2, 2.0, True, 2**70)},
     "extra no table": {"extra": 5},
     "extra a list": {"extra": []},
 }
@@ -123,10 +159,11 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "progress without iteration": {"progress": {"consumed_samples": 8}},
     **{f"{name} {value!r}": {"progress": {**PROGRESS, name: value}} for name in PROGRESS for value in (-5, "x", 1.5)},
     **{f"{name} {value!r}": {"progress": {**PROGRESS, name: value}} for name in PROGRESS for value in (None, True, [])},
+    **{f"{name} 2**{bits}": {"progress": {**PROGRESS, name: 2**bits}} for name in PROGRESS for bits in (53, 70)},
     "unknown": {"progress": {**PROGRESS, "epochs": 3}},
     "sample order a list": {"progress": PROGRESS, "sample_order": [1]},
     "trained for a number": {"progress": PROGRESS, "trained_for": 1},
-    "drawn by a word": {"progress": PROGRESS, "drawn_by": "x"},
+    "schedule a word": {"progress": PROGRESS, "schedule": "x"},
     **{f"ema_decay {value!r}": {"progress": PROGRESS, "ema_decay": value} for value in ("x", 3.0, -1.0, [], True)},
 }
 
@@ -140,7 +177,7 @@ RECORDS: dict[str, Mutation] = {
     **{
         f"{name} {value!r}": in_every_line(lambda r, name=name, value=value: {**r, name: value})
         for name in ("iteration", "lm_loss", "grad_norm", "learning_rate")
-        for value in ("x", [], {}, True)
+        for value in ("x", [], {}, True, math.inf, math.nan, 2**70, 10**400)
     },
     "iteration null": in_every_line(lambda r: {**r, "iteration": None}),
     "iteration 1.5": in_every_line(lambda r: {**r, "iteration": 1.5}),
@@ -247,6 +284,63 @@ def test_the_records_of_a_run(mutation: str, reader: str, run: Path) -> None:
     if found is None and mutation in RECORDS:
         assert "line 1" in lines[0]
     assert mutation not in RECORDS or found is None or reader == "plot", "a wrong record is no record"
+
+
+FAILURE = {"iteration": 2, "checkpoint": 1, "why": "the loss was not finite"}
+START = {"time": 1.0, "iteration": 0, "device": "cpu"}
+LINES: dict[str, dict[str, Any]] = {
+    **{
+        f"{name} {value!r}": {name: value} for name in ("iteration", "checkpoint", "time") for value in ("x", [], 2**70)
+    },
+    "why a number": {"why": 3},
+    "why null": {"why": None},
+}
+
+
+@pytest.mark.parametrize("mutation", [*ANY_FILE, *LINES])
+@pytest.mark.parametrize(("name", "line"), [(FAILURES, FAILURE), (STARTS, START)])
+def test_what_a_run_notes_of_its_starts_and_failures(
+    name: str, line: dict[str, Any], mutation: str, run: Path, tmp_path: Path
+) -> None:
+    """They are read by the next start, which names the file where it is not taken, and starts.jsonl with local ones."""
+    (run / name).write_text(json.dumps(line | LINES.get(mutation, {})) + "\n")
+    ANY_FILE.get(mutation, lambda path: None)(run / name)
+
+    def start() -> int:
+        assert fingerprint(run) is None or name == STARTS
+        find_checkpoint(run, local=run)
+        Health(HealthConfig(), str(run), [])
+        return 1
+
+    found, lines = ended(start)
+    assert found or name in lines[-1]
+    if LINES.get(mutation, {}).keys() & line.keys() - {"time"}:
+        assert found is None
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "folder", "device", "dangling symlink"])
+def test_a_lock_that_is_no_file(kind: str, run: Path) -> None:
+    (run / LOCK).touch()
+    ANY_FILE[kind](run / LOCK)
+    assert alive(run / LOCK) is None
+
+    def begin() -> None:
+        with owned(run):
+            pytest.fail("nothing was locked")
+
+    _, (line,) = ended(begin)
+    assert "run/.lock is a" in line
+    assert "which is no lock; remove it" in line
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["fifo", "folder", "symlink out of the folder"])
+def test_a_folder_to_save_to_with_what_is_no_file_in_a_files_place(name: str, kind: str, run: Path) -> None:
+    (run / name).touch()
+    ANY_FILE[kind](run / name)
+    config = parse_args(["--data-path", "x", "--tokenizer-model", "x", "--save", str(run), "--load", str(run)])
+    _, (line,) = ended(lambda: claim_folder(config))
+    assert f"and {name} there is a" in line
 
 
 @pytest.mark.parametrize("mutation", ANY_FILE)

@@ -10,7 +10,7 @@ from functools import wraps
 from types import FrameType
 from typing import Any, NoReturn, ParamSpec
 
-from runtime.errors import UserError
+from runtime.errors import UserError, printable
 
 P = ParamSpec("P")
 
@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; --help lists the arguments\n")
+        self.exit(2, f"error: {printable(message)}; --help lists the arguments\n")
 
 
 def parser_for(prog: str, description: str | None) -> Parser:
@@ -59,7 +59,7 @@ def one_line_errors(main: Callable[P, int | None]) -> Callable[P, int]:
         except BrokenPipeError:
             raise
         except (UserError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
             return 1
 
     return command

@@ -16,12 +16,13 @@ from checkpoint.api import (
     load_model,
     read_manifest,
 )
-from checkpoint.manifest import MANIFEST
+from checkpoint.manifest import MANIFEST, is_count
 from checkpoint.saving import newest_checkpoint
 from model.config import architecture_of
 from model.hf.api import open_hf
 from model.lora import is_adapter
 from parallel.data import copy_whole
+from runtime.errors import printable
 from runtime.together import is_first, raise_together
 from train import schedule
 from train.config.common import CommonConfig
@@ -177,7 +178,7 @@ def _check_adapters(path: Path, there: dict[str, Any], here: dict[str, Any], *, 
 
 def _tell(lines: Sequence[str]) -> None:
     if is_first() and lines:
-        print("\n".join(lines), flush=True)
+        print("\n".join(map(printable, lines)), flush=True)
 
 
 def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
@@ -186,9 +187,9 @@ def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
     known = {field.name for field in fields(Progress)}
     problem = "" if isinstance(progress, dict) and progress else f"progress is {progress!r:.40}"
     for name, value in progress.items() if not problem else ():
-        if name not in known or type(value) is not int or value < 0:
+        if name not in known or not is_count(value):
             problem = f"progress has {name!r:.40} {value!r:.40}"
-    for name in ("sample_order", "trained_for", "drawn_by", "settings", "contents"):
+    for name in ("sample_order", "trained_for", "settings", "schedule", "contents"):
         if not isinstance(extra.get(name, {}), dict):
             problem = f"{name} is {extra[name]!r:.40}"
     decay = extra.get(AVERAGED)

@@ -13,12 +13,13 @@ from typing import NoReturn
 
 import torch
 
-from checkpoint.api import CheckpointConfig, remove_drafts
-from checkpoint.local import fingerprint
+from checkpoint.api import CheckpointConfig, remove_drafts, saved_iterations
+from checkpoint.local import STARTS, fingerprint
+from checkpoint.search import POINTER
 from model.hf.folder import CONFIG
 from model.hf.shards import carry, new_folder
-from runtime.errors import LaunchError, UserError
-from runtime.files import FULL, InUseError, owned, unwritable, write_text
+from runtime.errors import LaunchError, UserError, printable
+from runtime.files import FULL, InUseError, not_a_file, owned, unwritable, write_text
 from runtime.lost import tell_lost
 from runtime.processes import launched_world_size
 from runtime.signals import end_with_launcher
@@ -26,12 +27,14 @@ from runtime.together import from_first, is_first, one_voice, raise_together
 from train.config.common import CommonConfig
 from train.config.entries import ENTRIES
 from train.config.flags import ConfigError, read_toml, write_toml
-from train.watching.health import Progress
+from train.watching.health import FAILURES, Progress
 from train.watching.metrics import METRICS, RunLog, check_services, disk_errors
 
 # How long failing ranks wait for the others, so that a launcher does not kill the one that reports the error.
 SECONDS_TO_SPEAK = 5.0
 UNFLUSHED = 120  # Python's own status if output is lost at exit
+FILES = ("config.toml", METRICS, STARTS, FAILURES, POINTER, "loss.png", "wandb_id.txt")
+"""Of a run's folder, besides its lock."""
 KEPT = "hf"
 """Folder of a run with what came with an imported model: config.json, tokenizer, generation settings."""
 
@@ -96,10 +99,9 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
 
 
 def _message(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno in FULL:
-        return f"{error.filename or 'a file'}: {error.strerror}; free space there"
     if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}; check that it is there and that you may use it"
+        fix = "free space there" if error.errno in FULL else "check that it is there and that you may use it"
+        return printable(f"{error.filename or 'a file'}: {error.strerror}; {fix}")
     return str(error)
 
 
@@ -145,7 +147,10 @@ def _claim_folder(config: CommonConfig) -> None:
         return
     folder = Path(config.checkpoint.save)
     check_writable(folder, "save")
-    iterations = sorted(int(path.name[5:]) for path in folder.glob("iter_*") if path.name[5:].isdigit())
+    for path in (folder / name for name in FILES):
+        if kind := not_a_file(path):
+            raise ConfigError(f"save is {folder}, and {path.name} there is {kind}, not a file; remove it")
+    iterations = saved_iterations(folder)[::-1]
     load = config.checkpoint.load
     same = load is not None and os.path.realpath(load) == os.path.realpath(folder)  # Path.resolve fails on a loop
     goes_on = same and not config.checkpoint.finetune

@@ -125,10 +125,10 @@ def continued(
     if before is None:
         wanted = optimizer.use_checkpoint_opt_param_scheduler
         return optimizer, f"note: {path} keeps no schedule: this configuration's is taken" if wanted else None
-    if before == own or iteration >= train_iters:
+    differs = None if before == own else _first_difference(before, own, range(iteration + 1, train_iters + 1))
+    if differs is None:
         return optimizer, None
     longer = schedule_of(optimizer, before.lr_decay_iters or train_iters) == before
-    there, here = before.rate(iteration + 1), own.rate(iteration + 1)
     keep = longer and before.rate(train_iters) > 0 and not optimizer.override_opt_param_scheduler
     keep |= optimizer.use_checkpoint_opt_param_scheduler
     other = asdict(own)
@@ -140,11 +140,21 @@ def continued(
         if keep
         else "it goes on with this configuration's; --use-checkpoint-opt-param-scheduler keeps the checkpoint's"
     )
+    rates = before.rate(differs), own.rate(differs)
+    there, here = (f"{rate:.6E}" for rate in rates)
+    if there == here:
+        there, here = map(str, rates)
     note = (
-        f"note: lr at iteration {iteration + 1} is {there:.6E} by the checkpoint's schedule{later} and {here:.6E} "
-        f"by this configuration's ({', '.join(differing)}): {choice}"
+        f"note: lr at iteration {differs} is {there} by the checkpoint's schedule{later} and {here} by this "
+        f"configuration's ({', '.join(differing)}): {choice}"
     )
     return before.taken_by(optimizer) if keep else optimizer, note
+
+
+def _first_difference(before: Schedule, own: Schedule, iterations: range) -> int | None:
+    """Return the first iteration whose rate differs; one in several is looked at if there are more than 100,000."""
+    looked_at = iterations[:: max(1, len(iterations) // 100_000)]
+    return next((iteration for iteration in looked_at if before.rate(iteration) != own.rate(iteration)), None)
 
 
 def _saved_schedule(optimizer: OptimizerConfig, own: Schedule, path: Path, extra: dict[str, Any]) -> Schedule | None:
@@ -153,6 +163,11 @@ def _saved_schedule(optimizer: OptimizerConfig, own: Schedule, path: Path, extra
         return None
     try:
         known = {field.name: extra["schedule"][field.name] for field in fields(Schedule)}
+        for field in fields(Schedule):
+            value: Any = known[field.name]
+            fits = isinstance(value, field.type) and not isinstance(value, bool)  # type: ignore[arg-type]
+            if not fits or (isinstance(value, (int, float)) and not 0 <= value < 1 << 53):
+                raise ValueError(f"{field.name} is {value!r:.40}")
         before = replace(own, **known)
         before.taken_by(optimizer)
     except (KeyError, TypeError, ValueError) as error:

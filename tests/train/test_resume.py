@@ -1,6 +1,7 @@
 """A run that goes on keeps its schedule where only its length changes, and says what else is not as it was."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,26 @@ def test_nothing_is_said_where_nothing_changes_or_nothing_is_left_to_train() -> 
     assert changes(same, saved(same, {"data_path a": "1"}), {"data_path a": "1"}) == {}
 
 
+def test_schedules_that_differ_and_give_the_same_rates_are_one() -> None:
+    """A decay that is over, whenever it was; a warm-up that is over before a constant rate."""
+    for now, before, iteration in (
+        (config(300, lr_decay_iters=120), config(300, lr_decay_iters=110), 120),
+        (config(240, lr_decay_style="constant", lr_warmup_iters=5), config(240, lr_decay_style="constant"), 20),
+    ):
+        assert schedule_of(now.optimizer, 300) != schedule_of(before.optimizer, 300)
+        assert continued(now, PATH, saved(before), iteration) == (now, None)
+
+
+def test_rates_that_differ_later_or_in_a_late_digit_are_told_apart() -> None:
+    _, note = continued(config(240, lr_decay_iters=200), PATH, saved(config(240, lr_decay_iters=240)), 3)
+    assert note is not None
+    assert note.startswith("note: lr at iteration 11 is ")
+    _, note = continued(config(240, lr=0.0020000000001), PATH, saved(config(240)), 120)
+    assert note is not None
+    there, here = note.partition(" is ")[2].split()[0], note.partition(" and ")[2].split()[0]
+    assert there != here
+
+
 def test_a_run_cut_short_with_its_warm_up_keeps_the_shorter_one() -> None:
     goes_on, _ = continued(config(240), PATH, saved(config(5)), 5)
     assert schedule_of(goes_on.optimizer, 240) == schedule_of(config(5).optimizer, 5)
@@ -135,7 +156,13 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_with_in_silence() -> None
     )
 
 
-@pytest.mark.parametrize("broken", [None, [], {}, {"lr": "high"}, {"lr": -1.0}, {"lr_decay_style": "stepwise"}])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        None, [], {}, {"lr": "high"}, {"lr": -1.0}, {"lr": math.inf}, {"lr": None}, {"lr_decay_style": "stepwise"},
+        {"lr_decay_iters": 2**70}, {"lr_warmup_iters": 1.5}, {"lr_warmup_iters": True}, {"min_lr": math.nan},
+    ],
+)  # fmt: skip
 def test_a_schedule_that_makes_no_sense_is_refused_by_name(broken: Any) -> None:
     extra = saved(config())
     extra["schedule"] = {**extra["schedule"], **broken} if broken else broken

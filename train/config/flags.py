@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from runtime.errors import UserError
+from runtime.files import not_a_file
 from train.config.helps import attribute_docs
 from train.config.megatron_flags import Entry, without_what_is_so
 from train.config.megatron_flags import entries as megatron_flags
 
 Root = TypeVar("Root")
-EXPECTED = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
+EXPECTED = {bool: "true or false", int: "an integer of at most 64 bits", float: "a finite number", str: "a string"}
 LONGEST_TOML = 1_000_000
 NO_OTHERS: Mapping[str, type] = types.MappingProxyType({})
 METAVAR = {int: "N", float: "X", str: "TEXT"}
@@ -84,6 +85,7 @@ class Field(NamedTuple):
         if self.base is float and type(value) is int:
             value = float(value)
         fits = not self.many and type(value) is self.base and (self.choices is None or value in self.choices)
+        fits = fits and (self.base is not int or -(1 << 63) <= value < 1 << 63)
         if not fits or (self.base is float and not math.isfinite(value)):
             raise ConfigError(f"{self.name} is {value!r}; it must be {self.expects}")
         if self.base is str and (not value or "\0" in value):  # as from an unset shell variable
@@ -166,6 +168,8 @@ def read_toml(root: type, path: str | Path, entries: Mapping[str, type] = NO_OTH
     ``entries`` as in ``parse``.
     """
     try:
+        if kind := not_a_file(Path(path)).replace("a symbolic link", ""):  # a link may lead to a file
+            raise ConfigError(f"{path}: it is {kind}; name an existing TOML file")
         with Path(path).open(encoding="utf-8-sig") as file:
             text = file.read(LONGEST_TOML + 1)
         if len(text) > LONGEST_TOML:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.api import saved_iterations
+from checkpoint.manifest import is_count
 from runtime.errors import UserError
-from runtime.files import write_text
+from runtime.files import read_own, write_text
 from runtime.together import from_first
 
 MOST_SKIPPED_IN_A_ROW = 10
@@ -182,11 +183,20 @@ class Health:
     def _failures(self) -> list[dict[str, Any]]:
         """Read the failures; a last line that a crash cut is left out."""
         path = self._folder and self._folder / FAILURES
-        *lines, _ = path.read_text(errors="replace").split("\n") if path and path.exists() else [""]
+        *lines, _ = read_own(path).split("\n") if path and path.exists() else [""]
         try:
-            return [json.loads(line) for line in lines]
-        except ValueError as error:
-            raise TrainingError(f"{path} is no list of failures ({error}); remove it") from error
+            failures = [json.loads(line) for line in lines]
+            for failure in failures:
+                if (
+                    not (is_count(failure["iteration"]) and is_count(failure["checkpoint"]))
+                    or type(failure["why"]) is not str
+                ):
+                    raise TypeError(f"{failure!r:.80}")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise TrainingError(
+                f"{path} is no list of failures ({type(error).__name__}: {error}); remove it"
+            ) from error
+        return failures
 
     def _too_often(self, times: int, checkpoint: int, why: str) -> str:
         return (

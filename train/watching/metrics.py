@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from checkpoint.local import STARTS
+from checkpoint.manifest import is_count
 from runtime.errors import UserError
-from runtime.files import reason, replacing, write_text
+from runtime.files import read_own, reason, replacing, write_text
 from train.config.flags import ConfigError
 from train.watching.stragglers import PHASES
 
@@ -173,7 +174,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: a line before the last is not a record of an iteration.
     """
-    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    *lines, _ = read_own(path, 1 << 34).split("\n")
     return parse_records(path, lines)
 
 
@@ -195,14 +196,18 @@ def parse_records(path: Path, lines: Sequence[str], first: int = 1) -> list[dict
 
 def _check_record(record: dict[str, Any]) -> None:
     """Raise KeyError or TypeError for what no iteration writes."""
-    if type(record["iteration"]) is not int:
-        raise TypeError(f"iteration is {record['iteration']!r}")
+    if not is_count(record["iteration"]):
+        raise TypeError(f"iteration is {record['iteration']!r:.40}")
     if not any(name in record for name in LOSSES):
         raise KeyError(" or ".join(LOSSES))
     for name, value in record.items():
         numbers = value if isinstance(value, list) and name in PHASES else [value]
-        if any(type(number) not in (int, float, type(None)) for number in numbers):
+        if not all(number is None or is_count(number) or _is_finite(number) for number in numbers):
             raise TypeError(f"{name} is {value!r:.40}")
+
+
+def _is_finite(value: object) -> bool:
+    return type(value) is float and math.isfinite(value)
 
 
 def loss_name(record: dict[str, Any]) -> str:

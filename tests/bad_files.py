@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from checkpoint.manifest import read_manifest
 from tests.data.text.corpora import counting_documents, write_documents
+from tests.parallel.tiny import rewrite_manifest
 from train.watching.metrics import METRICS
 
 DOCUMENTS, LENGTH = 40, 60
@@ -44,8 +46,14 @@ def make_bad(root: Path) -> None:
     write(root / "lone_bin")
     (root / "lone_bin.idx").unlink()
     np.full(1000, 7, np.uint8).tofile(root / "damaged.model")
-    for name in ("broken", "all_broken", "metrics_broken"):
+    for name in ("broken", "all_broken", "metrics_broken", "fifo", "endless", "locked"):
         shutil.copytree(root / "run", root / name)
+    (root / "fifo/iter_0000002/manifest.json").unlink()
+    os.mkfifo(root / "fifo/iter_0000002/manifest.json")
+    extra = read_manifest(root / "endless/iter_0000002").extra
+    extra["progress"]["consumed_samples"] = 2**70
+    rewrite_manifest(root / "endless/iter_0000002", extra=extra)
+    (root / "locked/.lock").mkdir()
     for folder in ("broken/iter_0000002", "all_broken/iter_0000001", "all_broken/iter_0000002"):
         scramble(root / folder / "__0_0.distcp", 3000)
     lines = (root / "metrics_broken" / METRICS).read_text().splitlines()

@@ -144,6 +144,15 @@ CASES = {
     "broken named checkpoint": Case(
         ("--load", "@broken", "--ckpt-step", "2"), ("broken/iter_0000002/__0_0.distcp", "SHA-256", "oad another")
     ),
+    "manifest that is a fifo": Case(
+        ("--load", "@fifo", "--ckpt-step", "2"), ("fifo/iter_0000002/manifest.json is a fifo", "load another")
+    ),
+    "more samples than there are": Case(
+        ("--load", "@endless"), ("endless/iter_0000002/manifest.json", "progress has 'consumed_samples' 118059162071")
+    ),
+    "a folder in the lock's place": Case(
+        ("--load", "@locked", "--save", "@locked"), ("locked/.lock is a folder, which is no lock; remove it",)
+    ),
     "no whole checkpoint": Case(("--load", "@all_broken"), ("all_broken has no whole checkpoint", "oad another")),
     "no such checkpoint": Case(("--load", "@run", "--ckpt-step", "7"), ("ckpt_step is 7", "it has 2, 1; name one")),
     "missing checkpoint": Case(

@@ -62,11 +62,6 @@ def socket_instead(path: Path) -> None:
     os.mknod(path, stat.S_IFSOCK | 0o600)
 
 
-def endless(path: Path) -> None:
-    """A terabyte that takes no room."""
-    os.truncate(path, 1 << 40)
-
-
 def moved_out(path: Path) -> None:
     """A link to the same content in another folder."""
     elsewhere = path.parents[1] / "elsewhere"
@@ -119,7 +114,7 @@ ANY_FILE: dict[str, Mutation] = {
     "socket": socket_instead,
     "device": lambda path: link(path, "/dev/zero"),
     "symlink out of the folder": moved_out,
-    "a terabyte": endless,
+    "a terabyte that takes no room": lambda path: os.truncate(path, 1 << 40),
     "dangling symlink": lambda path: link(path, "nowhere"),
     "symlink to itself": lambda path: link(path, path.name),
     "symlink to a folder": lambda path: link(path, "."),
@@ -292,8 +287,7 @@ LINES: dict[str, dict[str, Any]] = {
     **{
         f"{name} {value!r}": {name: value} for name in ("iteration", "checkpoint", "time") for value in ("x", [], 2**70)
     },
-    "why a number": {"why": 3},
-    "why null": {"why": None},
+    **{f"why {value!r}": {"why": value} for value in (3, None)},
 }
 
 

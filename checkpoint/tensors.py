@@ -4,6 +4,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import EnumType
 from pathlib import Path
 from typing import IO, Any
 
@@ -208,6 +209,13 @@ def _refuse(folder: Path, problems: list[str]) -> None:
         raise CheckpointError(f"{folder} does not fit this model: {', '.join(problems[:3])}{more}")
 
 
+def _member(kind: Any, name: str) -> Any:
+    """Return a member of an enumeration, which Python 3.11.2 (Debian's) pickles as getattr and its arguments."""
+    if not (isinstance(kind, EnumType) and name in kind.__members__):
+        raise CheckpointError(f"its {METADATA} asks for {name} of {kind}, which no checkpoint needs; do not trust it")
+    return kind[name]
+
+
 class _DataUnpickler(pickle.Unpickler):
     """Unpickle only DCP's own tables; see "Restricting Globals" in the documentation of pickle."""
 
@@ -216,6 +224,8 @@ class _DataUnpickler(pickle.Unpickler):
             module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype)
         ):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise CheckpointError(f"its {METADATA} asks for {module}.{name}, which no checkpoint needs; do not trust it")
 
 

@@ -208,7 +208,8 @@ def script_of(job: Job, row: Path, data: Path, cluster: str) -> str:
     folder = shlex.quote(str(row)) + ('/"$SLURM_ARRAY_TASK_ID"' if several else "")
     notes = [
         f"measured={folder}",
-        'mkdir -p "$measured" && git describe --always --dirty=" with changes" --abbrev=40 --exclude="*" '
+        'mkdir -p "$measured"',
+        '{ git describe --always --dirty=" with changes" --abbrev=40 --exclude="*" 2>/dev/null || echo unknown; } '
         '>"$measured/commit"',
         "# Measured runs are not gone on with: their last checkpoint would only fill the disk.",
         """trap 'finished "$measured" && rm -rf "$measured"/iter_*' EXIT""",

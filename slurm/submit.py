@@ -18,11 +18,13 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from planner.cluster import ClusterError, load_cluster
 from runtime.errors import UserError
+from slurm.checks import check_text
 from tools.arguments import parser_for, positive
 from train.config import diffusion, language
 from train.run import exit_status
@@ -68,21 +70,23 @@ def read_site(path: str) -> tuple[Site, int]:
     """Return a cluster file's [slurm] table, and its GPUs per node.
 
     Raises:
-        ClusterError: naming the file, the key and the fix.
+        UserError: naming the file, the key and the fix.
     """
+    check_text({"cluster": path})
     gpus = load_cluster(path).gpus_per_node
     table = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("slurm")
     scripts = sorted(file.stem for file in HERE.glob("*.sbatch"))
     if not isinstance(table, dict) or table.get("script") not in scripts:
         found = table.get("script") if isinstance(table, dict) else table
-        said = "[slurm] names no script" if found is None else f"script of [slurm] is {found}"
+        said = "[slurm] names no script" if found is None else f"script of [slurm] is {found!r}"
         raise ClusterError(f"{path}: {said}; add one of {', '.join(scripts)}, or name the file of a Slurm cluster")
     kinds = {entry.name: entry.type for entry in fields(Site)}
     for name, value in table.items():
         if name not in kinds:
-            raise ClusterError(f"{path}: unknown key {name} of [slurm]; known are {', '.join(kinds)}")
-        if not isinstance(value, int if "int" in str(kinds[name]) else str):
+            raise ClusterError(f"{path}: unknown key {name!r} of [slurm]; known are {', '.join(kinds)}")
+        if type(value) is not (int if "int" in str(kinds[name]) else str) or (type(value) is int and value < 1):
             raise ClusterError(f"{path}: {name} of [slurm] is {value!r}; it must be of type {kinds[name]}")
+    check_text(table, f"{path}: [slurm] ")
     return Site(**table), gpus
 
 
@@ -111,11 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[str, str]:
-    """Return sbatch's options for this job.
-
-    Raises:
-        SubmitError: an option is no --KEY=VALUE, or the time no time.
-    """
+    """Return sbatch's options for this job. Raises SubmitError if its time is none, or over before the ranks save."""
     kind = f":{site.gpu}" if site.gpu else ""
     wanted = {
         "job-name": shlex.quote(args.name or Path(save).name),
@@ -133,10 +133,8 @@ def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[
         "output": "%x-%A_%a.log" if args.array else None,
     }
     for option in args.option:
-        match = re.fullmatch(r"--([a-z-]+)(?:=(.+))?", option)
-        if match is None:
-            raise SubmitError(f"option is {option}; write it as sbatch takes it, --option=--KEY=VALUE")
-        wanted[match[1]] = match[2] or ""
+        key, _, value = option.removeprefix("--").partition("=")
+        wanted[key] = value and shlex.quote(value)
     if wanted["time"] is not None and _seconds(wanted["time"]) <= args.lead:
         raise SubmitError(
             f"time is {wanted['time']}, and the ranks are told to save {args.lead} s before it is over; give more "
@@ -151,7 +149,7 @@ def _seconds(limit: str) -> float:
         return math.inf
     days, dash, rest = limit.rpartition("-")
     parts = rest.split(":")
-    if not all(part.isdecimal() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
+    if not all(part.isascii() and part.isdecimal() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
         raise SubmitError(f"time is {limit}; write minutes, H:MM:SS, D-HH:MM:SS or UNLIMITED")
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
     return 86400 * int(days or 0) + sum(unit * int(part) for unit, part in zip(units, parts, strict=False))
@@ -181,12 +179,12 @@ def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: 
     if site.interface:
         variables |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), site.interface)
     named = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    start = [*named, f"train {shlex.quote(save)} {shlex.join(command)}"]
+    run, more, sweep = shlex.quote(save), "", []
     if args.array:
-        cases = [f"{n}) sweep=({shlex.join(shlex.split(flags))}) ;;\n" for n, flags in enumerate(args.array)]
-        start[-1] = start[-1].replace(f"train {shlex.quote(save)}", f'train {shlex.quote(save)}/"$SLURM_ARRAY_TASK_ID"')
-        sweep = f"case $SLURM_ARRAY_TASK_ID in\n{''.join(cases)}esac"
-        start = [sweep, *start[:-1], start[-1] + ' "${sweep[@]}"']
+        cases = [f"{n}) sweep=({shlex.join(shlex.split(flags))}) ;;" for n, flags in enumerate(args.array)]
+        run, more = f'{run}/"$SLURM_ARRAY_TASK_ID"', ' "${sweep[@]}"'
+        sweep = ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"]
+    start = [*sweep, *named, f"train {run} {shlex.join(command)}{more}"]
     body = re.sub(r"^export GPUS_PER_NODE=.*$", f"export GPUS_PER_NODE={gpus}", "export " + body, flags=re.M)
     return "\n".join([head, *lines, "", body.removesuffix('train "$@"\n') + "\n".join(start)]) + "\n"
 
@@ -195,8 +193,10 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
     """Check the run for the processes of this job; return its folder, and its command without --save.
 
     Raises:
-        UserError: the GPUs fill no nodes, or as the entry itself would once the job started.
+        UserError: a value is no text for a script, the GPUs fill no nodes, or as the entry itself would once the job
+            started.
     """
+    check_text(vars(args))
     if args.gpus is not None and args.gpus % gpus:
         raise SubmitError(
             f"gpus is {args.gpus}, and {args.cluster} has {gpus} per node; give a multiple of {gpus}, or --nodes"
@@ -209,17 +209,31 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
     entry, flags = ENTRIES[command[0]], command[1:]
     world_size = (args.nodes or args.gpus // gpus) * gpus
     for more in args.array or [""]:
-        config = entry.parse_args([*flags, *shlex.split(more)])
+        try:
+            words = shlex.split(more)
+        except ValueError as error:
+            raise SubmitError(f"array is {more!r}: {error}; write each run's flags as a shell takes them") from error
+        config = entry.parse_args([*flags, *words])
+        check_text(
+            {"save": config.checkpoint.save}, "" if _value(flags, "--save") else f"{_value(flags, '--config')}: "
+        )
         _refuse(config, more)
         entry.validate(replace(config, mesh=replace(config.mesh, device="cuda")), world_size)
     save = config.checkpoint.save
     if save is None:
         raise SubmitError("save is not set, and a job that is queued again goes on from there; give --save runs/NAME")
+    check_text({"name": args.name or Path(save).name}, fix="" if args.name else "; give one with --name")
     kept: list[str] = [command[0]]
     for before, flag in zip(command, flags, strict=False):
         if before != "--save" and flag.split("=")[0] != "--save":
             kept.append(flag)
     return save, kept
+
+
+def _value(flags: Sequence[str], flag: str) -> str | None:
+    """Return a flag's value in a command; None if it is not there."""
+    found = [word.partition("=")[2] or after for word, after in pairwise([*flags, ""]) if word.split("=")[0] == flag]
+    return found[-1] if found else None
 
 
 def _refuse(config: Any, more: str) -> None:

@@ -1,13 +1,34 @@
-"""What several tests need and what takes a while to make, once per session."""
+"""What tests see of the machine, and what several of them need and takes a while to make, once per session."""
 
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from data.text.prepare import Request, prepare
 from runtime.ranks import preload
+from tests import programs
 
 preload("tests.preload")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="longmesh-programs-"))
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    programs.hide_others(folder)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with programs.offered(item):
+        return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    programs.skip_without(item)
 
 
 @pytest.fixture(scope="session")

@@ -27,16 +27,17 @@ def names(lines: list[str]) -> set[str]:
     return {re.split(r"[<>=\[]", line)[0].lower() for line in lines}
 
 
-def planned(target: str, folder: Path, *variables: str) -> str:
-    """The commands that make would run for a target, with a fresh environment in ``folder``."""
+def planned(target: str, folder: Path, *variables: str, status: int = 0) -> str:
+    """The commands that make would run for a target, with a fresh environment in ``folder``, or its refusal."""
     # A `make test` that this may run under hands its own variables on.
     own = ("MAKE", "MFLAGS", "PY", "VENV", "RUN", "CONFIG", "NPROC", "ARGS", "EXTRAS", "TORCH")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     command = ["make", "--dry-run", target, f"VENV={folder}", *variables]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
-    return done.stdout
+    assert done.returncode == status, done.stderr
+    return done.stderr if status else done.stdout
 
 
 def test_training_installs_nothing_that_training_does_without() -> None:
@@ -83,3 +84,36 @@ def test_extras_can_be_asked_for_and_an_environment_of_ones_own_is_left_alone(tm
     commands = planned("venv", tmp_path, "EXTRAS=images logging")
     assert set(re.findall(r"-r requirements-(\w+)\.txt", commands)) == {"images", "logging"}
     assert "pip install" not in planned("test", tmp_path, "PY=python3")
+
+
+VARIABLES = ("RUN", "CONFIG", "NPROC", "ARGS", "EXTRAS", "PAPERS", "VENV", "PY", "PYTHON", "TORCH")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"a{between}touch FOUND" for between in ("\n", "\r", "\x1b", "\x85", "\u2028", "\u2029", ";", "&", "|")),
+        *("$(touch FOUND)", "$(shell touch FOUND)", "`touch FOUND`", "a\\", "a\nb: ; touch FOUND"),
+    ],
+)
+def test_no_variable_becomes_a_command(text: str, tmp_path: Path) -> None:
+    for name in VARIABLES:
+        line = planned("pretrain", tmp_path, f"{name}={text}", status=2)
+        assert re.search(rf"Makefile:\d+: \*\*\* {name} has a character that a shell would act on", line), line
+        assert line.count("\n") == 1
+    assert not (ROOT / "FOUND").exists()
+
+
+def test_quotes_and_blanks_of_variables_stay_words(tmp_path: Path) -> None:
+    given = (
+        "TORCH=torch>=2.11,<2.14 --pre",
+        "ARGS=--lr '1 (e)' -x",
+        "RUN=runs/\u00e9 1",
+        "NPROC=2",
+        "EXTRAS=dev images",
+    )
+    assert """'torch>=2.11,<2.14' '--pre'""" in planned("venv", tmp_path, *given)
+    assert planned("test", tmp_path, "ARGS=-m 'slurm and not slow'").endswith(" -m 'slurm and not slow'\n")
+    for name in VARIABLES:
+        if name != "ARGS":
+            assert name in planned("pretrain", tmp_path, f"{name}=-x", status=2)

@@ -214,8 +214,12 @@ def queue() -> list[tuple[str, Path | None]]:
     except subprocess.CalledProcessError as error:
         raise UserError(f"squeue failed: {error.stderr.strip()}; name the runs, or try again later") from error
     jobs = []
-    for job, shown, name, state, where, folder, comment in (line.split("\t", 6) for line in listed.splitlines()):
-        jobs.append((f"job {shown} ({name}): {state.lower()} {where}", _run_of(job, Path(folder), comment)))
+    for line in listed.removesuffix("\n").split("\n") if listed else []:
+        match line.split("\t"):
+            case [job, shown, name, state, where, folder, comment] if job.isdecimal():
+                jobs.append((f"job {shown} ({name}): {state.lower()} {where}", _run_of(job, Path(folder), comment)))
+            case _:  # a tab or a newline in a job's name, folder or comment
+                jobs.append((f"no job as squeue writes it: {line}", None))
     return jobs
 
 
@@ -234,7 +238,8 @@ def screen(runs: Sequence[Path], slurm: bool, width: int) -> str:
         blocks.append([f"no runs: {', '.join(others)}"])
     for line, run in queue() if slurm else []:
         blocks.append([line, *(describe(run, time.time(), width) if run else [])])
-    return "\n\n".join("\n".join(block) for block in blocks) or "no job in the queue"
+    lines = "\n\n".join("\n".join(line.replace("\n", " ") for line in block) for block in blocks)
+    return "".join(c if c == "\n" or c.isprintable() else "?" for c in lines) or "no job in the queue"
 
 
 @one_line_errors

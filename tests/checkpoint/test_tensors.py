@@ -1,3 +1,4 @@
+import io
 import os
 import pickle
 from pathlib import Path
@@ -6,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 
 from checkpoint.api import load_checkpoint, load_model
 from checkpoint.manifest import CheckpointError, describe, read_manifest
 from checkpoint.search import what_is_broken
+from checkpoint.tensors import _DataUnpickler
 from tests.parallel.tiny import (
     ARCHITECTURE,
     VOCABULARY,
@@ -77,14 +79,29 @@ def test_a_pickle_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
     assert target.exists(), "negative control: pickle itself runs it"
 
 
+ATTRIBUTE = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n%b\nS'%b'\ntR."
+
+
+def test_a_member_of_an_enumeration_is_read_as_every_python_writes_it() -> None:
+    written = ATTRIBUTE % (b"_MEM_FORMAT_ENCODING", b"TORCH_CONTIGUOUS_FORMAT")
+    assert _DataUnpickler(io.BytesIO(written)).load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+
+
 @pytest.mark.parametrize(
-    "opcodes", [b"\x80\x04\x8c\x05torch\x8c\x04load\x93.", b"\x80\x04\x8c\x05torch\x8c\x09Size.load\x93.", b"garbage"]
+    "opcodes",
+    [
+        b"\x80\x04\x8c\x05torch\x8c\x04load\x93.",
+        b"\x80\x04\x8c\x05torch\x8c\x09Size.load\x93.",
+        b"garbage",
+        ATTRIBUTE % (b"_MEM_FORMAT_ENCODING", b"__init__"),
+        ATTRIBUTE % (b"TensorProperties", b"__init__"),
+    ],
 )
 def test_no_other_name_of_torch_is_admitted(tmp_path: Path, opcodes: bytes) -> None:
     two_checkpoints(tmp_path)
     path = tmp_path / "iter_0000002"
     (path / ".metadata").write_bytes(opcodes)
-    with pytest.raises(CheckpointError, match=r"asks for torch\.|cannot be read"):
+    with pytest.raises(CheckpointError, match=r"asks for torch\.|asks for __init__ of|cannot be read"):
         load_model(path, Tiny(), ARCHITECTURE)
 
 

@@ -104,6 +104,7 @@ def test_counts_its_operations() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.needs("g++", "as", "ld")
 def test_compiles_as_one_graph() -> None:
     x, weight, bias, grad = made((700,), 24, 56)
     compiled = torch.compile(lambda *given: F.silu(products.linear(*given)), fullgraph=True, dynamic=False)

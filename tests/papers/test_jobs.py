@@ -13,7 +13,7 @@ from papers.rows import Row
 from planner.cluster import CLUSTERS
 from runtime.machine import commit_of
 from tests.pretraining import pretrain
-from tests.slurm.cluster import missing, virtual_cluster
+from tests.slurm.cluster import PROGRAMS, missing, virtual_cluster
 from tests.starts import wait_until
 
 A100, NODES_OF_16 = (str(CLUSTERS / f"{name}.toml") for name in ("a100_pod", "wallfacer_a100_16"))
@@ -50,7 +50,11 @@ def test_a_row_of_each_paper_is_a_job(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_what_does_not_fit_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rows, "check_login_node", lambda: None)
+
     def said(*given: str) -> list[str]:
         assert wallfacer.main(["--table", "gains", "--dry-run", "--runs", str(tmp_path), *given]) == 0
         return capsys.readouterr().out.splitlines()
@@ -171,7 +175,8 @@ def test_what_runs_read_is_as_long_as_the_longest(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(missing()), reason=f"no virtual cluster: {missing()}")
+@pytest.mark.slurm
+@pytest.mark.needs(*PROGRAMS, unless=missing)
 def test_a_row_on_a_virtual_cluster_is_measured_once_its_job_has_ended(
     default_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ Needs root, Debian's slurm-wlm and nothing that runs already; every file and pro
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import socket
@@ -67,7 +68,7 @@ PartitionName=gpu Nodes=ALL Default=YES MaxTime=7-0 PriorityTier=1 GraceTime=30
 PartitionName=urgent Nodes=ALL MaxTime=1-0 PriorityTier=2
 """
 # A namespace of mounts and one of host names for each node: its daemon and its tasks are on a machine of that name.
-START = "hostname {name}; mount --bind {folder}/hosts /etc/hosts; exec slurmd -D -N {name} -f {folder}/slurm.conf"
+START = 'hostname "$0"; mount --bind "$1/hosts" /etc/hosts; exec slurmd -D -N "$0" -f "$1/slurm.conf"'
 # Of --links: a bridge that every node has a cable to, in a namespace of networks of its own.
 BRIDGE = "ip link add {bridge} type bridge; ip address add {network}.254/24 dev {bridge}; ip link set {bridge} up"
 CABLE = """\
@@ -80,13 +81,17 @@ ip -n {bridge}{name} link set lo up
 """
 
 
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
+"""What slurm-wlm installs, and a cluster and its users start."""
+
+
 class VirtualError(UserError):
     """The virtual cluster cannot be started here."""
 
 
 def missing() -> str:
     """Say what this machine lacks for a virtual cluster; empty if nothing."""
-    programs = [name for name in ("slurmctld", "slurmd", "sbatch", "srun", "unshare") if shutil.which(name) is None]
+    programs = [name for name in (*PROGRAMS, "unshare") if shutil.which(name) is None]
     if programs:
         return f"there is no {', '.join(programs)} (Debian: apt-get install slurm-wlm)"
     if os.geteuid() != 0:
@@ -145,11 +150,14 @@ def start(folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: 
     Raises:
         VirtualError: something is missing, the folder's cluster was not stopped, or a node is not up within 30 s.
     """
-    if why := missing():
-        raise VirtualError(f"no virtual cluster: {why}")
     folder = folder.resolve()
+    for value in (str(folder), *kinds):  # slurm.conf takes no quotes
+        if not re.fullmatch(r"[\w./+-]+", value) or value.startswith("-"):
+            raise VirtualError(f"{value!r} does not go into a slurm.conf; use letters, digits and any of . / + - _")
     if (folder / "pids").exists():
         raise VirtualError(f"{folder} holds a cluster that was not stopped; stop it, or name another folder")
+    if why := missing():
+        raise VirtualError(f"no virtual cluster: {why}")
     names = write_configuration(folder, nodes, kinds, gpus, links)
     _launch(folder, "controller", ["slurmctld", "-D", "-i", "-f", f"{folder}/slurm.conf"])
     for name in names:
@@ -173,7 +181,7 @@ def boot(folder: Path, name: str) -> None:
     command = ["unshare", "--mount", "--uts", "--propagation", "private", "bash", "-c"]
     if (folder / "bridge").exists():
         command = ["nsenter", f"--net=/var/run/netns/{(folder / 'bridge').read_text()}{name}", *command]
-    _launch(folder, name, [*command, START.format(name=name, folder=folder)])
+    _launch(folder, name, [*command, START, name, str(folder)])
 
 
 def _launch(folder: Path, name: str, command: Sequence[str]) -> None:

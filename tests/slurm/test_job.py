@@ -1,5 +1,6 @@
 """The job's shell functions, with functions in the place of Slurm's commands."""
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -54,7 +55,7 @@ def started(
     done = subprocess.run(
         ["bash", "-c", STAND_IN + 'train "$RUN" pretrain_gpt.py "$@"', "job", *flags],
         cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", **settings},
+        env={"PATH": os.environ["PATH"], **settings},
         capture_output=True,
         text=True,
         check=False,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from runtime.watchdog import FOLDER
-from tests.slurm.cluster import boot, cut, kill, missing, virtual_cluster
+from tests.slurm.cluster import PROGRAMS, boot, cut, kill, missing, virtual_cluster
 from tests.slurm.test_virtual import curve, ended, of_step, say, steps_made, stub, submitted
 from tests.starts import wait_until
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no virtual cluster: {missing()}")
+pytestmark = [pytest.mark.slurm, pytest.mark.needs(*PROGRAMS, "ip", "bridge", unless=missing)]
 WATCHED = ("--watchdog-factor", "20", "--watchdog-min-seconds", "20")
 
 

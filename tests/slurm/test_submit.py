@@ -1,14 +1,19 @@
 """A run's command, a cluster's file and a number of nodes make a script that says what was asked for."""
 
+import json
 import os
 import re
+import shlex
 import subprocess
+from argparse import ArgumentParser
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from slurm import submit
 from tests.endings import end
+from tests.slurm.cluster import VirtualError, start
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "configs" / "clusters"
@@ -94,7 +99,7 @@ def test_nodes_of_16(capsys: pytest.CaptureFixture[str]) -> None:
         (["--nodes", "1", *RUN, "--save", "none"], "save is not set"),
         (["--nodes", "1", "--time", "10", *RUN], "time is 10, and the ranks are told to save 600 s before it is over"),
         (["--nodes", "1", "--time", "soon", *RUN], "time is soon; write minutes, H:MM:SS"),
-        (["--nodes", "1", "--option", "quick", *RUN], "option is quick; write it as sbatch takes it"),
+        (["--nodes", "1", "--option", "quick", *RUN], "option is 'quick'; it must be written as sbatch takes it"),
         (
             ["--nodes", "1", "--container-runtime", "apptainer", *RUN],
             "container_runtime is apptainer, and con",
@@ -112,8 +117,8 @@ def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(arguments: list[s
     ("table", "words"),
     [
         ("", ".slurm. names no script; add one of a100, h100"),
-        ('[slurm]\nscript = "v100"\n', "script of .slurm. is v100"),
-        ('[slurm]\nscript = "a100"\nqueue = "x"\n', "unknown key queue of .slurm."),
+        ('[slurm]\nscript = "v100"\n', "script of .slurm. is 'v100'"),
+        ('[slurm]\nscript = "a100"\nqueue = "x"\n', "unknown key 'queue' of .slurm."),
         ('[slurm]\nscript = "a100"\ncpus_per_gpu = "x"\n', "cpus_per_gpu of .slurm. is 'x'"),
     ],
 )
@@ -156,3 +161,118 @@ def test_without_slurm_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_limit_is_read_as_sbatch_reads_it(limit: str, seconds: int) -> None:
     assert submit._seconds(limit) == seconds
     assert submit._seconds("UNLIMITED") == float("inf")
+
+
+BREAKS = ("\n", "\r", "\t", "\x1b[2J", "\x85", "\u2028", "\u2029", "\u202e", "\udcff")
+HOSTILE = (
+    *(f"x{between}touch FOUND" for between in BREAKS),
+    *("$(touch FOUND)", "`touch FOUND`", "x;touch FOUND", "x&touch FOUND", "x|touch FOUND", "x # y", "x --wrap=y"),
+    *("';touch FOUND;'", '";touch FOUND;"', "x\\", "-x", "x' y", 'x" y'),
+)
+
+
+def texts() -> list[str]:
+    """The flags of a job whose value is any text."""
+    actions = submit.build_parser()._actions
+    return [action.dest for action in actions if action.nargs != 0 and not (action.choices or action.type)]
+
+
+def write_cluster(path: Path, **more: str) -> Path:
+    table = {"script": "h100", "gpu": "h100"} | more
+    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+    path.write_text(
+        (CLUSTERS / "h100_pod.toml").read_text().split("[slurm]")[0] + "\n".join(["[slurm]", *lines]) + "\n"
+    )
+    return path
+
+
+def inert(text: str, folder: Path) -> bool:
+    """Whether all lines for sbatch have a word each, and bash runs nothing of a job's script but the training."""
+    options = [line for line in text.split("\n") if line.startswith("#SBATCH")]
+    keys = {shlex.split(line)[1].split("=")[0] for line in options if len(shlex.split(line)) == 2}
+    stub = text.replace("source slurm/job.sh", "train() { touch trained; }")
+    settings = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_ARRAY_TASK_ID": "0", "PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash"], input=stub, cwd=folder, env=settings, capture_output=True, text=True, check=False)
+    made = sorted(path.name for path in folder.iterdir())
+    return len(keys) == len(options) and not done.stderr and "--wrap" not in keys and made == ["trained"]
+
+
+def refused_or_inert(
+    arguments: list[str], name: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Assert that a text is refused in a line with its name, or does nothing in the script; what does not print is."""
+    status = submit.main(["--dry-run", *arguments])
+    out, err = capsys.readouterr()
+    if status == 0:
+        (folder / "bare").mkdir()
+        assert inert(out, folder / "bare"), (name, text, out)
+        assert text.isprintable(), (name, text)
+    else:
+        (line,) = err.split("\n")[:-1]
+        assert line.startswith("error: "), (name, text, err)
+        assert name in line, (name, text, err)
+        assert line.isprintable(), (name, text, err)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_flag_becomes_a_line_or_a_command_of_the_script(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {"name", "partition", "account", "after", "container", "container_mounts", "option", "array"} < {*texts()}
+    job = ["--cluster", str(CLUSTERS / "h100_pod.toml"), "--nodes", "1"]
+    for name in texts():
+        given = f"--exclude={text}" if name == "option" else text
+        flag = [f"--{name.replace('_', '-')}={given}", *(["--container=i"] if name == "container_mounts" else [])]
+        words = {
+            "command": [*RUN, "--tokenizer-model", text],
+            "array": ["--array", f"--tokenizer-model {text}", "--", *RUN],
+        }
+        (tmp_path / name).mkdir()
+        said = {"command": "tokenizer-model", "array": "array" if not text.isprintable() else ""}.get(name, name)
+        refused_or_inert([*job, *words.get(name, [*flag, *RUN])], said, text, tmp_path / name, capsys)
+    for name, words in {"save": [*RUN, "--save", text], "--save": [*RUN, f"--save=runs/{text}"]}.items():
+        (tmp_path / name).mkdir()
+        refused_or_inert([*job, "--name", "x", *words], "save", text, tmp_path / name, capsys)
+
+
+@pytest.mark.parametrize("text", [text for text in HOSTILE if "\udcff" not in text])  # no TOML has it
+def test_no_key_of_a_file_becomes_a_line_or_a_command_of_the_script(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for entry in fields(submit.Site):
+        (tmp_path / entry.name).mkdir()
+        file = write_cluster(tmp_path / "cluster.toml", **{entry.name: text})
+        job = ["--cluster", str(file), "--nodes", "1", *RUN]
+        refused_or_inert(job, entry.name, text, tmp_path / entry.name, capsys)
+    (run := tmp_path / "run.toml").write_text(f"[checkpoint]\nsave = {json.dumps(text)}\n")
+    job = ["--cluster", str(CLUSTERS / "h100_pod.toml"), "--nodes", "1", "--name", "x", RUN[0], "--config", str(run)]
+    (tmp_path / "run").mkdir()
+    refused_or_inert(job, f"{run}: save" if not text.isprintable() else "", text, tmp_path / "run", capsys)
+
+
+def test_a_value_that_is_new_is_checked_like_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build, options = submit.build_parser, submit.options
+
+    def with_another() -> ArgumentParser:
+        parser = build()
+        parser.add_argument("--queue")
+        return parser
+
+    monkeypatch.setattr(submit, "build_parser", with_another)
+    monkeypatch.setattr(submit, "options", lambda args, *given: options(args, *given) | {"queue": args.queue})
+    job = ["--cluster", str(CLUSTERS / "h100_pod.toml"), "--nodes", "1", f"--queue={HOSTILE[0]}", *RUN]
+    refused_or_inert(job, "queue", HOSTILE[0], tmp_path, capsys)
+    monkeypatch.setattr(submit, "check_text", lambda *_, **__: None)
+    with pytest.raises(AssertionError):
+        refused_or_inert(job, "queue", HOSTILE[0], tmp_path, capsys)
+
+
+@pytest.mark.parametrize("text", ["a b", "a;b", "a\nb", "a$(b)", "a\u2028b", "a'b"])
+def test_a_virtual_cluster_takes_no_text_that_its_files_cannot_hold(text: str, tmp_path: Path) -> None:
+    with pytest.raises(VirtualError, match=r"does not go into a slurm\.conf"):
+        start(tmp_path / text)
+    with pytest.raises(VirtualError, match=r"does not go into a slurm\.conf"):
+        start(tmp_path / "x", kinds=[text])
+    assert list(tmp_path.iterdir()) == []

@@ -15,13 +15,13 @@ import pytest
 from slurm import submit
 from tests.endings import end
 from tests.pretraining import TINY
-from tests.slurm.cluster import missing, virtual_cluster
+from tests.slurm.cluster import PROGRAMS, missing, virtual_cluster
 from tests.slurm.test_submit import CLUSTERS, RUN
 from tests.starts import wait_until
 from train.watching.metrics import METRICS, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no virtual cluster: {missing()}")
+pytestmark = [pytest.mark.slurm, pytest.mark.needs(*PROGRAMS, unless=missing)]
 EXACT = ("iteration", "lm_loss", "grad_norm", "consumed_samples")
 LAST = 40
 

@@ -66,10 +66,9 @@ def test_calls_are_added_but_for_those_of_torch_and_of_versions(monkeypatch: pyt
     ]
 
 
+@pytest.mark.needs("gcc", "as", "ld")
 def test_the_library_allocates_copies_and_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
-    if shutil.which("gcc") is None:
-        pytest.skip("there is no gcc")
     monkeypatch.setenv("CUDA_STUB_GPUS", "3")
     path = tmp_path / "stub.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", path, stub.SOURCE, "-ldl", "-lpthread"], check=True)

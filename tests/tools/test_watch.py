@@ -138,3 +138,16 @@ def test_a_job_belongs_to_the_run_that_keeps_its_logs(tmp_path: Path, monkeypatc
     lines, runs = zip(*watch.queue(), strict=True)
     assert lines[0] == "job 17_0 (x): running node1", "an array's job as squeue writes it"
     assert runs == (here / "runs/x", far, far / "2", None, here / "runs/x", here / "runs/x")
+
+
+def test_what_squeue_says_stays_a_line_and_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = "17\\t17\\ta\\033[2J\\tRUNNING\\tnode1\\t/x\\t$(touch FOUND)"
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\nprintf '{job}\\n18\\ttwo\\nlines\\n'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    shown = watch.screen([], True, 80)
+    assert shown.split("\n\n") == [
+        "job 17 (a?[2J): running node1",
+        "no job as squeue writes it: 18?two",
+        "no job as squeue writes it: lines",
+    ]

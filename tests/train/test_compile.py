@@ -19,6 +19,7 @@ import torch
 from pretrain_gpt import main
 from runtime.ranks import run_ranks
 from tests.pretraining import DIT, TINY, differences, dit_on_rank
+from tests.programs import on_path
 from tools.training import PEAK
 from train.config.common import validate_run
 from train.config.flags import ConfigError
@@ -96,7 +97,7 @@ def compare(train: Callable[..., Any], mesh: str, data: Path, folder: Path, *sma
     metrics = []
     for more in ((), ("--compile",)):
         save = folder / f"run{len(more)}"
-        graphs = run_ranks(train, ranks, [*given, *flags, *smaller, "--save", str(save), *more])
+        graphs = run_ranks(on_path(train), ranks, [*given, *flags, *smaller, "--save", str(save), *more])
         metrics.append(read_metrics(save / METRICS))
     bound = 2e-2 if mesh == "bf16" else BOUND  # a compiled layer rounds fewer values in between
     assert differences(metrics[1], metrics[0]) <= bound
@@ -106,6 +107,7 @@ def compare(train: Callable[..., Any], mesh: str, data: Path, folder: Path, *sma
         assert (breaks > 0) == ("chunks" in mesh)
 
 
+@pytest.mark.needs("g++")
 @pytest.mark.parametrize("mesh", ["exchange, documents", pytest.param("lasp", marks=pytest.mark.slow)])
 def test_traced_layers_compute_the_same(mesh: str, default_data: Path, tmp_path: Path) -> None:
     smaller = ("--num-layers", "1", "--global-batch-size", "2", "--save-interval", "none", "--eval-iters", "0")
@@ -113,18 +115,20 @@ def test_traced_layers_compute_the_same(mesh: str, default_data: Path, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.needs("g++", "as", "ld")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_compiled_layers_compute_the_same(mesh: str, default_data: Path, tmp_path: Path) -> None:
     compare(compiled_graphs, mesh, default_data, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.needs("g++", "as", "ld")
 def test_a_diffusion_transformer_is_compiled_too(tmp_path: Path) -> None:
     losses = []
     for more in ((), ("--compile",)):
         save = tmp_path / f"run{len(more)}"
         words = ("--train-iters", "3", "--context-parallel-size", "2", "--context-parallel-method", "ring")
-        run_ranks(dit_on_rank, 2, [*DIT, "--save", str(save), *words, *more])
+        run_ranks(on_path(dit_on_rank), 2, [*DIT, "--save", str(save), *words, *more])
         losses.append([record["diffusion_loss"] for record in read_metrics(save / METRICS)])
     assert losses[1] == pytest.approx(losses[0], rel=BOUND)
 

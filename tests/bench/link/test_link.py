@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -30,16 +29,15 @@ ROOT = Path(__file__).resolve().parents[3]
 WITHIN_PROTOCOL = 1.10
 
 
-def not_permitted() -> str | None:
+def not_permitted() -> str:
     try:
         check_permission()
     except NetworkError as error:
         return str(error)
-    return None
+    return ""
 
 
-REASON = not_permitted()
-permitted = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+permitted = pytest.mark.needs("ip", "tc", unless=not_permitted)
 
 
 def namespaces(*processes: int) -> set[str]:
@@ -249,7 +247,7 @@ def test_an_interrupted_bench_leaves_nothing(
     assert subprocess.run(["ip", "netns", "list"], capture_output=True, check=True).stdout == named
 
 
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv of util-linux takes privileges away")
+@pytest.mark.needs("ip", "tc", "setpriv")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root has privileges to take away")
 def test_without_permission_it_says_what_it_needs() -> None:
     drop = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"]

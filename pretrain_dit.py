@@ -9,22 +9,19 @@ if __name__ == "__main__":  # before torch, whose import takes seconds in which 
     end_with_launcher()
 
 from collections.abc import Callable
-from functools import partial
 
 import torch.distributed as dist
 
 from data.latents.dataset import build_latent_datasets
-from model.attention import Attend
 from model.dit import DiT, dit_flops_per_patch, initial_dit_weight, num_dit_parameters
 from model.dit_config import architecture_of
-from parallel.context import ContextParallel
 from parallel.mesh import Mesh, distributed_mesh
 from planner.complete import as_asked, with_method
 from planner.dry_run import dry_run
 from planner.resize import sized
 from runtime.signals import listening
 from runtime.together import from_first, is_first, raise_together
-from train.assemble import build_parts, build_runner, summary
+from train.assemble import Run
 from train.attention import diffusion_context
 from train.config.common import with_joined_ranks
 from train.config.diffusion import DiTRunConfig, diffusion_of, parse_args, validate
@@ -32,10 +29,9 @@ from train.ema import Ema
 from train.loop import Trainer
 from train.objectives.diffusion import Denoising
 from train.optim import build_optimizer
-from train.resume import resume
+from train.resume import find_start
 from train.run import open_log, owning, run_entry
 from train.sampling import Sampler, picture_writer
-from train.watching.replay import replay, replaying
 
 
 def main(arguments: list[str], peak_flops: float | None = None) -> None:
@@ -44,9 +40,9 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     Args:
         peak_flops: FLOP/s that MFU is measured against; by default what a process can reach.
     """
-    config = replaying(parse_args(arguments))
+    config = parse_args(arguments)
     if config.dry.dry_run:
-        dry_run(arguments, config, "pretrain_dit.py", validate, computing)
+        dry_run(arguments, config, "pretrain_dit.py", validate, resolve)
         return
     with (
         listening() as notice,
@@ -54,89 +50,72 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
         distributed_mesh(config.mesh) as mesh,
         owning(config),
     ):
-        trainer = build_trainer(config, mesh, peak_flops, asked)
-        if config.health.replay_step is None:
-            trainer.run(notice)
-        else:
-            replay(trainer)
+        build_trainer(config, mesh, peak_flops, asked).train(notice)
 
 
 def build_trainer(
     config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = None, asked: DiTRunConfig | None = None
 ) -> Trainer:
     """Build and load everything for training; collective. ``asked``: as ``planner.resize.sized`` yields it."""
-    processes = dist.get_world_size()
-    asked, config = asked or config, with_method(with_joined_ranks(config, processes), processes)
-    with raise_together():
-        cp, attend = diffusion_context(config, mesh.cp.get_group())
-    model, seed = config.model, config.train.seed
-    train_data, valid_data = build_latent_datasets(config.data, model.latent_shape, model.num_classes, seed)
+    asked, processes = asked or config, dist.get_world_size()
+    config = with_method(with_joined_ranks(config, processes), processes)
+    start = find_start(config, architecture_of(config.model), from_first(config.contents))
+    run = resolve(start.config, mesh)
+    model, train = run.config.model, run.config.train
+    train_data, valid_data = build_latent_datasets(run.config.data, model.latent_shape, model.num_classes, train.seed)
 
-    parts = model_parts(config, mesh, attend)
-    optimizer = build_optimizer(config.optimizer, *parts)
-    ema = Ema(config.ema.ema_decay, parts) if config.ema.ema_decay else None
-    architecture = architecture_of(model)
-    contents = from_first(config.contents)
-    scheduled, progress = resume(config, parts, optimizer, architecture, contents, ema)
+    optimizer = build_optimizer(run.config.optimizer, *run.parts)
+    ema = Ema(run.config.ema.ema_decay, run.parts) if run.config.ema.ema_decay else None
+    start.load(run.parts, optimizer, ema)
     flops = dit_flops_per_patch(model)
-    objective = Denoising(cp, mesh.device, model, diffusion_of(config), seed, joined=config.packed)
     if is_first():
-        print(described(config, mesh), flush=True)
+        print(described(run), flush=True)
     return Trainer(
-        config=scheduled,
-        mesh=mesh,
-        runner=build_runner(config, mesh, parts, objective),
+        run=run,
+        start=start,
         optimizer=optimizer,
-        objective=objective,
         train_data=train_data,
-        valid_data=valid_data if config.train.eval_iters else None,
-        architecture=architecture,
+        valid_data=valid_data if train.eval_iters else None,
         flops_per_token=lambda length: flops,
-        log=open_log(as_asked(config, asked), progress),
+        log=open_log(as_asked(config, asked), start.progress),
         ema=ema,
-        after_validation=pictures(config, mesh, cp, parts),
-        progress=progress,
-        contents=contents,
-        peak_flops=peak_flops,
+        after_validation=pictures(run),
+        peak_flops=peak_flops or 0.0,
     )
 
 
-def computing(config: DiTRunConfig, mesh: Mesh) -> tuple[Denoising, Callable[[], list[DiT]]]:
-    """Return the objective, and what builds this rank's parts of the model; collective."""
-    cp, attend = diffusion_context(config, mesh.cp.get_group())
-    seed, joined = config.train.seed, config.packed
-    objective = Denoising(cp, mesh.device, config.model, diffusion_of(config), seed, joined=joined)
-    return objective, partial(model_parts, config, mesh, attend)
-
-
-def model_parts(config: DiTRunConfig, mesh: Mesh, attend: Attend) -> list[DiT]:
-    """Build this rank's part of the model, with weights, for each of its pipeline stages."""
+def resolve(config: DiTRunConfig, mesh: Mesh) -> Run[DiTRunConfig]:
+    """Resolve what a complete configuration computes, and how; collective."""
     from parallel.tensor.split import split_dit  # DTensor, which a refused command line need not wait for
 
-    model = config.model
-    return build_parts(
-        config,
-        mesh,
+    model, seed = config.model, config.train.seed
+    with raise_together():
+        cp, attend = diffusion_context(config, mesh.cp.get_group())
+    return Run(
+        config=config,
+        mesh=mesh,
+        cp=cp,
+        objective=Denoising(cp, mesh.device, model, diffusion_of(config), seed, joined=config.packed),
         build=lambda: DiT(model, attend),
         split=lambda part: split_dit(part, mesh.tp),
-        weight_of=lambda name, shape, part: initial_dit_weight(model, name, shape, config.train.seed, part),
+        weight_of=lambda name, shape, part: initial_dit_weight(model, name, shape, seed, part),
     )
 
 
-def pictures(config: DiTRunConfig, mesh: Mesh, cp: ContextParallel, parts: list[DiT]) -> Callable[[int], None] | None:
+def pictures(run: Run[DiTRunConfig]) -> Callable[[int], None] | None:
     """Return a function that draws samples after a validation; None if the run has no folder for them."""
-    seed, model, sampling = config.train.seed, config.model, config.sampling
+    config, model, sampling = run.config, run.config.model, run.config.sampling
     joined = config.train.micro_batch_size if config.packed else None
-    sampler = Sampler(parts, mesh, cp, model, diffusion_of(config), sampling, seed, joined)
+    sampler = Sampler(run.parts, run.mesh, run.cp, model, diffusion_of(config), sampling, config.train.seed, joined)
     return picture_writer(sampler, sampling, model.num_classes, config.checkpoint.save, config.train.micro_batch_size)
 
 
-def described(config: DiTRunConfig, mesh: Mesh) -> str:
+def described(run: Run[DiTRunConfig]) -> str:
     """Describe the run in one line: the model, the mesh and the data."""
-    model = config.model
+    model = run.config.model
     latents = f"latents of {' x '.join(map(str, model.latent_shape))} in {model.num_patches} patches"
     title = f"DiT of {num_dit_parameters(model):,} parameters"
-    return summary(config, mesh, title, config.context.title, latents)
+    return run.summary(title, run.config.context.title, latents)
 
 
 if __name__ == "__main__":

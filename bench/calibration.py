@@ -23,7 +23,7 @@ from parallel.context.executor import Executor
 from runtime.errors import UserError
 from runtime.machine import time_steps, usable_cores
 from runtime.together import gather_results
-from train.watching.peak import peak_flops
+from train.watching.progress import peak_flops
 
 Figures = dict[str, tuple[Any, str]]
 """Value, and how it was measured, by key of a cluster file."""

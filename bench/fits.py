@@ -9,12 +9,10 @@ that step allocate at its peak; predicted is ``planner.rehearsal``, which starts
 """
 
 import statistics
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
 
 import pretrain_dit
 import pretrain_gpt
@@ -72,19 +70,19 @@ CASES: dict[str, tuple[int, str]] = {
 def configured(flags: str) -> tuple[Any, Any]:
     """Return a case's configuration, and what builds it."""
     config = parsed(flags.split())
-    return config, (pretrain_gpt if isinstance(config, Config) else pretrain_dit).computing
+    return config, (pretrain_gpt if isinstance(config, Config) else pretrain_dit).resolve
 
 
 def measured(rank: int, world_size: int, flags: str) -> int:
     """Return the bytes of this rank at the peak of a real step, the second; collective."""
-    config, computing = configured(flags)
+    config, resolve = configured(flags)
     with distributed_mesh(config.mesh) as mesh:
-        objective, parts_of = computing(config, mesh)
-        parts: Sequence[nn.Module] = parts_of()
+        run = resolve(config, mesh)
+        objective, parts = run.objective, run.parts
         optimizer = build_optimizer(config.optimizer, *parts)
         averaged = getattr(getattr(config, "ema", None), "ema_decay", None)
         averages = Ema(averaged, parts).weights.values() if averaged else ()
-        runner = build_runner(config, mesh, parts, objective)
+        runner = build_runner(run)
         size, count = config.train.micro_batch_size, config.train.micro_batches(mesh.dp.size())
         batches = [objective.local(objective.blank(size)) for _ in range(count)]
         runner.forward_backward(batches, 1)
@@ -104,10 +102,10 @@ def measured(rank: int, world_size: int, flags: str) -> int:
 
 def compare(processes: int, flags: str) -> dict[str, Any]:
     """Return predicted and measured bytes of the process that takes most, and the prediction's relative error."""
-    config, computing = configured(flags)
+    config, resolve = configured(flags)
     stages = config.mesh.pipeline_model_parallel_size
     ranks = {*range(0, processes, processes // stages), processes - 1}
-    predicted = {rank: rehearse(config, computing, rank, processes, per_node=processes) for rank in sorted(ranks)}
+    predicted = {rank: rehearse(config, resolve, rank, processes, per_node=processes) for rank in sorted(ranks)}
     real = run_ranks(measured, processes, flags)
     most = max(predicted.values(), key=lambda one: one.bytes)
     return {

@@ -141,7 +141,7 @@ def train(rank: int, world_size: int, flags: Sequence[str], dropped: bool = Fals
         plain = state.passages
         state.passages = lambda *given: tuple(replace(one, source=None, target=None) for one in plain(*given))  # type: ignore[assignment]
     with trainer_of(pretrain_gpt, flags, log) as trainer:
-        trainer.run()
+        trainer.train()
     return [record["lm_loss"] for record in log.records]
 
 

@@ -94,7 +94,7 @@ def train(
     if samples is not None:
         feed(samples, notes)
     with trainer_of(pretrain_dit if diffusion else pretrain_gpt, flags, log) as trainer:
-        mesh = trainer.mesh
+        mesh = trainer.run.mesh
         if samples is None:
             trainer.train_data = Masked(trainer.train_data)
         else:
@@ -102,7 +102,7 @@ def train(
         send = mesh.dp_cp.get_local_rank() == mesh.tp.get_local_rank() == 0
         found.keep("loaded" if trainer.progress.iteration else "initial", state(trainer), send)
         _watch(trainer, found, send, notes)
-        trainer.run()
+        trainer.train()
         found.keep("final", weights(trainer), send)
     found.memory_mb = _peak_mb() - before
     return found

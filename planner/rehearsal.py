@@ -25,16 +25,15 @@ from planner.gpu_shapes import WORKSPACES, rms_norm, rotate
 from planner.recorder import Recorder, Rehearsal
 from runtime.errors import UserError
 from runtime.processes import join
-from train.assemble import build_runner, hidden_states
+from train.assemble import Run, build_runner
 from train.config.common import CommonConfig
 from train.config.entries import DiTRunConfig
 from train.ema import Ema
-from train.objectives.base import Objective
 from train.optim import build_optimizer
 
 C = TypeVar("C", bound=CommonConfig)
-Build = Callable[[C, Mesh], tuple[Objective, Callable[[], Sequence[nn.Module]]]]
-"""A configuration and a mesh -> the objective, and what builds this rank's parts of the model."""
+Build = Callable[[C, Mesh], Run[C]]
+"""A configuration and a mesh -> what a run of them resolves before it builds anything."""
 ROUNDS = 3
 """Of a schedule's rounds of micro-batches: those after them hold no more."""
 
@@ -92,22 +91,22 @@ def rehearse(
         backend: Any = "chunked" if getattr(config.model, "linear_attention", False) else "auto"
         config = replace(config, context=replace(config.context, attention_backend=backend))
     with standing_for(rank, world_size, per_node), distributed_mesh(on_cpu) as mesh:
-        objective, parts_of = build(config, mesh)
-        blank = objective.blank(config.train.micro_batch_size)
+        run = build(config, mesh)
+        blank = run.objective.blank(config.train.micro_batch_size)
         if documents and "starts" in blank:
             blank["starts"].view(-1)[list(documents[:-1])] = True
-        batch = objective.local(blank)
+        batch = run.objective.local(blank)
         entries = getattr(config.model, "vocab_size", None) or 0
         recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size), tell)
         # The CPU takes few rows of logits at once, which are many operators for a large vocabulary.
         device = device or config.mesh.device_type
         with patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[device]), _kernels_of(device), recorder.recording():
-            parts = parts_of()
+            parts = run.parts
             averaged = isinstance(config, DiTRunConfig) and config.ema.ema_decay
             averages = Ema(averaged, parts) if averaged else None  # they lie there meanwhile
             optimizer = build_optimizer(config.optimizer, *parts)
             recorder.kind = "passing"
-            count = _pass_through(config, mesh, parts, objective, batch, recorder)
+            count = _pass_through(run, batch, recorder)
             gradients = _gradients(config, mesh, parts)
             recorder.kind, recorder.doing = "optimizer", "the optimizer's step"
             optimizer.step()
@@ -128,14 +127,7 @@ def _kernels_of(device: str) -> Iterator[None]:
         yield
 
 
-def _pass_through(
-    config: CommonConfig,
-    mesh: Mesh,
-    parts: Sequence[nn.Module],
-    objective: Objective,
-    batch: dict[str, Tensor],
-    recorder: Recorder,
-) -> int:
+def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> int:
     """Take a micro-batch forward and backward through the stages; return the number of micro-batches, 1.
 
     An interleaved schedule takes several through, in its order, which decides what is there at once.
@@ -143,8 +135,9 @@ def _pass_through(
     Raises:
         UserError: a stage's output is not what the next one takes.
     """
+    config, mesh, objective, parts = run.config, run.mesh, run.objective, run.parts
     name, ranks = objective.first_input(config.train.micro_batch_size)[0], mesh.pp.size()
-    hidden, peers = hidden_states(config, mesh, objective), dist.get_process_group_ranks(mesh.pp.get_group())
+    hidden, peers = run.hidden_states, dist.get_process_group_ranks(mesh.pp.get_group())
     own = dict(zip(config.pipeline.own(mesh.pp.get_local_rank(), ranks), parts, strict=True))
     last = config.pipeline.stages(ranks) - 1
     runner: Any = None
@@ -152,8 +145,7 @@ def _pass_through(
     actions: Iterable[tuple[int, str, int]] = [(s, "F", 0) for s in own] + [(s, "B", 0) for s in reversed(own)]
     if not config.pipeline.single:
         count = _few_rounds(config.train.micro_batches(mesh.dp.size()), ranks)
-        train = replace(config.train, global_batch_size=count * config.train.micro_batch_size * mesh.dp.size())
-        runner = build_runner(replace(config, train=train), mesh, parts, objective)
+        runner = build_runner(run, count)
         order = runner.schedule.pipeline_order[mesh.pp.get_local_rank()]
         actions = [(one.stage_index, one.computation_type.value, one.microbatch_index) for one in order if one]
     waiting: dict[tuple[int, int], _Waiting] = {}

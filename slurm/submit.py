@@ -238,10 +238,9 @@ def _value(flags: Sequence[str], flag: str) -> str | None:
 
 def _refuse(config: Any, more: str) -> None:
     """Raise SubmitError for what the entry takes and a job cannot do; ``more`` is this run's word of an array."""
-    by_hand = {"dry_run": config.dry.dry_run, "replay_step": config.health.replay_step is not None}
-    for name in (name for name, given in by_hand.items() if given):
+    if config.dry.dry_run:
         raise SubmitError(
-            f"{name} is among the run's flags, and a job trains until the run is finished; start the entry with it by "
+            "dry_run is among the run's flags, and a job trains until the run is finished; start the entry with it by "
             "hand (--dry-run before the entry prints the job's script)"
         )
     if any(word.partition("=")[0] == "--save" for word in shlex.split(more)):

@@ -17,11 +17,16 @@ from data.tokenizer import load_tokenizer
 from kernels.loss import cross_entropy_sum
 from model.registry import build_model
 from runtime.ranks import run_ranks
+from runtime.signals import Notice
+from runtime.watchdog import Watchdog
 from tests.data.text.corpora import write_documents
 from tests.parallel.whole import gradients_of
 from tools.training import Records, trainer_of
+from train.batches import summed
 from train.config.language import parse_args
 from train.loop import Trainer
+from train.watching.stop import StopAgreement
+from train.watching.validation import Validation
 
 VOCABULARY, LENGTH, ROWS = 2048, 61, 4
 """The length is divisible by no number of ranks."""
@@ -84,13 +89,13 @@ def steps_on_rank(
 
 
 def _step(trainer: Trainer, change: Change) -> Step:
-    batching = trainer._batching
-    step = [change(batch) for batch in next(batches(trainer.train_data, batching, 0))]
-    micro_batches, valid, _ = trainer._next_step(iter([[trainer.objective.local(batch) for batch in step]]))
-    loss = trainer._over_all(trainer.runner.forward_backward(micro_batches, valid)).item()
+    step = [change(batch) for batch in next(batches(trainer.train_data, trainer.batches.batching, 0))]
+    taken = trainer.batches.take(iter([[trainer.run.objective.local(batch) for batch in step]]))
+    assert taken is not None
+    loss = summed(trainer.runner.forward_backward(taken.micro_batches, taken.valid), trainer.run.mesh).item()
     gradients = {name: x for part in trainer.runner.parts for name, x in gradients_of(part).items()}
     trainer.optimizer.zero_grad(set_to_none=True)
-    return Step(loss, gradients, valid)
+    return Step(loss, gradients, taken.valid)
 
 
 def over_ranks(
@@ -110,7 +115,17 @@ def validation_on_rank(rank: int, world_size: int, flags: Sequence[str]) -> floa
     """Return the loss over the validation samples of the weights at the start."""
     with trainer_of(pretrain_gpt, [*TINY, *flags], Records()) as trainer:
         assert trainer.valid_data is not None
-        return trainer._validate(trainer.valid_data)["validation_loss"]
+        validation = Validation(
+            run=trainer.run,
+            runner=trainer.runner,
+            batches=trainer.batches,
+            data=trainer.valid_data,
+            iteration=0,
+            log=None,
+            stop=StopAgreement(Notice(), None),
+            watchdog=Watchdog(0, 0, None),
+        )
+        return validation.validate(0)["validation_loss"]
 
 
 def alone(flags: Sequence[str], validation: bool = False) -> Step:

@@ -13,12 +13,14 @@ import pytest
 
 from checkpoint import saving
 from checkpoint.search import POINTER, find_checkpoint
+from parallel.pipeline.runner import Runner
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.runtime.test_signals import runs
 from tests.starts import PATIENCE, wait_until
 from train.loop import Trainer
 from train.watching.metrics import METRICS, read_metrics
+from train.watching.validation import Validation
 
 ROOT = Path(__file__).parents[1]
 EXACT = ("iteration", "lm_loss", "grad_norm", "validation_loss")
@@ -64,28 +66,30 @@ def told_on_rank(rank: int, world_size: int, arguments: list[str], where: str, n
         return with_signal
 
     trainers: list[Trainer] = []
-    plain_run = Trainer.run
+    plain_train = Trainer.train
 
-    def run(trainer: Trainer, notice: Any = None) -> None:
+    def train(trainer: Trainer, notice: Any = None) -> None:
         trainers.append(trainer)
-        plain_run(trainer, notice)
+        plain_train(trainer, notice)
 
     def at() -> int:
         return trainers[0].progress.iteration
 
-    Trainer.run = run  # type: ignore[method-assign]
+    Trainer.train = train  # type: ignore[method-assign]
     if where == "save_checkpoint":
         saving.save_checkpoint = then(saving.save_checkpoint)
+    elif where == "validation":
+        Validation._loss = then(Validation._loss)  # type: ignore[method-assign]
     else:
-        setattr(Trainer, where, then(getattr(Trainer, where)))
+        Runner.forward_backward = then(Runner.forward_backward)  # type: ignore[method-assign]
     return on_rank(rank, world_size, arguments)
 
 
 @pytest.mark.parametrize(
     ("where", "number", "validated"),
     [
-        ("_evaluate", signal.SIGUSR1, False),
-        pytest.param("_forward_backward", signal.SIGTERM, False, marks=pytest.mark.slow),
+        ("validation", signal.SIGUSR1, False),
+        pytest.param("forward_backward", signal.SIGTERM, False, marks=pytest.mark.slow),
         pytest.param("save_checkpoint", signal.SIGHUP, True, marks=pytest.mark.slow),
     ],
 )

@@ -17,7 +17,7 @@ from runtime.errors import UserError
 from tests.pretraining import differences, pretrain
 from tools.convert_hf import export_model, import_model
 from train.config.language import load_config, parse_args
-from train.resume import resume
+from train.resume import find_start
 
 BOUND = 2e-6
 STEPS = ("--train-iters", "3", "--seq-length", "128")
@@ -120,7 +120,7 @@ def test_a_hugging_face_folder_that_is_not_this_model_is_refused(imported: list[
         config = parse_args(["--config", str(imported[0] / "config.toml"), "--load", f"hf:{folder}", *flags])
         model = build_model(config.model)
         optimizer = torch.optim.SGD(model.parameters())
-        resume(config, [model], optimizer, architecture_of(config.model), {})
+        find_start(config, architecture_of(config.model), {}).load([model], optimizer)
 
     theirs = imported[0].parent / "theirs"
     begun(theirs, "--finetune")

@@ -1,15 +1,19 @@
 """The models of linear attention train as one process does, over ranks too, and go on from their checkpoints."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY, differences, pretrain
 from tools.training import PEAK
+from train import loop
 from train.config.language import parse_args
 
 BOUND = 1e-5
@@ -70,22 +74,27 @@ def train_with_an_overflow(rank: int, world_size: int, arguments: list[str]) -> 
     config = parse_args(arguments)
     with distributed_mesh(config.mesh) as mesh:
         trainer = build_trainer(config, mesh, PEAK)
-        plain, norms = trainer._forward_backward, []
+        plain, reduce, norms = trainer.runner.forward_backward, loop.reduce_and_clip, []
         weights = [p for name, p in trainer.runner.parameters().items() if name.endswith(("wk.weight", "wv.weight"))]
 
-        def forward_backward(micro_batches: list, valid: int) -> tuple[float, float]:
+        def forward_backward(micro_batches: Sequence, valid: int) -> Tensor:
             before = [weight.detach().clone() for weight in weights]
             if trainer.progress.iteration == 3:
                 for weight in weights:
                     weight.detach().mul_(1e25)
-            loss, norm = plain(micro_batches, valid)
+            loss = plain(micro_batches, valid)
             for weight, good in zip(weights, before, strict=True):
                 weight.detach().copy_(good)
+            return loss
+
+        def reduced(*of: Any) -> tuple[float, float]:
+            loss, norm = reduce(*of)
             norms.append(norm)
             return loss, norm
 
-        trainer._forward_backward = forward_backward  # type: ignore[method-assign]
-        trainer.run()
+        trainer.runner.forward_backward = forward_backward  # type: ignore[method-assign]
+        loop.reduce_and_clip = reduced
+        trainer.train()
     return trainer.progress.skipped_iterations, norms
 
 

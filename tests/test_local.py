@@ -11,8 +11,9 @@ import pytest
 
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
-from train.loop import Trainer
 from train.watching.metrics import METRICS, read_metrics
+from train.watching.moments import Step
+from train.watching.saving import Saving
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")
 
@@ -28,17 +29,17 @@ def _on_node(rank: int, size: int, arguments: list[str], nodes: str, at: int | N
 
     With --async-save each iteration waits for what goes on beside it.
     """
-    report, beside = Trainer._report, "--async-save" in arguments
+    save, beside = Saving.after, "--async-save" in arguments
 
-    def then_die(trainer: Trainer, *args: object) -> None:
-        report(trainer, *args)  # type: ignore[arg-type]
+    def unless_killed(saving: Saving, step: Step) -> None:
         if beside:
-            assert trainer._saves._background is not None
-            assert trainer._saves._background._beside.done(300)
-        if rank == size - 1 and trainer.progress.iteration == at:
+            assert saving.saves._background is not None
+            assert saving.saves._background._beside.done(300)
+        if rank == size - 1 and step.iteration == at:
             os.kill(os.getpid(), signal.SIGKILL)
+        save(saving, step)
 
-    Trainer._report = then_die  # type: ignore[assignment, method-assign]
+    Saving.after = unless_killed  # type: ignore[method-assign]
     folder = f"{nodes}{2 * rank // size}"
     every = "1" if size == 2 or beside else "3"
     tier = ["--non-persistent-save-interval", every, "--non-persistent-local-ckpt-dir", folder]

@@ -32,11 +32,11 @@ def of_the_first_tokens(rank: int, world_size: int, arguments: list[str]) -> tup
         ((batch,),) = islice(batches(trainer.train_data, Batching(global_batch_size=1, micro_batch_size=1), 0), 1)
         labels = batch["labels"].clone()
         labels[:, FIRST:] = -100
-        total = trainer.runner.forward([trainer.objective.local(batch | {"labels": labels})])
+        total = trainer.runner.forward([trainer.run.objective.local(batch | {"labels": labels})])
         dist.all_reduce(total)
         if rank:
             return total.item() / FIRST, 0.0, 0.0
-        model = build_model(trainer.config.model)
+        model = build_model(trainer.run.config.model)
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight.copy_(initial_weight(model.config, name, weight.shape, config.train.seed))

@@ -24,7 +24,7 @@ from tests.pretraining import differences
 from tools.cases import Case
 from tools.convert_hf import export_model, import_model, main
 from train.config.language import ConfigError, load_config, parse_args, validate
-from train.resume import resume
+from train.resume import find_start
 
 SHAPE: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 4099}
 KINDS = {
@@ -250,7 +250,7 @@ def test_what_adapters_cannot_begin_with_is_refused_in_a_line(
     ):
         config = parse_args([*flags, "--config", str(base / "config.toml"), "--load", str(load), *more])
         with pytest.raises(CheckpointError, match=said):
-            resume(config, [], torch.optim.SGD([torch.zeros(1)]), architecture_of(config.model), {})
+            find_start(config, architecture_of(config.model), {}).load([], torch.optim.SGD([torch.zeros(1)]))
     assert main(["export", str(base), str(tmp_path / "out"), "--adapter"]) == 1
     assert "adapter is asked for, and lora_rank is not set" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

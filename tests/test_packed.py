@@ -227,7 +227,7 @@ def planned_in(rank: int, world_size: int, runs: list[list[str]]) -> list[list[s
 
         plan.course_of = noting
         with trainer_of(pretrain_gpt, [*TINY, *arguments], Records()) as trainer, redirect_stdout(StringIO()):
-            trainer.run()
+            trainer.train()
         found.append(threads)
     return found
 

@@ -59,14 +59,14 @@ def test_a_diffusion_transformer_goes_on_with_fewer(tmp_path: Path) -> None:
 
 def killed_on_rank(rank: int, world_size: int, arguments: list[str], before: int) -> None:
     """Train; the last rank is killed before an iteration."""
-    plain = Trainer._iteration
+    plain = Trainer.step
 
     def iteration(trainer: Trainer, *given: Any) -> Any:
         if rank == world_size - 1 and trainer.progress.iteration == before - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(trainer, *given)
 
-    Trainer._iteration = iteration  # type: ignore[method-assign]
+    Trainer.step = iteration  # type: ignore[method-assign]
     on_rank(rank, world_size, arguments)
 
 

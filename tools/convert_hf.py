@@ -36,7 +36,7 @@ from train.config.diffusion import load_config as load_dit_config
 from train.config.entries import DiTRunConfig
 from train.config.flags import config_file, write_toml
 from train.config.language import Config, load_config, to_toml
-from train.resume import AVERAGED, IMPORTED, trained
+from train.resume import AVERAGED, IMPORTED, config_as_trained
 from train.run import KEPT
 from train.watching.health import Progress
 
@@ -126,7 +126,7 @@ def _config_of(named: Path, extra: dict[str, Any]) -> Config:
     config = load_config(named)
     if config.model.vocab_size is None:
         config = with_vocabulary(config, load_tokenizer(str(config.data.tokenizer_model)).vocab_size)
-    return trained(config, extra)
+    return config_as_trained(config, extra)
 
 
 def _came_with(run: Path, config: Config) -> Path | None:

@@ -11,7 +11,7 @@ import argparse
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ from parallel.context import ContextParallel
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum
 from planner.complete import complete
-from pretrain_gpt import model_parts
+from pretrain_gpt import resolve
 from runtime.errors import DataError
 from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
@@ -39,7 +39,6 @@ from tools.arguments import parser_for, positive
 from tools.report import markdown, write_results
 from tools.runs import Run, add_mesh, mesh_of, open_run
 from train.assemble import build_runner
-from train.attention import context_of
 from train.config.language import Config, ConfigError, fitted
 from train.config.sizes import validate_sizes
 from train.objectives.language import NextToken
@@ -162,12 +161,11 @@ def buckets(length: int, equal: int | None) -> list[int]:
 
 def losses(run: Run, config: Config, mesh: Mesh, rows: Sequence[np.ndarray], bounds: Sequence[int]) -> list[float]:
     """Return the sums of the losses of all rows, each [S + 1], in each bucket of positions; collective."""
-    with raise_together():
-        cp, attend = context_of(config, mesh.cp.get_group())
-    parts = model_parts(config, mesh, attend)
-    load_model(run.checkpoint, parts, architecture_of(config.model))
-    objective = LossByPosition(cp, mesh.device, config.recompute.loss_chunk_size or CHUNK, bounds)
-    runner = build_runner(config, mesh, parts, objective)
+    resolved = resolve(config, mesh)
+    objective = LossByPosition(resolved.cp, mesh.device, config.recompute.loss_chunk_size or CHUNK, bounds)
+    resolved = replace(resolved, objective=objective)
+    load_model(run.checkpoint, resolved.parts, architecture_of(config.model))
+    runner = build_runner(resolved)
     each, ranks, rank = config.train.micro_batches(mesh.dp.size()), mesh.dp.size(), mesh.dp.get_local_rank()
     started = time.monotonic()
     for begin in range(0, len(rows), each * ranks):

@@ -140,9 +140,9 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     documents = heaviest_documents(config) if known else typical_documents(config, lengths)
     if config.context.context_parallel_method == "auto":
         config = _chosen(config, world_size, cluster, lengths)
-    build: Any = pretrain_dit.computing
+    build: Any = pretrain_dit.resolve
     if isinstance(config, Config):
-        config, build = with_layout(config, cluster), pretrain_gpt.computing
+        config, build = with_layout(config, cluster), pretrain_gpt.resolve
     one = busiest(validated(config, world_size), build, world_size, cluster, documents)
     parts = {name: one.memory[name] for name in CAUSES if one.memory.get(name)}
     fitting, said = verdict([one], cluster)

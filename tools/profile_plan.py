@@ -57,7 +57,7 @@ def _short(config: Config, iterations: int) -> Config:
 def _seconds(config: Config, quiet: bool, peak_flops: float | None) -> float:
     with distributed_mesh(config.mesh) as mesh, redirect_stdout(StringIO()) if quiet else nullcontext():
         trainer = build_trainer(config, mesh, peak_flops)
-        trainer.run()
+        trainer.train()
         log = trainer.log
 
         def median() -> float:

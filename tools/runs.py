@@ -52,7 +52,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     from runtime.errors import DataError
     from train.config.flags import config_file
     from train.config.language import ConfigError, load_config
-    from train.resume import IMPORTED, trained
+    from train.resume import IMPORTED, config_as_trained
     from train.run import KEPT
 
     named = config_file(folder)
@@ -72,7 +72,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
             f"{path} is not the tokenizer that {checkpoint} was trained with (digest {was!s:.8}, now {now:.8}); put "
             f"the old file back, or name it as tokenizer_model in {named}"
         )
-    config = trained(with_vocabulary(config, tokenizer.vocab_size), manifest.extra)
+    config = config_as_trained(with_vocabulary(config, tokenizer.vocab_size), manifest.extra)
     model, imported = config.model, IMPORTED in manifest.extra
     meant = max(model.max_position_embeddings or 0, model.scaled_length) or None
     length = meant if imported else config.train.seq_length  # an import's config.toml has a default there

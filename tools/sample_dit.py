@@ -22,12 +22,11 @@ from data.latents.vae import Vae
 from model.dit_config import architecture_of
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.pipeline.stages import PipelineConfig
-from pretrain_dit import model_parts
+from pretrain_dit import resolve
 from runtime.files import replacing
 from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
 from tools.arguments import parser_for, positive
-from train.attention import diffusion_context
 from train.config.common import LoopConfig
 from train.config.diffusion import DiTRunConfig, diffusion_of, load_config
 from train.config.flags import ConfigError, config_file
@@ -98,11 +97,10 @@ def load_sampler(
     with raise_together():
         if averaged and AVERAGED not in read_manifest(folder).extra:
             raise CheckpointError(f"{folder} keeps no averages of the weights; give --no-ema to take these as trained")
-        cp, attend = diffusion_context(config, mesh.cp.get_group())
-    parts = model_parts(config, mesh, attend)
+    resolved = resolve(config, mesh)
     section = "ema" if averaged else "model"
-    iteration = load_model(folder, parts[0], architecture_of(config.model), section=section).iteration
-    return Sampler(parts, mesh, cp, config.model, diffusion_of(config), sampling, seed), iteration
+    iteration = load_model(folder, resolved.parts[0], architecture_of(config.model), section=section).iteration
+    return Sampler(resolved.parts, mesh, resolved.cp, config.model, diffusion_of(config), sampling, seed), iteration
 
 
 def check_finite(latents: Tensor, checkpoint: Path, guidance: float) -> None:

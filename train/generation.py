@@ -37,7 +37,7 @@ from train.attention import softmax_context
 from train.config.flags import config_file
 from train.config.language import Config, ConfigError, fitted, load_config
 from train.config.sizes import validate_entries
-from train.resume import IMPORTED, trained
+from train.resume import IMPORTED, config_as_trained
 
 
 @contextmanager
@@ -107,7 +107,7 @@ class Writer:
             size = config.model.vocab_size or manifest.architecture["vocab_size"]
             for entries in filter(None, (size, config.model.position_table)):
                 validate_entries(entries, mesh.tp.size())
-            config = trained(replace(config, model=replace(config.model, vocab_size=size)), manifest.extra)
+            config = config_as_trained(replace(config, model=replace(config.model, vocab_size=size)), manifest.extra)
         if choose is not None:
             config = choose(config, dist.get_world_size())
         dtype = dtype or (torch.bfloat16 if mesh.device.type == "cuda" and config.train.bf16 else torch.float32)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.data import Strategy, finish_gradients, untracked_replicas
+from parallel.data import finish_gradients, untracked_replicas
 from parallel.pipeline.runner import Runner
 from runtime.errors import UserError
 from train.host_moments import HostAdamW
@@ -156,9 +156,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, largest: flo
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], largest / norm)
 
 
-def finish_step(
-    runner: Runner, replicas: DeviceMesh, strategy: Strategy, largest: float, loss: Tensor
-) -> tuple[float, float]:
+def reduce_and_clip(runner: Runner, replicas: DeviceMesh, largest: float, loss: Tensor) -> tuple[float, float]:
     """Reduce the gradients that the micro-batches left and clip them; return the loss, and their norm before.
 
     Collective. Both numbers come in one read, the step's only wait for the device.
@@ -166,7 +164,7 @@ def finish_step(
     Raises:
         RuntimeError: part of the model has no gradient.
     """
-    parameters = runner.parameters()
+    parameters, strategy = runner.parameters(), runner.strategy
     missing = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
     if missing:
         raise RuntimeError(f"no gradient reached {', '.join(missing)}: part of the model is not trained")

@@ -1,9 +1,9 @@
 """A run's state in its checkpoints, and what a resumed run loads, keeps and changes."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from train.ema import Ema
 from train.schedule import schedule_of, shortened
 from train.watching.health import Progress
 
-Run = TypeVar("Run", bound=CommonConfig)
 OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 ADAPTED = "lora_"
 REFITTED = ("rotary_base", "rope_scaling_", "window_", ADAPTED)
@@ -44,95 +43,112 @@ AVERAGED = "ema_decay"
 """Key of the averages' decay in a checkpoint with averages of the weights."""
 
 
-def resume(
-    config: Run,
-    model: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    architecture: dict[str, Any],
-    contents: dict[str, str],
-    ema: Ema | None = None,
-) -> tuple[Run, Progress]:
-    """Load the checkpoint of ``--load``, and print its state and changed settings; collective.
+C = TypeVar("C", bound=CommonConfig)
+
+
+@dataclass(frozen=True)
+class Start(Generic[C]):
+    """The beginning of a run: at a checkpoint, with the weights of one, or afresh. Found before anything is built."""
+
+    config: C
+    """With the schedule that the run takes."""
+    architecture: dict[str, Any]
+    contents: dict[str, str]
+    """Digests of the training files, ``config.contents()``."""
+    progress: Progress
+    path: Path | None = None
+    """The checkpoint, or the folder of weights from Hugging Face."""
+    notes: Sequence[str] = ()
+    averaged: float | None = None
+    """The decay of the averages in the checkpoint; None if it has none."""
+
+    def load(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ema: Ema | None = None) -> None:
+        """Load what ``path`` has, and print the run's state and changed settings; collective.
+
+        Raises:
+            UserError: broken, of another architecture, or a model that we do not have.
+        """
+        notes = list(self.notes)
+        if self.path is not None and self.config.checkpoint.finetune:
+            of_run = self.config.checkpoint.hugging_face is None
+            notes[1:1] = (_load_weights if of_run else _load_hugging_face)(self.path, parts, self.architecture)
+        elif self.path is not None:
+            more = {"ema": ema.weights} if ema is not None and self.averaged is not None else None
+            load_checkpoint(self.path, parts, optimizer, self.architecture, more=more)
+            notes[1:1] = _averages(self.averaged, ema)
+        if ema is not None and self.path is not None and (self.averaged is None or self.config.checkpoint.finetune):
+            ema.restart()
+        _tell(notes)
+
+
+def find_start(config: C, architecture: dict[str, Any], contents: dict[str, str]) -> Start[C]:
+    """Find the checkpoint of ``--load``, and check that the run can go on from it; collective.
 
     Without a checkpoint the run starts afresh. With ``--finetune`` only the weights are loaded, and rope and windows
     may be others than they were trained with: no weight's shape depends on them. Adapters begin there, where the
     checkpoint has none. The weights of ``hf:FOLDER`` are read from there, without a checkpoint between.
 
-    Args:
-        contents: the value of ``config.contents()``.
-
-    Returns:
-        The configuration with the resumed schedule, and the run's progress.
-
     Raises:
-        UserError: broken, of another architecture, or missing where required; ``hf:FOLDER`` is no model that we have.
+        UserError: broken, of another objective, or missing where required.
     """
-    path = config.checkpoint.hugging_face or _to_load(config, architecture)
-    if path is None:
-        _tell(shortened(config.optimizer, config.train.train_iters))
-        return config, Progress()
-    if config.checkpoint.finetune:
-        notes = (_load_run if config.checkpoint.hugging_face is None else _load_hugging_face)(path, model, architecture)
-        if ema is not None:
-            ema.restart()
+    path, notes = config.checkpoint.hugging_face, list[str]()
+    if path is None and config.checkpoint.load is not None:
+        path = newest_checkpoint(config.checkpoint)
+        notes += [] if path is not None else [_without_checkpoint(config, architecture)]
+    if path is None or config.checkpoint.finetune:
+        notes += [] if path is None else [f"weights from {path}; all else begins afresh"]
         notes += shortened(config.optimizer, config.train.train_iters)
-        _tell([f"weights from {path}; all else begins afresh", *notes])
-        return config, Progress()
+        return Start(config, architecture, contents, Progress(), path, notes)
     manifest = read_manifest(path)
     _check_adapters(path, manifest.architecture, architecture, begin=False)
     progress = progress_of(path, manifest.extra)
-    _check_aim(path, manifest.extra, config)
+    check_objective(path, manifest.extra, config)
     changed = changes(config, manifest.extra, contents)
     _check_allowed(path, changed, config.checkpoint.allow_changed)
-    config, scheduled = continued(config, path, manifest.extra, progress.iteration)
-    decay = manifest.extra.get(AVERAGED)
-    averaged = ema is not None and decay is not None
-    more = {"ema": ema.weights} if ema is not None and averaged else None
-    load_checkpoint(path, model, optimizer, architecture, more=more)
-    if ema is not None and not averaged:
-        ema.restart()
-    notes = [f"resumed from {path}, {progress.consumed_samples} samples consumed", *_averages(decay, ema)]
+    train = config.train.train_iters
+    optimizer, scheduled = schedule.continued(config.optimizer, train, path, manifest.extra, progress.iteration)
+    notes = [f"resumed from {path}, {progress.consumed_samples} samples consumed"]
     notes += [] if scheduled is None else [scheduled]
-    _tell(notes + [f"note: {line}" for line in changed.values()])
-    return config, progress
+    notes += [f"note: {line}" for line in changed.values()]
+    averaged, config = manifest.extra.get(AVERAGED), replace(config, optimizer=optimizer)
+    return Start(config, architecture, contents, progress, path, notes, averaged)
 
 
-def rolled_back(config: CommonConfig, came: Progress, load: Callable[[CommonConfig], tuple[Any, Progress]]) -> Progress:
+def roll_back(
+    start: Start[CommonConfig],
+    progress: Progress,
+    parts: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    ema: Ema | None = None,
+) -> None:
     """Put the newest checkpoint of ``--save`` in the place of a run's state, and say so; collective.
 
     Args:
-        came: how far the run came; it goes on behind the samples that it has had.
-        load: ``resume`` of the run's model and optimizer with a configuration.
-
-    Returns:
-        Its progress from there.
+        progress: how far the run came; it goes on from the checkpoint behind the samples that it has had.
     """
-    at = replace(config.checkpoint, load=config.checkpoint.save, ckpt_step=None, finetune=False)
-    found = load(replace(config, checkpoint=at))[1]
-    left = came.consumed_samples - found.consumed_samples
-    _tell([f"rolled back from iteration {came.iteration}; the {left} samples since are left out"])
-    return replace(came, iteration=found.iteration, skipped_in_a_row=0)
+    given = start.config.checkpoint
+    at = replace(start.config, checkpoint=replace(given, load=given.save, ckpt_step=None, finetune=False))
+    found = find_start(at, start.architecture, start.contents)
+    found.load(parts, optimizer, ema)
+    left = progress.consumed_samples - found.progress.consumed_samples
+    _tell([f"rolled back from iteration {progress.iteration}; the {left} samples since are left out"])
+    progress.iteration, progress.skipped_in_a_row = found.progress.iteration, 0
 
 
-def _to_load(config: CommonConfig, architecture: dict[str, Any]) -> Path | None:
-    load = config.checkpoint.load
-    if load is None:
-        return None
-    path = newest_checkpoint(config.checkpoint)
-    if path is None:
-        found = config.checkpoint
-        needs = {"finetune": found.finetune, "lora_rank": "lora_rank" in architecture}
-        needs["exit_on_missing_checkpoint"] = found.exit_on_missing_checkpoint
-        if (asked := next((name for name, needed in needs.items() if needed), None)) is not None:
-            raise CheckpointError(
-                f"load is {load}, which holds no checkpoint, and {asked} is set; name a run's folder, or leave the "
-                "flag out to start afresh"
-            )
-        _tell([f"no checkpoint in {load}: starting afresh"])
-    return path
+def _without_checkpoint(config: CommonConfig, architecture: dict[str, Any]) -> str:
+    """Say that the run starts afresh. Raises CheckpointError if it is asked for what only a checkpoint gives."""
+    found = config.checkpoint
+    needs = {"finetune": found.finetune, "lora_rank": "lora_rank" in architecture}
+    needs["exit_on_missing_checkpoint"] = found.exit_on_missing_checkpoint
+    if (asked := next((name for name, needed in needs.items() if needed), None)) is not None:
+        raise CheckpointError(
+            f"load is {found.load}, which holds no checkpoint, and {asked} is set; name a run's folder, or leave the "
+            "flag out to start afresh"
+        )
+    return f"no checkpoint in {found.load}: starting afresh"
 
 
-def _load_run(path: Path, model: Sequence[nn.Module], architecture: dict[str, Any]) -> list[str]:
+def _load_weights(path: Path, model: Sequence[nn.Module], architecture: dict[str, Any]) -> list[str]:
     """Load a checkpoint's weights; return notes on rope and windows that change."""
     fitting, notes = _refitted(path, read_manifest(path).architecture, architecture)
     load_model(path, model, fitting, fresh=is_adapter)
@@ -140,7 +156,7 @@ def _load_run(path: Path, model: Sequence[nn.Module], architecture: dict[str, An
 
 
 def _load_hugging_face(folder: Path, model: Sequence[nn.Module], architecture: dict[str, Any]) -> list[str]:
-    """Do what ``_load_run`` does of a Hugging Face folder: every rank reads each of its weights whole, one by one."""
+    """Do what ``_load_weights`` does of a Hugging Face folder: every rank reads each weight whole, one by one."""
     with raise_together():
         theirs, read = open_hf(folder)
         fitting, notes = _refitted(folder, there := architecture_of(theirs), architecture)
@@ -205,7 +221,7 @@ def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
     return Progress(**progress)
 
 
-def _check_aim(path: Path, extra: dict[str, Any], config: CommonConfig) -> None:
+def check_objective(path: Path, extra: dict[str, Any], config: CommonConfig) -> None:
     """Raise CheckpointError if the checkpoint was trained for another objective."""
     for name, now in config.objective_key().items():
         if (before := extra.get("trained_for", {}).get(name, now)) != now:
@@ -229,8 +245,8 @@ def _averages(before: float | None, ema: Ema | None) -> list[str]:
     return []
 
 
-def kept(config: CommonConfig, contents: dict[str, str]) -> dict[str, Any]:
-    """Return the run's configuration and files for its checkpoints, read by ``continued`` and ``changes``; JSON-able.
+def checkpoint_extra(config: CommonConfig, contents: dict[str, str]) -> dict[str, Any]:
+    """Return the run's configuration and files for its checkpoints, read by ``find_start``; JSON-able.
 
     Args:
         contents: the value of ``config.contents()`` when the run began.
@@ -255,12 +271,6 @@ def settings(config: CommonConfig) -> dict[str, object]:
         "global_batch_size": config.train.batch_size(config.mesh.data_parallel_size(world_size)),
         **config.noted_settings(),
     }
-
-
-def continued(config: Run, path: Path, extra: dict[str, Any], iteration: int) -> tuple[Run, str | None]:
-    """Return the configuration with the schedule that ``train.schedule.continued`` chose, and its note."""
-    optimizer, note = schedule.continued(config.optimizer, config.train.train_iters, path, extra, iteration)
-    return replace(config, optimizer=optimizer), note
 
 
 def changes(config: CommonConfig, extra: dict[str, Any], contents: dict[str, str]) -> dict[str, str]:
@@ -308,7 +318,7 @@ def with_rope_length(config: Config) -> Config:
     return replace(config, model=replace(model, rope_scaling_seq_length=config.train.seq_length))
 
 
-def trained(config: Config, extra: Mapping[str, Any]) -> Config:
+def config_as_trained(config: Config, extra: Mapping[str, Any]) -> Config:
     """Return a run's configuration with the length of rope that its checkpoint, with this ``extra``, was trained at.
 
     A model that no run has trained computes in bfloat16 on cuda, since flash kernels take nothing wider.

@@ -125,7 +125,7 @@ def _serve(
 
 def _train(pipe: Connection, entry: str, arguments: list[str]) -> None:
     with trainer_of(import_module(entry), arguments, _Reporter(pipe)) as trainer:
-        trainer.run()
+        trainer.train()
 
 
 def _profile(pipe: Connection, candidates: list[list[str]], iterations: int) -> None:

@@ -22,6 +22,8 @@ from data.loader import batches
 from model.config import ModelConfig
 from model.hf import config_to_hf
 from tools.training import Records, trainer_of
+from train.batches import summed
+from train.optim import reduce_and_clip
 
 Step = Callable[[], float]
 """One optimizer step on fixed tokens -> its loss."""
@@ -38,20 +40,22 @@ def steps_of(packages: Sequence[str], config: Path, data: Path, flags: Sequence[
     own = ["--config", str(config), "--save", str(data.parent / "run")]
     own += ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
     with trainer_of(pretrain_gpt, [*own, "--context-parallel-size", "1", *flags], Records()) as trainer:
-        step = next(batches(trainer.train_data, trainer._batching, 0))
-        local = [trainer.objective.local(batch) for batch in step]
-        valid = sum(map(trainer.objective.count, local))
+        mesh = trainer.run.mesh
+        step = next(batches(trainer.train_data, trainer.batches.batching, 0))
+        local = [trainer.run.objective.local(batch) for batch in step]
+        valid = sum(int(batch["count"]) for batch in local)
 
         def ours() -> float:
-            loss, _ = trainer._forward_backward(local, valid)
+            loss = summed(trainer.runner.forward_backward(local, valid), mesh)
+            mean, _ = reduce_and_clip(trainer.runner, mesh.dp_cp, trainer.run.config.optimizer.clip_grad, loss)
             trainer.optimizer.step()
             trainer.optimizer.zero_grad(set_to_none=True)
-            return loss
+            return mean
 
         sequences = [(batch["tokens"], batch["labels"]) for batch in local]
         with ExitStack() as given_back:
             length = len(sequences[0][0][0])
-            made = {name: MODELS[name](trainer.config.model, length, given_back) for name in packages}
+            made = {name: MODELS[name](trainer.run.config.model, length, given_back) for name in packages}
             yield {"longmesh": ours} | {name: _step(model, sequences) for name, model in made.items()}
 
 

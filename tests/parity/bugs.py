@@ -22,7 +22,7 @@ from parallel.pipeline.schedule import PipelineRunner
 from parallel.tensor import styles
 from runtime.draws import Part
 from train import loop, optim
-from train.loop import Trainer
+from train.batches import Batches
 from train.objectives.diffusion import Denoising
 from train.objectives.language import NextToken
 
@@ -123,13 +123,16 @@ def layer_not_reduced() -> None:
 
 def local_means() -> None:
     """Divide by each rank's own number of valid tokens, and average the means."""
-    next_step = Trainer._next_step
+    take = Batches.take
 
-    def local(self: Trainer, steps: Any) -> Any:
-        micro_batches, _, flops = next_step(self, steps)
-        return micro_batches, sum(map(self.objective.count, micro_batches)) * self.mesh.dp_cp.size(), flops
+    def local(self: Batches, steps: Any) -> Any:
+        taken = take(self, steps)
+        if taken is None:
+            return None
+        own = sum(int(batch["count"]) for batch in taken.micro_batches)
+        return taken._replace(valid=own * self._run.mesh.dp_cp.size())
 
-    Trainer._next_step = local  # type: ignore[method-assign]
+    Batches.take = local  # type: ignore[method-assign]
 
 
 def alike_shards() -> None:

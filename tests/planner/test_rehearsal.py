@@ -10,7 +10,6 @@ from torch import Tensor
 
 import pretrain_gpt
 from bench.fits import measured
-from model.base import LanguageModel
 from parallel.mesh import Mesh
 from planner import tape
 from planner.recorder import BETWEEN, INSIDE, Recorder, Rehearsal
@@ -18,8 +17,8 @@ from planner.rehearsal import rehearse
 from runtime import draws
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
+from train.assemble import Run
 from train.config.language import Config, parse_args
-from train.objectives.language import NextToken
 
 MODEL = (
     *("--vocab-size", "2048", "--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "8"),
@@ -51,15 +50,16 @@ SMALL = (
 def broken(change: Callable[[Tensor], Tensor]) -> Callable[[Config, Mesh], Any]:
     """Build as the entry does, with the last layer's output changed."""
 
-    def build(config: Config, mesh: Mesh) -> tuple[NextToken, Callable[[], list[LanguageModel]]]:
-        objective, parts_of = pretrain_gpt.computing(config, mesh)
+    def build(config: Config, mesh: Mesh) -> Run[Config]:
+        run = pretrain_gpt.resolve(config, mesh)
 
-        def changed() -> list[LanguageModel]:
-            (part,) = parts_of()
-            [*part.layers][-1].register_forward_hook(lambda module, inputs, out: change(out))
-            return [part]
+        def changed() -> Any:
+            model: Any = run.build()
+            for layer in model.layers:
+                layer.register_forward_hook(lambda module, inputs, out: change(out))
+            return model
 
-        return objective, changed
+        return replace(run, build=changed)
 
     return build
 
@@ -67,7 +67,7 @@ def broken(change: Callable[[Tensor], Tensor]) -> Callable[[Config, Mesh], Any]:
 def test_a_stage_fits_the_next_and_a_wrong_shape_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draws, "generator_of", None)  # no number is drawn
     config = parse_args(SMALL)
-    found = rehearse(config, pretrain_gpt.computing, 0, 4, per_node=2)
+    found = rehearse(config, pretrain_gpt.resolve, 0, 4, per_node=2)
     assert found.memory["optimizer"] == pytest.approx(2 * found.memory["weights"], rel=0.01)
     passed_on = 32 * 16 * 4  # hidden states of half a sequence, to the next node's stage
     assert found.sent[BETWEEN] == passed_on
@@ -84,7 +84,7 @@ def test_documents_decide_what_an_exchange_receives() -> None:
     flags = "--context-parallel-size 4 --context-parallel-method exchange --recompute-granularity full"
     config = parse_args([*MODEL, *flags.split(), "--reset-attention-mask", "--num-layers", "1", "--vocab-size", "64"])
     one, many = (
-        rehearse(config, pretrain_gpt.computing, 0, 4, 4, documents).bytes for documents in (None, range(0, 1025, 64))
+        rehearse(config, pretrain_gpt.resolve, 0, 4, 4, documents).bytes for documents in (None, range(0, 1025, 64))
     )
     assert many < 0.97 * one
 
@@ -93,7 +93,7 @@ def test_for_a_gpu_norms_keep_what_its_kernel_keeps() -> None:
     flags = "--bf16 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 --device cpu"
     flags += " --micro-batch-size 1 --global-batch-size 1 --vocab-size 8192"  # logits are at the peak
     config = parse_args(flags.split())
-    found = {of: rehearse(config, pretrain_gpt.computing, 0, 1, 1, device=of).memory for of in ("cuda", "cpu")}
+    found = {of: rehearse(config, pretrain_gpt.resolve, 0, 1, 1, device=of).memory for of in ("cuda", "cpu")}
     # before and after two norms; queries, keys, values and the output; in the feed-forward
     kept = 4 * 1024 * 2 * (4 * 256 + 4 * 256 + 3 * config.model.ffn_size) + 2 * 1024 * 2 * 256  # the last norm's too
     assert found["cuda"]["activations"] == pytest.approx(kept, rel=0.02)
@@ -105,11 +105,11 @@ def test_what_is_in_host_memory_is_not_on_the_device() -> None:
     flags = "--pipeline-model-parallel-size 2 --global-batch-size 4 --recompute-granularity full --loss-chunk-size 64"
     config = parse_args([*MODEL, *flags.split(), "--num-layers", "8", "--vocab-size", "64"])
     moved = replace(config, recompute=replace(config.recompute, recompute_offload=True))
-    kept, less = (rehearse(one, pretrain_gpt.computing, 0, 2, 2) for one in (config, moved))
+    kept, less = (rehearse(one, pretrain_gpt.resolve, 0, 2, 2) for one in (config, moved))
     assert 6 <= (kept.bytes - less.bytes) / (4 * 1024 * 256) < 8
     assert (kept.host, less.host) == (0, 8 * 4 * 1024 * 256)
     shorter = replace(moved, train=replace(moved.train, seq_length=960))
-    assert rehearse(shorter, pretrain_gpt.computing, 0, 2, 2).host == less.host, "torch pins powers of two"
+    assert rehearse(shorter, pretrain_gpt.resolve, 0, 2, 2).host == less.host, "torch pins powers of two"
 
 
 def test_in_a_zero_bubble_gradients_wait_for_the_weights() -> None:
@@ -119,7 +119,7 @@ def test_in_a_zero_bubble_gradients_wait_for_the_weights() -> None:
 
     def taken(schedule: str, batch: int) -> Rehearsal:
         config = parse_args([*flags, schedule, "--global-batch-size", str(batch)])
-        return rehearse(config, pretrain_gpt.computing, 2, 4, per_node=2)
+        return rehearse(config, pretrain_gpt.resolve, 2, 4, per_node=2)
 
     whole = taken("Interleaved1F1B", 6)
     split, longer = (taken("InterleavedZeroBubble", batch) for batch in (6, 8))
@@ -132,11 +132,11 @@ def test_in_a_zero_bubble_gradients_wait_for_the_weights() -> None:
 def test_moments_in_host_memory_are_not_on_the_device_either() -> None:
     config = parse_args([*MODEL, "--vocab-size", "64", "--device", "cpu"])
     moved = replace(config, optimizer=replace(config.optimizer, optimizer_cpu_offload=True))
-    kept, less = (rehearse(one, pretrain_gpt.computing, 0, 1, 1) for one in (config, moved))
+    kept, less = (rehearse(one, pretrain_gpt.resolve, 0, 1, 1) for one in (config, moved))
     assert kept.memory["optimizer"] > 1.9 * kept.memory["weights"]
     assert less.memory == {**kept.memory, "optimizer": pytest.approx(0, abs=1000)}  # steps are single numbers
     assert less.host == 2 * less.memory["weights"]
-    assert less.host < rehearse(moved, pretrain_gpt.computing, 0, 1, 1, device="cuda").host < 1.3 * less.host
+    assert less.host < rehearse(moved, pretrain_gpt.resolve, 0, 1, 1, device="cuda").host < 1.3 * less.host
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_memory_is_that_of_eight_real_processes(mesh: str) -> None:
     config = parse_args([*MODEL, *MESHES[mesh]])
     real = run_ranks(measured, 8, " ".join([*MODEL, *MESHES[mesh]]))
     for rank in (0, 4):
-        found = rehearse(config, pretrain_gpt.computing, rank, 8, per_node=8)
+        found = rehearse(config, pretrain_gpt.resolve, rank, 8, per_node=8)
         print(f"{mesh}: rank {rank} takes {real[rank]:,.0f} bytes, predicted {found.bytes:,} of {found.memory}")
         assert found.bytes == pytest.approx(real[rank], rel=0.15)
 
@@ -167,14 +167,14 @@ def test_memory_is_that_of_eight_real_processes(mesh: str) -> None:
 )
 def test_every_dimension_of_the_mesh(flags: str) -> None:
     config = parse_args([*MODEL, *flags.split()])
-    found = rehearse(config, pretrain_gpt.computing, 0, 8, per_node=4)
+    found = rehearse(config, pretrain_gpt.resolve, 0, 8, per_node=4)
     assert found.bytes > 0
     assert found.sent[INSIDE] + found.sent[BETWEEN] > 0
 
 
 def test_a_norm_without_a_weight_is_rehearsed_for_a_gpu() -> None:
     flags = (*MODEL, "--model-type", "transnormer", "--device", "cuda", "--bf16")
-    assert rehearse(parse_args(flags), pretrain_gpt.computing, 0, 1, 1).bytes > 0
+    assert rehearse(parse_args(flags), pretrain_gpt.resolve, 0, 1, 1).bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_attention_that_is_told_again_is_as_if_it_ran(flags: str, monkeypatch: p
 
     def found() -> Rehearsal:
         ran.append(Counter())
-        return rehearse(config, pretrain_gpt.computing, 3, 4, per_node=2)
+        return rehearse(config, pretrain_gpt.resolve, 3, 4, per_node=2)
 
     monkeypatch.setattr(Recorder, "_by_its_code", counted)
     told = found()

@@ -52,4 +52,4 @@ def test_the_formula_is_near_what_the_code_takes(case: str) -> None:
     config: Config = parse_args(shlex.split(LLAMA + flags))
     cluster = default_cluster("cpu") if "--device cpu" in flags else load_cluster(CLUSTERS / "h100_pod.toml")
     found = bytes_needed(config, world_size, cluster, None)
-    assert found == pytest.approx(busiest(config, pretrain_gpt.computing, world_size, cluster, None).bytes, rel=0.05)
+    assert found == pytest.approx(busiest(config, pretrain_gpt.resolve, world_size, cluster, None).bytes, rel=0.05)

@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -126,17 +127,16 @@ def made_anew(parse: Callable[..., Any], build: Any, flags: Sequence[str], chang
         raise StopIteration  # the optimizer is not watched
 
     def built(config: Any, mesh: Mesh) -> Any:
-        objective, parts_of = build(config, mesh)
-        objective.loss_sum = partial(twice, objective.loss_sum)
+        run = build(config, mesh)
+        run.objective.loss_sum = partial(twice, run.objective.loss_sum)
 
-        def parts() -> Any:
-            made = parts_of()
-            for part in made:
-                for layer in part.layers if change else []:
-                    layer.register_forward_hook(change)
+        def changed() -> Any:
+            made = run.build()
+            for layer in made.layers if change else []:
+                layer.register_forward_hook(change)
             return made
 
-        return objective, parts
+        return replace(run, build=changed)
 
     config = parse([*flags])
     world_size = config.mesh.context_parallel_size * config.mesh.tensor_model_parallel_size
@@ -155,7 +155,7 @@ def made_anew(parse: Callable[..., Any], build: Any, flags: Sequence[str], chang
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
 )
 def test_layers_make_and_read_nothing(name: str) -> None:
-    assert made_anew(language.parse_args, pretrain_gpt.computing, [*SMALL, *CASES[name]]) == []
+    assert made_anew(language.parse_args, pretrain_gpt.resolve, [*SMALL, *CASES[name]]) == []
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_layers_make_and_read_nothing(name: str) -> None:
 )
 def test_those_of_a_diffusion_transformer_neither(method: str, objective: str) -> None:
     flags = [*DIT, *BY[method], "--objective", objective]
-    assert made_anew(diffusion.parse_args, pretrain_dit.computing, flags) == []
+    assert made_anew(diffusion.parse_args, pretrain_dit.resolve, flags) == []
 
 
 def reads_of_a_step(monkeypatch: pytest.MonkeyPatch, data: Path, more: Callable[[], object]) -> int:
@@ -205,7 +205,7 @@ def reads_of_a_step(monkeypatch: pytest.MonkeyPatch, data: Path, more: Callable[
     with trainer_of(pretrain_gpt, flags, Steps()) as trainer:
         plain = trainer.optimizer.step
         monkeypatch.setattr(trainer.optimizer, "step", lambda: (more(), plain()))
-        trainer.run()
+        trainer.train()
     (found,) = {after - before for before, after in pairwise(counts[:3])}
     return found
 
@@ -218,7 +218,7 @@ def test_a_step_reads_the_device_once(default_data: Path, monkeypatch: pytest.Mo
 
 
 def test_what_waits_is_found() -> None:
-    gpt = partial(made_anew, language.parse_args, pretrain_gpt.computing, [*SMALL, *CASES["zigzag"]])
+    gpt = partial(made_anew, language.parse_args, pretrain_gpt.resolve, [*SMALL, *CASES["zigzag"]])
     anew = gpt(change=lambda module, inputs, out: out.index_select(1, torch.tensor([*range(out.shape[1])])))
     (line,) = anew
     assert "test_waits.py" in line

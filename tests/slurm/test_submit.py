@@ -87,7 +87,6 @@ def test_nodes_of_16(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "words"),
     [
         (["--nodes", "1", *RUN, "--dry-run"], "dry_run is among the run's flags, and a job trains"),
-        (["--nodes", "1", *RUN, "--replay-step", "5", "--load", "x"], "replay_step is among the run's flags"),
         (["--nodes", "1", "--array", "--seed 2", "--lr 1 --save=q", "--", *RUN], "save is in '--lr 1 --save=q' of --a"),
         (["--gpus", "4", *RUN], "gpus is 4, and .* has 8 per node"),
         (["--gpus", "12", *RUN], "gpus is 12, and .* has 8 per node; give a multiple of 8"),

@@ -71,14 +71,14 @@ def compiled_graphs(rank: int, world_size: int, arguments: list[str]) -> tuple[l
 
     from train.loop import Trainer
 
-    found, take = list[int](), Trainer._iteration
+    found, take = list[int](), Trainer.step
 
     def iteration(*given):
         record = take(*given)
         found.append(counters["stats"]["unique_graphs"])
         return record
 
-    Trainer._iteration = iteration  # type: ignore[method-assign]
+    Trainer.step = iteration  # type: ignore[method-assign]
     with redirect_stdout(io.StringIO()):
         main(arguments, PEAK)
     return found, sum(counters["graph_break"].values())

@@ -3,7 +3,7 @@
 import io
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -24,17 +24,17 @@ from model.config import ModelConfig, architecture_of
 from model.llama import Llama
 from model.registry import flops_per_token
 from parallel.context import context_parallel
-from parallel.data import init_parameters, shard_model
 from parallel.mesh import MeshConfig, distributed_mesh
 from runtime.errors import DataError
 from runtime.ranks import run_ranks
 from runtime.signals import Notice
-from train import loop
-from train.assemble import build_runner
+from train.assemble import Run
 from train.config.language import Config, TrainConfig
 from train.loop import Trainer
 from train.objectives.language import NextToken
 from train.optim import OptimizerConfig, build_optimizer
+from train.resume import Start
+from train.watching import stop
 from train.watching.health import Progress, TrainingError
 from train.watching.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 
@@ -86,20 +86,22 @@ def run_with(
     if folder is not None:
         config = replace(config, checkpoint=replace(config.checkpoint, save=str(folder)))
     with distributed_mesh(config.mesh) as mesh:
-        with torch.device("meta"):
-            model = Llama(MODEL)
-        shard_model(model, model.layers, mesh.dp_cp, bf16=False)
-        init_parameters(model, mesh.device, lambda name, shape, part: initial_weight(MODEL, name, shape, 5, part))
-        objective = NextToken(context_parallel("ring", seq_len=LENGTH), mesh.device)
-        trainer = Trainer(
+        cp = context_parallel("ring", seq_len=LENGTH)
+        run = Run(
             config=config,
             mesh=mesh,
-            runner=build_runner(config, mesh, [model], objective),
-            optimizer=build_optimizer(config.optimizer, model),
-            objective=objective,
+            cp=cp,
+            objective=NextToken(cp, mesh.device),
+            build=partial(Llama, MODEL),
+            split=lambda part: None,
+            weight_of=lambda name, shape, part: initial_weight(MODEL, name, shape, 5, part),
+        )
+        trainer = Trainer(
+            run=run,
+            start=Start(config, architecture_of(MODEL), {}, Progress()),
+            optimizer=build_optimizer(config.optimizer, *run.parts),
             train_data=train_data or Samples(),
             valid_data=valid_data,
-            architecture=architecture_of(MODEL),
             flops_per_token=partial(flops_per_token, MODEL),
             log=RunLog(folder, config.logging, {}, 0) if rank == 0 else None,
             peak_flops=PEAK,  # the measurement takes longer than all the rest
@@ -107,7 +109,7 @@ def run_with(
         if prepare is not None:
             prepare(trainer)
         try:
-            trainer.run()
+            trainer.train()
         except (TrainingError, RuntimeError, DataError) as error:
             return trainer.progress, f"{type(error).__name__}: {error}"
         return trainer.progress, ""
@@ -159,10 +161,10 @@ def infinite_in(trainer: Trainer, iterations: range) -> None:
     """A weight of the last rank's shard is infinite during these iterations, and back after."""
     weight = trainer.runner.parts[0].layers[0].mlp.down.weight  # type: ignore[union-attr, index]
     assert isinstance(weight, DTensor)
-    plain, good = trainer._forward_backward, weight.to_local()[0, 0].item()
+    plain, good = trainer.runner.forward_backward, weight.to_local()[0, 0].item()
     states: list[list[torch.Tensor]] = []
 
-    def forward_backward(micro_batches: list, valid: int) -> tuple[float, float]:
+    def forward_backward(micro_batches: Sequence, valid: int) -> torch.Tensor:
         hit = trainer.progress.iteration in iterations and dist.get_rank() == dist.get_world_size() - 1
         with torch.no_grad():
             weight.to_local()[0, 0] = math.inf if hit else good
@@ -175,7 +177,7 @@ def infinite_in(trainer: Trainer, iterations: range) -> None:
             assert all(torch.equal(a, b) for a, b in zip(*states[-2:], strict=True))
         return answer
 
-    trainer._forward_backward = forward_backward  # type: ignore[method-assign]
+    trainer.runner.forward_backward = forward_backward  # type: ignore[method-assign]
 
 
 def infinite_at_2_and_3(trainer: Trainer) -> None:
@@ -272,7 +274,7 @@ def test_told_to_stop_it_saves_and_stops(limit: dict[str, float], last: int, tmp
 def told_to_end_with_a_local_checkpoint_loaded(trainer: Trainer) -> None:
     trainer.progress, notice = Progress(iteration=6), Notice()
     notice.signal = signal.SIGTERM
-    trainer.run = partial(trainer.run, notice)  # type: ignore[method-assign]
+    trainer.train = partial(trainer.train, notice)  # type: ignore[method-assign]
 
 
 def test_told_to_end_before_a_step_it_saves_what_the_local_checkpoint_held(tmp_path: Path) -> None:
@@ -289,7 +291,7 @@ def hours_later_on_rank_1(trainer: Trainer) -> None:
     """Clocks differ: one rank alone would think that the time is over."""
     if dist.get_rank() == 1:
         times = iter([0.0])
-        loop.time.monotonic = lambda: next(times, 1e6)
+        stop.time.monotonic = lambda: next(times, 1e6)
 
 
 def test_all_ranks_go_by_the_first_ones_clock() -> None:

@@ -11,11 +11,12 @@ import pytest
 from checkpoint.api import CheckpointConfig, CheckpointError
 from data.text.config import DataConfig
 from parallel.mesh import MeshConfig
+from train import schedule
 from train.config.entries import DiTRunConfig
 from train.config.flags import ConfigError
 from train.config.language import Config, TrainConfig, parse_args
 from train.optim import OptimizerConfig
-from train.resume import IMPORTED, _check_allowed, changes, continued, kept, trained
+from train.resume import IMPORTED, _check_allowed, changes, checkpoint_extra, config_as_trained
 from train.run import claim_folder, open_log
 from train.schedule import schedule_of
 from train.watching.health import Progress
@@ -29,7 +30,12 @@ def config(train_iters: int = 120, **optimizer: Any) -> Config:
 
 
 def saved(before: Config | DiTRunConfig, contents: dict[str, str] | None = None) -> dict[str, Any]:
-    return json.loads(json.dumps(kept(before, contents or {})))
+    return json.loads(json.dumps(checkpoint_extra(before, contents or {})))
+
+
+def continued(now: Config, path: Path, extra: dict[str, Any], iteration: int) -> tuple[Config, str | None]:
+    optimizer, note = schedule.continued(now.optimizer, now.train.train_iters, path, extra, iteration)
+    return replace(now, optimizer=optimizer), note
 
 
 def rate(goes_on: Config, iteration: int) -> float:
@@ -249,9 +255,9 @@ def test_a_diffusion_run_has_the_same_and_what_it_draws() -> None:
 def test_an_import_computes_in_bfloat16_on_cuda() -> None:
     """Flash kernels take nothing wider, and no flag of a tool that opens it says so."""
     on_gpu, on_cpu = (Config(mesh=MeshConfig(device=device)) for device in ("cuda", "cpu"))  # type: ignore[arg-type]
-    assert trained(on_gpu, {IMPORTED: "elsewhere"}).train.bf16
-    assert not trained(on_cpu, {IMPORTED: "elsewhere"}).train.bf16
-    assert not trained(on_gpu, {}).train.bf16
+    assert config_as_trained(on_gpu, {IMPORTED: "elsewhere"}).train.bf16
+    assert not config_as_trained(on_cpu, {IMPORTED: "elsewhere"}).train.bf16
+    assert not config_as_trained(on_gpu, {}).train.bf16
 
 
 def test_a_start_after_one_that_was_killed_before_its_first_checkpoint_takes_the_folder(tmp_path: Path) -> None:

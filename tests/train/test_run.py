@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from checkpoint.api import CheckpointConfig, CheckpointError
 from checkpoint.search import find_checkpoint
@@ -21,10 +22,11 @@ from runtime.together import one_voice
 from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
 from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, free_port
+from train.config.common import CommonConfig
 from train.config.entries import DiTRunConfig
 from train.config.language import Config, ConfigError, load_config
 from train.optim import OptimizerConfig
-from train.resume import resume
+from train.resume import find_start
 from train.run import claim_folder, exit_status, open_log, owning
 from train.watching.health import Progress
 from train.watching.metrics import METRICS, STARTS, LoggingConfig
@@ -112,20 +114,28 @@ def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
         claim_folder(with_checkpoint(save=str(tmp_path / "run")))
 
 
+def resumed(
+    config: CommonConfig, model: nn.Module, optimizer: torch.optim.Optimizer, contents: dict[str, str]
+) -> tuple[CommonConfig, Progress]:
+    start = find_start(config, ARCHITECTURE, contents)
+    start.load([model], optimizer)
+    return start.config, start.progress
+
+
 def test_nothing_to_load_starts_afresh_unless_it_must_be_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, optimizer = build(0, sharded=False)
     before = whole_tensors(model, optimizer)
     config = with_checkpoint()
-    assert resume(config, model, optimizer, ARCHITECTURE, {}) == (config, Progress())
+    assert resumed(config, model, optimizer, {}) == (config, Progress())
     assert capsys.readouterr().out == ""
     load = str(tmp_path / "none")
     config = with_checkpoint(load=load)
-    assert resume(config, model, optimizer, ARCHITECTURE, {}) == (config, Progress())
+    assert resumed(config, model, optimizer, {}) == (config, Progress())
     assert capsys.readouterr().out == f"no checkpoint in {load}: starting afresh\n"
     with pytest.raises(CheckpointError, match=f"load is {load}, which holds no checkpoint"):
-        resume(with_checkpoint(load=load, exit_on_missing_checkpoint=True), model, optimizer, ARCHITECTURE, {})
+        resumed(with_checkpoint(load=load, exit_on_missing_checkpoint=True), model, optimizer, {})
     assert equal(whole_tensors(model, optimizer), before)
 
 
@@ -137,7 +147,7 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path: Path, capsys: py
         rewrite_manifest(tmp_path / f"iter_{i:07d}", extra=state)
     model, optimizer = build(1, sharded=False)
     config = with_checkpoint(load=str(tmp_path), allow_changed=("seed",))
-    same, progress = resume(config, model, optimizer, ARCHITECTURE, {"data_path x": "1"})
+    same, progress = resumed(config, model, optimizer, {"data_path x": "1"})
     assert same == config
     assert progress == Progress(iteration=2, consumed_samples=8)
     said = capsys.readouterr().out
@@ -146,7 +156,7 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path: Path, capsys: py
     assert said.count("note:") == 1
     assert equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
     named = with_checkpoint(load=str(tmp_path), ckpt_step=1, allow_changed=("all",))
-    assert resume(named, model, optimizer, ARCHITECTURE, {}) == (named, Progress(iteration=1, consumed_samples=4))
+    assert resumed(named, model, optimizer, {}) == (named, Progress(iteration=1, consumed_samples=4))
     assert not equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
 
 
@@ -167,9 +177,9 @@ def test_another_objective_is_refused_and_what_else_changed_is_noted(
     other = replace(config, diffusion=DiffusionConfig(objective="v_prediction"))
     before = whole_tensors(model, optimizer)
     with pytest.raises(CheckpointError, match="trained with objective ddpm, and objective is v_prediction; set"):
-        resume(other, model, optimizer, ARCHITECTURE, {})
+        resumed(other, model, optimizer, {})
     assert equal(whole_tensors(model, optimizer), before)
-    resume(config, model, optimizer, ARCHITECTURE, {})
+    resumed(config, model, optimizer, {})
     said = capsys.readouterr().out
     assert "note: class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it\n" in said
     assert "averages of the weights are left behind: ema_decay was 0.9 and is not set" in said

@@ -6,15 +6,12 @@ import torch
 
 from data.latents.dataset import LatentDataConfig
 from model.diffusion import Diffusion, DiffusionConfig
-from model.dit import DiT
 from model.dit_config import DiTConfig
 from parallel.context.config import FullContextConfig
 from parallel.mesh import MeshConfig, distributed_mesh
-from parallel.tensor.split import split_dit
+from pretrain_dit import resolve
 from runtime.draws import generator_of
 from runtime.ranks import run_ranks
-from train.assemble import build_parts
-from train.attention import diffusion_context
 from train.config.common import LoopConfig
 from train.config.diffusion import DiTRunConfig, diffusion_of, validate
 from train.config.flags import ConfigError
@@ -43,16 +40,12 @@ def run_of(joined=0, **mesh):
 def drawn_on(rank, world_size, config, sampling):
     """What the ranks draw with weights that are no noughts."""
     with distributed_mesh(config.mesh) as mesh:
-        cp, attend = diffusion_context(config, mesh.cp.get_group())
-        parts = build_parts(
-            config,
-            mesh,
-            build=lambda: DiT(MODEL, attend),
-            split=lambda part: split_dit(part, mesh.tp),
+        run = replace(
+            resolve(config, mesh),
             weight_of=lambda name, shape, part: 0.2 * torch.randn(shape, generator=generator_of(7, name))[part],
         )
         joined = config.train.micro_batch_size if config.packed else None
-        sampler = Sampler(parts, mesh, cp, MODEL, diffusion_of(config), sampling, 11, joined)
+        sampler = Sampler(run.parts, mesh, run.cp, MODEL, diffusion_of(config), sampling, 11, joined)
         return sampler.draw(LABELS, batch_size=3)
 
 

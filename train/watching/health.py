@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from checkpoint.manifest import is_count
 from runtime.errors import UserError
 from runtime.files import read_own, write_text
 from runtime.together import from_first
+from train.watching.moments import Step, Watcher
 
 MOST_SKIPPED_IN_A_ROW = 10
 MOST_FAILURES = 3
@@ -63,10 +65,6 @@ class HealthConfig:
     watchdog_min_seconds: float = 120.0
     """Seconds without a step that the watchdog waits in any case."""
 
-    replay_step: int | None = None
-    """Do this step twice from the newest checkpoint of --load before it, compare to the bit, and end; nothing is
-    written. Status 3 where it differs: a faulty device, or a kernel that sums in no fixed order."""
-
     def __post_init__(self) -> None:
         if self.bad_step_policy not in ("skip", "rollback", "stop"):
             raise UserError(f"bad_step_policy is {self.bad_step_policy}; it must be skip, rollback or stop")
@@ -78,19 +76,25 @@ class HealthConfig:
             raise UserError(f"watchdog_min_seconds is {self.watchdog_min_seconds}; it must be above 0")
 
 
-class Health:
+class Health(Watcher):
     """Judges the steps of a run. All methods are collective, and alike on all ranks."""
 
-    def __init__(self, config: HealthConfig, save: str | None, records: list[tuple[Any, Any]]) -> None:
+    rolls_back = False
+    """Whether the run is to go on from its newest checkpoint instead of the next step."""
+
+    def __init__(
+        self, config: HealthConfig, save: str | None, records: list[tuple[Any, Any]], progress: Progress
+    ) -> None:
         """Begin a start of a run.
 
         Args:
             records: loss and gradient norm of the good steps so far; the first rank's count.
+            progress: counts the skipped steps.
 
         Raises:
             TrainingError: the run has failed too often after its newest checkpoint, not counting local ones.
         """
-        self._config = config
+        self._config, self._progress = config, progress
         self._folder = Path(save) if save else None
         past, newest, failures = from_first(lambda: (records[-WINDOW:], self._newest(), self._failures()))
         self._good = deque[tuple[float, float]](past, WINDOW)
@@ -99,7 +103,11 @@ class Health:
             raise TrainingError(self._too_often(len(before), newest, before[-1]["why"]))
 
     def judge(self, loss: float, norm: float) -> str:
-        """Say why a step is bad; empty if it is good."""
+        """Say why a step is bad, and count it; empty if it is good.
+
+        Raises:
+            TrainingError: the policy ends the run.
+        """
         config, words = self._config, []
         limits = [math.inf, math.inf]
         if len(self._good) >= LEAST:
@@ -111,14 +119,28 @@ class Health:
         why = self._agreed(words)
         if not why:
             self._good.append((loss, norm))
+        self._count(why)
         return why
 
-    def judge_update(self, before: float, after: float) -> str:
-        """Say why the weights are bad, by the loss of one batch before and after an update; empty if they are good."""
-        factor = self._config.spike_factor
+    def update_went_wrong(self, step: Step, loss_of: Callable[[Step], float]) -> bool:
+        """Return whether the last update made weights that are not to be saved: then the run is to roll back.
+
+        Args:
+            loss_of: computes the loss of a step's samples again, with the weights of now; collective.
+
+        Raises:
+            TrainingError: the policy ends the run.
+        """
+        if self._progress.skipped_in_a_row or not step.micro_batches:
+            return False  # the weights are those before it
+        before, after, factor = step.loss, loss_of(step), self._config.spike_factor
         grown = after > factor * before and after > before + 1
         words = [(not math.isfinite(after), "after its update the loss of its own samples was not finite")]
-        return self._agreed([*words, (grown, f"its update took their loss from {before:.4g} to {after:.4g}")])
+        why = self._agreed([*words, (grown, f"its update took their loss from {before:.4g} to {after:.4g}")])
+        at = step.iteration
+        if why:
+            self._fail(at, at - 1, f"iteration {at} is not saved: {why}")
+        return bool(why)
 
     def _agreed(self, words: list[tuple[bool, str]]) -> str:
         """Return the first text that is true on any rank, and on how many; one small sum over all ranks."""
@@ -130,43 +152,37 @@ class Health:
                 return text if count == size else f"{text} on {count:.0f} of {size} ranks"
         return ""
 
-    def count(self, progress: Progress, why: str) -> bool:
-        """Count a judged step in ``progress``; return whether the run is to roll back.
-
-        Raises:
-            TrainingError: the policy ends the run.
-        """
+    def _count(self, why: str) -> None:
+        """Count a judged step. Raises TrainingError if the policy ends the run."""
+        progress = self._progress
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if why else 0
         progress.skipped_iterations += progress.skipped_in_a_row > 0
         skips = self._config.bad_step_policy == "skip"
         if not why or (skips and progress.skipped_in_a_row < MOST_SKIPPED_IN_A_ROW):
-            return False
+            return
         times = f"{progress.skipped_in_a_row} steps in a row were bad, the last one" if skips else "a step was bad,"
         good = progress.iteration - progress.skipped_in_a_row
-        return self.fail(progress.iteration, good, f"{times} iteration {progress.iteration}: {why}")
+        self._fail(progress.iteration, good, f"{times} iteration {progress.iteration}: {why}")
 
-    def fail(self, iteration: int, good: int, why: str) -> bool:
-        """Note a failure in the run's folder, and return True: the run is to roll back.
-
-        Args:
-            good: the last iteration whose weights are good.
+    def _fail(self, iteration: int, good: int, why: str) -> None:
+        """Note a failure in the run's folder, from which the run is to roll back; ``good`` was the last good iteration.
 
         Raises:
             TrainingError: it is not to, cannot, or has done so too often.
         """
-        return from_first(lambda: self._fail(iteration, good, why))
+        from_first(lambda: self._answer(iteration, good, why))
+        self.rolls_back = True
 
-    def _fail(self, iteration: int, good: int, why: str) -> bool:
-        """Do what ``fail`` does, on the first rank."""
+    def _answer(self, iteration: int, good: int, why: str) -> None:
+        """Do what ``_fail`` does, on the first rank."""
         newest, times = self._note(iteration, why)
-        if self._config.bad_step_policy == "rollback" and newest and times < MOST_FAILURES:
-            return True
-        if self._config.bad_step_policy == "rollback" and newest:
+        if self._config.bad_step_policy != "rollback" or not newest:
+            raise TrainingError(
+                f"{why}; the last good one was {good}; lower lr, lengthen lr_warmup_iters, or look at the "
+                f"data{self._way_back(good)}"
+            )
+        if times >= MOST_FAILURES:
             raise TrainingError(self._too_often(times, newest, why))
-        raise TrainingError(
-            f"{why}; the last good one was {good}; lower lr, lengthen lr_warmup_iters, or look at the "
-            f"data{self._way_back(good)}"
-        )
 
     def _note(self, iteration: int, why: str) -> tuple[int, int]:
         """Return the newest checkpoint's iteration, 0 if there is none, and the failures after it with this one."""

@@ -3,8 +3,7 @@
 import json
 import socket
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -13,20 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.together import raise_together
-from train.watching.stragglers import DATA, UPDATE, Stragglers
-
-__all__ = ["DATA", "SAVING", "UPDATE", "ProfileConfig", "Profiler", "Spent", "spent", "table"]
+from train.watching.moments import DATA, SAVING, Watcher, say
 
 Interval = tuple[int, int]
 """Start and end in nanoseconds."""
 FOLDER = "profile"
-SAVING = "longmesh: saving"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,21 +69,12 @@ class Spent:
         return max(0.0, self.iteration - self.compute - self.exposed - self.data - self.saving)
 
 
-class Profiler:
-    """Measure the parts of steps on every rank: always where none waits, with --profile all of some iterations."""
+class Profiler(Watcher):
+    """Follows some iterations on every rank, with --profile."""
 
-    def __init__(
-        self,
-        config: ProfileConfig,
-        save: str | None,
-        device: torch.device,
-        say: Callable[[str], None],
-        parts: Sequence[nn.Module],
-        interval: int,
-    ) -> None:
+    def __init__(self, config: ProfileConfig, save: str | None, device: torch.device) -> None:
         """Raises UserError if a profile is asked for and there is no folder for it, or a profiled rank is none."""
-        self._config, self._device, self._say = config, device, say
-        self.stragglers = Stragglers(parts, device, interval, say)
+        self._config, self._device = config, device
         self._profile: profile | None = None
         self._begun = 0
         if config.profile and save is None:
@@ -111,16 +97,10 @@ class Profiler:
                 warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
                 self._profile.start()
         elif iteration == self._config.profile_step_end:
-            self.end(iteration)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count a block as ``DATA``, ``UPDATE`` or ``SAVING``."""
-        with self.stragglers.part(name), nullcontext() if self._profile is None else record_function(name):
-            yield
+            self.end(iteration - 1)
 
     def end(self, iteration: int) -> None:
-        """Write what was followed until before this iteration, if anything is; collective."""
+        """Write what was followed up to this iteration, if anything is; collective."""
         if self._profile is None:
             return
         followed, self._profile = self._profile, None
@@ -130,7 +110,7 @@ class Profiler:
         rank, world = dist.get_rank(), dist.get_world_size()
         assert followed.profiler is not None
         assert followed.profiler.kineto_results is not None
-        mine = spent(followed.profiler.kineto_results.events(), rank, iteration - self._begun)
+        mine = spent(followed.profiler.kineto_results.events(), rank, iteration + 1 - self._begun)
         all_ranks: list[Any] = [None] * world
         dist.all_gather_object(all_ranks, mine)
         with raise_together():
@@ -146,7 +126,7 @@ class Profiler:
                 write_text(self._folder / "ranks.md", table(all_ranks))
         if self._device.type == "cuda":
             torch.cuda.memory._record_memory_history(enabled=None)
-        self._say(f"profiled iterations {self._begun} to {iteration - 1}, into {self._folder}\n{table(all_ranks)}")
+        say(f"profiled iterations {self._begun} to {iteration}, into {self._folder}\n{table(all_ranks)}")
 
 
 def spent(events: Iterable[Any], rank: int, iterations: int) -> Spent:

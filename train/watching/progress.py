@@ -1,14 +1,43 @@
-"""Progress lines of a run: training every few iterations, and each validation."""
+"""Progress of a run: its records, its lines on the screen, and the peak that its rate is measured against."""
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from kernels.products import linear
 from train.config.common import LoopConfig
 from train.objectives.base import Objective
+from train.watching.metrics import RunLog
+from train.watching.moments import Step, Watcher, say
 
 COLUMNS = 110
 """Maximum width of a training line."""
+# Dense bfloat16 FLOP/s by the makers' data sheets; names as in torch.cuda.get_device_name.
+DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "4090": 165e12}
+
+
+class Report(Watcher):
+    """Writes each step's record to the log, and prints lines about it."""
+
+    def __init__(self, log: RunLog | None, objective: Objective, lines: "ProgressLines") -> None:
+        """``log`` is there on the first rank."""
+        self._log, self._objective, self._lines = log, objective, lines
+
+    def after(self, step: Step) -> None:
+        """Write a step's record, and print its lines where they are due."""
+        record = step.record
+        lines = self._lines.add(record, time.monotonic(), step.last)
+        if self._log is None:
+            return
+        self._log.write(record)
+        for line in lines:
+            say(line)
+        if "validation_loss" in record:
+            say(self._objective.validation_line(record))
+            self._log.sync()
 
 
 class ProgressLines:
@@ -120,3 +149,35 @@ def duration(seconds: float) -> str:
     if days:
         return f"{days}d {hour}:{minute:02}"
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s that one process can reach: a GPU's bfloat16 data sheet figure, else measured now.
+
+    Call it on all ranks at once: on a shared CPU each then measures its share.
+    """
+    if device.type == "cuda" and dtype is torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for model, flops in DATA_SHEET.items():
+            if model in name:
+                return flops
+    return measured_flops(device, dtype)
+
+
+def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """Measure the FLOP/s of square matrix products, for about ``seconds`` after a warm-up."""
+    side = 4096 if device.type == "cuda" else 768
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+
+    def products(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            linear(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    products(3)
+    count = max(1, int(seconds / 3 / max(products(3) / 3, 1e-6)))
+    # best of three: a shared machine has slow moments, and the peak is what it can do
+    return 2 * side**3 * count / min(products(count) for _ in range(3))

@@ -1,10 +1,9 @@
-"""Which rank is slow: the time that each spends where it waits for no other, compared every logging interval."""
+"""Stragglers: the time that each rank spends where it waits for no other, compared every logging interval."""
 
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import nn
 
 from model.layers import MLP, SwiGLU
 from runtime.processes import NODE
+from train.watching.moments import Clock, Step, Watcher, say
 
-DATA, UPDATE = "longmesh: data", "longmesh: update"
 PHASES = ("data_ms", "update_ms", "mlp_ms")
 """Fields of a record with a list by rank: per step, waiting for a batch and the optimizer's update; per call, the first
 feed-forward layer (0 with --compile). Elsewhere in a step ranks wait for each other, so all take the same time."""
@@ -22,15 +21,16 @@ BEHIND = 0.2
 CALLS = 64
 
 
-class Stragglers:
-    """Clocks of one rank. ``step`` is collective."""
+class Stragglers(Watcher):
+    """Adds the ranks' times to the record of an interval's last step, and warns of a rank that stays behind."""
 
-    def __init__(
-        self, parts: Sequence[nn.Module], device: torch.device, interval: int, say: Callable[[str], None]
-    ) -> None:
-        """Compare the ranks every ``interval`` iterations."""
-        self._device, self._interval, self._say = device, interval, say
-        self._seconds = dict.fromkeys((DATA, UPDATE), 0.0)
+    def __init__(self, parts: Sequence[nn.Module], device: torch.device, interval: int, clock: Clock) -> None:
+        """Compare several ranks every ``interval`` iterations.
+
+        Args:
+            clock: has this rank's time in waiting for batches and in updates, and is set back at an interval's end.
+        """
+        self._device, self._interval, self._seconds = device, interval, clock.seconds
         self._steps: list[float] = []
         self._began: Any = None
         self._calls = deque[tuple[Any, Any]](maxlen=CALLS)
@@ -57,26 +57,12 @@ class Stragglers:
         event.record()
         return event
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count a block's time as ``DATA`` or ``UPDATE``; any other is not compared."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            if name in self._seconds:
-                self._seconds[name] += time.perf_counter() - start
-
-    def step(self, iteration: int, milliseconds: float, last: bool) -> dict[str, Any]:
-        """Count a step; at an interval's end compare the ranks, with one sum of three numbers of each.
-
-        Returns:
-            Fields of the step's record; none within an interval, and on a single rank.
-        """
-        self._steps.append(milliseconds)
+    def after(self, step: Step) -> None:
+        """Count a step; at an interval's end compare the ranks, with one sum of three numbers of each."""
+        self._steps.append(step.record["iteration_time_ms"])
         size = dist.get_world_size()
-        if size == 1 or not (last or iteration % self._interval == 0):
-            return {}
+        if size == 1 or not (step.last or step.iteration % self._interval == 0):
+            return
         table = torch.zeros(size, len(PHASES), dtype=torch.float64)
         mine = [1e3 * seconds / len(self._steps) for seconds in self._seconds.values()]
         table[dist.get_rank()] = torch.tensor([*mine, self._of_calls()])
@@ -88,10 +74,11 @@ class Stragglers:
         if (before := self._behind)[0] != before[1] == before[2] >= 0:
             its, median = found[phase][rank], statistics.median_low(found[phase])
             where = f"{phase} {its:.4g}, median {median:.4g}"
-            self._say(f"warning: rank {rank}{_host(rank)} is {share:.0%} behind the median: {where}")
-        self._steps, self._seconds = [], dict.fromkeys(self._seconds, 0.0)
+            say(f"warning: rank {rank}{_host(rank)} is {share:.0%} behind the median: {where}")
+        self._steps.clear()
+        self._seconds.update(dict.fromkeys(self._seconds, 0.0))
         self._calls.clear()
-        return found | {"slowest_rank": rank, "slowest_behind": share}
+        step.record |= found | {"slowest_rank": rank, "slowest_behind": share}
 
     def _of_calls(self) -> float:
         """Return the median of the layer's calls in ms, 0 without any."""

@@ -37,7 +37,7 @@ def test_a_sample_is_a_function_of_the_seed_and_its_index() -> None:
 def test_a_run_on_drawn_tokens_learns() -> None:
     log = Records()
     with trainer_of(pretrain_gpt, [*TINY, "--vocab-size", "64", *FLAGS], log) as trainer:
-        trainer.run()
+        trainer.train()
     losses = [record["lm_loss"] for record in log._records if "lm_loss" in record]
     assert len(losses) == 8
     assert losses[-1] < losses[0]

@@ -269,8 +269,7 @@ def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
             patch.object(assemble, "shard_model", sharded),
             patch.object(assemble, "init_parameters"),
         ):
-            objective, parts = entry[1].computing(config, mesh)
-            assemble.build_runner(config, mesh, parts(), objective)
+            assemble.build_runner(entry[1].resolve(config, mesh))
             world = dist.distributed_c10d._world
             counts.append(world.group_count)
             names = {group: name for group, name in world.pg_names.items() if group is not dist.group.WORLD}

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.api import load_checkpoint
-from model.base import LanguageModel
+from model.base import LanguageModel, initial_weight
 from model.config import ModelConfig
 from model.registry import build_model
 from parallel.context import ContextError
@@ -20,13 +21,13 @@ from parallel.mesh import Mesh, MeshConfig, distributed_mesh
 from parallel.pipeline import schedule
 from parallel.pipeline.schedule import PipelineRunner
 from parallel.pipeline.stages import PipelineConfig
-from pretrain_gpt import model_parts
+from parallel.tensor.split import split_model
 from runtime.ranks import run_ranks
 from tests.parallel.split import config, context, data, own_batch, whole_step
 from tests.parallel.test_strategies import recorded
 from tests.parallel.tiny import ARCHITECTURE, save
 from tests.parallel.whole import full
-from train.assemble import build_runner
+from train.assemble import Run, build_runner
 from train.config.language import Config, TrainConfig
 from train.objectives.language import NextToken
 
@@ -71,8 +72,16 @@ def built(
     with distributed_mesh(mesh_config) as mesh:
         method = "lasp" if model.linear_attention else "zigzag"
         cp, attend = context(mesh, model, method)
-        parts = model_parts(run, mesh, attend)
-        runner = build_runner(run, mesh, parts, NextToken(cp, mesh.device))
+        resolved = Run(
+            config=run,
+            mesh=mesh,
+            cp=cp,
+            objective=NextToken(cp, mesh.device),
+            build=partial(build_model, model, attend),
+            split=lambda part: split_model(part, mesh.tp, head_dim=model.head_dim, kv_heads=model.query_groups),
+            weight_of=lambda name, shape, part: initial_weight(model, name, shape, SEED, part),
+        )
+        parts, runner = resolved.parts, build_runner(resolved)
         assert isinstance(runner, PipelineRunner)
         tokens, labels = own_batch(mesh, cp)
         batches = [{"tokens": t[None], "labels": y[None]} for t, y in zip(tokens, labels, strict=True)]

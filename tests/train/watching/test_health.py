@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from checkpoint.api import CheckpointConfig, find_checkpoint
+from checkpoint.saving import Saves
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
@@ -34,10 +35,10 @@ def judged(rank: int, world_size: int) -> list[str]:
     config = HealthConfig(check_for_spiky_loss=True, spike_factor=3.0)
     said = []
     for loss, norm in ((6.1, 0.5), (5.9, 50.0), (math.nan, 0.5), (2.0, math.inf)):
-        of_run = Health(config, None, [(2.0, 0.5)] * LEAST)
+        of_run = Health(config, None, [(2.0, 0.5)] * LEAST, Progress())
         said.append(of_run.judge(loss if rank == 0 else 2.0, norm))
-    young = Health(config, None, [(2.0, 0.5)] * (LEAST - 1))
-    large = Health(replace(config, check_for_large_grads=True), None, [(2.0, 0.5)] * LEAST)
+    young = Health(config, None, [(2.0, 0.5)] * (LEAST - 1), Progress())
+    large = Health(replace(config, check_for_large_grads=True), None, [(2.0, 0.5)] * LEAST, Progress())
     return [*said, young.judge(6.1, 0.5), large.judge(2.0, 1.6)]
 
 
@@ -54,16 +55,16 @@ def test_what_one_rank_sees_all_ranks_say() -> None:
 
 def infinite_once_at_4(trainer: Trainer) -> None:
     """The run comes to iteration 4 a second time when it has been rolled back."""
-    plain = trainer._forward_backward
+    runner, plain = trainer.runner, trainer.runner.forward_backward
     infinite_in(trainer, range(4, 5))
-    broken = trainer._forward_backward
+    broken = runner.forward_backward
 
-    def once(micro_batches: list, valid: int) -> tuple[float, float]:
+    def once(micro_batches: Sequence, valid: int) -> torch.Tensor:
         if trainer.progress.iteration == 4:
-            trainer._forward_backward = plain  # type: ignore[method-assign]
+            runner.forward_backward = plain  # type: ignore[method-assign]
         return broken(micro_batches, valid)
 
-    trainer._forward_backward = once  # type: ignore[method-assign]
+    runner.forward_backward = once  # type: ignore[method-assign]
 
 
 def test_rolled_back_it_goes_on_with_other_samples(tmp_path: Path) -> None:
@@ -112,11 +113,11 @@ def test_failures_after_a_local_checkpoint_are_counted_and_a_cut_line_is_left_ou
     (tmp_path / "iter_0000002").mkdir()
     (tmp_path / FAILURES).write_text('{"iteration": 1, "checkpoint": 0, "why": "old"}\n{"iter')
     for start in range(3):
-        of_start = Health(HealthConfig(), str(tmp_path), [])
+        of_start = Health(HealthConfig(), str(tmp_path), [], Progress())
         with pytest.raises(TrainingError, match=r"^bad"):
-            of_start.fail(4 + 2 * start, 3, "bad")
+            of_start._fail(4 + 2 * start, 3, "bad")
     with pytest.raises(TrainingError, match="the run failed 3 times after iteration 2, the last time as bad"):
-        Health(HealthConfig(), str(tmp_path), [])
+        Health(HealthConfig(), str(tmp_path), [], Progress())
     assert [json.loads(line)["iteration"] for line in (tmp_path / FAILURES).read_text().splitlines()] == [1, 4, 6, 8]
 
 
@@ -154,12 +155,12 @@ def test_a_save_waits_for_a_good_step(tmp_path: Path) -> None:
 
 
 def infinite_while_saving(trainer: Trainer) -> None:
-    trainer._saves.agree = lambda ready: None  # type: ignore[method-assign]
+    Saves.agree = lambda self, ready: None  # type: ignore[method-assign]
     infinite_in(trainer, range(3, 4))
 
 
 def unread_while_saving(trainer: Trainer) -> None:
-    trainer._saves.agree = lambda ready: None  # type: ignore[method-assign]
+    Saves.agree = lambda self, ready: None  # type: ignore[method-assign]
     trainer.train_data = Samples(bad=9)
 
 

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 import torch
 
-from train.ahead import Ahead
+from train.batches import Prefetcher
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def items(made: list[str], bad: int | None = None) -> Iterator[int]:
 
 def test_items_come_in_order_each_made_while_the_one_before_is_in_use() -> None:
     made: list[str] = []
-    with Ahead(items(made), CPU) as ahead:
+    with Prefetcher(items(made), CPU) as ahead:
         assert made == []
         for number in range(4):
             assert next(ahead) == number
@@ -31,26 +31,26 @@ def test_items_come_in_order_each_made_while_the_one_before_is_in_use() -> None:
             assert len(made) == min(number + 2, 4)
         assert next(ahead, None) is None
     assert made[0] == threading.current_thread().name
-    assert all(name.startswith("ahead") for name in made[1:])
-    assert not any(thread.name.startswith("ahead") for thread in threading.enumerate())
+    assert all(name.startswith("prefetch") for name in made[1:])
+    assert not any(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("bad", [0, 2])
 def test_an_error_is_raised_where_its_item_is_taken(bad: int) -> None:
-    with Ahead(items([], bad), CPU) as ahead:
+    with Prefetcher(items([], bad), CPU) as ahead:
         assert [next(ahead) for _ in range(bad)] == list(range(bad))
         with pytest.raises(ValueError, match=f"{bad} is bad"):
             next(ahead)
-    assert not any(thread.name.startswith("ahead") for thread in threading.enumerate())
+    assert not any(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
 def test_an_item_that_is_not_taken_raises_nothing() -> None:
-    with Ahead(items([], 1), CPU) as ahead:
+    with Prefetcher(items([], 1), CPU) as ahead:
         assert next(ahead) == 0
 
 
 def test_no_more_is_made_than_there_is() -> None:
     made: list[str] = []
-    with Ahead(islice(items(made), 2), CPU) as ahead:
+    with Prefetcher(islice(items(made), 2), CPU) as ahead:
         assert list(ahead) == [0, 1]
     assert len(made) == 2

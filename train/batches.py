@@ -1,0 +1,129 @@
+"""A rank's batches: its parts of micro-batches, made while the step before runs, and counted with all ranks'."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, cached_property
+from types import TracebackType
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.loader import Batch, Batching
+from parallel.mesh import Mesh
+from runtime.errors import UserError
+from runtime.together import raise_together
+from train.assemble import Run
+from train.config.common import CommonConfig
+from train.watching.moments import DATA, Clock, Watchers
+
+T = TypeVar("T")
+
+
+class Prefetcher(Iterator[T], Generic[T]):
+    """The items of an iterator, each made in a thread while its predecessor is in use.
+
+    The first is made by the caller's thread, which then is the one that starts a loader's processes. An error is raised
+    where its item is taken. A context manager, which waits for the thread to end.
+    """
+
+    def __init__(self, items: Iterator[T], device: torch.device) -> None:
+        """``device`` is the one that items are made on."""
+        self._items = items
+        start = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
+        self._thread = ThreadPoolExecutor(1, "prefetch", *start)
+        self._next: Future[T] | None = None
+
+    def __next__(self) -> T:
+        item = next(self._items) if self._next is None else self._next.result()
+        self._next = self._thread.submit(next, self._items)
+        return item
+
+    def wait(self) -> None:
+        """Wait until the next item is made, so that no thread runs while processes are forked."""
+        if self._next is not None:
+            self._next.exception()
+
+    def __enter__(self) -> "Prefetcher[T]":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+
+
+class Taken(NamedTuple):
+    """The micro-batches of a step on this rank, and what all ranks have of it."""
+
+    micro_batches: list[Batch]
+    valid: int
+    """Tokens with loss."""
+    flops: float
+
+
+class Batches:
+    """Takes the batches of steps on this rank, agreeing with the others."""
+
+    def __init__(self, run: Run[CommonConfig], flops_per_token: Callable[[int], float], clock: Clock) -> None:
+        """``flops_per_token``: of training on one token of a document of so many."""
+        self.watchers = Watchers()
+        """Asked and heard with each batch."""
+        self._clock = clock
+        self._run, self._flops = run, cache(flops_per_token)
+        self._again = dist.get_world_size() // run.mesh.dp_cp.size()
+        """Ranks that count the same tokens."""
+
+    def prefetched(self, steps: Iterator[list[Batch]]) -> Prefetcher[list[Batch]]:
+        """Return this rank's parts of the micro-batches of each step, made while the step before runs."""
+        local = self._run.objective.local
+        return Prefetcher(([local(batch) for batch in step] for step in steps), self._run.mesh.device)
+
+    def take(self, steps: Iterator[list[Batch]]) -> Taken | None:
+        """Take a step's micro-batches, and agree on them; None at the end, on all ranks alike; collective.
+
+        A bad sample on one rank raises the same error on all: its flag travels with the count of tokens, at no cost. So
+        does what ``watchers`` ask, such as to stop: then there is no step to take.
+        """
+        objective, error = self._run.objective, None
+        micro_batches: list[Batch] = []
+        try:
+            with self._clock.part(DATA):
+                micro_batches = next(steps, [])
+        except (UserError, RuntimeError) as caught:  # a sample, its plan, or memory for its copy on the device
+            error = caught
+        lengths = [length for local in micro_batches for length in objective.lengths(local)]
+        flops = sum(length * self._flops(length) for length in lengths) / self._run.mesh.cp.size()
+        valid = sum(int(local["count"]) for local in micro_batches)
+        counted = [valid, flops, error is not None, *self.watchers.ask()]
+        counts = torch.tensor(counted, dtype=torch.float64)  # not on the device, whose queue it would wait for
+        dist.all_reduce(counts)  # over tp too: it counts the same tokens again, but one rank alone may fail
+        tokens, flops, failed, *asked = counts.tolist()
+        if self.watchers.hear([int(count) for count in asked]):
+            return None
+        if failed:
+            with raise_together():
+                if error is not None:
+                    raise error
+        return Taken(micro_batches, int(tokens) // self._again, flops / self._again) if micro_batches else None
+
+    @cached_property
+    def batching(self) -> Batching:
+        """How the data-parallel ranks divide and read a global batch."""
+        config, mesh = self._run.config, self._run.mesh
+        return Batching(
+            global_batch_size=self._run.batch_samples,
+            micro_batch_size=config.train.micro_batch_size,
+            dp_rank=mesh.dp.get_local_rank(),
+            dp_size=mesh.dp.size(),
+            num_workers=config.reading.num_workers,
+            pin_memory=mesh.device.type == "cuda",
+        )
+
+
+def summed(share: Tensor, mesh: Mesh) -> Tensor:
+    """Sum a loss's shares over the ranks with different tokens; pipeline stages without a loss get it too."""
+    for ranks in (mesh.dp_cp, mesh.pp):
+        dist.all_reduce(share, group=ranks.get_group())
+    return share

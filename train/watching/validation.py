@@ -1,0 +1,80 @@
+"""Validation: the loss of samples that are not trained on, every so many iterations and at the end."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from data.loader import Samples, evaluation_batches
+from parallel.pipeline.runner import Runner
+from runtime.together import from_first
+from runtime.watchdog import Watchdog
+from train.assemble import Run
+from train.batches import Batches, summed
+from train.config.common import CommonConfig
+from train.ema import Ema
+from train.watching.metrics import RunLog
+from train.watching.moments import Step, Watcher, say
+from train.watching.stop import StopAgreement
+
+
+@dataclass(kw_only=True)
+class Validation(Watcher):
+    """Adds a validation's figures to the records of its iterations."""
+
+    run: Run[CommonConfig]
+    runner: Runner
+    batches: Batches
+    data: Samples
+    iteration: int
+    """The one that this start goes on from."""
+    log: RunLog | None
+    stop: StopAgreement
+    watchdog: Watchdog
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Figures recorded with each loss, such as the corpus's unigram entropy."""
+    ema: Ema | None = None
+    """Averages of the weights, which are validated instead of them."""
+    then: Callable[[int], None] | None = None
+    """Called with the iteration after a validation, while the averages are in place; collective."""
+
+    def begin(self) -> None:
+        """Validate the last iteration before this start if it was ended meanwhile."""
+        at, log = self.iteration, self.log
+        if self._is_due(at) and from_first(lambda: log is not None and log.lacks_validation(at)):
+            found = self.validate(at)
+            if found and log is not None:
+                say(self.run.objective.validation_line(log.amend(found)))
+
+    def after(self, step: Step) -> None:
+        """Validate every eval_interval iterations, and after the last one."""
+        if step.last or self._is_due(step.iteration):
+            step.wait()
+            step.record |= self.validate(step.iteration)
+
+    def _is_due(self, iteration: int) -> bool:
+        train = self.run.config.train
+        return iteration > 0 and (iteration % train.eval_interval == 0 or iteration == train.train_iters)
+
+    @torch.no_grad()
+    def validate(self, iteration: int) -> dict[str, float]:
+        """Return the validation loss and the constants; none where the run was told to end before it was over."""
+        with nullcontext() if self.ema is None else self.ema.in_place():
+            loss = self._loss()
+            if self.stop.agreed:
+                return {}
+            if self.then is not None:
+                with self.watchdog.paused():
+                    self.then(iteration)
+        return {"validation_loss": loss, **self.constants}
+
+    def _loss(self) -> float:
+        """Return the mean loss over the first eval_iters global batches of the validation data, always the same."""
+        mesh, wanted = self.run.mesh, self.run.validation_samples
+        total, tokens = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
+        with self.batches.prefetched(evaluation_batches(self.data, self.batches.batching, wanted)) as steps:
+            while (batch := self.batches.take(steps)) is not None:
+                total += self.runner.forward(batch.micro_batches)
+                tokens += batch.valid
+        return summed(total, mesh).item() / max(tokens, 1)

@@ -5,6 +5,7 @@ model/registry.py maps each model_type to its module.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from model.lora import LoraConfig
@@ -239,7 +240,7 @@ class ModelConfig(RopeConfig, LoraConfig):
         """Entries in the table of learned positions; None without one."""
         return self.max_position_embeddings if self.learned_positions else None
 
-    @property
+    @cached_property
     def head_dim(self) -> int:
         """Width of one head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads

@@ -1,5 +1,6 @@
 """The training loop that every entry shares: a step on one screen, and what stands beside it in the order of calls."""
 
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -23,11 +24,11 @@ from train.resume import Start
 from train.schedule import schedule_of
 from train.watching.health import Health, Progress
 from train.watching.heartbeat import Heartbeat
-from train.watching.metrics import RunLog, memory_gb
+from train.watching.metrics import RunLog
 from train.watching.moments import UPDATE, Clock, Step, Watcher, Watchers, say
 from train.watching.profile import Profiler
 from train.watching.progress import ProgressLines, Report, few_samples, peak_flops
-from train.watching.saving import Saving
+from train.watching.saving import BackgroundSave, Saving
 from train.watching.stop import StopAgreement
 from train.watching.stragglers import Stragglers
 from train.watching.validation import Validation
@@ -162,6 +163,8 @@ class Trainer:
         processor = "GPU" if device.type == "cuda" else "process"
         lines = ProgressLines(type(objective), config.train.train_iters, interval, processor)
         yield Report(self.log, objective, lines)
+        if config.checkpoint.async_save:
+            yield BackgroundSave(saves)
         self._saving = Saving(
             start=self.start,
             saves=saves,
@@ -204,3 +207,10 @@ class Trainer:
         for part in self.run.parts:
             reshard(part)
         return total.item() / max(step.valid, 1)
+
+
+def memory_gb(device: torch.device) -> float:
+    """Return this process's peak memory so far in GB (10^9 bytes): the GPU's, or on the CPU the process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -43,14 +43,14 @@ AVERAGED = "ema_decay"
 """Key of the averages' decay in a checkpoint with averages of the weights."""
 
 
-C = TypeVar("C", bound=CommonConfig)
+C_co = TypeVar("C_co", bound=CommonConfig, covariant=True)
 
 
 @dataclass(frozen=True)
-class Start(Generic[C]):
+class Start(Generic[C_co]):
     """The beginning of a run: at a checkpoint, with the weights of one, or afresh. Found before anything is built."""
 
-    config: C
+    config: C_co
     """With the schedule that the run takes."""
     architecture: dict[str, Any]
     contents: dict[str, str]
@@ -81,7 +81,7 @@ class Start(Generic[C]):
         _tell(notes)
 
 
-def find_start(config: C, architecture: dict[str, Any], contents: dict[str, str]) -> Start[C]:
+def find_start(config: C_co, architecture: dict[str, Any], contents: dict[str, str]) -> Start[C_co]:
     """Find the checkpoint of ``--load``, and check that the run can go on from it; collective.
 
     Without a checkpoint the run starts afresh. With ``--finetune`` only the weights are loaded, and rope and windows

@@ -48,7 +48,7 @@ class NextToken(Objective):
             reset_attention_mask: tokens attend inside their document alone.
             prepare: called with ``cp`` under the documents of each micro-batch, to make ahead what layers will need.
         """
-        self._cp = cp
+        self._cp, self._length = cp, cp.plan.seq_len
         self._loss_chunk_size = loss_chunk_size
         self._device = device
         self._reset_positions, self._reset_attention = reset_position_ids, reset_attention_mask
@@ -98,7 +98,7 @@ class NextToken(Objective):
     def lengths(self, local: Batch) -> list[int]:
         """Return the lengths of documents where they attend apart, else of sequences."""
         if "plan" not in local:
-            return [self._cp.plan.seq_len] * len(local["tokens"])
+            return [self._length] * len(local["tokens"])
         plan = PLANS[local["plan"]]
         return [end - start for start, end in pairwise(plan.documents or (0, plan.seq_len))]
 

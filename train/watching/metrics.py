@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import resource
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +12,6 @@ from importlib import import_module
 from io import FileIO
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from checkpoint.local import STARTS
 from checkpoint.manifest import is_count
@@ -213,13 +210,6 @@ def _is_finite(value: object) -> bool:
 def loss_name(record: dict[str, Any]) -> str:
     """Return the one of ``LOSSES`` that a record has."""
     return next(name for name in LOSSES if name in record)
-
-
-def memory_gb(device: torch.device) -> float:
-    """Return this process's peak memory so far in GB (10^9 bytes): the GPU's, or on the CPU the process's."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:

@@ -20,6 +20,22 @@ from train.watching.moments import SAVING, Step, Watcher
 from train.watching.stop import StopAgreement
 
 
+class BackgroundSave(Watcher):
+    """Goes on with the save under way once all ranks can, with --async-save."""
+
+    def __init__(self, saves: Saves) -> None:
+        self._saves = saves
+
+    def ask(self) -> Sequence[bool]:
+        """Tell whether its next step waits for the other ranks alone."""
+        return [self._saves.ready]
+
+    def hear(self, counts: Sequence[int]) -> bool:
+        """Take that step if all are ready. Raises CheckpointError on every rank if it could not be written."""
+        self._saves.agree(counts[0])
+        return False
+
+
 @dataclass(kw_only=True)
 class Saving(Watcher):
     """Saves a run, but for weights whose last update went wrong."""
@@ -47,15 +63,6 @@ class Saving(Watcher):
         """Find out whether the run goes on from a local checkpoint, which its end then replaces."""
         if self.start.config.checkpoint.non_persistent_save_interval and not self.saves.holds(self._saved):
             self._saved = 0
-
-    def ask(self) -> Sequence[bool]:
-        """Tell whether a save under way waits for the other ranks."""
-        return [self.saves.ready]
-
-    def hear(self, counts: Sequence[int]) -> bool:
-        """Go on with that save if all are ready."""
-        self.saves.agree(counts[0])
-        return False
 
     def after(self, step: Step) -> None:
         """Save where an interval has come, but not after a skipped step, unless it is the last."""

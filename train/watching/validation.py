@@ -75,6 +75,7 @@ class Validation(Watcher):
         total, tokens = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
         with self.batches.prefetched(evaluation_batches(self.data, self.batches.batching, wanted)) as steps:
             while (batch := self.batches.take(steps)) is not None:
+                self.watchdog.beat()
                 total += self.runner.forward(batch.micro_batches)
                 tokens += batch.valid
         return summed(total, mesh).item() / max(tokens, 1)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from checkpoint.api import CheckpointConfig, CheckpointError
 from checkpoint.search import find_checkpoint
@@ -22,7 +21,6 @@ from runtime.together import one_voice
 from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
 from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, free_port
-from train.config.common import CommonConfig
 from train.config.entries import DiTRunConfig
 from train.config.language import Config, ConfigError, load_config
 from train.optim import OptimizerConfig
@@ -114,9 +112,7 @@ def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
         claim_folder(with_checkpoint(save=str(tmp_path / "run")))
 
 
-def resumed(
-    config: CommonConfig, model: nn.Module, optimizer: torch.optim.Optimizer, contents: dict[str, str]
-) -> tuple[CommonConfig, Progress]:
+def resumed(config, model, optimizer, contents):
     start = find_start(config, ARCHITECTURE, contents)
     start.load([model], optimizer)
     return start.config, start.progress

@@ -17,23 +17,12 @@ class Objective(ABC):
     unit: ClassVar[str]
     """What the rate counts; a record has it as ``UNIT_per_second``."""
 
-    @property
-    @abstractmethod
-    def local_length(self) -> int:
-        """Return this rank's tokens per sample, padding included."""
-
-    @abstractmethod
-    def blank(self, micro_batch_size: int) -> Batch:
-        """Return a micro-batch as the data's, of zeros; each sample is one document."""
-
     @abstractmethod
     def local(self, batch: Batch) -> Batch:
-        """Return this rank's part of a batch, on its device, and its ``count``."""
+        """Return this rank's part of a batch, on its device.
 
-    @staticmethod
-    def count(local: Batch) -> int:
-        """Return the tokens of that part that carry loss: its ``count``, int64 [1] on the CPU, so that none waits."""
-        return int(local["count"])
+        ``count`` in it is the tokens of that part that carry loss, int64 [1] on the CPU, so that none waits.
+        """
 
     @abstractmethod
     def lengths(self, local: Batch) -> Sequence[int]:
@@ -43,6 +32,16 @@ class Objective(ABC):
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
         """Return the sum of their losses, float32: a ``parallel.pipeline.runner.LossSum``."""
 
+    def validation_line(self, record: dict[str, Any]) -> str:
+        """Describe a record's validation in one line."""
+        return f"validation loss at iteration {record['iteration']}: {record['validation_loss']:.4f}"
+
+    # The rest is for pipelines, and for runs without data.
+
+    @abstractmethod
+    def blank(self, micro_batch_size: int) -> Batch:
+        """Return a micro-batch as the data's, of zeros; each sample is one document."""
+
     @abstractmethod
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
         """Return the name of the first stage's input in a part, and a tensor like it on the meta device."""
@@ -50,7 +49,3 @@ class Objective(ABC):
     @abstractmethod
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
         """Map parameters that several of the ``stages`` hold to those stages; ``part`` is any stage's."""
-
-    def validation_line(self, record: dict[str, Any]) -> str:
-        """Describe a record's validation in one line."""
-        return f"validation loss at iteration {record['iteration']}: {record['validation_loss']:.4f}"

@@ -49,11 +49,6 @@ class Denoising(Objective):
         self._sample = (cp.positions.clamp(max=cp.plan.seq_len - 1) // model.num_patches) if joined else None  # [T]
         self._sample_there = None if self._sample is None else self._sample.to(device)
 
-    @property
-    def local_length(self) -> int:
-        """Return this rank's patches per sample, or of all joined samples, padding included."""
-        return len(self._positions)
-
     def blank(self, micro_batch_size: int) -> Batch:
         """Return a micro-batch as the data's, of zeros."""
         numbers = torch.zeros(micro_batch_size, dtype=torch.int64)
@@ -132,7 +127,7 @@ class Denoising(Objective):
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
         """Return the name and a meta tensor of patches ``[B, T, W]``, or ``[1, T, W]`` of joined samples."""
         rows = micro_batch_size if self._sample is None else 1
-        return "patches", torch.empty((rows, self.local_length, self._model.patch_width), device="meta")
+        return "patches", torch.empty((rows, len(self._positions), self._model.patch_width), device="meta")
 
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
         """Tie the conditioning modules of all stages."""

@@ -56,11 +56,6 @@ class NextToken(Objective):
         # Padding takes the last position: a table of learned positions may have none beyond the sequence.
         self._positions = cp.positions.clamp(max=cp.plan.seq_len - 1).to(device)  # [T]
 
-    @property
-    def local_length(self) -> int:
-        """Return this rank's tokens per sequence, padding included."""
-        return len(self._positions)
-
     def blank(self, micro_batch_size: int) -> Batch:
         """Return a micro-batch as the data's, of zeros; each sample is one document."""
         length = self._cp.plan.seq_len // (micro_batch_size if self._reset_attention else 1)
@@ -120,7 +115,7 @@ class NextToken(Objective):
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
         """Return the name and a meta tensor of tokens ``[B, T]``, or ``[1, T]`` of joined samples."""
         sequences = 1 if self._reset_attention else micro_batch_size
-        return "tokens", torch.empty((sequences, self.local_length), dtype=torch.int64, device="meta")
+        return "tokens", torch.empty((sequences, len(self._positions)), dtype=torch.int64, device="meta")
 
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
         """Tie the embedding of the first stage and the last if it is also the output projection."""

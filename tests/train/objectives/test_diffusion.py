@@ -58,7 +58,7 @@ def test_the_loss_is_the_naive_one_without_fillers(kind: str) -> None:
     model.init_weights(0)
     local = trained.local(given)
     x0, noise, times = patchify(given["latents"], MODEL), local["noise"], local["times"]
-    assert trained.count(local) == 2 * MODEL.num_patches
+    assert int(local["count"]) == 2 * MODEL.num_patches
     diffusion = Diffusion(DiffusionConfig(objective=kind))  # type: ignore[arg-type]
     output = model(diffusion.noised(x0, noise, times), torch.arange(MODEL.num_patches), times, local["labels"])
     elements = (output - diffusion.target(x0, noise, times)).square()
@@ -80,7 +80,7 @@ def test_joined_samples_have_the_loss_that_they_have_apart(kind: str) -> None:
         for weight in model.parameters():
             torch.nn.init.normal_(weight, 0, 0.3, generator=generator)
         local = trained.local(given)
-        assert trained.count(local) == 3 * patches
+        assert int(local["count"]) == 3 * patches
         losses[name] = trained.loss_sum(model, local).item()
     assert losses["joined"] == pytest.approx(losses["apart"], rel=2e-6)
     assert losses["one document"] != pytest.approx(losses["apart"], rel=1e-3), "negative control: bounds ignored"
@@ -126,7 +126,7 @@ def test_joined_samples_have_their_gradients_in_bfloat16_too() -> None:
 def shared(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Tensor], int]:
     found = objective(group=torch.distributed.group.WORLD)
     local = found.local(batch(4, 5))
-    return local, found.count(local)
+    return local, int(local["count"])
 
 
 def test_ranks_have_their_patches_of_the_same_noise_and_no_loss_of_padding(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def share(rank: int, world_size: int, method: str, shape: ModelConfig) -> tuple[
     model.init_weights(3)
     objective = NextToken(cp, torch.device("cpu"))
     local = objective.local(whole_batch())
-    return local, cp.positions, objective.count(local), objective.loss_sum(model, local).item()
+    return local, cp.positions, int(local["count"]), objective.loss_sum(model, local).item()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -14,17 +14,13 @@ import torch
 
 from checkpoint.api import CheckpointConfig, CheckpointError
 from checkpoint.search import find_checkpoint
-from model.diffusion import DiffusionConfig
 from parallel.mesh import MeshError
 from runtime.ranks import run_ranks
 from runtime.together import one_voice
-from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
 from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, free_port
-from train.config.entries import DiTRunConfig
 from train.config.language import Config, ConfigError, load_config
 from train.optim import OptimizerConfig
-from train.resume import find_start
 from train.run import claim_folder, exit_status, open_log, owning
 from train.watching.health import Progress
 from train.watching.metrics import METRICS, STARTS, LoggingConfig
@@ -110,76 +106,6 @@ def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="Permission denied"):
         claim_folder(with_checkpoint(save=str(tmp_path / "run")))
-
-
-def resumed(config, model, optimizer, contents):
-    start = find_start(config, ARCHITECTURE, contents)
-    start.load([model], optimizer)
-    return start.config, start.progress
-
-
-def test_nothing_to_load_starts_afresh_unless_it_must_be_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, optimizer = build(0, sharded=False)
-    before = whole_tensors(model, optimizer)
-    config = with_checkpoint()
-    assert resumed(config, model, optimizer, {}) == (config, Progress())
-    assert capsys.readouterr().out == ""
-    load = str(tmp_path / "none")
-    config = with_checkpoint(load=load)
-    assert resumed(config, model, optimizer, {}) == (config, Progress())
-    assert capsys.readouterr().out == f"no checkpoint in {load}: starting afresh\n"
-    with pytest.raises(CheckpointError, match=f"load is {load}, which holds no checkpoint"):
-        resumed(with_checkpoint(load=load, exit_on_missing_checkpoint=True), model, optimizer, {})
-    assert equal(whole_tensors(model, optimizer), before)
-
-
-def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained, trained_optimizer = two_checkpoints(tmp_path)
-    order = {**Config().sample_order(), "seed": 99}
-    for i in (1, 2):
-        state = {"progress": {"iteration": i, "consumed_samples": 4 * i}, "sample_order": order}
-        rewrite_manifest(tmp_path / f"iter_{i:07d}", extra=state)
-    model, optimizer = build(1, sharded=False)
-    config = with_checkpoint(load=str(tmp_path), allow_changed=("seed",))
-    same, progress = resumed(config, model, optimizer, {"data_path x": "1"})
-    assert same == config
-    assert progress == Progress(iteration=2, consumed_samples=8)
-    said = capsys.readouterr().out
-    assert f"resumed from {tmp_path}/iter_0000002, 8 samples consumed" in said
-    assert "note: seed was 99 and is 1234: the samples to come may repeat consumed ones; --seed 99 keeps it\n" in said
-    assert said.count("note:") == 1
-    assert equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
-    named = with_checkpoint(load=str(tmp_path), ckpt_step=1, allow_changed=("all",))
-    assert resumed(named, model, optimizer, {}) == (named, Progress(iteration=1, consumed_samples=4))
-    assert not equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
-
-
-def test_another_objective_is_refused_and_what_else_changed_is_noted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    two_checkpoints(tmp_path)
-    saved = DiTRunConfig()
-    state = {
-        "progress": {"iteration": 2, "consumed_samples": 8},
-        "sample_order": saved.sample_order(),
-        "ema_decay": 0.9,
-    }
-    state |= {"trained_for": saved.objective_key(), "drawn_by": {**saved.noted_settings(), "class_dropout_prob": 0.5}}
-    rewrite_manifest(tmp_path / "iter_0000002", extra=state)
-    model, optimizer = build(1, sharded=False)
-    config = DiTRunConfig(checkpoint=CheckpointConfig(load=str(tmp_path), allow_changed=("class_dropout_prob",)))
-    other = replace(config, diffusion=DiffusionConfig(objective="v_prediction"))
-    before = whole_tensors(model, optimizer)
-    with pytest.raises(CheckpointError, match="trained with objective ddpm, and objective is v_prediction; set"):
-        resumed(other, model, optimizer, {})
-    assert equal(whole_tensors(model, optimizer), before)
-    resumed(config, model, optimizer, {})
-    said = capsys.readouterr().out
-    assert "note: class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it\n" in said
-    assert "averages of the weights are left behind: ema_decay was 0.9 and is not set" in said
-    assert said.count("note:") == 2
 
 
 def test_the_folder_tells_what_ran_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """How data-parallel ranks divide a global batch, split it into micro-batches and read it."""
+    """Division of a global batch over data-parallel ranks and micro-batches, and its reading."""
 
     global_batch_size: int
     micro_batch_size: int

@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ _SPACE_MARK = "▁"
 
 
 class Tokenizer(ABC):
-    """What Longmesh and Megatron's GPTDataset need of a tokenizer."""
+    """Interface of tokenizers for Longmesh and Megatron's GPTDataset."""
 
     pad = -1
     """GPTDataset masks every label equal to it: a real id here (many tokenizers reuse eod or unk) would silently drop
@@ -219,14 +218,13 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
     """
     import sentencepiece
 
-    model, errors = io.BytesIO(), list[DataError]()
-    lines = _lines(texts, _TRAIN_CHARACTERS)
-    first = next(lines, None)
-    if first is None:
+    # A list: where an iterator raises, sentencepiece would print a traceback and continue.
+    model, lines = io.BytesIO(), list(_lines(texts, _TRAIN_CHARACTERS))
+    if not lines:
         raise DataError("there is no text to train a tokenizer on; check the corpus's path and suffix")
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_until_error(chain([first], lines), errors),
+            sentence_iterator=iter(lines),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -248,12 +246,8 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
             minloglevel=2,
         )
     except RuntimeError as error:
-        if errors:
-            raise errors[0] from None
         reason = str(error).rsplit("] ", 1)[-1].strip()
         raise DataError(f"vocab_size {vocab_size} does not suit the text to train on: {reason}") from error
-    if errors:
-        raise errors[0]
     path = Path(f"{os.fspath(model_prefix)}.model")
     with writing(path) as (temporary,):
         temporary.write_bytes(model.getvalue())
@@ -277,11 +271,3 @@ def _lines(texts: Iterable[str], characters: int) -> Iterator[str]:
         characters -= len(text)
         if characters <= 0:
             return
-
-
-def _until_error(lines: Iterator[str], errors: list[DataError]) -> Iterator[str]:
-    """Yield lines up to a DataError, appended to `errors`: sentencepiece would print its traceback and continue."""
-    try:
-        yield from lines
-    except DataError as error:
-        errors.append(error)

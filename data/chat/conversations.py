@@ -13,7 +13,7 @@ ROLES = {
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
 }  # fmt: skip
-"""What a role is called in the files, ShareGPT's `from` or OpenAI's `role`, and in templates."""
+"""Roles of ShareGPT's `from` and OpenAI's `role`, by the name that templates know."""
 # What a turn or a conversation may have beside its text, and would lose.
 _NOT_TAKEN = ("tool_calls", "function_call", "tools", "functions", "reasoning_content", "reasoning", "audio", "images")
 _NO_TEXT = re.compile("[\ud800-\udfff]")

@@ -29,7 +29,7 @@ class Chat:
     chat_template: str | None = None
     """File of the template; None takes the tokenizer's."""
     too_long: Literal["error", "split", "truncate-left", "truncate-right"] = "error"
-    """What is done with a conversation of more than S tokens."""
+    """Treatment of a conversation of more than S tokens."""
     skip_refused: bool = False
     """List what cannot be used and go on, instead of stopping."""
 

@@ -35,7 +35,7 @@ Spans = list[tuple[int, int]]
 MOST_CHARACTERS, MOST_SOURCE = 1 << 26, 1 << 21
 """Characters of a conversation in a template, and of a template."""
 _MARKS: ContextVar[tuple[str, str]] = ContextVar("marks", default=("", ""))
-"""What is written around the assistant's, at the moment."""
+"""Text around the assistant's words in the current rendering."""
 _NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 
 

@@ -18,7 +18,7 @@ DIGITS = "digits"
 
 @dataclass(frozen=True, kw_only=True)
 class LatentDataConfig:
-    """What is trained on."""
+    """Options of the latents to train on."""
 
     data_path: tuple[str, ...] = (DIGITS,)
     """Folders of latents that tools/prepare_latents.py wrote, taken together; or digits, scikit-learn's 1,797 images of
@@ -68,11 +68,6 @@ class Digits:
 
 
 Source = Digits | LatentFolder
-
-
-def load_source(path: str) -> Source:
-    """Open one entry of data_path. Raises DataError."""
-    return Digits() if path == DIGITS else LatentFolder(path)
 
 
 class LatentSamples:
@@ -139,7 +134,7 @@ def build_latent_datasets(
     from runtime.together import raise_together
 
     with raise_together():
-        sources = [load_source(path) for path in config.data_path]
+        sources: list[Source] = [Digits() if path == DIGITS else LatentFolder(path) for path in config.data_path]
         for path, source in zip(config.data_path, sources, strict=True):
             _check(path, source, tuple(latent_shape), num_classes)
         train, valid = _split(config.split, sum(map(len, sources)))

@@ -9,7 +9,7 @@ from runtime.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is trained on."""
+    """Options of the text to train on."""
 
     data_path: tuple[str, ...] = ()
     """Prefix of a Megatron .bin/.idx pair, or a blend: weight prefix weight prefix ..."""
@@ -55,7 +55,7 @@ class DataConfig:
 
     @property
     def tells_documents(self) -> bool:
-        """Whether samples tell where their documents start."""
+        """True if samples tell where their documents start."""
         return self.reset_position_ids or self.reset_attention_mask
 
     @property

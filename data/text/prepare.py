@@ -117,10 +117,8 @@ class Spool:
         numbers = all(type(number) is int and 0 <= number < 1 << 63 for number in (*sizes.values(), *counts.values()))
         return numbers and all(found[name] >= size for name, size in sizes.items())
 
-    def __enter__(self) -> "Spool":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End after a block that raised this error, or None."""
         for file in self._files.values():
             with suppress(OSError):  # a full disk: what the journal has noted is there
                 file.close()
@@ -174,7 +172,11 @@ def prepare(
 
 
 def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, workers: int | None) -> Prepared:
-    source, inputs = _source(request), inputs_of(request)
+    files = input_files(request.inputs, request.suffix) if request.inputs else stdlib_files()
+    source: Corpus | Rows = Rows(files)
+    if request.chat is None:
+        source = Corpus(files, request.max_bytes, not request.inputs, request.json_key)
+    inputs = inputs_of(request)
     size = _checked(request, source, progress)
     ends = [end for end in ends_of(request) if end != TOKENIZER]
     # The spool ends last, when the output is in its place.
@@ -185,7 +187,8 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
             path = _train(request, source, path, progress)
         tokenizer = load_tokenizer(path)
         key = json.dumps([made_with_of(request), tokenizer.sha256, inputs], sort_keys=True)
-        spool = kept.enter_context(Spool(prefix, hashlib.sha256(key.encode()).hexdigest(), SPOOLED))
+        spool = Spool(prefix, hashlib.sha256(key.encode()).hexdigest(), SPOOLED)
+        kept.push(spool.close)
         busy = min(usable_cores(), 1 + sum(map(size_of, source.files)) // _BYTES_PER_WORKER)
         _tokenize(request, source, tokenizer, spool, size, progress, workers or busy)
         prepared = _finish(request, tokenizer, spool, draft, skipped=len(source.skipped))
@@ -222,13 +225,6 @@ def _train(request: Request, source: Corpus | Rows, draft: Path, progress: bool)
         return train_tokenizer(source, draft.with_suffix(""), size)
     assert request.chat is not None
     return train_chat_tokenizer(source, request.chat.skip_refused, draft, size, str(request.chat.chat_template))
-
-
-def _source(request: Request) -> Corpus | Rows:
-    files = input_files(request.inputs, request.suffix) if request.inputs else stdlib_files()
-    if request.chat is not None:
-        return Rows(files)
-    return Corpus(files, request.max_bytes, not request.inputs, request.json_key)
 
 
 def _checked(request: Request, source: Corpus | Rows, progress: bool) -> int | None:

@@ -1,4 +1,4 @@
-"""What data is prepared of and with, and the record of it beside the data."""
+"""Requests of prepared data, and the record beside the data."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ class Request:
     json_key: str = "text"
     """Field of the rows that holds the text."""
     chat: Chat | None = None
-    """How conversations are prepared; None takes text."""
+    """Settings of conversations; None takes text."""
 
 
 @dataclass(frozen=True, kw_only=True)

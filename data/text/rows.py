@@ -14,7 +14,7 @@ from runtime.errors import DataError
 HUB = "hf:"
 """Begins the name of a dataset on Hugging Face's hub, hf:NAME or hf:NAME:SPLIT, where a path is taken."""
 Row = tuple[str, Any]
-"""Where a row stands, such as "a.jsonl, line 3", and the row; a DataError in its place if that line alone is broken."""
+"""A row's place, such as "a.jsonl, line 3", and the row, or the DataError of a line that alone is broken."""
 _CHUNK = 1 << 20
 _GAP = re.compile(r"[\s,]*")
 _DATASET_FILES = ("state.json", "dataset_dict.json")  # of datasets' save_to_disk

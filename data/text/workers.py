@@ -36,7 +36,7 @@ class Tokens:
     """Which tokens carry loss, uint8 [T]; None for all."""
     counts: Counter[str] = field(default_factory=Counter)
     refused: Sequence[str] = ()
-    """What could not be used, a line each."""
+    """Documents that could not be used, a line each."""
 
 
 def joined(tokenizer: Tokenizer, documents: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -49,7 +49,7 @@ def mutations(whole: bytes, flips: int) -> Iterator[bytes]:
 
 
 def outcomes(path: Path, contents: Iterable[bytes], use: Callable[[], object]) -> Counter[str]:
-    """How often `use` went through with the file so changed, and was refused in one line; any other error fails."""
+    """Count the changed files that `use` takes and those that it refuses in one line; any other error fails."""
     whole, read, errors = path.read_bytes(), 0, list[ValueError]()
     try:
         for content in contents:
@@ -157,9 +157,10 @@ def test_a_damaged_record(place: Path) -> None:
 def test_a_journal_of_other_content_begins_anew(line: str, tmp_path: Path) -> None:
     for name, content in (("a", "abc"), ("journal", f"\n{line.replace('KEY', json.dumps('k'))}\n")):
         (tmp_path / f".d.resume.{name}").write_text(content)
-    with Spool(tmp_path / "d", "k", ["a"]) as spool:
-        assert not spool.counts
-        assert spool.paths["a"].stat().st_size == 0
+    spool = Spool(tmp_path / "d", "k", ["a"])
+    assert not spool.counts
+    assert spool.paths["a"].stat().st_size == 0
+    spool.close(None, None, None)
     assert not list(tmp_path.iterdir())
 
 

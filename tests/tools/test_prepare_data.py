@@ -178,7 +178,7 @@ def test_interrupted_run_leaves_nothing(
 
 
 def test_help_waits_for_nothing_large() -> None:
-    """What makes the help slow are these imports, on any machine."""
+    """These imports make the help slow, on any machine."""
     code = (
         "import runpy, sys; sys.argv = ['prepare_data', '--help']\n"
         "try:\n    runpy.run_module('tools.prepare_data', run_name='__main__')\n"

@@ -1,4 +1,4 @@
-"""Where documents begin in samples, and positions that restart there: Megatron's own."""
+"""Documents' starts in samples, and positions that restart there: Megatron's own."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What is written reads back token by token, is kept when it is whole, and never half-written."""
+"""Prepared data reads back token by token, is kept when it is whole, and never half-written."""
 
 import json
 import math

@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         "losses", help="training and validation loss of runs, or other fields of metrics.jsonl", allow_abbrev=False
     )
     loss.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    loss.add_argument("--metric", nargs="+", metavar="FIELD", help="of metrics.jsonl (default: the losses)")
+    loss.add_argument("--metric", nargs="+", metavar="FIELD", help="of metrics.jsonl, losses in one panel (default: these)")
     loss.add_argument("--by", choices=BY, default="iteration", help="what lies below (default: %(default)s)")
     smooth = "share that a point keeps of the mean before it, 0 to below 1 (default: 0); validation is not smoothed"
     loss.add_argument("--smooth", type=float, default=0.0, metavar="SHARE", help=smooth)
@@ -112,7 +112,7 @@ def smoothed(values: Sequence[tuple[float, float]], share: float) -> list[tuple[
 
 
 def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: float) -> "Figure":
-    """Draw training loss as a line and validation loss as marks, a colour per run; or other fields, a panel each.
+    """Draw training loss as a line and validation loss as marks, a colour per run; and other fields, a panel each.
 
     Raises UserError: ``smooth`` is out of range, or as ``read_curves``.
     """
@@ -123,7 +123,9 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
 
     if not 0 <= smooth < 1:
         raise UserError(f"--smooth is {smooth}; it must be 0 to below 1")
-    panels = [[metric] for metric in metrics] if metrics else [list(LOSSES)]
+    wanted = metrics or list(LOSSES)
+    losses = tuple(field for field in wanted if field in LOSSES)
+    panels = list(dict.fromkeys(losses if field in LOSSES else (field,) for field in wanted))
     figure = Figure(figsize=(8, 4.5 + 2 * (len(panels) - 1)), layout="constrained")
     for axes, fields in zip(figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels, strict=True):
         units = set[str]()

@@ -111,6 +111,8 @@ def test_other_fields_are_drawn_by_tokens_or_hours_and_smoothed(tmp_path: Path) 
     assert (first.get_ylabel(), second.get_ylabel()) == ("grad norm", "loss (nats per token)")
     # By hand: 4, (4/4 + 2/2) / (3/4), (4/8 + 2/4) / (7/8).
     assert first.lines[0].get_xydata() == pytest.approx(np.array([[0.5, 4], [1, 8 / 3], [1.5, 8 / 7]]))
+    together = plot.losses_figure([run], ["lm_loss", "grad_norm", "validation_loss"], "iteration", 0).axes
+    assert [axes.get_ylabel() for axes in together] == ["loss (nats per token)", "grad norm"]
     tokens = plot.read_curves(run, ["lm_loss"], "tokens")["lm_loss"]
     assert tokens == [(8, 1.0), (16, 1.0), (24, 1.0)]
 

@@ -48,7 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
         "losses", help="training and validation loss of runs, or other fields of metrics.jsonl", allow_abbrev=False
     )
     loss.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    loss.add_argument("--metric", nargs="+", metavar="FIELD", help="of metrics.jsonl, losses in one panel (default: these)")
+    loss.add_argument(
+        "--metric", nargs="+", metavar="FIELD", help="of metrics.jsonl, losses in one panel (default: these)"
+    )
     loss.add_argument("--by", choices=BY, default="iteration", help="what lies below (default: %(default)s)")
     smooth = "share that a point keeps of the mean before it, 0 to below 1 (default: 0); validation is not smoothed"
     loss.add_argument("--smooth", type=float, default=0.0, metavar="SHARE", help=smooth)

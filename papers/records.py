@@ -8,7 +8,7 @@ from papers.ring import CONFIGS, K
 from papers.rows import Row, Sheet
 from parallel.context import make_plan
 from planner.cluster import CLUSTERS, load_cluster
-from planner.search import FFN_CHUNK, LOSS_CHUNK
+from planner.levers import FFN_CHUNK, LOSS_CHUNK
 from planner.step_memory import Arrangement, Workload, memory_of, offloaded
 from planner.workload import workload_of
 from tools.arguments import run_command

@@ -87,11 +87,8 @@ def rehearsed(
     ranks = ranks_to_run(config, world_size)
     with Progress() as progress:
         for number, rank in enumerate(ranks, 1):
-
-            def tell(doing: str, of: str = f"{number} of {len(ranks)} ranks to run") -> None:
-                progress(f"{of} without memory, {doing}")
-
-            yield rehearse(config, build, rank, world_size, cluster.gpus_per_node, documents, cluster.device, tell)
+            progress.of = f"running rank {rank} of {world_size} without memory ({number} of {len(ranks)}): "
+            yield rehearse(config, build, rank, world_size, cluster.gpus_per_node, documents, cluster.device, progress)
 
 
 def ranks_to_run(config: Any, world_size: int) -> list[int]:

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.cluster import Cluster
+from planner.levers import STAGES, leanest, moved
 from planner.ranking import described, nothing_left
-from planner.search import arrangements, candidates_of, holds, in_stages, leanest, rank
+from planner.search import arrangements, candidates_of, holds, rank
 from runtime.progress import Progress
 from runtime.words import counted
 from train.config.flags import ConfigError
@@ -31,7 +32,8 @@ def fits(
 
     found = candidates_of(arrangements(config, world_size), world_size, cluster, Counter())
     every = [lean for one in found for lean in leanest(one, cluster)]
-    return any(map(held, every)) or any(held(staged) for lean in every for staged in in_stages(lean))
+    staged = (moved(one, (STAGES, stages)) for one in every for stages in STAGES.further(one, cluster))
+    return any(map(held, every)) or any(map(held, staged))
 
 
 def longest(config: Config, world_size: int, cluster: Cluster) -> int:

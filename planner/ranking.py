@@ -40,24 +40,6 @@ class Ranking:
     """Fields by which all that was tried moves something to host memory."""
 
 
-def levers(configs: Sequence[Any], cluster: Cluster, varied: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return a ranking's ``saving`` and ``moving`` of a configuration, whose settings are all ``varied`` or none."""
-    saving, moving = list[str](), list[str]()
-    for config in configs:
-        again, hosts = config.recompute, bool(cluster.host_gb_per_s)
-        kept, moments = again.recompute_offload, config.optimizer.optimizer_cpu_offload
-        left = {
-            "recompute_granularity": again.recompute_granularity != "full",
-            "loss_chunk_size": config.causal and not again.loss_chunk_size,
-            "ffn_chunk_size": not again.ffn_chunk_size,
-            "recompute_offload": hosts and not kept,
-            "optimizer_cpu_offload": hosts and not moments,
-        }
-        saving += [name for name, more in left.items() if more and not varied]
-        moving += ["recompute_offload"] * (kept and not varied) + ["optimizer_cpu_offload"] * moments
-    return tuple(saving), tuple(moving)
-
-
 def nothing_left(found: Ranking, cluster: Cluster) -> str:
     """Say why there is no candidate, and what to do."""
     if found.too_large:

@@ -140,7 +140,7 @@ class Recorder(Tapes):
             return func(*args, **kwargs)
         self._operators += 1
         if self._tell is not None:
-            self._tell(f"rank {self.rank}: {self.doing}, {self._operators:,} operators so far")
+            self._tell(f"{self.doing}, {self._operators:,} operators so far")
         if func.namespace == "longmesh" and not func.name().startswith(SCANS):
             return self._by_its_code(func, OPDEFS[func.name()]._init_fn, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from parallel.mesh import SIZES
 from planner.complete import CONFIG, cluster_of, tokenizer_of, with_vocabulary
+from planner.levers import settings
 from planner.ranking import Candidate, nothing_left
-from planner.search import arrangements, rank, settings, validated
+from planner.search import arrangements, rank, validated
 from runtime.errors import UserError
 from runtime.processes import launched_world_size, process_group
 from runtime.together import from_first, is_first, raise_together

@@ -4,16 +4,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from parallel.context import ContextConfig, Plan, make_plan
 from parallel.context.layout import BALANCED, PLACEMENTS
-from parallel.context.methods.registry import METHODS, STATE_METHODS, method_of
-from parallel.data import DataParallelConfig
-from parallel.recompute import RecomputeConfig
+from parallel.context.methods.registry import METHODS, STATE_METHODS
 from planner.cluster import Cluster
 from planner.documents import typical_documents
-from planner.ranking import Candidate, Ranking, described, levers
+from planner.levers import MOMENTS, OFFLOAD, AnyConfig, ladder, not_pulled
+from planner.ranking import Candidate, Ranking, described
 from planner.step_cost import Prediction, predict
 from planner.step_memory import Arrangement, Workload, memory_of, pinned
 from planner.workload import with_softmax_layers, workload_of
@@ -23,14 +22,8 @@ from train.config.common import CommonConfig, with_joined_ranks
 from train.config.entries import Config
 from train.config.sizes import validate_magnitude, validate_mesh, validate_sizes
 
-AnyConfig = Any
-"""A configuration of either entry."""
 C = TypeVar("C", bound=CommonConfig)
 OTHERS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-RECOMPUTE: tuple[Literal["none", "attention_boundary", "full"], ...] = ("none", "attention_boundary", "full")
-SHARDINGS: tuple[Literal["zero1", "zero2", "zero3"], ...] = ("zero1", "zero2", "zero3")
-LOSS_CHUNK, FFN_CHUNK = 2048, 8192
-"""Tokens at once, where memory is short: enough to keep a GPU busy."""
 ROOM = 0.9
 """Share of the memory that varied settings take where some do: an allocator needs the rest."""
 
@@ -142,68 +135,6 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
             yield replace(base, **fields)
 
 
-def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the configuration with all that decides its memory: as it is, then every sharding and recomputation.
-
-    ``selective`` recomputation is not among them: it keeps as much as ``none``, for a flash kernel.
-    """
-    yield config
-    for sharded, recompute in product(dict.fromkeys(_shardings(config)), recomputations(config, cluster)):
-        if (sharded, recompute) != (config.data_parallel, config.recompute):
-            yield replace(config, data_parallel=sharded, recompute=recompute)
-
-
-def in_stages(config: AnyConfig) -> Iterator[AnyConfig]:
-    """Yield the configuration with one head of each rank in a stage, where ranks exchange several."""
-    context, tp, cp = config.context, config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
-    degree = cp if method_of(context.context_parallel_method).capabilities().splits_heads else context.ulysses_degree
-    stages = config.shape.num_attention_heads // (tp * degree)
-    if degree > 1 and stages > 1:
-        yield replace(config, context=replace(context, ulysses_head_chunks=stages))
-
-
-def with_moments_on_host(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the configuration with Adam's moments in host memory, where its rate is known and they do not lie there."""
-    if cluster.host_gb_per_s and not config.optimizer.optimizer_cpu_offload:
-        yield replace(config, optimizer=replace(config.optimizer, optimizer_cpu_offload=True))
-
-
-def leanest(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield what takes the least memory: all sharded, full recomputation in chunks, with and without offload."""
-    sharded = list(_shardings(config))[-1]
-    for lean in (config, *with_moments_on_host(config, cluster)):
-        for recompute in recomputations(config, cluster):
-            most = recompute.recompute_granularity == "full" and recompute.ffn_chunk_size
-            if most and (recompute.loss_chunk_size or not config.causal):
-                yield replace(lean, data_parallel=sharded, recompute=recompute)
-
-
-def recomputations(config: AnyConfig, cluster: Cluster) -> Iterator[RecomputeConfig]:
-    """Yield every policy, alone, with the loss and with the feed-forward in chunks too; what is kept, in host memory.
-
-    Chunks that are set stay as they are.
-    """
-    given, language = config.recompute, config.causal
-    chunks = [(given.loss_chunk_size, given.ffn_chunk_size)]
-    chunks += [(given.loss_chunk_size or LOSS_CHUNK, given.ffn_chunk_size)] if language else []
-    chunks.append((chunks[-1][0], given.ffn_chunk_size or FFN_CHUNK))
-    offload = (False, True) if cluster.host_gb_per_s else (False,)
-    for moved, policy, (loss, ffn) in product(offload, RECOMPUTE, dict.fromkeys(chunks)):
-        if policy != "none" or not moved:
-            yield RecomputeConfig(
-                recompute_granularity=policy, recompute_offload=moved, loss_chunk_size=loss, ffn_chunk_size=ffn
-            )
-
-
-def _shardings(config: AnyConfig) -> Iterator[DataParallelConfig]:
-    """Yield the given strategy and those that hold one copy of the optimizer's state, the most divided last."""
-    given = config.data_parallel
-    yield given
-    for name in SHARDINGS:
-        if name != given.strategy or name == SHARDINGS[-1]:
-            yield replace(given, data_parallel_sharding_strategy=name)
-
-
 def arrangements(config: C, world_size: int) -> Iterator[C]:
     """Yield every tp x pp x cp (the rest is dp), without a method."""
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
@@ -270,14 +201,10 @@ def rank(
         for number, candidate in enumerate(every, 1):
             documents = typical_documents(candidate, lengths)
             varied = vary(candidate, cluster) if vary else [candidate]
-            tried = [one for one in varied if _suits_pipeline(one, world_size)]
-            fit = holding(tried, documents, number)
-            if not fit:  # stages of heads save memory alone
-                tried += [staged for one in tried for staged in in_stages(one)]
-                fit = holding(tried, documents, number)
-            if not fit and vary:  # each step waits for the moments; leanest has tried some already
-                tried += [moved for one in tried for moved in with_moments_on_host(one, cluster) if moved not in tried]
-                fit = holding(tried, documents, number)
+            suiting = [one for one in varied if _suits_pipeline(one, world_size)]
+            for tried in ladder(suiting, cluster, moments=vary is not None):
+                if fit := holding(tried, documents, number):
+                    break
             if fit:
                 found = [Candidate(one, predicted(one, world_size, cluster, documents)) for one in fit]
                 roomy = [one for one in found if one.prediction.bytes <= ROOM * 1e9 * cluster.memory_gb]
@@ -290,7 +217,14 @@ def rank(
             else:
                 too_large.append(min(needed))
     fitting.sort(key=lambda candidate: candidate.prediction.time)
-    return Ranking(fitting, refused, too_large, host_short, *levers(configs[:1], cluster, vary is not None))
+    saving = not_pulled(configs[0], cluster) if configs and not vary else ()
+    return Ranking(fitting, refused, too_large, host_short, saving, _on_host(configs[:1], vary is not None))
+
+
+def _on_host(configs: Sequence[AnyConfig], varied: bool) -> tuple[str, ...]:
+    """Return the fields by which all that was tried moves something to host memory."""
+    levers = (MOMENTS,) if varied else (OFFLOAD, MOMENTS)
+    return tuple(lever.fields[0] for one in configs for lever in levers if lever.of(one) == (True,))
 
 
 def _suits_pipeline(config: AnyConfig, world_size: int) -> bool:

@@ -18,6 +18,8 @@ class Progress:
         self._terminal = sys.stderr.isatty()
         self._every = MOVES if self._terminal else LOGS
         self._began = self._told = time.monotonic()
+        self.of = ""
+        """Begins each line."""
 
     def __enter__(self) -> "Progress":
         return self
@@ -33,7 +35,7 @@ class Progress:
         if now - self._told <= self._every:
             return
         self._told = now
-        line = f"{said}, {now - self._began:.0f} s"
+        line = f"{self.of}{said}, {now - self._began:.0f} s"
         if self._terminal:
             print(CLEAR + line[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
         else:

@@ -8,7 +8,8 @@ import pytest
 
 from model.registry import num_parameters
 from planner.cluster import load_cluster
-from planner.search import arrangements, predicted, rank, settings
+from planner.levers import settings
+from planner.search import arrangements, predicted, rank
 from train.config import diffusion as dit_config
 from train.config import language as config
 from train.config.language import load_config

@@ -35,9 +35,10 @@ from planner.documents import heaviest_documents, typical_documents
 from planner.dry_run import verdict
 from planner.extremes import fewest, longest, of_length
 from planner.fits import busiest, changes
+from planner.levers import settings
 from planner.ranking import described, memory_of, mesh_of, method_of, nothing_left, weighed
 from planner.recorder import CAUSES
-from planner.search import arrangements, rank, settings, validated
+from planner.search import arrangements, rank, validated
 from runtime.files import write_text
 from runtime.processes import launched_world_size
 from runtime.words import amount, counted, duration
@@ -170,7 +171,7 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
             "sequences"
         )
     else:
-        print(f"change, what brings most first, for {duration(seconds)} a step:")
+        print(f"change, in the order of docs/tasks/long_context.md, for {duration(seconds)} a step:")
         for change in needed:
             print(f"  {change.flag}  (about {amount(change.bytes)})")
 

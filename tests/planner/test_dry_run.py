@@ -62,7 +62,7 @@ def test_it_says_which_rank_it_runs_and_what_is_not_here(
     monkeypatch.setattr(progress, "LOGS", -1.0)  # every look is told
     pretrain_gpt.main(["--dry-run", *flags.split()])
     said = capsys.readouterr()
-    assert "2 of 2 ranks to run without memory, rank 1: the optimizer's step, " in said.err
+    assert "running rank 1 of 2 without memory (2 of 2): the optimizer's step, " in said.err
     assert said.out.startswith("dry run of 2 processes on a CPU: ")
     assert "note: data_path is not set; give --data-path PREFIX; python -m tools.prepare_data writes one" in said.out
     assert "note: predicted for a CPU, this machine's device; --cluster FILE predicts for other machines" in said.out

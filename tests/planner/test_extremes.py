@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 
 from parallel.recompute import RecomputeConfig
+from planner import levers
 from planner.cluster import CLUSTERS, load_cluster
 from planner.extremes import PRECISION, STEP, _last, fewest, fits, longest, of_length
+from planner.levers import leanest, settings
 from planner.ranking import nothing_left
-from planner.search import arrangements, candidates_of, holds, leanest, rank, recomputations, settings
+from planner.search import arrangements, candidates_of, holds, rank
 from runtime.errors import UserError
 from train.config.language import Config, load_config
 
@@ -43,7 +45,7 @@ def test_stages_of_heads_reach_further_and_the_ranking_has_no_more(config: Confi
 
 def test_moments_go_to_host_memory_where_nothing_else_fits(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("planner.search.with_moments_on_host", lambda *_: ())
+        patch.setattr("planner.levers.MOMENTS", replace(levers.MOMENTS, values=lambda *_: [(False,)]))
         kept = longest(config, 4, SMALL)
     moved = longest(config, 4, SMALL)
     assert moved > 1.02 * kept
@@ -102,10 +104,10 @@ def test_a_node_of_six_is_tried_whole(config: Config) -> None:
 
 def test_every_policy_is_tried_with_chunks_and_in_host_memory() -> None:
     asked = replace(CONFIG, recompute=RecomputeConfig(ffn_chunk_size=100))
-    found = list(recomputations(asked, H100))
+    found = [one.recompute for one in settings(asked, H100) if one.data_parallel == asked.data_parallel]
     assert len(found) == len(set(found)) == 2 * 3 + 2 * 2  # loss in chunks or not; what none keeps is not moved
     assert all(one.ffn_chunk_size == 100 for one in found)
-    assert not any(one.recompute_offload for one in recomputations(asked, replace(H100, host_gb_per_s=0.0)))
+    assert not any(one.recompute.recompute_offload for one in settings(asked, replace(H100, host_gb_per_s=0.0)))
     assert {one.data_parallel.strategy for one in settings(asked, H100)} == {"zero1", "zero2", "zero3"}
     assert all(one.recompute.ffn_chunk_size and one.recompute.loss_chunk_size for one in leanest(CONFIG, H100))
 
@@ -129,7 +131,7 @@ def test_what_the_host_cannot_hold_is_told_as_that(config: Config) -> None:
 def test_what_was_tried_is_not_advised_and_not_tried_twice(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(SMALL, memory_gb=0.01)
     as_given = nothing_left(rank([config], 8, small), small)
-    assert "more processes, recompute_granularity, loss_chunk_size, ffn_chunk_size, recompute_offload, opt" in as_given
+    assert "more processes, loss_chunk_size, ffn_chunk_size, recompute_granularity, recompute_offload, opt" in as_given
     assert "offload" not in nothing_left(rank([config], 8, nowhere := replace(small, host_gb_per_s=0.0)), nowhere)
     asked: list[Config] = []
     monkeypatch.setattr("planner.search.bytes_needed", lambda one, *_: asked.append(one) or 1e12)

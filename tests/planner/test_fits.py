@@ -1,13 +1,15 @@
-"""What to change so that a run fits: the flags lead to what does."""
+"""Flags that make a run fit: in the order of docs/tasks/long_context.md, and none that is not needed."""
 
 from dataclasses import replace
 
 import pytest
 
+from planner.cluster import CLUSTERS, load_cluster
 from planner.fits import changes
-from planner.search import bytes_needed, leanest, rank
+from planner.levers import leanest
+from planner.search import bytes_needed, rank
 from tests.planner.test_search import A100, config
-from train.config.language import Config
+from train.config.language import Config, load_config
 
 
 def asked(size: int, method: str) -> Config:
@@ -42,3 +44,28 @@ def test_one_process_keeps_its_method(method: str) -> None:
     assert found
     assert not any("method" in change.flag for change in found)
     assert found[-1].bytes <= 1e9 * short.memory_gb
+
+
+LARGER, AGAIN = "--context-parallel-size 16 --global-batch-size 2", "--recompute-granularity attention_boundary"
+
+
+@pytest.mark.parametrize(
+    ("size", "memory_gb", "flags"),
+    [
+        (8, 80, [LARGER, AGAIN]),  # not recomputation and offload on 8 ranks, which fit too
+        (16, 80, [AGAIN]),
+        (16, 50, ["--recompute-granularity full"]),
+        (16, 30, [AGAIN, "--recompute-offload"]),
+    ],
+)
+def test_levers_are_pulled_in_the_order_of_the_page(size: int, memory_gb: float, flags: list[str]) -> None:
+    """LLaMA 2 13B on 524,288 tokens and 16 A100."""
+    one, cluster = load_config("configs/llama2_13b.toml"), load_cluster(CLUSTERS / "a100_pod.toml")
+    one = replace(one, train=replace(one.train, seq_length=1 << 19, bf16=True))
+    one = replace(one, mesh=replace(one.mesh, context_parallel_size=size))
+    found, seconds = changes(one, 16, replace(cluster, memory_gb=memory_gb), None)
+    assert [change.flag for change in found] == flags
+    assert seconds
+    counts = [bytes_needed(one, 16, cluster, None), *(change.bytes for change in found)]
+    assert counts[-1] <= 1e9 * memory_gb
+    assert min(counts[:-1]) > 0.9e9 * memory_gb

@@ -9,7 +9,8 @@ from model.config import ModelConfig
 from parallel.context import ContextConfig
 from parallel.mesh import MeshConfig
 from planner.cluster import CLUSTERS, load_cluster
-from planner.search import arrangements, contexts, rank, settings
+from planner.levers import settings
+from planner.search import arrangements, contexts, rank
 from tests.pretraining import pretrain
 from train.config.language import Config, TrainConfig, load_config
 from train.config.sizes import validate_sizes

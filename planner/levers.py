@@ -1,0 +1,157 @@
+"""The levers by which a run takes less memory, in one table, and the settings that they lead to.
+
+A lever sets fields of one section to one of a few values, each of which takes less memory than the one before.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from parallel.context.methods.registry import METHODS
+from planner.cluster import Cluster
+from runtime.errors import UserError
+
+AnyConfig = Any
+"""A configuration of either entry."""
+RECOMPUTE = (("none",), ("attention_boundary",), ("full",))
+"""``selective`` recomputation is not among them: it keeps as much as ``none``, for a flash kernel."""
+LOSS_CHUNK, FFN_CHUNK = 2048, 8192
+"""Tokens at once, where memory is short: enough to keep a GPU busy."""
+
+
+@dataclass(frozen=True)
+class Lever:
+    """Fields of a section of the configuration, and the values to set them to, the leanest last."""
+
+    section: str
+    fields: tuple[str, ...]
+    values: Callable[[AnyConfig, Cluster], Sequence[tuple[Any, ...]]]
+
+    def of(self, config: AnyConfig) -> tuple[Any, ...]:
+        """Return the values of a configuration."""
+        return tuple(getattr(getattr(config, self.section), name) for name in self.fields)
+
+    def further(self, config: AnyConfig, cluster: Cluster) -> list[tuple[Any, ...]]:
+        """Return the values that take less than those of a configuration."""
+        values, own = [*self.values(config, cluster)], self.of(config)
+        places = [place for place, value in enumerate(values) if value == own]
+        return [*dict.fromkeys(values[max(places, default=0) + 1 :])]
+
+
+def _chunks(config: AnyConfig, cluster: Cluster) -> list[tuple[int, int]]:
+    """Return the loss in chunks, then the feed-forward too; chunks that are set stay as they are."""
+    loss, ffn = config.recompute.loss_chunk_size, config.recompute.ffn_chunk_size
+    in_chunks = loss or LOSS_CHUNK * config.causal
+    return [(loss, ffn), (in_chunks, ffn), (in_chunks, ffn or FFN_CHUNK)]
+
+
+def _shardings(config: AnyConfig, cluster: Cluster) -> list[tuple[str]]:
+    """Return the given strategy and those that hold one copy of the optimizer's state, the most divided last."""
+    name, strategy = config.data_parallel.data_parallel_sharding_strategy, config.data_parallel.strategy
+    between = [(other,) for other in ("zero1", "zero2") if other != strategy]
+    return [(name,), *between, (name if strategy == "zero3" else "zero3",)]
+
+
+def _stages(config: AnyConfig, cluster: Cluster) -> list[tuple[int]]:
+    """Return all heads at once, then one head of each rank in a stage, where ranks exchange several."""
+    context, tp, cp = config.context, config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
+    method = METHODS.get(context.context_parallel_method)
+    degree = cp if method and method.capabilities().splits_heads else context.ulysses_degree
+    stages = config.shape.num_attention_heads // (tp * degree)
+    return [(context.ulysses_head_chunks,), *[(stages,)] * (degree > 1 and stages > 1)]
+
+
+def _on_host(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
+    """Return the device, then its host's memory, where the rate of its copies is known."""
+    return [(False,), *[(True,)] * bool(cluster.host_gb_per_s)]
+
+
+CHUNKS = Lever("recompute", ("loss_chunk_size", "ffn_chunk_size"), _chunks)
+POLICY = Lever("recompute", ("recompute_granularity",), lambda *_: RECOMPUTE)
+SHARDING = Lever("data_parallel", ("data_parallel_sharding_strategy",), _shardings)
+OFFLOAD = Lever("recompute", ("recompute_offload",), _on_host)
+STAGES = Lever("context", ("ulysses_head_chunks",), _stages)
+MOMENTS = Lever("optimizer", ("optimizer_cpu_offload",), _on_host)
+ORDER = (CHUNKS, POLICY, CHUNKS, POLICY, SHARDING, OFFLOAD, STAGES, MOMENTS)
+"""As docs/tasks/long_context.md pulls them after more context-parallel processes; a lever that is there twice goes one
+value further each time, and all others to their last."""
+
+
+def moved(config: AnyConfig, *pulled: tuple[Lever, tuple[Any, ...]]) -> AnyConfig:
+    """Return the configuration with these levers at these values; UserError if they contradict each other."""
+    sections: dict[str, dict[str, Any]] = {}
+    for lever, values in pulled:
+        sections.setdefault(lever.section, {}).update(zip(lever.fields, values, strict=True))
+    return replace(config, **{name: replace(getattr(config, name), **own) for name, own in sections.items()})
+
+
+def _every(config: AnyConfig, ways: Iterable[tuple[Lever, Iterable[tuple[Any, ...]]]]) -> Iterator[AnyConfig]:
+    """Yield every combination of values that is none in itself contradictory, the last lever's varied first."""
+    levers, values = zip(*ways, strict=True)
+    for found in product(*map(dict.fromkeys, values)):
+        try:
+            yield moved(config, *zip(levers, found, strict=True))
+        except UserError:  # what no policy keeps is not moved
+            continue
+
+
+def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
+    """Yield the configuration as it is, then with every sharding, recomputation and offload of activations."""
+    yield config
+    ways = [(lever, lever.values(config, cluster)) for lever in (SHARDING, OFFLOAD, POLICY, CHUNKS)]
+    yield from (one for one in _every(config, ways) if one != config)
+
+
+def leanest(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
+    """Yield what takes the least memory: all sharded, full recomputation in chunks, with and without offload."""
+    ways = [(lever, lever.values(config, cluster)[-1:]) for lever in (SHARDING, POLICY, CHUNKS)]
+    moments = [MOMENTS.of(config), *MOMENTS.further(config, cluster)]
+    yield from _every(config, [(MOMENTS, moments), (OFFLOAD, OFFLOAD.values(config, cluster)), *ways])
+
+
+def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[list[AnyConfig]]:
+    """Yield settings, then those and what takes less memory alone: heads in stages, and moments on the host."""
+    yield tried
+    for lever in (STAGES, *[MOMENTS] * moments):
+        leaner = [moved(one, (lever, values)) for one in tried for values in lever.further(one, cluster)]
+        tried = tried + [one for one in leaner if one not in tried]
+        yield tried
+
+
+def in_order(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
+    """Yield the configuration with one lever more pulled each time."""
+    yield config
+    for lever in ORDER:
+        if further := lever.further(config, cluster):
+            config = moved(config, (lever, further[0 if ORDER.count(lever) > 1 else -1]))
+            yield config
+
+
+def in_turn() -> Iterator[tuple[Lever, str]]:
+    """Yield every field of a lever, in the order in which they are changed."""
+    for place, lever in enumerate(ORDER):
+        before = ORDER[:place].count(lever)
+        if before < len(lever.fields):
+            yield lever, lever.fields[before]
+
+
+def without_needless(config: AnyConfig, given: AnyConfig, cluster: Cluster, fits: Callable[[Any], bool]) -> AnyConfig:
+    """Return the configuration with each lever as near to the given one as still fits, the last one first."""
+    for lever in reversed(tuple(dict.fromkeys(ORDER))):
+        for values in (lever.of(given), *lever.further(given, cluster)):
+            try:
+                nearer = moved(config, (lever, values))
+            except UserError:
+                continue
+            if fits(nearer):
+                config = nearer
+                break
+    return config
+
+
+def not_pulled(config: AnyConfig, cluster: Cluster) -> tuple[str, ...]:
+    """Return the fields by which a configuration would take less memory, but for stages of heads."""
+    levers = [lever for lever in dict.fromkeys(ORDER) if lever is not STAGES]
+    ends = [zip(lever.fields, lever.of(config), lever.values(config, cluster)[-1], strict=True) for lever in levers]
+    return tuple(name for end in ends for name, own, least in end if least and own != least)

@@ -130,7 +130,7 @@ bench: $(READY) ## Measure the attention: every method on 2 processes against on
 	$(PY) -m bench.attention $(ARGS)
 
 packed-bench: $(READY) ## Packed documents on 2 processes, and what documents and a window cost on one
-	$(PY) -m bench.packed $(ARGS)
+	$(PY) -m bench.attention --documents lognormal --seq-length 16384 --alone 1024 $(ARGS)
 
 parity: $(READY) ## A tiny LLaMA and GPT on up to 101 meshes of at most 8 processes against one, into runs/parity.md (25 minutes)
 	@OMP_NUM_THREADS=1 exec $(PY) -m parity.run $(ARGS)
@@ -155,12 +155,12 @@ papers: $(READY) ## The papers' tables, published and predicted and, where it is
 	  measure=--measure; [ $$paper != striped ] || measure=; $(PY) -m papers.$$paper $$measure --results papers/results $(ARGS) || exit 1; done
 
 chaos: $(READY) ## Kill, signal and start twice runs of 4 processes, compared with an undisturbed one, into bench/results/chaos.md (hours)
-	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m tests.chaos $(ARGS)
 
 gpu-check: $(READY) ## On one CUDA device, step by step, in under 8 minutes: kernels, ranks, waits, rates, a run of 1B; into bench/results/
 	@$(if $(findstring --device cpu,$(ARGS)),,$(GPU_HERE))
 	@$(if $(DEV),$(MAKE) --no-print-directory $(DEV))
-	$(PY) -m bench.gpu_check $(ARGS)
+	$(PY) -m tests.gpu_check $(ARGS)
 
 gpu-profile: RUN = runs/gpu_profile_$(shell date +%m%d_%H%M%S)
 gpu-profile: $(READY) ## On one CUDA device: a trace, and a table of idle time, of a LLaMA of 1B at 8,192 tokens; into RUN/profile
@@ -170,11 +170,11 @@ gpu-profile: $(READY) ## On one CUDA device: a trace, and a table of idle time, 
 	  --save "$(RUN)" --profile --profile-step-start 5 --profile-step-end 8 $(ARGS)
 
 nccl-check: $(READY) ## On 2 to 8 GPUs, in steps: links, every method, pipelines, meshes against one GPU, a killed rank; into bench/results/
-	$(PY) -m bench.nccl $(ARGS)
+	$(PY) -m tests.nccl $(ARGS)
 
 cuda-stub: ## Every kind of configuration on stubbed GPUs, with a CUDA build of torch in an environment of its own: errors and memory
 	@$(if $(READY),$(MAKE) --no-print-directory venv VENV=$(VENV)-cuda)
-	OMP_NUM_THREADS=1 $(if $(READY),$(VENV)-cuda/bin/python,$(PY)) -m bench.stubbed $(ARGS)
+	OMP_NUM_THREADS=1 $(if $(READY),$(VENV)-cuda/bin/python,$(PY)) -m tests.cuda_stub.check $(ARGS)
 
 hooks: $(DEV) ## Let git run the checks before each commit
 	$(PY) -m pre_commit install

@@ -3,34 +3,47 @@
 On the CPU, in one run: ring, striped, zigzag and allgather on 2 processes pinned to one core each, and torch's
 scaled_dot_product_attention in one process with a thread on each of the same cores; forward + backward, causal. The
 contestants take turns, so that whatever else the machine does hits all alike; a step lasts as long as its slowest rank.
-With packed documents or a window: zigzag, striped, ring, and exchange and allgather over the layout balanced.
+With packed documents or a window: zigzag, striped, ring, and exchange and allgather over the layout balanced, with the
+gain over zigzag that counted pairs promise and the share of it that is reached. With --alone also what a mask costs
+one rank on one core: one document, documents of about 500 tokens, and one document under a window, each through the
+plan and its tiles, beside torch's own of one document.
 
     python -m bench.attention                              # sequence 8192, 8 heads of 64
-    python -m bench.attention --documents lognormal --seq-length 16384
+    python -m bench.attention --documents lognormal --seq-length 16384 --alone 1024
     python -m bench.attention --json cpu.jsonl             # every figure
 """
 
 import argparse
 import os
-import time
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
-from bench.packing import LENGTHS
+from bench.harness import (
+    add_json,
+    add_rounds,
+    add_sizes,
+    check_same,
+    format_targets,
+    measured,
+    sizes_of,
+    target,
+    write_json,
+)
 from bench.processes import ONE_PROCESS, Contestants, Times
-from bench.rounds import add_json, add_rounds, add_sizes, keep, said, sizes_of, target, turns
-from bench.workload import DTYPES, Workload, check_same
+from bench.shapes import DTYPES, LENGTHS, AttentionShape
 from runtime.errors import UserError
 from runtime.machine import OtherLoad, describe, usable_cores
 from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.report import aligned
+from tools.report import Column, Table
 
 DEFAULT_METHODS = ("ring", "striped", "zigzag", "allgather")
 MASKED_METHODS = ("zigzag", "striped", "ring", "exchange", "allgather/balanced")  # of packed documents and windows
-SETTLE_SECONDS = 0.02  # OpenMP threads spin for a moment after their work ends
 SOME_GAIN = 1.05  # ratio of pairs below which a share of the gain says nothing
 DISTURBED = 0.05  # share of the cores taken by others, beyond which the clock misleads
-
+ONE_RANK = "ring"  # of one rank every method is the same
 
 Target = tuple[str, str, float | None, float | None]
 TARGETS: tuple[Target, ...] = (
@@ -43,9 +56,37 @@ MASKED_TARGETS: tuple[Target, ...] = (
     ("striped/exchange", "ratio", 1.0, None),
 )
 """Two contestants, a field of theirs in ``compare``, and the least and the most that it is to be."""
+RATE_OF_SHORT, GAIN_OF_WINDOW = 0.6, 3.0
+"""At least: short documents' FLOP rate against one document's, and one document's time against a window's."""
+CONTESTANTS: dict[str, Column] = {
+    "": "{name}",
+    "median s": "{median:.3f}",
+    "min": "{min:.3f}",
+    "max": "{max:.3f}",
+    "CPU s": "{cpu_median:.3f}",
+    "TFLOP/s": "{tflops:.4f}",
+    "of matmul": "{of_matmul:.1%}",
+    "pairs, M": lambda row: f"{row['slowest_pairs'] / 1e6:.2f}",
+}
+RATIOS: dict[str, Column] = {
+    "": "{name}",
+    "ratio": "{ratio:.3f}",
+    "by pairs": "{limit:.3f}",
+    "reached": "{gain_reached:.0%}",
+    "by CPU time": "{cpu:.3f}",
+    "quartiles by round": "{paired[0]:.2f}, {paired[1]:.2f}, {paired[2]:.2f}",
+}
+ALONE: dict[str, Column] = {
+    "": "{name}",
+    "median s": "{median:.3f}",
+    "pairs, M": lambda row: f"{row['pairs'] / 1e6:.2f}",
+    "TFLOP/s": "{tflops:.4f}",
+    "tiles": "{tiles}",
+    "us a tile": lambda row: row["per_tile"] and f"{row['per_tile'] * 1e6:.0f}",
+}
 
 
-def slowest_pairs(contestant: str, work: Workload, size: int) -> int:
+def slowest_pairs(contestant: str, work: AttentionShape, size: int) -> int:
     """Count the (query, key) pairs of the slowest rank, in the plan, not by the clock.
 
     The ranks of a ring of 3 or more wait for each other in every round, so the slowest rank of each round counts. In a
@@ -58,7 +99,7 @@ def slowest_pairs(contestant: str, work: Workload, size: int) -> int:
 
 
 def measure_cpu(
-    work: Workload, methods: tuple[str, ...], ranks: int = 2, repeats: int = 9, max_seconds: float = 150.0
+    work: AttentionShape, methods: tuple[str, ...], ranks: int = 2, repeats: int = 9, max_seconds: float = 150.0
 ) -> dict[str, Any]:
     """Time every contestant in turn, ``repeats`` times or until ``max_seconds`` are over (3 times at least).
 
@@ -70,16 +111,13 @@ def measure_cpu(
         raise UserError(f"{ranks} ranks need a core each and this process may use {len(cores)}; use fewer ranks")
     limits = {name: slowest_pairs(name, work, ranks) for name in methods}
     names = [*methods, ONE_PROCESS]
-    steps: dict[str, list[list[Times]]] = {name: [] for name in names}
     with Contestants(work, methods, cores) as contestants:
         truth = contestants.fingerprint(ONE_PROCESS)
         for name in methods:
             check_same(name, contestants.fingerprint(name), truth, work.dtype)
         ceiling = contestants.matmul_tflops()
         own, others = contestants.cpu_seconds(), OtherLoad(cores)
-        for name in turns(names, repeats, max_seconds):
-            time.sleep(SETTLE_SECONDS)
-            steps[name].append(contestants.step(name))
+        steps = measured({name: partial(contestants.step, name) for name in names}, repeats, max_seconds)
         taken = others.cores_taken(contestants.cpu_seconds() - own)
     found = {name: summary(times, work, limits.get(name), ranks) for name, times in steps.items()}
     return {
@@ -95,7 +133,7 @@ def measure_cpu(
     }
 
 
-def summary(steps: list[list[Times]], work: Workload, limit: int | None, ranks: int) -> dict[str, Any]:
+def summary(steps: list[list[Times]], work: AttentionShape, limit: int | None, ranks: int) -> dict[str, Any]:
     """Summarize one contestant; a step is the times of its ranks, ``limit`` its ``slowest_pairs``."""
     seconds = [max(times.wall for times in step) for step in steps]
     threads = ranks if limit is None else 1
@@ -111,7 +149,7 @@ def summary(steps: list[list[Times]], work: Workload, limit: int | None, ranks: 
     }
 
 
-def compare(found: dict[str, dict[str, Any]], ranks: int, work: Workload) -> dict[str, Any]:
+def compare(found: dict[str, dict[str, Any]], ranks: int, work: AttentionShape) -> dict[str, Any]:
     """Return the ratios of ring to each method and of each method to one process, and the targets among them.
 
     Under packed documents or a window zigzag and striped stand where ring does.
@@ -142,35 +180,80 @@ def compare(found: dict[str, dict[str, Any]], ranks: int, work: Workload) -> dic
     return {"ratios": ratios, "targets": targets}
 
 
+def alone(work: AttentionShape, window: int, repeats: int, max_seconds: float) -> dict[str, Any]:
+    """Time one rank's attention under each mask, in turns; return ``alone``, a row per mask, and ``alone_targets``.
+
+    Raises MeasureError: a process failed, or a result differs from torch's own.
+    """
+    masks = {"dense": work, "short": replace(work, documents="short"), "window": replace(work, window=window)}
+    cores = usable_cores()[:1]
+    with ExitStack() as stack:
+        ranks = {name: stack.enter_context(Contestants(mask, (ONE_RANK,), cores)) for name, mask in masks.items()}
+        for name, rank in ranks.items():
+            check_same(name, rank.fingerprint(ONE_RANK), rank.fingerprint(ONE_PROCESS), work.dtype)
+        steps = {name: partial(rank.step, ONE_RANK) for name, rank in ranks.items()}
+        steps[ONE_PROCESS] = partial(ranks["dense"].step, ONE_PROCESS)
+        found = measured(steps, repeats, max_seconds)
+    return judge(
+        {**masks, ONE_PROCESS: work}, {name: [times[0].wall for times in all_of] for name, all_of in found.items()}
+    )
+
+
+def judge(masks: dict[str, AttentionShape], seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Return a row per mask, and the targets.
+
+    ``per_tile`` is what a tile takes beyond its pairs' share of one document's time, in seconds: the cost of launching
+    it, and that of its size.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for name, mask in masks.items():
+        took, tiles = median(seconds[name]), int(mask.plan(ONE_RANK, 1).work().tiles.sum())
+        per_pair = median(seconds["dense"]) / masks["dense"].pairs
+        rows[name] = {
+            "seconds": seconds[name],
+            "median": took,
+            "pairs": mask.pairs,
+            "tflops": mask.flops(mask.pairs) / took / 1e12,
+            "tiles": tiles if name != ONE_PROCESS else None,
+            "per_tile": (took - per_pair * mask.pairs) / tiles if name in ("short", "window") else None,
+        }
+    rate = rows["short"]["tflops"] / max(rows["dense"]["tflops"], rows[ONE_PROCESS]["tflops"])
+    gain = rows["dense"]["median"] / rows["window"]["median"]
+    targets = [
+        target("short documents' FLOP rate / one document's", rate, RATE_OF_SHORT),
+        target("one document's time / a window's", gain, GAIN_OF_WINDOW),
+    ]
+    return {"alone": rows, "alone_targets": targets}
+
+
 def table(result: dict[str, Any]) -> str:
-    """Format the figures of ``measure_cpu`` as a table."""
-    work, machine, load = result["workload"], result["machine"], result["load"]
-    taken = load["cores_taken_by_others"]
+    """Format the figures of ``measure_cpu``."""
+    work, machine, taken = result["workload"], result["machine"], result["load"]["cores_taken_by_others"]
     lines = [
         f"{machine['device']}, torch {machine['torch']}: sequence {work['seq_length']}, batch {work['batch']}, "
         f"{work['num_heads']} heads ({work['kv_heads']} of keys) of {work['head_dim']}, {work['dtype']}, "
-        f"forward + backward, {Workload(**work).masked}",
+        f"forward + backward, {AttentionShape(**work).masked}",
         f"{result['ranks']} ranks{' pinned to a core each' if machine['pinned'] else ', not pinned'}; "
         f"one process with {result['ranks']} threads; {result['rounds']} rounds; other processes took "
         f"{'an unknown share' if taken is None else f'{taken:.2f}'} of {machine['cores_used']} cores",
-        "",
     ]
-    rows = [["", "median s", "min", "max", "CPU s", "TFLOP/s", "of matmul", "pairs, M"]]
-    for name, found in result["contestants"].items():
-        seconds = [f"{found[figure]:.3f}" for figure in ("median", "min", "max", "cpu_median")]
-        rates = [f"{found['tflops']:.4f}", f"{found['tflops'] / result['matmul_tflops']:.1%}"]
-        rows.append([name, *seconds, *rates, f"{found['slowest_pairs'] / 1e6:.2f}"])
-    lines += aligned(rows)
-    rows = [["", "ratio", "by pairs", "reached", "by CPU time", "quartiles by round"]]
-    for name, found in result["ratios"].items():
-        reached = "" if found["gain_reached"] is None else f"{found['gain_reached']:.0%}"
-        quartiles = ", ".join(f"{value:.2f}" for value in found["paired"])
-        rows.append([name, f"{found['ratio']:.3f}", f"{found['limit']:.3f}", reached, f"{found['cpu']:.3f}", quartiles])
-    lines += ["", *aligned(rows)]
-    lines += ["", *said(result["targets"])]
+    rows = [
+        {"name": name, "of_matmul": row["tflops"] / result["matmul_tflops"], **row}
+        for name, row in result["contestants"].items()
+    ]
+    ratios = [{"name": name, **row} for name, row in result["ratios"].items()]
+    for part in (Table(CONTESTANTS, rows).text(), Table(RATIOS, ratios).text(), format_targets(result["targets"])):
+        lines += ["", *part]
     if taken is not None and taken > DISTURBED * machine["cores_used"]:
         lines.append("note: others kept these cores busy; judge by CPU time, or measure again on an idle machine")
     return "\n".join(lines)
+
+
+def alone_table(result: dict[str, Any]) -> str:
+    """Format the figures of ``alone``."""
+    rows = [{"name": name, **row} for name, row in result["alone"].items()]
+    targets = format_targets(result["alone_targets"])
+    return "\n".join(["", "one rank on one core:", *Table(ALONE, rows).text(), "", *targets])
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -184,6 +267,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=int, metavar="N", help="keys that a query sees, its own among them")
     defaults = f"{' '.join(DEFAULT_METHODS)}; with documents or a window {' '.join(MASKED_METHODS)}"
     parser.add_argument("--methods", nargs="+", help=f"METHOD or METHOD/LAYOUT (default: {defaults})")
+    parser.add_argument("--alone", type=int, metavar="N", help="also what documents and a window of N cost one rank")
     add_json(parser)
     return parser
 
@@ -192,11 +276,17 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     args = build_parser().parse_args(argv)
-    work = Workload(**sizes_of(args), dtype=args.dtype, documents=args.documents, window=args.window)
+    one = AttentionShape(**sizes_of(args), dtype=args.dtype)
+    if args.alone is not None and not 2 <= args.alone < args.seq_length:
+        raise UserError(f"--alone is {args.alone}; it must be 2 or more and below --seq-length {args.seq_length}")
+    work = replace(one, documents=args.documents, window=args.window)
     methods = dict.fromkeys(args.methods or (MASKED_METHODS if work.sparse else DEFAULT_METHODS))
     result = measure_cpu(work, tuple(methods), args.context_parallel_size, args.repeats, args.max_seconds)
-    print(table(result))
-    keep(args, result)
+    print(table(result), flush=True)
+    if args.alone is not None:
+        result |= alone(one, args.alone, args.repeats, args.max_seconds)
+        print(alone_table(result))
+    write_json(args, result)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure attention on one device: block kernels beside torch's own, and a ring step's compute without its traffic.
+"""Measure attention on one device: block kernels beside torch's own, and what ranks compute, without their traffic.
 
 The same code runs on the CPU, as in its tests. What a device or a library refuses is listed under ``skipped`` with the
 reason and has no figure.
@@ -6,40 +6,45 @@ reason and has no figure.
 
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
-from functools import partial
 from statistics import fmean, median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.ceilings import measure as measure_ceilings
-from bench.errors import MeasureError, one_line
-from bench.rounds import target
-from bench.workload import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Workload
+from bench.emulate import LoopbackTransport, clock, emulate, step_of
+from bench.harness import MeasureError, relative_error, target
+from bench.shapes import BACKWARD_PRODUCTS, DTYPES, FORWARD_PRODUCTS, AttentionShape
 from kernels.attention import CAUSAL, block_backward, block_forward, select_backend
-from kernels.linear_attention import linear_attention
 from model.attention import sdpa
-from parallel.context import METHODS, make_plan
+from parallel.context import Plan
 from parallel.context.executor import Executor
-from parallel.context.geometry import Transfer
-from parallel.context.heads import HeadExchange
-from parallel.context.plan import Plan
-from parallel.context.transport import Arrival, Tensors, Transport
+from parallel.context.traffic import sizes
 from runtime.machine import describe, time_steps
-from tools.report import aligned
+from tools.calibrate import ceilings
+from tools.report import Column, Table
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn", "flash_attn_3", "triton"), "cpu": ("aten",)}
 WORST_ERROR = 2e-2
 """Relative difference from torch's own, in the 2-norm, beyond which a kernel is not timed."""
-
-Step = Callable[[], Any]
+KERNELS: dict[str, Column] = {
+    "": "{kernel}",
+    "sequence": "{seq_length}",
+    **{
+        f"{half} {head}": column
+        for half in ("forward", "backward")
+        for head, column in (
+            ("ms", lambda row, half=half: f"{row[f'{half}_seconds'] * 1e3:.3f}"),
+            ("TFLOP/s", f"{{{half}_tflops:.1f}}"),
+            ("of matmul", f"{{{half}_of_matmul:.1%}}"),
+        )
+    },
+}
 
 
 def measure(
-    device: str, work: Workload, lengths: tuple[int, ...], methods: tuple[str, ...], ranks: int, repeats: int
+    device: str, work: AttentionShape, lengths: tuple[int, ...], methods: tuple[str, ...], ranks: int, repeats: int
 ) -> dict[str, Any]:
     """Measure ceilings, kernels at every length, and simulated steps with ``work.seq_length`` positions per rank."""
     skipped: dict[str, str] = {}
@@ -47,7 +52,7 @@ def measure(
     result = {
         "benchmark": "attention on one device, causal",
         "machine": describe(device),
-        "ceilings": measure_ceilings(device, (work.dtype,)),
+        "ceilings": ceilings(device, (work.dtype,)),
         "workload": vars(work),
         "ranks": ranks,
         "kernels": kernels,
@@ -64,13 +69,13 @@ def _try(label: str, skipped: dict[str, str], measured: Callable[[], dict[str, A
     except torch.AcceleratorError:
         raise  # whatever comes after it fails too
     except Exception as error:  # Triton's own errors have no other base
-        skipped[label] = one_line(error)
+        skipped[label] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return None
 
 
-def kernels_of(device: str, shape: Workload, repeats: int, skipped: dict[str, str]) -> list[dict[str, Any]]:
+def kernels_of(device: str, shape: AttentionShape, repeats: int, skipped: dict[str, str]) -> list[dict[str, Any]]:
     """Time torch's own attention, then each of our backends."""
     q, k, v, dout = shape.tensors(device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -87,7 +92,7 @@ def kernels_of(device: str, shape: Workload, repeats: int, skipped: dict[str, st
         with torch.no_grad():
             out, lse = block_forward(q, k, v, CAUSAL, scale, backend)
             gradients = block_backward(dout, q, k, v, out, lse, CAUSAL, scale, backend)
-            error = _error([out, *gradients], truth)
+            error = relative_error([out, *gradients], truth)
             if not error <= WORST_ERROR:
                 raise MeasureError(f"differs from scaled_dot_product_attention by {error:.1e} of the 2-norm")
             forward = time_steps(lambda: block_forward(q, k, v, CAUSAL, scale, backend), device, repeats)
@@ -103,13 +108,7 @@ def kernels_of(device: str, shape: Workload, repeats: int, skipped: dict[str, st
     return [row for row in rows if row is not None]
 
 
-def _error(got: list[Tensor], want: list[Tensor]) -> float:
-    """Return the largest relative difference of a pair of tensors in the 2-norm; NaN if any is."""
-    pairs = ((a.double(), b.double()) for a, b in zip(got, want, strict=True))
-    return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()
-
-
-def _row(name: str, shape: Workload, forward: list[float], backward: list[float]) -> dict[str, Any]:
+def _row(name: str, shape: AttentionShape, forward: list[float], backward: list[float]) -> dict[str, Any]:
     there, back = median(forward), median(backward)
     return {
         "kernel": name,
@@ -121,69 +120,37 @@ def _row(name: str, shape: Workload, forward: list[float], backward: list[float]
     }
 
 
-class Alone(Transport):
-    """One rank's links without peers: it receives what it would send."""
-
-    def _new_group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
-        return None
-
-    def post(
-        self, sends: list[tuple[int, Tensors]], receives: list[tuple[int, Tensors]], far: bool
-    ) -> tuple[list[Arrival], Callable[[], object]]:
-        return [lambda tensors=tensors: tensors for _, tensors in receives], lambda: None  # type: ignore[misc]
-
-    def shift(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
-        return lambda: tensors
-
-    def gather(self, tensors: Tensors, ranks: tuple[int, ...]) -> Arrival:
-        return lambda: tuple(torch.cat([tensor] * len(ranks), dim=1) for tensor in tensors)
-
-    def exchange(self, parts: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        return parts.contiguous()
-
-
 def _simulate(
-    device: str, local: Workload, methods: tuple[str, ...], ranks: int, repeats: int, skipped: dict[str, str]
+    device: str, local: AttentionShape, methods: tuple[str, ...], ranks: int, repeats: int, skipped: dict[str, str]
 ) -> dict[str, Any]:
-    """Time each rank's forward + backward of every method in turn; a method is as fast as its slowest rank."""
+    """Time what each rank computes by every method; a method is as fast as its slowest rank."""
     whole = replace(local, seq_length=local.seq_length * ranks)
-    tensors = local.tensors(device)
     steps: dict[str, Any] = {}
     for method in methods:
-        plan = make_plan(method, seq_len=whole.seq_length, size=ranks)
+        plan = whole.plan(method, ranks)
         if plan.local_len != local.seq_length:
             skipped[f"simulated {method}"] = f"{local.seq_length} positions a rank would be padded to {plan.local_len}"
             continue
-        geometry = plan.geometry
-        executors = [Executor(geometry, Alone(geometry, None, rank), rank, "auto") for rank in range(ranks)]
-        measured = _try(
-            f"simulated {method}",
-            skipped,
-            lambda plan=plan, executors=executors: {  # type: ignore[misc]
-                "seconds_by_rank": [median(time_steps(step_of(plan, e, *tensors), device, repeats)) for e in executors],
-                "pairs_by_rank": [sum(step.pairs for step in plan.rounds(e.rank)) for e in executors],
-            },
-        )
-        if measured is not None:
-            slowest = max(measured["seconds_by_rank"])
-            flops = whole.flops(max(measured["pairs_by_rank"]))
-            steps[method] = measured | {"slowest_seconds": slowest, "tflops": flops / slowest / 1e12}
+        found = _try(f"simulated {method}", skipped, lambda plan=plan: _ranks_of(plan, device, local, repeats))  # type: ignore[misc]
+        if found is not None:
+            slowest, flops = max(found["seconds_by_rank"]), whole.flops(max(found["pairs_by_rank"]))
+            steps[method] = found | {"slowest_seconds": slowest, "tflops": flops / slowest / 1e12}
     alone = _try("sdpa of the whole sequence", skipped, lambda: _whole(device, whole, ranks, repeats))
     return {"simulated": steps, "simulated_ratios": _ratios(steps, alone), "whole_sequence": alone}
 
 
-def step_of(plan: Plan, executor: Executor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Step:
-    """Return a forward + backward of one rank of a plan."""
-    scale = q.shape[-1] ** -0.5
+def _ranks_of(plan: Plan, device: str, local: AttentionShape, repeats: int) -> dict[str, Any]:
+    """Return the seconds and the pairs of each rank, forward + backward, of its rounds one after another."""
+    dtype = DTYPES[local.dtype]
+    of = sizes(plan.geometry, local.batch, local.num_heads, local.kv_heads, local.head_dim, dtype.itemsize)
+    busy = emulate(plan, of, device, dtype, clock(device, repeats, quiet=True))
+    return {
+        "seconds_by_rank": sum(way.sum(axis=0) for way in busy.values()).tolist(),
+        "pairs_by_rank": [sum(step.pairs for step in plan.rounds(rank)) for rank in range(plan.size)],
+    }
 
-    def step() -> None:
-        out, lse = executor.forward(plan, q, k, v, None, scale)
-        executor.backward(plan, dout, q, k, v, out, lse, scale)
 
-    return step
-
-
-def _whole(device: str, whole: Workload, ranks: int, repeats: int) -> dict[str, Any]:
+def _whole(device: str, whole: AttentionShape, ranks: int, repeats: int) -> dict[str, Any]:
     q, k, v, dout = whole.tensors(device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     seconds = median(time_steps(lambda: torch.autograd.grad(sdpa(*leaves), leaves, dout), device, repeats))
@@ -206,7 +173,7 @@ def _ratios(steps: dict[str, Any], alone: dict[str, Any] | None) -> dict[str, di
     return ratios
 
 
-def masked(device: str, work: Workload, repeats: int) -> dict[str, Any]:
+def masked(device: str, work: AttentionShape, repeats: int) -> dict[str, Any]:
     """Time a CAUSAL tile off the diagonal beside one on it, and packed documents beside one, forward + backward."""
     q, k, v, dout = work.tensors(device)
     backend, scale = select_backend("auto", device, q.dtype), work.head_dim**-0.5
@@ -224,7 +191,7 @@ def masked(device: str, work: Workload, repeats: int) -> dict[str, Any]:
     tiles, rates = {"on the diagonal": tile(on, on), "off it": tile(off, on)}, dict[str, float]()
     for name, mask in {"one document": work, "packed": replace(work, documents="lognormal")}.items():
         plan = mask.plan("zigzag", 1)
-        executor = Executor(plan.geometry, Alone(plan.geometry, None, 0), 0, "auto")
+        executor = Executor(plan.geometry, LoopbackTransport(plan.geometry, None, 0), 0, "auto")
         seconds = median(time_steps(step_of(plan, executor, q, k, v, dout), device, repeats))
         rates[name] = mask.flops(mask.pairs) / seconds / 1e12
     return {
@@ -259,65 +226,19 @@ def targets(found: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
     return [*wanted, target("packed documents over the dense rate", found["masked"]["packed"], 0.85)]
 
 
-def layers_and_methods(device: str, documents: tuple[int, ...]) -> dict[str, Step]:
-    """Return forward + backward of two layers, of the scan, and of a rank's part by every method, whole and packed.
-
-    The rank has no peers, and receives what it would send.
-    """
-    from model.config import ModelConfig
-    from model.llama import Llama
-
-    model = Llama(ModelConfig(num_layers=2, hidden_size=512, num_attention_heads=8, vocab_size=1024)).to(device)
-    tokens, length = torch.zeros(1, 512, dtype=torch.long, device=device), documents[-1]
-    work = Workload(seq_length=length, num_heads=4, kv_heads=4, head_dim=64, dtype="bfloat16")
-    q, k, v, dout = work.tensors(device)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def layers() -> None:
-        with torch.autocast(device, torch.bfloat16):
-            model(tokens).sum().backward()
-
-    def scan(bounds: tuple[int, ...] | None, backend: str) -> None:
-        out, _ = linear_attention(q, k, v, [-0.1] * 4, documents=bounds, backend=backend)
-        torch.autograd.grad(out, leaves, dout)
-
-    def attend(plan: Plan, rank: Executor, heads: HeadExchange) -> None:
-        with torch.no_grad():
-            local = [heads.to_heads(x[:, : plan.local_len]) for x in (q, k, v, dout)]
-            step_of(plan, rank, *local)()
-            heads.to_tokens(local[3], 4)
-
-    found: dict[str, Step] = {"two layers": layers}
-    for bounds, kind in ((None, "whole"), (documents, "packed")):
-        found |= {f"linear attention, {name}, {kind}": partial(scan, bounds, name) for name in ("auto", "chunked")}
-        for method in METHODS:
-            plan = make_plan(method, seq_len=length, size=4, documents=bounds)
-            alone = Alone(plan.geometry, None, 1)
-            found[f"{method}, {kind}"] = partial(
-                attend, plan, Executor(plan.geometry, alone, 1, "auto"), HeadExchange(alone)
-            )
-    return found
-
-
 def table(result: dict[str, Any]) -> str:
     """Format the figures of ``measure`` as a table."""
-    machine, work, ceilings = result["machine"], result["workload"], result["ceilings"]
-    ceiling = ceilings["matmul_tflops"][work["dtype"]]
+    machine, work, kernels, limits = (result[name] for name in ("machine", "workload", "kernels", "ceilings"))
+    ceiling = limits["matmul_tflops"][work["dtype"]]
     lines = [
         f"{machine['device']}, torch {machine['torch']}: batch {work['batch']}, {work['num_heads']} heads "
         f"({work['kv_heads']} of keys) of {work['head_dim']}, {work['dtype']}, causal",
-        f"measured ceilings: matmul {ceiling:.1f} TFLOP/s, copy {ceilings['copy_gb_per_s']:.0f} GB/s",
+        f"measured ceilings: matmul {ceiling:.1f} TFLOP/s, copy {limits['copy_gb_per_s']:.0f} GB/s",
         "",
     ]
-    halves = ("forward", "backward")
-    rows = [["", "sequence", *(head for half in halves for head in (f"{half} ms", "TFLOP/s", "of matmul"))]]
-    for row in result["kernels"]:
-        rows.append([row["kernel"], str(row["seq_length"])])
-        for half in halves:
-            rate = row[f"{half}_tflops"]
-            rows[-1] += [f"{row[f'{half}_seconds'] * 1e3:.3f}", f"{rate:.1f}", f"{rate / ceiling:.1%}"]
+    rows = [row | {f"{h}_of_matmul": row[f"{h}_tflops"] / ceiling for h in ("forward", "backward")} for row in kernels]
     lines += [
-        *aligned(rows),
+        *Table(KERNELS, rows).text(),
         "",
         f"compute of {result['ranks']} ranks, {work['seq_length']} positions each, forward + backward, no traffic;",
         "share: scaled_dot_product_attention of the whole sequence on this device, divided by the ranks",

@@ -21,25 +21,35 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from bench.rounds import add_rounds, add_sizes, sizes_of, turns
-from bench.workload import Workload, check_same, fingerprint
+from bench.harness import (
+    add_rounds,
+    add_sizes,
+    check_same,
+    clocked,
+    fingerprint,
+    forward_backward,
+    measured,
+    relative_error,
+    sizes_of,
+)
+from bench.shapes import AttentionShape
 from kernels import reference
 from kernels.linear_attention import linear_attention
 from kernels.linear_scan import SCAN_CHUNK
+from model.attention import sdpa
 from model.transnormer import alibi_slopes
 from runtime.errors import UserError
 from runtime.machine import OtherLoad, describe, results_file, time_steps, usable_cores
 from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.report import markdown as table
-from tools.report import write_records
+from tools.report import Table, write_records
 
 CONTESTANTS = ("chunked", "naive", "softmax")
 KEPT_BYTES = 1 << 30
@@ -54,12 +64,12 @@ def lengths_between(shortest: int, longest: int) -> list[int]:
     return [shortest << n for n in range(int(math.log2(longest / shortest)) + 1)]
 
 
-def fits(work: Workload) -> bool:
+def fits(work: AttentionShape) -> bool:
     """Return whether the scores and decays that naive keeps for the backward take at most ``KEPT_BYTES``."""
     return 4 * (work.batch + 1) * work.num_heads * work.seq_length**2 <= KEPT_BYTES
 
 
-def flops(name: str, work: Workload) -> int:
+def flops(name: str, work: AttentionShape) -> int:
     """Count floating-point operations of matrix products, forward and backward; a multiply-add is two.
 
     softmax computes the unmasked half of the scores, and again in the backward. naive computes all of them once, and
@@ -77,27 +87,21 @@ def flops(name: str, work: Workload) -> int:
 def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return one contestant's output ``[B, T, H, D]``, with the decays of a TransNormer's first layer."""
     if name == "softmax":
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return sdpa(q, k, v)
     log_decay = [-slope for slope in alibi_slopes(q.shape[2])]
     if name == "naive":
         return reference.linear_attention(q, k, v, log_decay)[0]
     return linear_attention(q, k, v, log_decay, backend="chunked")[0]
 
 
-def step_of(name: str, work: Workload) -> Callable[[], list[Tensor]]:
+def step_of(name: str, work: AttentionShape) -> Callable[[], list[Tensor]]:
     """Return a function that attends forward and backward, and returns out, dq, dk and dv."""
-    *leaves, dout = work.tensors()
-    leaves = [x.requires_grad_() for x in leaves]
-
-    def step() -> list[Tensor]:
-        out = attend(name, *leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-    return step
+    return forward_backward(partial(attend, name), *work.tensors())
 
 
-def measure(lengths: Sequence[int], shape: Workload, repeats: int = 5, max_seconds: float = 15.0) -> dict[str, Any]:
+def measure(
+    lengths: Sequence[int], shape: AttentionShape, repeats: int = 5, max_seconds: float = 15.0
+) -> dict[str, Any]:
     """Time all contestants at every length, with the heads of ``shape``.
 
     Args:
@@ -123,21 +127,17 @@ def measure(lengths: Sequence[int], shape: Workload, repeats: int = 5, max_secon
     }
 
 
-def _at(work: Workload, repeats: int, max_seconds: float) -> list[dict[str, Any]]:
+def _at(work: AttentionShape, repeats: int, max_seconds: float) -> list[dict[str, Any]]:
     """Return a row for each contestant that can take this length."""
     steps = {name: step_of(name, work) for name in CONTESTANTS if name != "naive" or fits(work)}
     prints = {name: fingerprint(step()).tolist() for name, step in steps.items()}  # also warms up
     if "naive" in prints:
         check_same("chunked", prints["chunked"], prints["naive"], work.dtype, "the naive form")
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for name in turns([*steps], repeats, max_seconds, MINIMUM_SECONDS):
-        start = time.perf_counter()
-        steps[name]()
-        seconds[name].append(time.perf_counter() - start)
+    seconds = measured({name: clocked(step) for name, step in steps.items()}, repeats, max_seconds, MINIMUM_SECONDS)
     return [row(name, work, taken) for name, taken in seconds.items()]
 
 
-def row(name: str, work: Workload, seconds: list[float]) -> dict[str, Any]:
+def row(name: str, work: AttentionShape, seconds: list[float]) -> dict[str, Any]:
     """Summarize one contestant at one length."""
     middle = median(seconds)
     return {
@@ -153,7 +153,7 @@ def row(name: str, work: Workload, seconds: list[float]) -> dict[str, Any]:
     }
 
 
-def beside_the_limit(device: str, work: Workload, ceilings: dict[str, Any], repeats: int) -> dict[str, Any]:
+def beside_the_limit(device: str, work: AttentionShape, ceilings: dict[str, Any], repeats: int) -> dict[str, Any]:
     """Time what ``auto`` takes here and, where it is installed, flash-linear-attention's chunk_simple_gla.
 
     ``limit_seconds`` is the longer of the chunked form's operations at the rate of matrix products and of reading q, k,
@@ -177,9 +177,8 @@ def beside_the_limit(device: str, work: Workload, ceilings: dict[str, Any], repe
     found = {"length": work.seq_length, "seconds": seconds, "limit_seconds": max(busy, moved)}
     found["of_the_limit"] = found["limit_seconds"] / seconds["ours"]
     if "flash-linear-attention" in ways:
-        theirs = outs["flash-linear-attention"].double()
         found["times_as_fast"] = seconds["flash-linear-attention"] / seconds["ours"]
-        error = float((outs["ours"].double() - theirs).norm() / theirs.norm())
+        error = relative_error([outs["ours"]], [outs["flash-linear-attention"]])
         found |= {"error": error} | ({} if error < 2e-2 else {"wrong": f"outputs differ by {error:.1e}"})
     return found
 
@@ -207,13 +206,13 @@ def exponent(result: dict[str, Any], name: str) -> float | None:
 def markdown(result: dict[str, Any]) -> str:
     """Format tokens per second of each contestant at each length, growth exponents and crossovers."""
     found = {name: by_length(result, name) for name in CONTESTANTS}
-    rows = []
-    for length, ours in found["chunked"].items():
-        rates = [found[name].get(length, {}).get("tokens_per_second") for name in CONTESTANTS]
-        shown = ["" if rate is None else f"{rate:,.0f}" for rate in rates]
-        ratio = found["softmax"][length]["median"] / ours["median"]
-        rows.append([f"{length:,}", *shown, f"{ratio:.2f}"])
-    lines = table(["tokens", *CONTESTANTS, "chunked / softmax"], rows, "---:")
+    rows = [
+        {"length": length, "ratio": found["softmax"][length]["median"] / ours["median"]}
+        | {name: found[name].get(length, {}).get("tokens_per_second") for name in CONTESTANTS}
+        for length, ours in found["chunked"].items()
+    ]
+    rates = {name: f"{{{name}:,.0f}}" for name in CONTESTANTS}
+    lines = Table({"tokens": "{length:,}", **rates, "chunked / softmax": "{ratio:.2f}"}, rows).markdown("---:")
     powers = {name: exponent(result, name) for name in CONTESTANTS}
     lines += [
         "",
@@ -271,7 +270,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.max_length < args.min_length:
         raise UserError(f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or more")
-    shape = Workload(seq_length=args.min_length, **sizes_of(args))
+    shape = AttentionShape(seq_length=args.min_length, **sizes_of(args))
     result = measure(lengths_between(args.min_length, args.max_length), shape, args.repeats, args.max_seconds)
     machine = result["machine"]
     path = results_file(args.results, "linear", machine)

@@ -1,265 +1,283 @@
-"""Measure what each recompute policy costs in memory: one step of a LLaMA on one long sequence, forward and backward.
+"""Hold predicted memory against what a training step takes: every kind of model on meshes, every recompute policy.
 
-Every policy runs in a fresh process. "peak" is the most that torch's allocator had handed out during the step beyond
-what weights and gradients take, and "kept" what it had handed out when the forward was over. On CUDA the allocator
-tells (max_memory_allocated); on the CPU every allocation and release is added up, as torch.profiler records them, and
-what is left at the end must be nothing. "resident" is a second witness on Linux: the highest resident set that the
-kernel counted (VmHWM), with malloc told to give back every block of 64 KiB or more.
+Measured are the bytes of weights and optimizer before the second step, and the most that the step allocates: on the CPU
+every allocation and release, as torch.profiler records them, on a GPU torch's allocator (max_memory_allocated); of
+several processes counts the one that takes most. Predicted is ``planner.rehearsal``, which starts no process. "kept" is
+what is there beyond weights and optimizer when the forward is over. On GPUs that are not there `make cuda-stub` does
+the same.
 
-    python -m bench.memory                          # sequence 8192, 4 layers of 256
-    python -m bench.memory --json bench/results/memory-NAME.jsonl
-    python -m bench.memory --device cuda            # with offload too; sequence 65536, 8 layers of 1024, bfloat16
+    python -m bench.memory                                   # 20 kinds and meshes, of 1, 4 and 8 processes of gloo
+    python -m bench.memory --policies                        # a sequence of 8192, 4 layers of 256
+    python -m bench.memory --policies --device cuda          # with offload too, in bfloat16
+    python -m bench.memory --only dit -- --hidden-size 64    # flags after -- are every case's
 """
 
-import math
 import os
-import re
-import resource
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.errors import MeasureError
-from bench.rounds import add_json, keep, need_cuda
-from model.config import ModelConfig
-from model.llama import Llama
-from parallel.context import context_parallel
-from parallel.recompute import ATTENTION, RecomputeConfig, recompute_layers
+import pretrain_dit
+import pretrain_gpt
+from bench.harness import MeasureError, add_json, failures_told, need_cuda, write_json
+from parallel.mesh import distributed_mesh
+from parallel.recompute import ATTENTION
+from planner.rehearsal import rehearse
+from runtime.errors import UserError
 from runtime.machine import describe
-from tools.arguments import one_line_errors, parser_for, positive, run_command
-from train.objectives.language import NextToken
+from runtime.ranks import run_ranks
+from tools.arguments import one_line_errors, parser_for, run_command
+from tools.cases import command_of
+from tools.fit import parsed
+from tools.report import Column, Table
+from train.assemble import build_runner
+from train.config.entries import Config
+from train.ema import Ema
+from train.optim import build_optimizer
 
-Granularity = Literal["none", "selective", "attention_boundary", "full"]
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # larger blocks go back to the system when they are freed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What is trained for one step."""
-
-    seq_length: int
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    chunk_size: int
-    """Tokens per chunk, of the loss and of the feed-forward layers."""
-    device: str
-
-
-DEFAULTS: dict[str, dict[str, int]] = {
-    "cpu": {"seq_length": 8192, "num_layers": 4, "hidden_size": 256, "vocab_size": 8192, "chunk_size": 1024},
-    "cuda": {"seq_length": 65536, "num_layers": 8, "hidden_size": 1024, "vocab_size": 32768, "chunk_size": 4096},
+SHAPE = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --micro-batch-size 1 "
+TEXT = SHAPE + "--vocab-size 1024 --seq-length 1024 --model-type "
+LONG = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --micro-batch-size 1 --vocab-size 8192 "
+MODELS = {
+    "llama": TEXT + "llama",
+    "gpt": TEXT + "gpt --max-position-embeddings 1024",
+    "transnormer": TEXT + "transnormer",
+    "linear_transformer": TEXT + "linear_transformer",
+    "hybrid": TEXT + "transnormer --softmax-every 4",
+    "dit": SHAPE + "--latent-shape 4 64 64 --num-classes 10 --ema-decay 0.99",
+    "long": LONG + "--seq-length 8192",
 }
-
-
-def cases(shape: Shape) -> dict[str, RecomputeConfig]:
-    """Return the policies to compare, alone and with chunks."""
-    size, found = shape.chunk_size, {"none": RecomputeConfig()}
-    for name in get_args(Granularity):
-        found[f"{name}, loss in chunks"] = RecomputeConfig(recompute_granularity=name, loss_chunk_size=size)
-        if name != "selective":
-            both = RecomputeConfig(recompute_granularity=name, loss_chunk_size=size, ffn_chunk_size=size)
-            found[f"{name}, loss and FFN in chunks"] = both
-            if shape.device == "cuda" and name != "none":
-                found[f"{name}, both in chunks, offload"] = replace(both, recompute_offload=True)
-    return found
-
-
-def measure(shape: Shape, chosen: RecomputeConfig) -> dict[str, Any]:
-    """Measure one step in this process, a fresh one: bytes, seconds, attention forwards per layer, loss.
-
-    Raises MeasureError: the recorded allocations do not add up to zero, or the loss is not finite.
-    """
-    tiny = Shape(**{**asdict(shape), "seq_length": min(shape.seq_length, 512), "num_layers": 1, "chunk_size": 32})
-    for part in _step(tiny, chosen):  # what a process's first step loads and keeps is not the policy's
-        part()
-    forward, backward = _step(shape, chosen)
-    watch = _watch_cuda if shape.device == "cuda" else _watch_cpu
-    with watch() as found:
-        found["after"](forward)
-        found["kept"] = found["now"]
-        with Attentions() as again:
-            found["after"](backward)
-    if found["now"] or not math.isfinite(found["result"]):
-        raise MeasureError(f"{found['now']} bytes were left after the step, and its loss was {found['result']}")
-    numbers = {name: found[name] for name in ("peak", "kept", "resident", "seconds")}
-    return {**numbers, "attention_forwards": 1 + again.count / shape.num_layers, "loss": found["result"]}
+CHUNKS = "loss_chunk=256 ffn_chunk=256"
+CASES = f"""
+    llama
+    llama attention_boundary {CHUNKS}
+    llama full {CHUNKS}
+    gpt
+    transnormer
+    linear_transformer
+    hybrid
+    dit
+    llama cp=4 zigzag
+    llama cp=4 wallfacer team=2
+    llama cp=4 exchange full {CHUNKS} --reset-attention-mask --reset-position-ids
+    gpt tp=2 cp=2 striped
+    gpt pp=2 dp=2 batch=8
+    transnormer cp=4 lasp
+    linear_transformer cp=4 lasp2 full
+    hybrid cp=4 lasp --hybrid-softmax-layout zigzag
+    dit cp=4 ring
+    llama cp=8 zigzag zero3
+    llama tp=2 cp=2 dp=2 batch=4 zero1
+    dit cp=4 dp=2 ulysses
+"""
+POLICIES = """
+    long
+    long loss_chunk=1024
+    long loss_chunk=1024 ffn_chunk=1024
+    long selective loss_chunk=1024
+    long attention_boundary loss_chunk=1024
+    long attention_boundary loss_chunk=1024 ffn_chunk=1024
+    long full loss_chunk=1024
+    long full loss_chunk=1024 ffn_chunk=1024
+"""
+OFFLOAD = """
+    long attention_boundary loss_chunk=1024 ffn_chunk=1024 --recompute-offload
+    long full loss_chunk=1024 ffn_chunk=1024 --recompute-offload
+"""
+COLUMNS: dict[str, Column] = {
+    "case": "{name}",
+    "processes": "{processes}",
+    "predicted MB": lambda row: f"{row['predicted_bytes'] / 1e6:.2f}",
+    "measured": lambda row: f"{row['measured_bytes'] / 1e6:.2f}",
+    "error": "{error:+.1%}",
+    "kept": lambda row: row["kept_bytes"] and f"{row['kept_bytes'] / 1e6:.2f}",
+    "attention forwards": "{attention_forwards:.0f}",
+    "s": "{seconds:.2f}",
+}
+OVER, STEPS = "the forward is over", 3
 
 
 class Attentions(TorchDispatchMode):
-    """Count the attention forwards."""
+    """Count the forwards of an attention, those that a backward makes again among them."""
 
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.name() in ATTENTION
+        self.count += func.name() in ATTENTION and func.name().endswith(("attention", "_cpu"))
         return func(*args, **(kwargs or {}))
 
 
-def _step(shape: Shape, chosen: RecomputeConfig) -> tuple[Callable[[], None], Callable[[], float]]:
-    """Return the forward and backward of a step, with gradients allocated; the backward returns the loss."""
-    device = torch.device(shape.device)
-    cp = context_parallel("ring", seq_len=shape.seq_length)
-    heads = max(1, shape.hidden_size // 64)
-    sizes: dict[str, Any] = {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "vocab_size": shape.vocab_size,
+def lines_of(text: str, only: str = "") -> list[str]:
+    """Return the lines of a list of cases that contain ``only``. Raises UserError: none does."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if found := [line for line in lines if only in line]:
+        return found
+    raise UserError(f"--only is {only!r}, which no case has in its name; there are: {'; '.join(lines)}")
+
+
+def command(line: str, models: Mapping[str, str] = MODELS) -> tuple[int, str]:
+    """Return the processes and the flags of a case. Raises UserError: as ``command_of``."""
+    processes, flags = command_of(line, {name: own.split() for name, own in models.items()})
+    return processes, " ".join(flags)
+
+
+def configured(flags: str) -> tuple[Any, Any]:
+    """Return a case's configuration, and what builds it."""
+    config = parsed(flags.split())
+    return config, (pretrain_gpt if isinstance(config, Config) else pretrain_dit).resolve
+
+
+def measured(rank: int, world_size: int, flags: str) -> dict[str, Any]:
+    """Return what this rank has at the peak of a real step, the second, and after its forward; collective."""
+    config, resolve = configured(flags)
+    with distributed_mesh(config.mesh) as mesh:
+        run = resolve(config, mesh)
+        objective, parts = run.objective, run.parts
+        optimizer = build_optimizer(config.optimizer, *parts)
+        averaged = getattr(getattr(config, "ema", None), "ema_decay", None)
+        averages = Ema(averaged, parts).weights.values() if averaged else ()
+        watch = watch_cuda if mesh.device.type == "cuda" else watch_cpu
+        plain, marks = objective.loss_sum, list[int]()
+
+        def loss_sum(*given: Any) -> Any:
+            found = plain(*given)
+            marks.append(torch.cuda.memory_allocated() if mesh.device.type == "cuda" else 0)
+            with record_function(OVER):
+                return found
+
+        objective.loss_sum = loss_sum
+        runner = build_runner(run)
+        stages = config.mesh.pipeline_model_parallel_size
+        size, count = config.train.micro_batch_size, config.train.micro_batches(mesh.dp.size())
+        batches = [objective.local(objective.blank(size)) for _ in range(count)]
+        with Attentions() as seen:
+            runner.forward_backward(batches, 1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        held: list[Any] = [*averages, *(p for part in parts for p in part.parameters())]
+        held += [x for state in optimizer.state.values() for x in state.values()]
+        there = sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in held)
+        steps = []
+        for _ in range(STEPS):
+            marks.clear()
+            steps.append(watch(lambda: runner.forward_backward(batches, 1), marks))
+            optimizer.zero_grad(set_to_none=True)
+    least = min(steps, key=lambda step: step["peak"])  # gloo's workers let go of a tensor some time after it is sent
+    return {
+        "bytes": there + least["peak"],
+        "kept": least["kept"],
+        "seconds": min(step["seconds"] for step in steps),
+        "attention_forwards": seen.count / count / config.model.num_layers * stages,
     }
-    model = Llama(ModelConfig(**sizes, num_attention_heads=heads), cp.attend)
-    model.init_weights(0)
-    recompute_layers(model.layers, chosen)
-    model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    objective = NextToken(cp, device, chosen.loss_chunk_size)
-    tokens = torch.randint(shape.vocab_size, (1, shape.seq_length), generator=torch.Generator().manual_seed(0))
-    local = objective.local({"tokens": tokens, "labels": tokens.roll(-1)})
-    losses: list[Tensor] = []
-
-    def forward() -> None:
-        losses.append(objective.loss_sum(model, local) / shape.seq_length)
-
-    def backward() -> float:
-        losses[0].backward()
-        return losses.pop().item()
-
-    return forward, backward
 
 
-@contextmanager
-def _watch_cuda() -> Iterator[dict[str, Any]]:
-    """Run parts of a step by ``found["after"](part)``: ``now`` is what they left allocated, ``peak`` the maximum."""
-    torch.cuda.synchronize()
-    start = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    found: dict[str, Any] = {"resident": None, "seconds": 0.0}
-
-    def after(part: Callable[[], Any]) -> None:
+def watch_cpu(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
+    """Add up what a step allocates and releases; return its peak and what is kept at marks."""
+    with _no_messages(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         begun = time.perf_counter()
-        found["result"] = part()
-        torch.cuda.synchronize()
-        found["seconds"] += time.perf_counter() - begun
-        found["now"] = torch.cuda.memory_allocated() - start
-        found["peak"] = torch.cuda.max_memory_allocated() - start
+        step()
+        seconds = time.perf_counter() - begun
+    now, peak, kept = 0, 0, list[int]()
+    for name, allocated in events(recorded):
+        now += allocated
+        peak = max(peak, now)
+        kept += [now] * (name == OVER)
+    return {"peak": peak, "kept": max(kept, default=None), "seconds": seconds}
 
-    found["after"] = after
-    yield found
+
+def watch_cuda(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
+    """As ``watch_cpu``, by torch's allocator."""
+    torch.cuda.synchronize()
+    start, begun = torch.cuda.memory_allocated(), time.perf_counter()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - begun
+    peak, kept = torch.cuda.max_memory_allocated() - start, max(marks) - start if marks else None
+    return {"peak": peak, "kept": kept, "seconds": seconds}
 
 
-@contextmanager
-def _watch_cpu() -> Iterator[dict[str, Any]]:
-    """As ``_watch_cuda``; seconds are user-mode CPU time, which page faults and other load disturb least."""
-    found: dict[str, Any] = {"now": 0, "peak": 0, "seconds": 0.0, "resident": None}
-    resident = status("VmRSS")
-    if resident is not None:
-        CLEAR.write_text("5")  # resets VmHWM
-
-    def after(part: Callable[[], Any]) -> None:
-        with _no_messages(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            begun = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-            found["result"] = part()
-            found["seconds"] += resource.getrusage(resource.RUSAGE_SELF).ru_utime - begun
-            # Before the profiler makes its own tables.
-            found["resident"] = (status("VmHWM") or 0) - resident if resident is not None else None
-        for allocated in allocations(recorded):
-            found["now"] += allocated
-            found["peak"] = max(found["peak"], found["now"])
-
-    found["after"] = after
-    yield found
+def events(recorded: Any) -> Iterator[tuple[str, int]]:
+    """Yield the name of each event of a profile with memory, and the bytes that it allocates or, below 0, releases."""
+    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda one: one.start_ns()):
+        yield event.name(), event.nbytes() if event.name() == "[memory]" else 0
 
 
 def allocations(recorded: Any) -> Iterator[int]:
     """Yield the bytes of each allocation, and of each release below 0, in a profile with memory, in their order."""
-    events = recorded.profiler.kineto_results.events()
-    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda one: one.start_ns()):
-        yield event.nbytes()
+    return (allocated for name, allocated in events(recorded) if name == "[memory]")
 
 
 @contextmanager
 def _no_messages() -> Iterator[None]:
     """Discard what the profiler's library writes to stderr, whatever its settings."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    plain, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(plain, 2)
+        os.close(plain)
         os.close(nowhere)
 
 
-def status(field: str) -> int | None:
-    """Return a field of /proc/self/status in bytes; None where there is none."""
-    if not (STATUS.exists() and CLEAR.exists()):
-        return None
-    found = re.search(rf"^{field}:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+def compare(processes: int, flags: str) -> dict[str, Any]:
+    """Return predicted and measured bytes of the process that takes most, and the prediction's relative error.
 
-
-def run(shape: Shape) -> dict[str, Any]:
-    """Measure every case, each in a process of its own.
-
-    Raises MeasureError: a policy changed the loss by more than rounding.
+    Raises MeasureError: a process failed.
     """
-    os.environ.update(ENVIRONMENT)
-    results = {}
-    for name, chosen in cases(shape).items():
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-            results[name] = fresh.submit(measure, shape, chosen).result()
-        if abs(results[name]["loss"] - results["none"]["loss"]) > 1e-5 * results["none"]["loss"]:
-            raise MeasureError(f"{name}: the loss is {results[name]['loss']}, not {results['none']['loss']}")
-        print(row(name, results[name], results["none"]["peak"]), flush=True)
+    config, resolve = configured(flags)
+    stages = config.mesh.pipeline_model_parallel_size
+    ranks = {*range(0, processes, processes // stages), processes - 1}
+    predicted = {rank: rehearse(config, resolve, rank, processes, per_node=processes) for rank in sorted(ranks)}
+    with failures_told():
+        real = max(run_ranks(measured, processes, flags), key=lambda one: one["bytes"])
+    most = max(predicted.values(), key=lambda one: one.bytes)
     return {
-        "benchmark": "memory of one step, forward + backward",
-        "machine": describe(shape.device),
-        "shape": asdict(shape),
-        "cases": results,
+        "processes": processes,
+        "flags": flags,
+        "predicted_bytes": most.bytes,
+        "measured_bytes": real["bytes"],
+        "error": most.bytes / real["bytes"] - 1,
+        "kept_bytes": real["kept"],
+        "attention_forwards": real["attention_forwards"],
+        "seconds": real["seconds"],
+        "by_cause": most.memory,
     }
-
-
-HEADER = f"{'MiB':42}{'peak':>9}{'of none':>9}{'kept':>9}{'resident':>10}{'s':>8}{'attention':>11}"
-
-
-def row(name: str, found: dict[str, Any], most: int) -> str:
-    """Format one line of the table; ``attention`` is forwards per layer and step."""
-    resident = "" if found["resident"] is None else f"{found['resident'] / 2**20:.1f}"
-    return (
-        f"{name:42}{found['peak'] / 2**20:9.1f}{found['peak'] / most:9.1%}{found['kept'] / 2**20:9.1f}{resident:>10}"
-        f"{found['seconds']:8.2f}{found['attention_forwards']:11.0f}"
-    )
 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m bench.memory", __doc__)
-    parser.add_argument("--device", choices=tuple(DEFAULTS), default="cpu", help="default: %(default)s")
-    for name in DEFAULTS["cpu"]:
-        on_cpu, on_cuda = (DEFAULTS[device][name] for device in ("cpu", "cuda"))
-        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, help=f"default: {on_cpu}; on cuda {on_cuda}")
+    parser.add_argument("--policies", action="store_true", help="the recompute policies, on one long sequence")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--only", default="", help="only the cases that have this in them")
+    parser.add_argument("more", nargs="*", metavar="FLAG", help="after --: flags of every case")
     add_json(parser)
     args = parser.parse_args(argv)
     need_cuda(args.device)
-    sizes = {name: vars(args)[name] or default for name, default in DEFAULTS[args.device].items()}
-    shape = Shape(**sizes, device=args.device)
-    asked = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    print(f"{args.device}, torch {torch.__version__}: {asked}\n{HEADER}")
-    keep(args, run(shape))
+    listed = POLICIES + OFFLOAD * (args.device == "cuda") if args.policies else CASES
+    more = f" --device {args.device}" + " --bf16" * (args.device == "cuda")
+    rows: dict[str, dict[str, Any]] = {}
+    for line in lines_of(listed, args.only):
+        processes, flags = command(line)
+        if args.device == "cuda" and processes > torch.cuda.device_count():
+            raise MeasureError(f"{line} needs {processes} GPUs; choose by --only")
+        rows[line] = compare(processes, " ".join([flags + more, *args.more]))
+        print(Table(COLUMNS).line({"name": line, **rows[line]}), flush=True)
+    errors = [abs(row["error"]) for row in rows.values()]
+    print(f"{len(rows)} configurations: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    found = {"benchmark": "memory predicted against measured", "machine": describe(args.device), "cases": rows}
+    write_json(args, found)
 
 
 if __name__ == "__main__":

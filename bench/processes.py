@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.ceilings import matmul_rate
-from bench.errors import failures_told
-from bench.peers.packages import attention_of
-from bench.workload import DTYPES, Workload, fingerprint
+from bench.harness import failures_told, fingerprint, forward_backward
+from bench.shapes import DTYPES, AttentionShape
 from parallel.context import ContextParallel
-from runtime.ranks import Rank, hear, join_here, one_of_each, started, tell
+from runtime.ranks import Rank, join_here, one_of_each, receive, send, started
+from tools.calibrate import matmul_rate
 
 ONE_PROCESS = "one_process"
 ANSWER_WITHIN = 600.0
+BUCKET = 512
+"""Queries and keys of a tile of ring-attention-pytorch: its own default."""
 
 
 class Times(NamedTuple):
@@ -34,12 +35,12 @@ class Times(NamedTuple):
 
 
 class Contestants:
-    """All processes of a run; a context manager that ends them on exit. Methods are named as in ``Workload.plan``.
+    """All processes of a run, a context manager that ends them. Methods are named as in ``AttentionShape.plan``.
 
     Raises MeasureError: a process failed, died or did not answer.
     """
 
-    def __init__(self, work: Workload, methods: tuple[str, ...], cores: list[int]) -> None:
+    def __init__(self, work: AttentionShape, methods: tuple[str, ...], cores: list[int]) -> None:
         self._work, self._methods, self._cores = work, methods, cores
 
     def __enter__(self) -> "Contestants":
@@ -76,26 +77,14 @@ class Contestants:
     def _ask(self, name: str, request: str) -> list[Any]:
         asked: list[Rank] = [self._one] if name == ONE_PROCESS else self._ranks
         for rank in asked:
-            tell(rank.pipe, (request, name))
+            send(rank.pipe, (request, name))
         with failures_told(f"{name} at {request}: "):
             return one_of_each(asked, ANSWER_WITHIN)
 
 
-class Step:
-    """A forward + backward that is ready to run, of q, k, v and the gradient of out."""
-
-    def __init__(self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-        self._attend, self._leaves, self._dout = attend, [x.requires_grad_() for x in (q, k, v)], dout
-
-    def __call__(self) -> list[Tensor]:
-        """Return out, dq, dk and dv."""
-        out = self._attend(*self._leaves)
-        return [out.detach(), *torch.autograd.grad(out, self._leaves, self._dout)]
-
-
 def _serve(
     pipe: Connection,
-    work: Workload,
+    work: AttentionShape,
     methods: tuple[str, ...],
     cores: list[int],
     rank: int | None,
@@ -108,17 +97,17 @@ def _serve(
     torch.set_num_threads(len(cores))
     answer = _prepare(work, methods, rank, ranks, folder)
     while True:
-        tell(pipe, answer(*hear(pipe)))
+        send(pipe, answer(*receive(pipe)))
 
 
 def _prepare(
-    work: Workload, methods: tuple[str, ...], rank: int | None, ranks: int, folder: str
+    work: AttentionShape, methods: tuple[str, ...], rank: int | None, ranks: int, folder: str
 ) -> Callable[[str, str], Any]:
     tensors = work.tensors()
-    steps: dict[str, Step] = {}
+    steps: dict[str, Callable[[], list[Tensor]]] = {}
     valid: dict[str, Tensor] = {}  # local rows that are not padding
     if rank is None:
-        steps[ONE_PROCESS] = Step(work.attend, *tensors)
+        steps[ONE_PROCESS] = forward_backward(work.attend, *tensors)
         valid[ONE_PROCESS] = torch.arange(work.seq_length)
     else:
         join_here(rank, ranks, folder)
@@ -127,7 +116,7 @@ def _prepare(
             cp = ContextParallel(work.plan(method, ranks, backward="kv"), dist.group.WORLD)
             package = method.partition("@")[2]
             attend = attention_of(package) if package else cp.attend
-            steps[method] = Step(attend, *(cp.shard(x, dim=1) for x in tensors))
+            steps[method] = forward_backward(attend, *(cp.shard(x, dim=1) for x in tensors))
             valid[method] = (cp.positions < work.seq_length).nonzero()[:, 0]
 
     def answer(request: str, name: str) -> Any:
@@ -145,7 +134,20 @@ def _prepare(
     return answer
 
 
-def _timed(step: Step, together: bool) -> Times:
+def attention_of(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return a package's attention over the ranks of the default group, each with a contiguous shard ``[B, T, H, D]``.
+
+    ring-attention-pytorch's striped form computes as many tiles: without CUDA it masks those that it does not need.
+    """
+    assert name == "ring-attention-pytorch"
+    from ring_attention_pytorch import ring, ring_flash_attention
+
+    # Without this, 0.5.20 takes what its last pass received and sent for dk and dv: the gradients are wrong.
+    ring_flash_attention.ring_pass = lambda *given: ring.ring_pass(*given)[0]
+    return lambda q, k, v: ring_flash_attention.ring_flash_attn(q, k, v, None, True, BUCKET, True)
+
+
+def _timed(step: Callable[[], Any], together: bool) -> Times:
     if together:
         dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()

@@ -8,33 +8,23 @@ devices like this one. Beside it stands what the cost model says with the file's
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
-from bench.rounds import add_json, add_sizes, keep, need_cuda, sizes_of
-from bench.workload import DTYPES, Workload
-from kernels.attention import select_backend
-from kernels.blocks import Tile
-from kernels.tiles import add_gradients_, attend_tiles_
-from parallel.context import Plan
+from bench.emulate import clock, emulate
+from bench.harness import add_json, add_sizes, need_cuda, sizes_of, write_json
+from bench.shapes import DTYPES, AttentionShape
 from parallel.context.methods.registry import METHODS
-from parallel.context.traffic import Moves, Sizes, sizes
+from parallel.context.traffic import Moves, sizes
 from planner.attention_cost import AttentionCost
 from planner.cluster import default_cluster, load_cluster
-from runtime.errors import UserError
-from runtime.machine import describe, time_steps
+from runtime.machine import describe
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 from tools.report import aligned
-
-Tiles = tuple[Tile, ...]
-Timer = Callable[[Callable[[], None], Tiles], float]
-"""Return the seconds of a call that computes these tiles."""
 
 
 @dataclass(frozen=True)
@@ -48,63 +38,7 @@ class EmulatedCost(AttentionCost):
         return self.busy[moves]
 
 
-def computed(plan: Plan, rank: int, moves: Moves) -> list[Tiles]:
-    """Return the tiles of each round of a rank."""
-    if plan.sparse:
-        return [stop.tiles for stop in plan.course(rank, moves).stops]
-    return [step.tiles for step in plan.rounds(rank, moves)]
-
-
-def emulate(plan: Plan, of: Sizes, device: str, dtype: torch.dtype, timer: Timer) -> dict[Moves | None, np.ndarray]:
-    """Return ``EmulatedCost.busy``; rounds with the same tiles are timed once.
-
-    Raises:
-        UserError: the method passes states, and has no tiles.
-    """
-    if plan.geometry.method.capabilities().states:
-        raise UserError(f"{plan.geometry.method.name} passes states, and has no rounds; emulate a softmax attention")
-    found: dict[Moves | None, np.ndarray] = {}
-    for moves in (None, plan.backward_moves(of)):
-        rounds = [computed(plan, rank, moves or "kv") for rank in range(plan.size)]
-        kinds = {str(tiles): tiles for own in rounds for tiles in own}  # a slice has no hash
-        known = {str(()): 0.0}
-        for name, tiles in kinds.items():
-            if tiles:
-                known[name] = of.stages * timer(_step(tiles, of, device, dtype, moves is None), tiles)
-        found[moves] = np.array([[known[str(tiles)] for tiles in own] for own in rounds]).T
-    return found
-
-
-def _step(tiles: Tiles, of: Sizes, device: str, dtype: torch.dtype, forward: bool) -> Callable[[], None]:
-    """Return a call that does what one rank does in a round with these tiles, on random numbers."""
-    of = of.stage if of.stages > 1 else of
-    rows, columns = max(tile.q.stop for tile in tiles), max(tile.k.stop for tile in tiles)
-    shapes = [(of.batch, rows, of.heads, of.head_dim)] * 3 + [(of.batch, columns, of.kv_heads, of.head_dim)] * 2
-    q, dout, out, k, v = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
-    wide, backend = torch.promote_types(dtype, torch.float32), select_backend("auto", device, dtype)
-    lse = torch.full(q.shape[:3], float(np.log(columns)), device=device, dtype=wide)
-    scale = of.head_dim**-0.5
-    if forward:
-        total = torch.zeros(q.shape, device=device, dtype=wide)
-        return lambda: attend_tiles_(total, lse, q, k, v, tiles, scale, backend)
-    sums = tuple(torch.zeros(x.shape, device=device, dtype=wide) for x in (q, k, v))
-    return lambda: add_gradients_(sums, (q, dout, out, lse), (k, v), tiles, scale, backend)
-
-
-def clock(device: str, repeats: int) -> Timer:
-    """Return a timer that takes the median of so many calls, and counts on stderr what it has timed."""
-    timed = 0
-
-    def seconds(step: Callable[[], None], tiles: Tiles) -> float:
-        nonlocal timed
-        timed += 1
-        print(f"\rrounds timed: {timed}", end="", file=sys.stderr, flush=True)
-        return median(time_steps(step, device, repeats))
-
-    return seconds
-
-
-def rows(work: Workload, methods: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+def rows(work: AttentionShape, methods: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Emulate each method's plan and return a row for it; times in seconds."""
     cluster = load_cluster(args.cluster) if args.cluster else default_cluster(args.device)
     found = []
@@ -144,11 +78,10 @@ def main(argv: list[str] | None = None) -> None:
     add_json(parser)
     args = parser.parse_args(argv)
     need_cuda(args.device)
-    work = Workload(**sizes_of(args), dtype=args.dtype)
+    work = AttentionShape(**sizes_of(args), dtype=args.dtype)
     found = rows(work, args.methods, args)
-    keep(
-        args, {"benchmark": "emulated ranks", "machine": describe(args.device), "workload": asdict(work), "rows": found}
-    )
+    about = {"benchmark": "emulated ranks", "machine": describe(args.device), "workload": asdict(work)}
+    write_json(args, {**about, "rows": found})
     head = ["method", "slowest rank", "its compute ms", "forward ms", "backward ms", "faster than", "by the file ms"]
     whole = [row["forward"] + row["backward"] for row in found]
     body = []

@@ -8,20 +8,19 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from bench.link.cases import CASES, command_line, data_of
-from bench.link.choices import SEEN, SEEN_LENGTHS
-from bench.link.measure import CORPUS
+from bench.harness import interleaved
+from bench.link.cases import CORPUS, cases_of, command_line, data_of
+from bench.link.choices import CLUSTERS, cluster_of, predictions
 from bench.link.network import LINKS, Network, prepare_machine
-from bench.link.planned import CLUSTERS, predictions
-from bench.link.ranks import calibrated, train
-from bench.rounds import turns
+from bench.link.ranks import train
 from data.text.prepare import prepare
 from papers.rows import Row
 from planner.cluster import Cluster, load_cluster
 from runtime.machine import device_name
 
-RATE, TOKENS, RANKS = "100mbit", 8192, 8
+RATE, TOKENS = "100mbit", 8192
 """Of the link or of each rail; tokens of a step."""
 SETTINGS = [(link, model, length) for link in LINKS for model in ("dit", "gpt") for length in (1024, 2048)]
 RING = {"dit": "ring", "gpt": "zigzag"}
@@ -55,8 +54,7 @@ def measured_gains() -> list[Row]:
         for link in LINKS:
             with Network(rails=link == "rails") as network:
                 network.limit(RATE)
-                figures = {key: value for key, (value, _) in calibrated(network, SEEN, SEEN_LENGTHS).items()}
-                cluster = Cluster(name=link, device="cpu", **figures)
+                cluster = Cluster(**cluster_of(network, link))
                 for setting in SETTINGS:
                     if setting[0] == link:
                         found.append(_measured(network, cluster, *setting, text))
@@ -66,16 +64,16 @@ def measured_gains() -> list[Row]:
 def predicted(cluster: Cluster, model: str, length: int, text: Path) -> dict[str, float]:
     """Return the predicted seconds of a step by method."""
     data = data_of(model, text, length)
-    found = predictions(cluster, model, data, size=RANKS, seq_length=length, batch=TOKENS // length)
+    found = predictions(cluster, model, data, length, TOKENS // length)
     return {name: found[name][1] for name in (RING[model], *WALLFACER)}
 
 
 def _measured(network: Network, cluster: Cluster, link: str, model: str, length: int, text: Path) -> Row:
     expected = predicted(cluster, model, length, text)
     seconds: dict[str, list[float]] = {name: [] for name in expected}
-    shape = {"size": RANKS, "seq_length": length, "batch": TOKENS // length, "iterations": WARM_UP + STEPS}
-    for name in turns([*expected], TURNS):
-        flags = command_line(model, CASES[name], data_of(model, text, length), **shape)
+    shape: dict[str, Any] = {"seq_length": length, "batch": TOKENS // length, "iterations": WARM_UP + STEPS}
+    for name in interleaved([*expected], TURNS):
+        flags = command_line(model, cases_of(model)[name], data_of(model, text, length), **shape)
         steps = train(network, flags, lambda iteration: None, ENTRIES[model])
         seconds[name] += [step.seconds for step in steps[WARM_UP:]]
     row = _row(link, model, length, expected, {name: median(taken) for name, taken in seconds.items()})

@@ -78,12 +78,12 @@ def started(bodies: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> It
             rank.process.join()
 
 
-def tell(pipe: Connection, value: Any) -> None:
+def send(pipe: Connection, value: Any) -> None:
     """Send what pickles to the other end of a pipe, tensors by their values."""
     pipe.send_bytes(pickle.dumps(value))
 
 
-def hear(pipe: Connection) -> Any:
+def receive(pipe: Connection) -> Any:
     """Receive what the other end of a pipe tells; EOFError if it is closed."""
     return pickle.loads(pipe.recv_bytes())
 
@@ -101,7 +101,7 @@ def messages(ranks: Sequence[Rank], within: float) -> Iterator[tuple[int, Any]]:
         for pipe in [pipe for pipe in numbers if pipe in ready]:
             number = numbers[pipe]
             try:
-                value = hear(pipe)
+                value = receive(pipe)
             except (EOFError, ConnectionResetError):
                 process = ranks[number].process
                 process.join(5)  # its pipe closes a moment before it ends
@@ -145,7 +145,7 @@ def _run(body: Callable[..., None], pipe: Connection, lifeline: Connection, args
         body(pipe, *args)
     except BaseException:
         end = _End(traceback.format_exc())
-    tell(pipe, end)
+    send(pipe, end)
     pipe.close()
 
 
@@ -168,7 +168,7 @@ def _joined(
     value = fn(rank, world_size, *args)
     dist.barrier()
     dist.destroy_process_group()
-    tell(pipe, value)
+    send(pipe, value)
 
 
 def join_here(rank: int, world_size: int, folder: str) -> None:

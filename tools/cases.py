@@ -123,7 +123,7 @@ class Case:
 
 def _words() -> dict[str, str]:
     """Return the field of each word that has no value."""
-    found = {}
+    found: dict[str, str] = {}
     for field, (config, name) in reversed(CHOICES.items()):
         found |= dict.fromkeys(_literals(get_type_hints(config)[name]), field)
     return found

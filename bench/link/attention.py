@@ -12,20 +12,28 @@ and sending all rows, as every method did before masks decided what travels.
 import argparse
 import os
 import re
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from bench.link.attention_ranks import Contestant, attend
-from bench.link.attention_report import markdown, write
-from bench.link.measure import WARM_UP_LIMITED, medians, plan_crossing
+import torch
+import torch.distributed as dist
+
+from bench.harness import add_results, add_sizes, check_same, fingerprint, forward_backward, heading
+from bench.link.__main__ import SHARED
+from bench.link.crossing import WARM_UP_LIMITED, medians, plan_crossing
 from bench.link.network import LINKS, Network, prepare_machine
-from bench.link.ranks import iterate
-from bench.link.report import add_results
-from bench.processes import Step
-from bench.rounds import add_sizes
-from bench.workload import Workload, fingerprint
+from bench.link.ranks import iterate, report
+from bench.shapes import AttentionShape
+from parallel.context import ContextParallel, Plan
 from runtime.errors import UserError
-from runtime.machine import describe
+from runtime.files import write_text
+from runtime.machine import describe, results_file
+from runtime.processes import process_group
 from tools.arguments import one_line_errors, parser_for, positive, run_command
+from tools.report import Column, Table, write_records
 
 WARM_UP, FREE = 1, 1  # steps without the limit: connections are made; counted
 CASES: dict[str, dict[str, Any]] = {
@@ -35,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one": {},
     "one_grouped": {"grouped": 4},
 }
-"""Masks, as fields of a Workload, and query heads per KV head."""
+"""Masks, as fields of a AttentionShape, and query heads per KV head."""
 ASKED = {"lognormal": 2.3, "short": 8.0, "window": 6.0, "one": 1.05, "one_grouped": 1.05}
 """Times as fast as the best other method that sends all rows, at least."""
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,6 +53,63 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 OURS = "exchange"
 SHARE_ON_LINK = 0.7
 """Of the time of the best other method that sends all rows: where the link takes less, it is not what is measured."""
+COLUMNS: dict[str, Column] = {
+    "method": "{name}",
+    "step, s": "{median:.3f}",
+    "on the link": "{on_link:.0%}",
+    "without a limit, s": "{unlimited:.3f}",
+    "crossed, MiB": lambda row: f"{row['crossed'] / 2**20:.2f}",
+    "by the plan, MiB": lambda row: f"{row['attention_by_plan'] / 2**20:.2f}",
+}
+
+
+class AllRows(Plan):
+    """A plan by which every row of keys and values travels, whether a query sees it or not."""
+
+    @property
+    def sparse(self) -> bool:
+        """Return False."""
+        return False
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A method with its options; ``all_rows`` as ``AllRows``."""
+
+    name: str
+    method: str
+    all_rows: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def plan(self, work: AttentionShape, network: Network) -> Plan:
+        """Return the plan on the ranks of a network. Raises ContextError: as ``make_plan``."""
+        plan = work.plan(self.method, network.size, ranks_per_node=network.ranks_per_node, **self.options)
+        return AllRows(plan.geometry, plan.mask) if self.all_rows else plan
+
+
+def attend(pipe: Connection, work: AttentionShape, name: str, plan: Plan, truth: list[float], steps: int) -> None:
+    """Join, check the first of so many forwards and backwards against ``truth``, and report the time of each.
+
+    A step lasts from a barrier until its slowest rank has ended.
+
+    Raises MeasureError: the squares of out, dq, dk and dv do not sum to ``truth``.
+    """
+    with process_group() as group:
+        cp = ContextParallel(plan, group)
+        step = forward_backward(cp.attend, *(cp.shard(x, dim=1) for x in work.tensors()))
+        valid = (cp.positions < work.seq_length).nonzero()[:, 0]
+        for index in range(steps):
+            dist.barrier(group)
+            start = time.perf_counter()
+            found = step()
+            seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
+            if index == 0:
+                sums = fingerprint([x[:, valid] for x in found])
+                dist.all_reduce(sums, group=group)
+                check_same(name, sums.tolist(), truth, work.dtype)
+            if dist.get_rank(group) == 0:
+                report(pipe, float(seconds))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -80,11 +145,11 @@ def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
     works = {case: work_of(case, **shape) for case in args.cases}
     with Network(rails=args.link == "rails") as network:
         for case, work in works.items():
-            truth = fingerprint(Step(work.attend, *work.tensors())()).tolist()
+            truth = fingerprint(forward_backward(work.attend, *work.tensors())()).tolist()
             for contestant in contestants(work, args.methods):
                 row = _one(network, work, contestant, truth, args, rate)
                 rows.append({"case": case, "name": contestant.name, "all_rows": contestant.all_rows, **row})
-                print(_line(rows[-1]), flush=True)
+                print(f"{case} {Table(COLUMNS).line(rows[-1])}", flush=True)
     return {
         "benchmark": "attention alone between two emulated nodes, forward + backward",
         "machine": machine,
@@ -101,13 +166,13 @@ def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
     }
 
 
-def work_of(case: str, **shape: int) -> Workload:
+def work_of(case: str, **shape: int) -> AttentionShape:
     """Return a case's attention; ``shape`` as the command line has it."""
     fields: dict[str, Any] = {**shape, **CASES[case]}
-    return Workload(kv_heads=shape["num_heads"] // fields.pop("grouped", 1), **fields)
+    return AttentionShape(kv_heads=shape["num_heads"] // fields.pop("grouped", 1), **fields)
 
 
-def contestants(work: Workload, methods: list[str]) -> list[Contestant]:
+def contestants(work: AttentionShape, methods: list[str]) -> list[Contestant]:
     """Return ours and the others, in both forms where they differ: not of one document, nor where heads travel."""
     found, masked = [Contestant(OURS, OURS)], work.sparse
     for name in methods:
@@ -120,7 +185,12 @@ def contestants(work: Workload, methods: list[str]) -> list[Contestant]:
 
 
 def _one(
-    network: Network, work: Workload, contestant: Contestant, truth: list[float], args: argparse.Namespace, rate: float
+    network: Network,
+    work: AttentionShape,
+    contestant: Contestant,
+    truth: list[float],
+    args: argparse.Namespace,
+    rate: float,
 ) -> dict[str, Any]:
     """Run one contestant; return the medians of its steps, and what of them the link takes."""
     plan = contestant.plan(work, network)
@@ -152,12 +222,45 @@ def verdict(case: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _line(row: dict[str, Any]) -> str:
+def markdown(result: dict[str, Any]) -> str:
+    """Format the machine, what was asked, and a table per case, fastest first."""
+    work = result["workload"]
+    lines = [
+        *heading(result),
+        f"Two nodes of {result['ranks_per_node']} ranks, {result['rate']} between them in each direction, "
+        f"{SHARED[result['link']]}; {work['seq_length']} tokens, {work['num_heads']} heads of {work['head_dim']}, "
+        f'float32, forward and backward, medians of {result["repeats"]} steps. "All rows" is a method that sends all '
+        'keys and values, as each did before masks decided what travels; "on the link" what the bytes that crossed '
+        "take at the link's rate, as a share of the step.",
+    ]
+    for case, said in result["verdicts"].items():
+        rows, mask = [row for row in result["attentions"] if row["case"] == case], result["masks"][case]
+        lines += ["", f"**{case}**: {mask['said']}, {mask['kv_heads']} KV heads", "", *table(rows), "", sentence(said)]
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Format a case's contestants, fastest first."""
+    return Table(COLUMNS, sorted(rows, key=lambda row: row["median"])).markdown()
+
+
+def sentence(said: dict[str, Any]) -> str:
+    """Say what ``verdict`` found."""
+    bound = "" if said["link_bound"] else ", too little: give a lower --rate"
     return (
-        f"{row['case']:12}{row['name']:24}{row['median']:8.3f} s ({row['on_link']:.0%} on the link), "
-        f"{row['crossed'] / 2**20:7.2f} MiB crossed ({row['attention_by_plan'] / 2**20:.2f} by plan), "
-        f"{row['unlimited']:7.3f} s without a limit"
+        f"exchange is {said['times_as_fast']:.2f} times as fast as {said['best_of_all_rows']}, the best of the methods "
+        f"that send all rows (asked: {said['asked']}, {'met' if said['met'] else 'missed'}), which spends "
+        f"{said['on_link']:.0%} of its time on the link{bound}; {said['times_as_fast_as_best']:.2f} times as fast as "
+        f"{said['best']}, the best of all others."
     )
+
+
+def write(result: dict[str, Any], folder: Path) -> Path:
+    """Write JSON lines and Markdown, named after the machine, over earlier ones; return the Markdown's path."""
+    path = results_file(folder, "link-attention", result["machine"])
+    write_records(path, result)
+    write_text(path.with_suffix(".md"), "# The attention alone over a slow link\n\n" + markdown(result))
+    return path.with_suffix(".md")
 
 
 @one_line_errors

@@ -1,11 +1,10 @@
 """The planner's choice from a calibration, against measured training steps, on emulated links.
 
 Four links between two nodes of 4 ranks, four models and three lengths, each link with each model once. A link is
-calibrated by ``bench.calibration``, which sees no training step: rates of the device at the models' width, and
-exchanges of bytes. The planner then predicts every candidate of a setting; its eight best and a few others train in
-turns. The first turn, twice as long, is a profile, as ``tools.plan --profile`` makes one, and chooses among the eight
-together with the predictions; by the others choices are judged. A setting that the results have already is not measured
-again.
+calibrated by ``tools.calibrate``, which sees no training step: rates of the device at the models' width, and exchanges
+of bytes. The planner then predicts every candidate of a setting; its eight best and a few others train in turns. The
+first turn, twice as long, is a profile, as ``tools.plan --profile`` makes one, and chooses among the eight together
+with the predictions; by the others choices are judged. A setting that the results have already is not measured again.
 
     python -m bench.link.choices --results bench/results             # all 16 settings, half an hour
     python -m bench.link.choices --results /tmp --links "shared 200mbit" --models gpt --turns 1
@@ -13,27 +12,28 @@ again.
 
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.link.cases import command_line
-from bench.link.measure import CORPUS
+import pretrain_dit
+from bench.harness import add_results, heading, interleaved
+from bench.link.cases import CORPUS, RANKS, VOCAB_SIZE, Case, case_for, command_line
 from bench.link.network import Network, prepare_machine
-from bench.link.planned import predictions
 from bench.link.ranks import calibrated, profile
-from bench.link.report import add_results, heading
-from bench.rounds import turns
-from bench.workload import Workload
+from bench.shapes import AttentionShape
 from data.text.prepare import prepare
 from planner.cluster import Cluster
+from planner.complete import with_vocabulary
 from planner.ranking import weighed
+from planner.search import rank
 from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.machine import describe, results_file, stamp
 from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.report import markdown as markdown_table
-from tools.report import read_records, write_records
+from tools.report import Column, Table, read_records, write_records
+from train.config.language import parse_args
 
 LINKS = ("shared 100mbit", "shared 200mbit", "rails 50mbit", "rails 100mbit")
 MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -46,20 +46,35 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
 LENGTHS = (768, 1536, 3072)
 TOKENS = 6144
 """Of a step, in sequences."""
-SEEN = Workload(num_heads=8, head_dim=16, batch=4)
-"""What the calibration measures: the models' heads, at the lengths of a rank below."""
-SEEN_LENGTHS = (128, 512)
+SEEN, SEEN_LENGTHS = AttentionShape(num_heads=8, head_dim=16, batch=4), (128, 512)
+"""What the calibration measures: the models' heads, at lengths of a rank."""
 BEST = 8
 OTHERS = ("ulysses", "zigzag_u4", "double_ring", "wallfacer_c2_u2")
 """Measured besides the best predictions: each was among the best of a setting of ``bench.link``."""
 ITERATIONS = 2
+WITHIN = 0.03
+"""Of the best measured, for a choice to count as good."""
+CLUSTERS = Path(__file__).parent / "clusters"
+COLUMNS: dict[str, Column] = {
+    "link": "{link}",
+    "model": "{model}",
+    "length": "{length}",
+    "first predicted, s": "{predicted} {predicted_time:.2f}",
+    "measured, s": "{predicted_measured:.2f}",
+    "behind": "{predicted_behind:.1%}",
+    "choice with a profile, predicted, s": "{choice} {choice_time:.2f}",
+    "measured, s ": "{choice_measured:.2f}",
+    "behind ": "{behind:.1%}",
+    "best measured, s": "{best} {best_measured:.2f}",
+    "predicted ranks, fastest measured first": lambda row: " ".join(map(str, row["ranks"])),
+    "of": "{candidates}",
+    "spread": "{spread:.0%}",
+}
 RATES = (
     *("peak_tflops", "matmul_fraction", "attention_fraction", "masked_share", "launch_us"),
     *("inside_gb_per_s", "inside_latency_us", "between_gb_per_s", "between_latency_us"),
     *("posted_overlap", "shared_overlap"),
 )
-WITHIN = 0.03
-"""Of the best measured, for a choice to count as good."""
 
 
 def settings(links: list[str], models: list[str]) -> list[tuple[str, str, int]]:
@@ -72,23 +87,51 @@ def settings(links: list[str], models: list[str]) -> list[tuple[str, str, int]]:
     return [one for one in found if one[0] in links and one[1] in models]
 
 
+def cluster_of(network: Network, name: str) -> dict[str, Any]:
+    """Return the fields of a cluster whose link is calibrated on the ranks of a network."""
+    figures = {key: value for key, (value, _) in calibrated(network, SEEN, SEEN_LENGTHS).items()}
+    return {"name": name, "device": "cpu", **figures}
+
+
+def predictions(
+    cluster: Cluster, model: str, data: Path, seq_length: int, batch: int, more: Sequence[str] = ()
+) -> dict[str, tuple[Case, float]]:
+    """Return case and predicted seconds of every candidate on 8 ranks by name, fastest first."""
+    auto = ["--context-parallel-size", str(RANKS), "--context-parallel-method", "auto"]
+    asked = command_line(model, auto, data, seq_length=seq_length, batch=batch, iterations=ITERATIONS + 1, more=more)
+    config = pretrain_dit.parse_args(asked) if model == "dit" else with_vocabulary(parse_args(asked), VOCAB_SIZE)
+    found: dict[str, tuple[Case, float]] = {}
+    for one in rank([config], RANKS, cluster).candidates:
+        name, case = case_for(one.config.context, RANKS)
+        found[name] = case, one.prediction.time
+    return found
+
+
+def contest(
+    network: Network, model: str, cases: Mapping[str, Case], data: Path, rounds: int, **shape: Any
+) -> dict[str, list[float]]:
+    """Train cases in turns; return seconds per iteration by name: of a first turn, twice as long, and of the others."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    turns = ((list(cases), 2 * ITERATIONS), (list(interleaved([*cases], rounds)), ITERATIONS))
+    for order, iterations in turns:
+        lines = [command_line(model, cases[name], data, **shape, iterations=iterations + 1) for name in order]
+        for name, taken in zip(order, profile(network, lines, iterations), strict=True):
+            seconds[name].append(_short(taken))
+    return seconds
+
+
 def measured(network: Network, cluster: Cluster, model: str, length: int, data: Path, rounds: int) -> dict[str, Any]:
     """Predict a setting's candidates; train its best and ``OTHERS`` in a turn to profile them and in ``rounds`` more.
 
     Returns predicted seconds of all candidates, and ``turns``, measured ones, of which the first is the profile.
     """
-    shape = {"size": network.size, "seq_length": length, "batch": TOKENS // length}
     base, more = MODELS[model]
-    found = predictions(cluster, base, data, more, **shape)
-    names = [name for place, name in enumerate(found) if place < BEST or name in OTHERS]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for order, iterations in ((names, 2 * ITERATIONS), (list(turns(names, rounds)), ITERATIONS)):
-        lines = [command_line(base, found[name][0], data, **shape, iterations=iterations + 1) for name in order]
-        for name, taken in zip(order, profile(network, lines, iterations), strict=True):
-            seconds[name].append(_short(taken))
+    shape: dict[str, Any] = {"seq_length": length, "batch": TOKENS // length, "more": more}
+    found = predictions(cluster, base, data, **shape)
+    chosen = {name: case for place, (name, (case, _)) in enumerate(found.items()) if place < BEST or name in OTHERS}
     return {
         "predicted": {name: _short(time) for name, (_, time) in found.items()},
-        "turns": seconds,
+        "turns": contest(network, base, chosen, data, rounds, **shape),
     }
 
 
@@ -109,35 +152,29 @@ def judged(row: dict[str, Any]) -> dict[str, Any]:
     best = predicted[:BEST]
     both = weighed(*([way[name] for name in best] for way in (row["predicted"], profiled)))
     choice = min(zip(both, best, strict=True))[1]
+    named = {"predicted": predicted[0], "choice": choice, "best": order[0]}
     return {
-        "predicted": predicted[0],
-        "choice": choice,
-        "best": order[0],
+        **named,
+        **{f"{which}_measured": times[name] for which, name in named.items()},
+        **{f"{which}_time": row["predicted"][name] for which, name in named.items() if which != "best"},
         "behind": times[choice] / times[order[0]] - 1,
         "predicted_behind": times[predicted[0]] / times[order[0]] - 1,
         "ranks": [1 + predicted.index(name) for name in order],
-        "times": {name: times[name] for name in order},
+        "candidates": len(predicted),
         "spread": max((max(taken) - min(taken)) / times[name] for name, taken in seconds.items()),
     }
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Format the settings, and what was calibrated."""
-    rows, good = list[list[str]](), dict[bool, list[tuple[bool, bool]]]({True: [], False: []})
+    rows, good = list[dict[str, Any]](), dict[bool, list[tuple[bool, bool]]]({True: [], False: []})
     for row in result["settings"]:
-        said, time = judged(row), row["predicted"]
-        good[len(time) > 2].append((said["behind"] <= WITHIN, said["predicted_behind"] <= WITHIN))
-        cells = [row["link"], row["model"], str(row["length"])]
-        for name, behind in ((said["predicted"], said["predicted_behind"]), (said["choice"], said["behind"])):
-            cells += [f"{name} {time[name]:.2f}", f"{said['times'][name]:.2f}", f"{behind:.1%}"]
-        cells += [f"{said['best']} {said['times'][said['best']]:.2f}", " ".join(map(str, said["ranks"]))]
-        rows.append([*cells, str(len(time)), f"{said['spread']:.0%}"])
-    head = ["link", "model", "length", "first predicted, s", "measured, s", "behind"]
-    head += ["choice with a profile, predicted, s", "measured, s", "behind", "best measured, s"]
-    head += ["predicted ranks, fastest measured first", "of", "spread"]
+        rows.append({**{name: row[name] for name in ("link", "model", "length")}, **judged(row)})
+        within = rows[-1]["behind"] <= WITHIN, rows[-1]["predicted_behind"] <= WITHIN
+        good[rows[-1]["candidates"] > 2].append(within)
     counts = {softmax: [sum(each) for each in zip(*found, strict=True)] or [0, 0] for softmax, found in good.items()}
-    known = [(link, {"masked_share": Cluster.masked_share} | found) for link, found in result["clusters"].items()]
-    show = [[link, *(f"{found[key]:.3g}" for key in RATES), found["between_link"]] for link, found in known]
+    known = [{"link": link, "masked_share": Cluster.masked_share} | found for link, found in result["clusters"].items()]
+    rates = {"link": "{link}", **{key: f"{{{key}:.3g}}" for key in RATES}, "between_link": "{between_link}"}
     lines = [
         "# The planner's choices from a calibration\n",
         *heading(result),
@@ -147,9 +184,9 @@ def markdown(result: dict[str, Any]) -> str:
         f"{counts[True][0]} of {len(good[True])} settings of softmax attention, and the first predicted in "
         f"{counts[True][1]}; of linear attention, which has two candidates, in {counts[False][0]} and "
         f"{counts[False][1]} of {len(good[False])}.\n",
-        *markdown_table(head, rows),
+        *Table(COLUMNS, rows).markdown(),
         "\nCalibrated, each link by itself:\n",
-        *markdown_table(["link", *RATES, "between_link"], show),
+        *Table(rates, known).markdown(),
     ]
     return "\n".join(lines) + "\n"
 
@@ -168,8 +205,7 @@ def measure_all(result: dict[str, Any], path: Path, links: list[str], models: li
                 network.limit(rate)
                 if link not in result["clusters"]:
                     print(f"{link}: calibrating", flush=True)
-                    figures = {key: value for key, (value, _) in calibrated(network, SEEN, SEEN_LENGTHS).items()}
-                    result["clusters"][link] = {"name": link, "device": "cpu", **figures}
+                    result["clusters"][link] = cluster_of(network, link)
                 cluster = Cluster(**result["clusters"][link])
                 found = measured(network, cluster, model, length, data, result["turns"])
             result["settings"].append({"link": link, "model": model, "length": length, **stamp(), **found})
@@ -186,19 +222,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = parser_for("python -m bench.link.choices", __doc__)
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS), help="default: all")
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="default: all")
-    parser.add_argument(
-        "--turns",
-        type=positive,
-        default=2,
-        help="after that of the profile (default: %(default)s)",
-    )
+    turns = "after that of the profile (default: %(default)s)"
+    parser.add_argument("--turns", type=positive, default=2, help=turns)
     add_results(parser)
     args = parser.parse_args(argv)
     machine = describe("cpu")
     path = results_file(args.results or Path(tempfile.mkdtemp(prefix="longmesh-choices-")), "choices", machine)
     result = {"settings": [], "clusters": {}, "turns": args.turns} | (read_records(path) if path.exists() else {})
-    if any("turns" not in row for row in result["settings"]):
-        raise UserError(f"{path} holds settings without a profile, of an earlier version; give another --results")
     if result["turns"] != args.turns:
         raise UserError(f"{path} holds medians of {result['turns']} turns, not {args.turns}; give another --results")
     prepare_machine()

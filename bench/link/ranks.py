@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.calibration import Figures
-from bench.calibration import measure as calibrate
-from bench.errors import failures_told
+from bench.harness import failures_told
 from bench.link.network import Network, enter
-from bench.workload import Workload
+from bench.shapes import AttentionShape
 from parallel.mesh import MeshConfig, distributed_mesh
-from runtime.ranks import hear, messages, started, tell
+from runtime.ranks import messages, receive, send, started
+from tools.calibrate import Figures
+from tools.calibrate import measure as calibrate
 from tools.profile_plan import measure
 from tools.training import Records, trainer_of
 from train.config.language import parse_args
@@ -75,7 +75,7 @@ def iterate(
             found.append(Iteration(seconds, now[0] - start[0], now[1] - start[1]))
             before(len(found))
             start = network.crossed()
-            tell(ranks[rank].pipe, "go on")
+            send(ranks[rank].pipe, "go on")
     return found
 
 
@@ -88,16 +88,16 @@ def profile(network: Network, candidates: list[list[str]], iterations: int) -> l
         return next(seconds for _, seconds in messages(ranks, ANSWER_WITHIN))
 
 
-def calibrated(network: Network, work: Workload, lengths: tuple[int, ...]) -> Figures:
-    """Return what ``bench.calibration`` measures on the ranks of the network. Raises MeasureError: as ``train``."""
+def calibrated(network: Network, work: AttentionShape, lengths: tuple[int, ...]) -> Figures:
+    """Return what ``tools.calibrate`` measures on the ranks of the network. Raises MeasureError: as ``train``."""
     with failures_told(), started(_seated(network, _calibrate, work, lengths)) as ranks:
         return next(figures for _, figures in messages(ranks, ANSWER_WITHIN))
 
 
 def report(pipe: Connection, seconds: float) -> None:
     """Tell an iteration's seconds, then wait for permission to go on."""
-    tell(pipe, seconds)
-    hear(pipe)
+    send(pipe, seconds)
+    receive(pipe)
 
 
 class _Reporter(Records):
@@ -131,11 +131,11 @@ def _train(pipe: Connection, entry: str, arguments: list[str]) -> None:
 def _profile(pipe: Connection, candidates: list[list[str]], iterations: int) -> None:
     seconds = measure([parse_args(arguments) for arguments in candidates], iterations, quiet=True)
     if os.environ["RANK"] == "0":
-        tell(pipe, seconds)
+        send(pipe, seconds)
 
 
-def _calibrate(pipe: Connection, work: Workload, lengths: tuple[int, ...]) -> None:
+def _calibrate(pipe: Connection, work: AttentionShape, lengths: tuple[int, ...]) -> None:
     with distributed_mesh(MeshConfig(device="cpu")) as mesh:
         figures = calibrate(mesh.device, work, lengths, lambda line: None)
     if os.environ["RANK"] == "0":
-        tell(pipe, figures)
+        send(pipe, figures)

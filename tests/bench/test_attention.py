@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 
 from bench import attention
-from bench.attention import compare, slowest_pairs, summary
-from bench.errors import MeasureError
+from bench.attention import MASKED_METHODS, compare, judge, slowest_pairs, summary
+from bench.harness import MeasureError, check_same
 from bench.processes import ONE_PROCESS, Contestants, Times
-from bench.workload import Workload, check_same
+from bench.shapes import AttentionShape
 from runtime.machine import usable_cores
 from tests.starts import PATIENCE
 from tools.report import read_records
@@ -56,7 +57,7 @@ def test_a_run_writes_figures_that_agree_with_each_other(tmp_path: Path) -> None
 
 
 def test_the_limit_counts_the_slowest_rank_of_each_round() -> None:
-    work = Workload(seq_length=64)
+    work = AttentionShape(seq_length=64)
     assert slowest_pairs("ring", work, 2) == 32 * 33 / 2 + 32 * 32
     assert slowest_pairs("striped", work, 2) == 2 * 32 * 33 / 2
     assert slowest_pairs("zigzag", work, 2) == slowest_pairs("allgather", work, 2) == 64 * 65 / 4
@@ -65,7 +66,7 @@ def test_the_limit_counts_the_slowest_rank_of_each_round() -> None:
 
 
 def test_the_limit_of_an_exchange_is_its_busiest_rank_and_not_that_of_each_round() -> None:
-    work = Workload(seq_length=4096, documents="lognormal")
+    work = AttentionShape(seq_length=4096, documents="lognormal")
     by_rank = work.plan("exchange", 4).work().pairs
     assert slowest_pairs("exchange", work, 4) == by_rank.sum(0).max() < by_rank.max(1).sum()
     assert by_rank.sum() == work.pairs
@@ -73,7 +74,7 @@ def test_the_limit_of_an_exchange_is_its_busiest_rank_and_not_that_of_each_round
 
 
 def test_the_gain_reached_is_the_share_of_what_pairs_promise() -> None:
-    work = Workload(seq_length=64, window=8)
+    work = AttentionShape(seq_length=64, window=8)
     seconds = {"zigzag": 3.0, "striped": 2.5, "exchange": 2.2}
     pairs = {"zigzag": 1500, "striped": 1010, "exchange": 1000}
     found = {name: summary([[Times(took, took)] * 2] * 2, work, pairs[name], 2) for name, took in seconds.items()}
@@ -88,7 +89,7 @@ def test_the_gain_reached_is_the_share_of_what_pairs_promise() -> None:
 
 @pytest.mark.parametrize(("documents", "window"), [(None, None), (None, 24), ("lognormal", None), ("lognormal", 24)])
 def test_pairs_are_those_of_the_mask_and_torch_computes_the_same(documents: str | None, window: int | None) -> None:
-    work = Workload(seq_length=200, num_heads=2, kv_heads=1, head_dim=4, documents=documents, window=window)
+    work = AttentionShape(seq_length=200, num_heads=2, kv_heads=1, head_dim=4, documents=documents, window=window)
     bounds = work.mask["documents"] or (0, 200)
     of = torch.bucketize(torch.arange(200), torch.tensor(bounds[1:]), right=True)
     distance = torch.arange(200)[:, None] - torch.arange(200)
@@ -101,7 +102,7 @@ def test_pairs_are_those_of_the_mask_and_torch_computes_the_same(documents: str 
 
 
 def test_a_step_lasts_as_long_as_its_slowest_rank_and_targets_are_judged() -> None:
-    work = Workload(seq_length=64)
+    work = AttentionShape(seq_length=64)
     ring = summary([[Times(1.0, 0.5), Times(3.0, 2.9)], [Times(4.0, 3.0), Times(1.0, 1.0)]], work, 1552, 2)
     fast = summary([[Times(2.0, 2.0), Times(2.0, 1.9)]] * 2, work, 1056, 2)
     one = summary([[Times(2.0, 4.0)]] * 2, work, None, 2)
@@ -118,7 +119,7 @@ def test_a_step_lasts_as_long_as_its_slowest_rank_and_targets_are_judged() -> No
 
 @needs_two_cores
 def test_contestants_sit_where_they_should_and_end() -> None:
-    with Contestants(Workload(seq_length=32), ("striped",), usable_cores()[:2]) as contestants:
+    with Contestants(AttentionShape(seq_length=32), ("striped",), usable_cores()[:2]) as contestants:
         truth = contestants.fingerprint(ONE_PROCESS)
         check_same("striped", contestants.fingerprint("striped"), truth, "float32")
         assert len(contestants.step("striped")) == 2
@@ -145,7 +146,7 @@ def test_something_else_is_not_timed() -> None:
 def test_a_failing_rank_is_told_in_a_line_and_its_traceback_kept() -> None:
     with (
         pytest.raises(MeasureError, match=r"zigzag at step: rank \d failed: KeyError: 'zigzag'; .* is in ") as told,
-        Contestants(Workload(seq_length=32), ("striped",), usable_cores()[:2]) as contestants,
+        Contestants(AttentionShape(seq_length=32), ("striped",), usable_cores()[:2]) as contestants,
     ):
         contestants.step("zigzag")
     assert "\n" not in str(told.value)
@@ -160,6 +161,8 @@ def test_a_failing_rank_is_told_in_a_line_and_its_traceback_kept() -> None:
         (["--num-heads", "6", "--kv-heads", "4"], "kv_heads is 4, which does not divide num_heads 6"),
         (["--context-parallel-size", "4096"], "4096 ranks need a core each"),
         (["--window", "1"], "window is 1; it must be 2 or more"),
+        (["--alone", "1"], "--alone is 1; it must be 2 or more and below --seq-length 8192"),
+        (["--alone", "8192"], "--alone is 8192"),
         (["--methods", "rings"], "context_parallel_method 'rings' does not exist"),
         (["--methods", "ring/balanced"], "context_parallel_layout is 'balanced' with method ring"),
     ],
@@ -175,3 +178,55 @@ def test_a_target_names_contestants_that_exist() -> None:
     methods = {attention.DEFAULT_METHODS: attention.TARGETS, attention.MASKED_METHODS: attention.MASKED_TARGETS}
     for names, targets in methods.items():
         assert all(set(name.split("/")) <= {*names, ONE_PROCESS} for name, *_ in targets)
+
+
+def test_targets_are_judged_by_the_faster_dense_attention() -> None:
+    work = AttentionShape(seq_length=2048)
+    masks = {"dense": work, "short": replace(work, documents="short"), "window": replace(work, window=256)}
+    per_pair = 1e-6
+    dense = per_pair * work.pairs
+    seconds = {
+        "dense": [dense],
+        "short": [1.5 * per_pair * masks["short"].pairs],
+        "window": [dense / 3.5],
+        ONE_PROCESS: [0.8 * dense],
+    }
+    found = judge({**masks, ONE_PROCESS: work}, seconds)
+    rate, gain = found["alone_targets"]
+    assert (rate["ratio"], rate["met"]) == (pytest.approx(0.8 / 1.5), False)
+    assert (gain["ratio"], gain["met"]) == (pytest.approx(3.5), True)
+    row = found["alone"]["short"]
+    assert row["tiles"] == len(masks["short"].mask["documents"]) - 1  # a causal square each
+    assert row["per_tile"] == pytest.approx(0.5 * per_pair * row["pairs"] / row["tiles"])
+
+
+@needs_two_cores
+def test_a_run_writes_both_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "packed.jsonl"
+    shape = [
+        "--seq-length",
+        "300",
+        "--num-heads",
+        "2",
+        "--head-dim",
+        "8",
+        "--alone",
+        "32",
+        "--repeats",
+        "3",
+        "--documents",
+        "lognormal",
+    ]
+    assert attention.main([*shape, "--json", str(path)]) == 0, capsys.readouterr().err
+    result = read_records(path)
+    assert list(result["contestants"]) == [*MASKED_METHODS, ONE_PROCESS]
+    work = AttentionShape(seq_length=300, num_heads=2, kv_heads=2, head_dim=8, documents="lognormal")
+    for name, found in result["contestants"].items():
+        assert found["slowest_pairs"] == (work.pairs / 2 if name == ONE_PROCESS else slowest_pairs(name, work, 2))
+        assert found["tflops"] == pytest.approx(14 * work.pairs * 2 * 8 / found["median"] / 1e12)
+    assert {f"{a}/exchange" for a in ("zigzag", "striped")} <= set(result["ratios"])
+    assert f"causal, {len(work.mask['documents']) - 1} documents (lognormal)" in capsys.readouterr().out
+    assert list(result["alone"]) == ["dense", "short", "window", ONE_PROCESS]
+    assert all(len(row["seconds"]) == 3 for row in result["alone"].values())
+    assert result["alone"]["window"]["pairs"] == 32 * 33 / 2 + (300 - 32) * 32
+    assert max(map(len, path.read_text().splitlines())) < 1000

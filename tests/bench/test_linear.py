@@ -9,17 +9,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import linear
-from bench.errors import MeasureError
+from bench.harness import MeasureError
 from bench.linear import CONTESTANTS, exponent, fits, flops, lengths_between, main, markdown, overtakes, row
-from bench.workload import Workload
+from bench.shapes import AttentionShape
 from kernels import linear_attention, linear_scan
 from tools.report import read_records
 
-SHAPE = Workload(seq_length=128, batch=2, num_heads=4, kv_heads=4, head_dim=16)
+SHAPE = AttentionShape(seq_length=128, batch=2, num_heads=4, kv_heads=4, head_dim=16)
 
 
-def sized(length: int) -> Workload:
-    return Workload(seq_length=length, num_heads=4, kv_heads=4, head_dim=32)
+def sized(length: int) -> AttentionShape:
+    return AttentionShape(seq_length=length, num_heads=4, kv_heads=4, head_dim=32)
 
 
 def counted(step: Callable[[], object]) -> int:
@@ -28,7 +28,7 @@ def counted(step: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-def chunked_outside_of_its_operator(work: Workload) -> None:
+def chunked_outside_of_its_operator(work: AttentionShape) -> None:
     """The counter does not look into an operator, so what runs in it is called by itself."""
     q, k, v, dout = work.tensors()
     rates = (-0.1, -0.2, -0.3, -0.4)
@@ -38,7 +38,7 @@ def chunked_outside_of_its_operator(work: Workload) -> None:
 
 @pytest.mark.parametrize("length", [128, 200])
 def test_operations_are_those_that_torch_counts(length: int) -> None:
-    work = Workload(seq_length=length, batch=2, num_heads=4, kv_heads=4, head_dim=16)
+    work = AttentionShape(seq_length=length, batch=2, num_heads=4, kv_heads=4, head_dim=16)
     assert counted(lambda: chunked_outside_of_its_operator(work)) == flops("chunked", work)
     assert counted(linear.step_of("naive", work)) == flops("naive", work)
 

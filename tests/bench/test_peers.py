@@ -1,17 +1,15 @@
 """Other packages beside ours: the same shapes and tokens, whose losses can be compared, and reasons for the rest."""
 
-import csv
 import math
 from pathlib import Path
 
 import pytest
 
-from bench.peers import __main__ as peers
-from bench.peers import features
-from bench.peers.packages import PACKAGES, Package, refusal
-from bench.peers.training import steps_of, timed
+from bench import peers
+from bench.harness import check_same, clocked, measured
+from bench.peers import PACKAGES, Package, refusal, steps_of
 from bench.processes import Contestants
-from bench.workload import Workload, check_same
+from bench.shapes import AttentionShape
 from runtime.ranks import run_ranks
 
 SMALL = ("--num-layers", "1", "--seq-length", "64", "--global-batch-size", "2", "--micro-batch-size", "1")
@@ -19,14 +17,15 @@ SMALL = ("--num-layers", "1", "--seq-length", "64", "--global-batch-size", "2", 
 
 def two_steps(rank: int, world_size: int, data: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     pytest.importorskip("transformers", reason="measures Hugging Face's models")
-    with steps_of(["transformers", "megatron-core"], Path("configs/llama_tiny.toml"), Path(data), SMALL) as steps:
-        return {name: [step() for _ in range(3)] for name, step in steps.items()}, timed(steps, 2, settle=1)
+    with steps_of(["transformers"], Path("configs/llama_tiny.toml"), Path(data), SMALL) as steps:
+        losses = {name: [step() for _ in range(3)] for name, step in steps.items()}
+        return losses, measured({name: clocked(step) for name, step in steps.items()}, 2)
 
 
 @pytest.mark.slow
 def test_both_learn_the_same_tokens(default_data: Path) -> None:
     ((losses, seconds),) = run_ranks(two_steps, 1, str(default_data))
-    assert losses.keys() == seconds.keys() == {"longmesh", "transformers", "megatron-core"}
+    assert losses.keys() == seconds.keys() == {"longmesh", "transformers"}
     assert {len(times) for times in seconds.values()} == {2}
     for first, *_, last in losses.values():
         assert abs(first - math.log(4096)) < 0.2
@@ -37,7 +36,7 @@ def test_what_cannot_be_measured_has_a_reason() -> None:
     reasons = {package.name: refusal(package) for package in PACKAGES}
     assert reasons["transformers"] is None
     assert "no rule for the CPU's kernel" in str(reasons["torch's context_parallel"])
-    assert "not installed" in str(refusal(Package("none", "no_such_module", ("attention",))))
+    assert "not installed" in str(refusal(Package("none", "no_such_module", "attention")))
 
 
 def test_a_line_names_the_ratio_of_the_best() -> None:
@@ -52,7 +51,7 @@ def test_a_line_names_the_ratio_of_the_best() -> None:
 @pytest.mark.slow
 def test_ring_attention_pytorch_computes_the_same_with_its_last_pass_mended() -> None:
     pytest.importorskip("ring_attention_pytorch", reason="make peers installs it")
-    work = Workload(seq_length=256)
+    work = AttentionShape(seq_length=256)
     with Contestants(work, ("ring@ring-attention-pytorch",), [0, 1]) as contestants:
         check_same(
             "theirs",
@@ -60,14 +59,3 @@ def test_ring_attention_pytorch_computes_the_same_with_its_last_pass_mended() ->
             contestants.fingerprint("one_process"),
             work.dtype,
         )
-
-
-def test_every_cell_of_the_features_has_a_source_and_the_page_is_theirs() -> None:
-    with features.TABLE.open(newline="") as file:
-        cells = list(csv.DictReader(file))
-    packages, names = ({cell[name] for cell in cells} for name in ("package", "feature"))
-    assert len(cells) == len(packages) * len(names) == 9 * 8
-    for cell in cells:
-        assert all(cell.values()), cell
-        assert cell["source"].startswith("https://") or cell["package"] == "Longmesh", cell
-    assert features.PAGE.read_text() == features.page(), "run python -m bench.peers.features"

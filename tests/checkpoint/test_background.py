@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.chaos.victim import HOOKS as CALLED
 from checkpoint.api import CheckpointConfig, load_checkpoint, save_checkpoint, stored_weights
 from checkpoint.background import Background
 from checkpoint.drafts import remove_drafts
@@ -26,6 +25,7 @@ from checkpoint.search import find_checkpoint, saved_iterations
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from runtime.together import from_first, gather_results, raise_together
+from tests.chaos.victim import HOOKS as CALLED
 from tests.checkpoint.test_full_disk import disk, fill  # noqa: F401
 from tests.parallel.tiny import ARCHITECTURE, build, equal, train, whole_tensors
 

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 import pretrain_gpt
-from bench.fits import measured
+from bench.memory import measured
 from parallel.mesh import Mesh
 from planner import tape
 from planner.recorder import BETWEEN, INSIDE, Recorder, Rehearsal
@@ -143,7 +143,7 @@ def test_moments_in_host_memory_are_not_on_the_device_either() -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_memory_is_that_of_eight_real_processes(mesh: str) -> None:
     config = parse_args([*MODEL, *MESHES[mesh]])
-    real = run_ranks(measured, 8, " ".join([*MODEL, *MESHES[mesh]]))
+    real = [one["bytes"] for one in run_ranks(measured, 8, " ".join([*MODEL, *MESHES[mesh]]))]
     for rank in (0, 4):
         found = rehearse(config, pretrain_gpt.resolve, rank, 8, per_node=8)
         print(f"{mesh}: rank {rank} takes {real[rank]:,.0f} bytes, predicted {found.bytes:,} of {found.memory}")

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import calibration, ceilings
-from bench.workload import Workload
+from bench.shapes import AttentionShape
 from planner.cluster import CLUSTERS, ClusterError, load_cluster
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tools.calibrate.__main__ import ABOUT_LINKS, calibrate
+from tools import calibrate as calibration
+from tools.calibrate import ABOUT_LINKS, calibrate
+from tools.report import read_records
 
 SMALL = ("--device", "cpu", "--num-heads", "2", "--head-dim", "16", "--lengths", "64")
 
@@ -19,7 +20,7 @@ SMALL = ("--device", "cpu", "--num-heads", "2", "--head-dim", "16", "--lengths",
 def _calibrated(rank: int, size: int, local: int, argv: tuple[str, ...]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(local)
     calibration.peak_flops = lambda device, dtype: 1e9  # type: ignore[assignment]
-    calibration.MOST_BYTES, ceilings.COPY_BYTES["cpu"] = 1 << 18, 1 << 16
+    calibration.MOST_BYTES, calibration.COPY_BYTES["cpu"] = 1 << 18, 1 << 16
     calibrate([*SMALL, *argv])
 
 
@@ -103,7 +104,22 @@ def test_a_disturbed_exchange_makes_no_link_of_any_speed(monkeypatch: pytest.Mon
 
 def test_attention_without_a_kernel_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_middle", lambda measured: measured())
-    monkeypatch.setattr(calibration.gpu, "step_of", lambda *_: torch.linalg.cholesky(-torch.ones(1, 1)))
-    work = Workload(seq_length=16, num_heads=1, kv_heads=1, head_dim=8)
+    monkeypatch.setattr(calibration, "step_of", lambda *_: torch.linalg.cholesky(-torch.ones(1, 1)))
+    work = AttentionShape(seq_length=16, num_heads=1, kv_heads=1, head_dim=8)
     with pytest.raises(UserError, match=r"attention cannot be measured at 16 positions: .*cholesky"):
         calibration._attention(torch.device("cpu"), work, True, lambda line: None)
+
+
+def test_ceilings_are_printed_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(calibration.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(calibration.MATMUL_SIZES, "cpu", (64,))
+    path, threads = tmp_path / "ceilings.jsonl", torch.get_num_threads()
+    try:
+        calibrate(["--ceilings", "--device", "cpu", "--json", str(path)])
+    finally:
+        torch.set_num_threads(threads)
+    found = read_records(path)["ceilings"]
+    assert set(found["matmul_tflops"]) == {"bfloat16", "float32"}
+    assert f"{found['copy_gb_per_s']:.1f} GB/s" in capsys.readouterr().out

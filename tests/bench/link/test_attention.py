@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.errors import MeasureError
-from bench.link import attention, attention_ranks, attention_report
+from bench.harness import MeasureError
+from bench.link import attention
 from bench.link.attention import contestants, verdict, work_of
-from bench.link.measure import plan_crossing
+from bench.link.crossing import plan_crossing
 from bench.link.network import Network
 from tests.bench.link.test_link import permitted
 from tools.report import read_records
@@ -47,7 +47,7 @@ def test_what_crosses_is_what_the_plan_says(tmp_path: Path, capsys: pytest.Captu
 
 @permitted
 def test_a_rank_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = attention_ranks.fingerprint
+    sums = attention.fingerprint
     monkeypatch.setattr(attention, "fingerprint", lambda tensors: 1.01 * sums(tensors))
     args = attention.build_parser().parse_args(["--seq-length", "256", "--cases", "one", "--methods", "ring"])
     with pytest.raises(MeasureError, match="exchange computes something else"):
@@ -82,7 +82,7 @@ def test_a_verdict_names_the_best_of_both_kinds() -> None:
         "times_as_fast_as_best": 0.5,
     }
     said = verdict("short", rows)
-    text = "\n".join(attention_report._table("short", {"said": "causal", "kv_heads": 8}, figures(rows), said))
+    text = "\n".join([*attention.table(figures(rows)), attention.sentence(said)])
     assert (
         "which spends 60% of its time on the link, too little: give a lower --rate; 0.50 times as fast as ring" in text
     )

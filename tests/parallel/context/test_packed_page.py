@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.packing import documents_of
+from bench.shapes import documents_of
 from parallel.context import Plan, make_plan
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "concepts" / "packed.md"
@@ -33,7 +33,7 @@ DRAWS = 3
 
 
 def drawn(name: str, seed: int, seq_len: int) -> tuple[int, ...]:
-    """Cumulative lengths of documents: one, two of 0.35 to 0.65 of the sequence, or as bench/packing.py draws them."""
+    """Cumulative lengths of documents: one, two of 0.35 to 0.65 of the sequence, or as bench/shapes.py draws them."""
     if name == "two":
         return (0, int(seq_len * np.random.default_rng(seed).uniform(0.35, 0.65)), seq_len)
     return (0, seq_len) if name == "one" else documents_of(name, seq_len, seed)

@@ -1,0 +1,195 @@
+"""Shared benchmark harness: interleaved contestants, flags, targets, errors, a CUDA check."""
+
+import argparse
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from runtime.errors import UserError
+from runtime.machine import in_words
+from runtime.ranks import RankError
+from tools.arguments import positive
+from tools.report import write_records
+
+FEWEST = 3
+"""Rounds that are done whatever they take."""
+SETTLE_SECONDS = 0.02  # OpenMP threads spin for a moment after their work ends
+SIZES = {
+    "seq_length": "tokens",
+    "batch": "sequences",
+    "num_heads": "query heads",
+    "kv_heads": "key and value heads; by default as many as query heads",
+    "head_dim": "width of a head",
+}
+Figure = TypeVar("Figure")
+
+
+class MeasureError(UserError):
+    """What was to be measured failed, or computes something else than it should; its time would mean nothing."""
+
+
+@contextmanager
+def failures_told(of: str = "") -> Iterator[None]:
+    """Raise a rank's failure in the block as a MeasureError: the last line, and which file has its traceback."""
+    try:
+        yield
+    except RankError as error:
+        said, *trace = str(error).strip().splitlines()
+        if trace:
+            with tempfile.NamedTemporaryFile("w", prefix="longmesh-", suffix=".log", delete=False) as log:
+                log.write(str(error))
+            said = f"{said} {trace[-1]}; its traceback is in {log.name}"
+        raise MeasureError(of + said) from None
+
+
+def interleaved(names: Sequence[str], repeats: int, most: float = math.inf, least: float = 0.0) -> Iterator[str]:
+    """Yield all names in every round, each time from another one on, so that none always follows the same one.
+
+    Args:
+        repeats: rounds, and more until ``least`` seconds are over.
+        most: seconds beyond which a round after the third is not begun.
+    """
+    start, done = time.monotonic(), 0
+    while True:
+        spent = time.monotonic() - start
+        if (done >= FEWEST and spent + spent / done > most) or (done >= repeats and spent >= least):
+            return
+        first = done % len(names)
+        yield from (*names[first:], *names[:first])
+        done += 1
+
+
+def measured(
+    contestants: Mapping[str, Callable[[], Figure]], repeats: int, most: float = math.inf, least: float = 0.0
+) -> dict[str, list[Figure]]:
+    """Let contestants take turns, so that what else the machine does hits all alike; return each one's figures.
+
+    Args:
+        contestants: calls that return a figure of one step, such as its seconds; ``clocked`` makes one of a step.
+        repeats, most, least: as of ``interleaved``.
+    """
+    found: dict[str, list[Figure]] = {name: [] for name in contestants}
+    for name in interleaved([*contestants], repeats, most, least):
+        time.sleep(SETTLE_SECONDS)
+        found[name].append(contestants[name]())
+    return found
+
+
+def clocked(step: Callable[[], object]) -> Callable[[], float]:
+    """Return a call that runs a step of this process and returns its seconds."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+
+    return seconds
+
+
+def forward_backward(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Callable[[], Any]:
+    """Return a step that attends forward and backward, and returns out, dq, dk and dv."""
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step() -> list[Tensor]:
+        out = attend(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    return step
+
+
+def add_sizes(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
+    """Add flags of an attention's sizes, fields of an ``AttentionShape``."""
+    for name, default in defaults.items():
+        help = SIZES[name] + (" (default: %(default)s)" if default else "")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=default, metavar="N", help=help)
+
+
+def sizes_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the sizes that ``add_sizes``'s flags give."""
+    found = {name: getattr(args, name) for name in SIZES if hasattr(args, name)}
+    return found | {"kv_heads": found.get("kv_heads") or found["num_heads"]}
+
+
+def add_rounds(parser: argparse.ArgumentParser, repeats: int, max_seconds: float) -> None:
+    """Add how often contestants are timed."""
+    parser.add_argument("--repeats", type=positive, default=repeats, help="rounds of all (default: %(default)s)")
+    most = "no further round after this long, but for three (default: %(default)s)"
+    parser.add_argument("--max-seconds", type=float, default=max_seconds, metavar="SECONDS", help=most)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add where figures are written besides, for ``write_json``."""
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines")
+
+
+def write_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Write a result where ``add_json``'s flag says."""
+    if args.json:
+        write_records(args.json, result)
+
+
+def add_results(parser: argparse.ArgumentParser) -> None:
+    """Add where tables and figures are written, and a remark for them."""
+    what = "write JSON lines and Markdown here too, named after the machine"
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help=what)
+    parser.add_argument("--note", help="a remark for the results, such as what else the machine was doing")
+
+
+def heading(result: dict[str, Any]) -> list[str]:
+    """Return lines that say where figures were measured, and when."""
+    note = [f"Note: {result['note']}."] if result["note"] else []
+    load = f"load average at the end {result['load_average'][0]:.1f}"
+    return [f"{in_words(result['machine'])}; {load}.", *note, ""]
+
+
+def target(name: str, ratio: float, least: float | None, most: float | None = None) -> dict[str, Any]:
+    """Return a figure, what it is to be, and whether it is."""
+    met = (least or 0) <= ratio <= (most or math.inf)
+    return {"name": name, "ratio": ratio, "bound": f"<= {most}" if least is None else f">= {least}", "met": met}
+
+
+def format_targets(targets: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line for each target."""
+    return [f"{t['name']} {t['bound']}: {t['ratio']:.3f}, {'met' if t['met'] else 'MISSED'}" for t in targets]
+
+
+def need_cuda(device: str) -> None:
+    """Raise UserError if the device is a GPU, and there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("this needs a CUDA GPU, and torch sees none here; nothing was written")
+
+
+def relative_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    """Return the largest relative difference of a pair of tensors in the 2-norm; NaN if any is."""
+    pairs = ((a.double(), b.double()) for a, b in zip(got, want, strict=True))
+    return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()
+
+
+def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of each tensor, float64 ``[len(tensors)]``, by which to compare computations."""
+    return torch.stack([x.double().square().sum() for x in tensors])
+
+
+MISMATCH = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
+"""Relative difference of a fingerprint beyond which two computations count as different."""
+
+
+def check_same(
+    name: str, got: list[float], want: list[float], dtype: str, truth: str = "scaled_dot_product_attention"
+) -> None:
+    """Refuse to time what does not compute the same as ``truth``.
+
+    Raises MeasureError: the fingerprints differ by more than ``MISMATCH``.
+    """
+    if not all(abs(a - b) <= MISMATCH[dtype] * abs(b) for a, b in zip(got, want, strict=True)):  # a nan differs
+        raise MeasureError(
+            f"{name} computes something else than {truth}: the squares of out, dq, dk, dv sum to {got} and should sum "
+            f"to {want}; its time would mean nothing"
+        )

@@ -1,0 +1,36 @@
+"""A program of ours as a rank of ``tests.cuda_stub.check``: it tells what torch's allocator and the stub counted.
+
+torchrun ... -m tests.cuda_stub.worker FOLDER pretrain_gpt.py FLAGS...
+"""
+
+import ctypes
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tools.report import write_records
+
+
+def main(file: Path, program: str) -> None:
+    """Run the program; after each step write the most bytes yet, and its launches, waits and copies to the host."""
+    counts, before = (ctypes.c_long * 3)(), [0, 0, 0]
+
+    def told(*_: Any) -> None:
+        ctypes.CDLL(None).stub_counts(counts)
+        of_step = (now - then for now, then in zip(counts, before, strict=True))
+        found = dict(zip(("launches", "waits", "copies"), of_step, strict=True))
+        write_records(file, {"bytes": torch.cuda.max_memory_allocated(), **found})
+        before[:] = counts
+
+    register_optimizer_step_post_hook(told)
+    runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    folder, *sys.argv = sys.argv[1:]
+    main(Path(folder, f"rank-{os.environ['RANK']}.jsonl"), sys.argv[0])

@@ -1,0 +1,186 @@
+"""Check a GPU in steps: kernels against float64, all ranks of a plan on it, waits, rates, a run of 1B, a profile.
+
+    make gpu-check
+    make gpu-check ARGS="--steps environment backends"
+
+One GPU, under 8 minutes. Each step is a process of its own, and its result is on the disk before the next begins, in
+bench/results/<device>-check.jsonl; what cannot run here is skipped there, with the reason. Exit status 1 where
+something is wrong, or where there is no GPU (then nothing is written). With --device cpu the same steps are small, to
+try them. A step returns figures, and under "wrong" what is not as it must be.
+"""
+
+import importlib
+import importlib.util
+import re
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from bench import gpu
+from bench import linear as of_linear
+from bench.attention import DEFAULT_METHODS
+from bench.harness import need_cuda, target
+from bench.shapes import DTYPES, AttentionShape
+from kernels.attention import select_backend
+from runtime.errors import UserError
+from tests.steps import Step, asked, check, launched, tests
+from tools.arguments import one_line_errors, parser_for, run_command
+from tools.calibrate import ceilings
+
+RUN = {
+    "cuda": "--bf16 --num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 8192 --vocab-size 32000",
+    "cpu": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --vocab-size 512 --lr 3e-3",
+}
+MFU = {"cuda": {8192: 0.4, 32768: 0.5}, "cpu": {256: 0.0}}
+"""What is wanted by length, with half of the pairs counted, as a causal mask has it."""
+STEPS_OF_RUN = 20
+THOUSANDS = {"": 1, "k": 1e3, "M": 1e6}
+
+
+def environment(device: str, folder: Path) -> dict[str, Any]:
+    """Measure copies and matrix products."""
+    return {"ceilings": ceilings(device, (_dtype(device),))}
+
+
+ON_GPU = "tests/test_gpu_attention.py"
+
+
+def backends(device: str, folder: Path) -> dict[str, Any]:
+    """Compare every backend with float64: widths, lengths, grouped heads, slices of longer tensors, log-sum-exp."""
+    return tests(device, folder, ON_GPU, "-k", "backend")
+
+
+def triton(device: str, folder: Path) -> dict[str, Any]:
+    """Run the kernels' tests that need a GPU, Triton's against its references among them."""
+    return tests("cuda", folder, "tests/kernels")
+
+
+def ranks(device: str, folder: Path) -> dict[str, Any]:
+    """Attend with all ranks of every method as threads, whole and packed, against one attention of the same dtype."""
+    return tests(device, folder, ON_GPU, "-k", "ranks")
+
+
+def waits(device: str, folder: Path) -> dict[str, Any]:
+    """Let torch raise where a layer makes the host wait for the GPU."""
+    return tests(device, folder, ON_GPU, "-k", "wait")
+
+
+def attention(device: str, folder: Path) -> dict[str, Any]:
+    """Measure kernels' rates, and emulated ranks."""
+    big = device == "cuda"
+    heads, width = (16, 128) if big else (2, 16)
+    work = AttentionShape(
+        seq_length=8192 if big else 64, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device)
+    )
+    lengths = gpu.LENGTHS if big else (64,)
+    found = gpu.measure(device, work, lengths, DEFAULT_METHODS, 8, 20 if big else 2)
+    print(gpu.table(found))
+    found["masked"] = gpu.masked(device, replace(work, seq_length=32768) if big else work, 20 if big else 2)
+    print(f"masked: {found['masked']}")
+    found["targets"] = gpu.targets(found, select_backend("auto", device, DTYPES[work.dtype]).name)
+    found["wrong"] = [f"{label}: {reason}" for label, reason in found["skipped"].items() if not expected(reason)]
+    return found
+
+
+def expected(reason: str) -> bool:
+    """Whether what was skipped is not here, or does not suit the shape or the memory."""
+    return reason.startswith(("UserError", "OutOfMemoryError")) or "would be padded" in reason
+
+
+def linear(device: str, folder: Path) -> dict[str, Any]:
+    """Measure linear attention by length, forward + backward, beside flash-linear-attention's and what limits both."""
+    heads, width, lengths = (16, 128, (8192, 32768, 131072)) if device == "cuda" else (2, 16, (128,))
+    limits, rows, wanted = ceilings(device, (_dtype(device),)), [], []
+    for length in lengths:
+        work = AttentionShape(seq_length=length, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device))
+        row = of_linear.beside_the_limit(device, work, limits, 20 if device == "cuda" else 2)
+        rows.append(row)
+        print(row, flush=True)
+        wanted.append(target(f"of the limit, {length} tokens", row["of_the_limit"], 0.6))
+        if "times_as_fast" in row:
+            wanted.append(target(f"over flash-linear-attention, {length} tokens", row["times_as_fast"], 1.2))
+    return {"rows": rows, "targets": wanted, "wrong": [row["wrong"] for row in rows if row.get("wrong")]}
+
+
+def training(device: str, folder: Path) -> dict[str, Any]:
+    """Train for some steps on drawn tokens: 1B parameters at 8,192 and at 32,768 tokens on a GPU."""
+    return _trained(device)
+
+
+def compiled(device: str, folder: Path) -> dict[str, Any]:
+    """Train as in the step training, with layers that torch.compile fuses."""
+    return _trained(device, "--compile")
+
+
+def _trained(device: str, *more: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"wrong": [], "targets": []}
+    for length, least in MFU[device].items():
+        said = _run(device, "--save", "none", "--log-interval", "1", "--seq-length", str(length), *more)
+        losses = [float(x) for x in re.findall(r"\| loss (\S+)", said)]  # nan too
+        rates = [float(x) * THOUSANDS[unit] for x, unit in re.findall(r"([\d.]+)([kM]?) tokens/s", said)]
+        share, memory = re.findall(r"MFU ([\d.]+)%, ([\d.]+) GB of memory", said)[-1]
+        first, last = fmean(losses[:5]), fmean(losses[-5:])
+        if not last < first:
+            found["wrong"].append(f"{length} tokens: the loss goes from {first:.4f} to {last:.4f}, over 5 steps each")
+        figures = {"tokens_per_second": median(rates[len(rates) // 2 :]), "mfu": float(share) / 100}
+        found[f"{length} tokens"] = figures | {"memory_gb": float(memory)}
+        found["targets"].append(target(f"MFU, {length} tokens", figures["mfu"], least))
+    return found
+
+
+def resume(device: str, folder: Path) -> dict[str, Any]:
+    """Run the tests of whole runs on a GPU: a checkpoint and its resume, recomputation, offload."""
+    paths = ("tests/test_gpu.py", "tests/parallel", "tests/model", "tests/train/test_host_moments.py", "tests/bench")
+    return tests("cuda", folder, *paths)
+
+
+def profile(device: str, folder: Path) -> dict[str, Any]:
+    """Profile steps of two layers of that model; the table says where time and memory go."""
+    importlib.import_module("tomli_w")  # a run that is kept writes its configuration
+    more = ("--num-layers", "2", "--profile", "--profile-step-start", "5", "--profile-step-end", "8")
+    _run(device, "--save", str(folder / "run"), *more)
+    return {"table": next((folder / "run").rglob("*.md")).read_text().splitlines()}
+
+
+def _run(device: str, *more: str) -> str:
+    """Train on drawn tokens; return what the run says."""
+    flags = f"{RUN[device]} --device {device} --train-iters {STEPS_OF_RUN} --micro-batch-size 1 --global-batch-size 1"
+    flags += " --mock-data --eval-iters 0 --save-interval none"
+    status, said = launched(1, "pretrain_gpt.py", *flags.split(), *more)
+    if status:
+        raise UserError(f"the run ended with status {status}; its lines stand above")
+    return said
+
+
+def _dtype(device: str) -> str:
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+STEPS = {
+    "environment": Step(environment, 30),
+    "backends": Step(backends, 50),
+    "triton": Step(triton, 70),
+    "ranks": Step(ranks, 40),
+    "waits": Step(waits, 20),
+    "attention": Step(attention, 60),
+    "linear": Step(linear, 30),
+    "training": Step(training, 90),
+    "resume": Step(resume, 60),
+    "profile": Step(profile, 30),
+}
+"""In the order of what only a GPU can show; what comes first needs least. Together 8 minutes."""
+MORE = {"compiled": Step(compiled, 240)}
+"""Run where they are asked for."""
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
+    args = asked(parser_for("python -m tests.gpu_check", __doc__), STEPS, argv, MORE)
+    need_cuda(args.device)
+    check("tests.gpu_check", "gpu-check", args, STEPS | MORE)
+
+
+if __name__ == "__main__":
+    run_command(main)

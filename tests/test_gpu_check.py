@@ -1,0 +1,120 @@
+"""Checks of GPUs, on a CPU: results are written as steps end, and what is wrong, hangs or is missing is told."""
+
+import json
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import gpu_check, steps
+from tests.runtime.test_signals import runs
+from tests.starts import wait_until
+from tools import calibrate
+from tools.report import read_records
+from train.objectives.language import NextToken
+from train.watching.progress import machine_line, progress_line
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+
+
+@pytest.fixture(autouse=True)
+def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(calibrate.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(calibrate.MATMUL_SIZES, "cpu", (64,))
+
+
+@without_gpu
+def test_without_a_gpu_one_line_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--output", str(tmp_path / "new")]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert "needs a CUDA GPU" in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_every_step_runs_on_a_cpu_and_is_written_as_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    ends = {line.split(":")[0]: line.partition(": ")[2] for line in lines if line.endswith(" s)")}
+    assert list(ends) == list(gpu_check.STEPS)
+    elsewhere = {name for name, said in ends.items() if not said.startswith("right")}
+    assert elsewhere == {"triton", "resume"}  # whose tests are all skipped without a GPU
+    (path,) = tmp_path.iterdir()
+    found = read_records(path)["steps"]
+    assert found["ranks"]["passed"] > 16
+    assert found["environment"]["ceilings"]["matmul_tflops"]["float32"] > 0
+    assert found["training"]["256 tokens"]["tokens_per_second"] > 0
+
+
+def test_a_step_that_dies_hangs_or_is_wrong_leaves_the_others_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = iter(("dies", "hangs", {"wrong": ["a tile"]}, {"worst": 0.5}))
+
+    def ended(command: list[str], limit: float) -> tuple[int, str]:
+        what = next(said)
+        if what == "hangs":
+            raise subprocess.TimeoutExpired(command, 1)
+        if isinstance(what, dict):
+            Path(command[-1]).write_text(json.dumps(what))
+        return -6, "a traceback\nCUDA error: an illegal access\n"
+
+    monkeypatch.setattr(steps, "ended", ended)
+    names = ["environment", "backends", "ranks", "attention"]
+    assert gpu_check.main(["--device", "cpu", "--output", str(tmp_path), "--steps", *names]) == 1
+    printed = capsys.readouterr()
+    for words in (
+        "environment: failed: CUDA error: an illegal access (",
+        "backends: failed: it took longer than 50 s (",
+        "ranks: WRONG: a tile (",
+        "attention: right, worst 0.5 (",
+    ):
+        assert words in printed.out
+    assert "not as it must be: environment, backends, ranks; " in printed.err
+    assert list(read_records(next(tmp_path.iterdir()))["steps"]) == names
+
+
+def test_what_a_step_needs_and_is_not_here_is_named(tmp_path: Path) -> None:
+    def needs_more(device: str, folder: Path) -> dict[str, Any]:
+        raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
+
+    steps.in_process(steps.Step(needs_more, 1), "cpu", tmp_path / "figures.json")
+    assert json.loads((tmp_path / "figures.json").read_text()) == {"not_run": "megatron is not installed"}
+
+
+def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        steps.ended(["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait"], 0.3)
+    wait_until(lambda: not runs(int((tmp_path / "pid").read_text())))
+
+
+@pytest.mark.parametrize(("last", "wrong"), [(3.5, 0), (4.5, 1), (math.nan, 1), (123456.0, 1)])
+def test_a_loss_that_does_not_fall_is_wrong(
+    last: float, wrong: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record = {"iteration": 1, "grad_norm": 1.0, "learning_rate": 1e-3, "iteration_time_ms": 9.0}
+    record |= {"tokens_per_second": 9e4, "tflops_per_gpu": 1.0, "mfu": 0.5, "memory_gb": 2.0}
+    lines = [progress_line(NextToken, [record | {"lm_loss": one}], 9, 1.0) for one in (*9 * (4.0,), last)]
+    monkeypatch.setattr(gpu_check, "_run", lambda *_: "\n".join([*lines, machine_line([record], "process")]))
+    assert len(gpu_check.training("cpu", tmp_path)["wrong"]) == wrong
+
+
+def test_all_steps_end_within_8_minutes() -> None:
+    assert sum(step.limit for step in gpu_check.STEPS.values()) <= 480
+
+
+def test_junit_is_counted(tmp_path: Path) -> None:
+    cases = "<testcase classname='a' name='good'/><testcase classname='a' name='bad'><failure/></testcase>"
+    (tmp_path / "report.xml").write_text(f"<r>{cases}<testcase classname='a' name='away'><skipped/></testcase></r>")
+    assert steps.count(tmp_path / "report.xml") == {"passed": 1, "skipped": 1, "wrong": ["a::bad"]}
+
+
+def test_many_wrong_cases_are_counted() -> None:
+    assert steps.verdict({"wrong": ["1", "2", "3", "4"]}) == "WRONG: 1; 2; 3; and 1 more"
+    missed = {"name": "a", "bound": ">= 1", "ratio": 0.5, "met": False}
+    assert steps.verdict({"targets": [missed, missed | {"met": True}]}) == "right; a >= 1: 0.500, MISSED"

@@ -1,0 +1,114 @@
+"""Ranks as threads: every method against float64, and what happens where one fails."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.attention import AttentionBackend
+from parallel.context import METHODS, Plan, executor, make_plan
+from parallel.context.executor import Executor
+from tests import threads
+from tests.parallel.context.packed import MASKS, Masked, error, inputs, truth
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("ulysses", {}),
+    ("wallfacer", {"team_size": 2}),
+    ("double_ring", {"ranks_per_node": 2}),
+    ("exchange", {"ranks_per_node": 2, "layout": "zigzag"}),
+    ("striped", {"ulysses_degree": 2}),
+]
+CASES = [(method, {}, masked) for method in METHODS for masked in (Masked(), MASKS["window + documents"])]
+CASES += [(method, options, masked) for method, options in VARIANTS for masked in (Masked(), MASKS["documents"])]
+
+
+def as_on_a_gpu(x: Tensor, like: Tensor) -> Tensor:
+    """What a kernel returns that computes heads first, in the dtype of its inputs."""
+    return x.to(like.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = reference.block_forward(q, k, v, causal, scale)
+    return as_on_a_gpu(out, q), as_on_a_gpu(lse, lse)
+
+
+def backward(dout: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(as_on_a_gpu(x, q) for x in reference.block_backward(dout, q, *rest))
+
+
+@pytest.fixture
+def block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that takes one block, as those of a GPU; the CPU's takes lists of tiles.
+
+    What an operator returns is in the order of its dimensions all the same, as torch.compile takes it for granted.
+    """
+    monkeypatch.setattr(executor, "select_backend", lambda *_: AttentionBackend("", forward, backward))
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(Executor, name, in_order(getattr(Executor, name)))
+
+
+def in_order(plain: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    def checked(self: Executor, plan: Plan, *given: Any) -> tuple[Tensor, ...]:
+        found = plain(self, plan, *given)
+        assert all(x.is_contiguous() for x in found)
+        assert {x.dtype for x in found} <= {given[0].dtype, torch.float32}
+        return found
+
+    return checked
+
+
+@pytest.mark.parametrize("moves", ["kv", "queries"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 3.1e-3)])
+def test_blocks_add_up_whatever_their_kernel_returns(
+    dtype: torch.dtype, bound: float, moves: str, block_by_block: None
+) -> None:
+    """In bfloat16 each block is rounded once, 3.0e-3; with sums that travel in it, as a rank alone may, 3.4e-3."""
+    for (method, options, masked), size in product(CASES, (1, 4)):
+        if size == 1 and options:
+            continue
+        mask = {"documents": masked.documents, "window": masked.window}
+        plan = make_plan(method, seq_len=masked.length, size=size, backward=moves, **mask, **options)
+        found = threads.attend(plan, [x.to(dtype) for x in inputs(dtype)])
+        limit = 1.1 * bound if method == "ulysses" else bound  # whose ranks send each other's part of a KV head
+        assert max(error(found, truth(masked, dtype))) < limit, (method, options, masked, size)
+
+
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_every_method_equals_one_process(size: int) -> None:
+    for method, options, masked in CASES:
+        mask = {"documents": masked.documents, "window": masked.window}
+        plan = make_plan(method, seq_len=masked.length, size=size, **mask, **options)
+        found = threads.attend(plan, inputs(torch.float64))
+        assert max(error(found, truth(masked, torch.float64))) < 1e-12, (method, options, masked)
+
+
+def test_a_message_that_is_changed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = threads.ThreadTransport._send
+    monkeypatch.setattr(
+        threads.ThreadTransport,
+        "_send",
+        lambda self, tensors, *rest: plain(self, [x.roll(1, 1) for x in tensors] if self.rank == 2 else tensors, *rest),
+    )
+    found = threads.attend(make_plan("zigzag", seq_len=123, size=4), inputs(torch.float64))
+    assert min(error(found, truth(Masked(), torch.float64))) > 1e-3
+
+
+def test_a_rank_that_fails_or_says_nothing_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, plain = make_plan("ring", seq_len=123, size=4), threads.ThreadTransport._send
+
+    def failing(self: threads.ThreadTransport, *given: Any) -> None:
+        if self.rank == 1:
+            raise ValueError("no link")
+        plain(self, *given)
+
+    monkeypatch.setattr(threads.ThreadTransport, "_send", failing)
+    with pytest.raises(ValueError, match="no link"):
+        threads.attend(plan, inputs(torch.float64))
+    monkeypatch.setattr(threads, "PATIENCE", 0.3)
+    monkeypatch.setattr(threads.ThreadTransport, "_send", lambda *given: None)
+    with pytest.raises(TimeoutError, match=r"rank \d (waited for message 0 of rank|stops)"):
+        threads.attend(plan, inputs(torch.float64))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.hf.folder import check_finite
-from model.hf.llama import NAMES
+from model.hf.llama import LLAMA
 from model.hf.shards import write_weights
 from model.lora import THEIRS, is_adapter
 from runtime.errors import UserError
@@ -64,4 +64,4 @@ def write_adapter(
 def peft_name(name: str) -> str:
     """Return PEFT's name of a parameter of ours: that of the linear layer, and then as ours."""
     linear, matrix, kind = name.rsplit(".", 2)
-    return f"base_model.model.{NAMES.of(f'{linear}.{kind}')[0].removesuffix(kind)}{matrix}.{kind}"
+    return f"base_model.model.{LLAMA.names.of(f'{linear}.{kind}')[0].removesuffix(kind)}{matrix}.{kind}"

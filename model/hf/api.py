@@ -3,6 +3,7 @@
 configs.py has the families and their configurations.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.hf.configs import config_from_hf, config_to_hf, families, family_of
+from model.hf.family import Read
 from model.hf.folder import CONFIG, check_described, check_finite, check_sizes, check_state, described, read_json
-from model.hf.names import Read
 from model.hf.shards import Weights, inside, new_folder, write_model
 from model.registry import shapes_of
 from runtime.errors import UserError
@@ -40,17 +41,17 @@ def our_weights(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[
     }
     check_sizes(found, config.num_layers, sizes)
     shapes = shapes_of(config)
-    names = {name if name.startswith((family.PREFIX, "lm_head.")) else family.PREFIX + name: name for name in found}
-    names = {whole: name for whole, name in names.items() if not family.DERIVED.fullmatch(whole)}
+    names = {name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name: name for name in found}
+    names = {whole: name for whole, name in names.items() if not re.fullmatch(family.derived, whole)}
     if sinks := sorted(name for name in names if name.endswith(".sinks")):
         raise UserError(
             f"{sinks[0]} holds attention sinks, and a model of model_type {config.model_type} has none there, so that "
             "other tokens would get their share; take a checkpoint without sinks: gpt-oss is not read"
         )
     if not config.untie_embeddings_and_output_weights and "lm_head.weight" in names:
-        output, embedding = state[names.pop("lm_head.weight")], names.get(family.EMBEDDING)
+        output, embedding = state[names.pop("lm_head.weight")], names.get(family.embedding)
         if embedding is not None and not torch.equal(output, state[embedding]):
-            raise UserError(f"lm_head.weight differs from {family.EMBEDDING}, yet tie_word_embeddings is true")
+            raise UserError(f"lm_head.weight differs from {family.embedding}, yet tie_word_embeddings is true")
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     metas = {whole: found[name] for whole, name in names.items()}
     check_described(metas, {name: weight.shape for name, weight in family.to_theirs(empty, config).items()})
@@ -61,9 +62,9 @@ def our_weights(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[
         return weight
 
     def read(name: str) -> Tensor:
-        return family.to_ours(checked, [name])[name]
+        return family.to_ours(checked, [name], config)[name]
 
-    return family.to_ours(metas.__getitem__, shapes), read
+    return family.to_ours(metas.__getitem__, shapes, config), read
 
 
 def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -75,7 +76,7 @@ def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
     check_state(state, shapes_of(config))
     theirs = family.to_theirs(state, config)
     if not config.untie_embeddings_and_output_weights:
-        theirs["lm_head.weight"] = theirs[family.EMBEDDING]
+        theirs["lm_head.weight"] = theirs[family.embedding]
     return theirs
 
 
@@ -146,6 +147,6 @@ def save_hf(
     said, theirs = config_to_hf(config, contents), to_hf(state, config)
     if not config.untie_embeddings_and_output_weights:
         del theirs["lm_head.weight"]  # transformers ties it again
-    dtype = str(theirs[family_of(config).EMBEDDING].dtype).removeprefix("torch.")
+    dtype = str(theirs[family_of(config).embedding].dtype).removeprefix("torch.")
     with new_folder(Path(folder)) as draft:
         write_model(draft, theirs, said | {"torch_dtype": dtype})

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from model.dit import dit_shapes, position_embedding
 from model.dit_config import DiTConfig
+from model.hf.family import Names
 from model.hf.folder import CONFIG, check_sizes, check_state, entry, read_json, shown
-from model.hf.names import Names
 from model.hf.shards import Weights, new_folder, write_model
 from runtime.errors import UserError
 

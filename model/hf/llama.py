@@ -1,238 +1,263 @@
-"""Convert between transformers' LLaMA, Mistral, Qwen2 and Qwen3 and our LLaMA: configurations and state dicts.
+"""Transformers' LLaMA, Mistral, Ministral, Qwen2 and Qwen3: our LLaMA with windows, biases of q, k, v or their norms.
 
-All are our LLaMA with some settings: a window (Mistral), biases of q, k and v (Qwen2), norms of q and k (Qwen3). All
-use half-split rotary pairs and weights [out, in], so only names change.
+All use half-split rotary pairs and weights [out, in], so only names change.
 """
-# ruff: noqa: RUF012 - the classes' tables are read alone
 
-import re
-from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from model.config import ModelConfig
-from model.hf.folder import entry, shown
-from model.hf.names import Names, Read
-from model.hf.rope import rope_from_hf, rope_to_hf
+from model.hf.family import Contents, Family, Field, Names, Need, Part, tied
+from model.hf.folder import CONFIG, entry, shown
+from model.rope import PREFIX as SCALING
+from model.rope import SETTINGS, dynamic_base
 from model.windows import Window
 from runtime.errors import UserError
 
-NAMES = Names(
-    top={"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
-    layers="model.layers",
-    layer={
-        "attention_norm": "input_layernorm",
-        "attention.wq": "self_attn.q_proj",
-        "attention.wk": "self_attn.k_proj",
-        "attention.wv": "self_attn.v_proj",
-        "attention.wo": "self_attn.o_proj",
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj",
-        "mlp.down": "mlp.down_proj",
-    },
-)
 WHOLE, SLIDING = "full_attention", "sliding_attention"
+TRAINED = "original_max_position_embeddings"
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", TRAINED)
 
 
-class Llama:
-    """LlamaForCausalLM: LLaMA 1 to 3.3."""
-
-    OURS = "llama"
-    NAME = "LLaMA"
-    # Supported values of the keys of config.json that may ask for something else; a missing key means the first.
-    # Dropout is not listed: a trained model does not use it.
-    SUPPORTED: dict[str, tuple[Any, ...]] = {
-        "model_type": ("llama",),
-        "hidden_act": ("silu", "swish"),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-    }
-    UNSAID: dict[str, Any] = {"attention_dropout": 0.0, "max_position_embeddings": 2048}
-    REPLACED = {"rope_scaling", "partial_rotary_factor"}
-    EMBEDDING = "model.embed_tokens.weight"
-    # Old checkpoints include the rotary frequencies, which follow from the configuration.
-    DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-    PREFIX = ""
-    ARCHITECTURE = "LlamaForCausalLM"
-    OWN: dict[str, Any] = {"add_qkv_bias": False, "qk_layernorm": False}
-    """Settings of ours that all of its models have alike."""
-    GROUPS: int | None = None
-    """Key heads where config.json does not say; None is one per query head."""
-    HEAD_DIM: int | None = None
-    """Width of a head where it does not say; None is hidden_size / heads."""
-
-    def check(self, config: ModelConfig) -> None:
-        """Raise UserError if this model of transformers cannot express ours."""
-        for name, only in self.OWN.items():
-            if (value := getattr(config, name)) != only:
-                raise UserError(f"{name} is {value}, and in a {self.NAME} it is {only}")
-        self._check_windows(config)
-        self._check_sizes(config)
-
-    def _check_sizes(self, config: ModelConfig) -> None:
-        if config.hidden_size % config.num_attention_heads:
-            raise UserError(
-                f"hidden_size is {config.hidden_size}, which transformers takes for a LLaMA only as a multiple of "
-                f"num_attention_heads {config.num_attention_heads}, whatever kv_channels is"
-            )
-        if config.init_method_std > 1:
-            raise UserError(
-                f"init_method_std is {config.init_method_std}, and transformers takes 1 at most for a LLaMA"
-            )
-
-    def _check_windows(self, config: ModelConfig) -> None:
-        if any(_windows(config)):
-            raise UserError(f"window_size is {config.window_size}, and a {self.NAME} has no windows")
-
-    def config_from_hf(self, hf: Mapping[str, Any]) -> ModelConfig:
-        """Build a ModelConfig from a config.json's contents. Raises KeyError if missing, UserError if unsupported."""
-        longest = entry(hf, "max_position_embeddings", int, None) or self.UNSAID["max_position_embeddings"]
-        layers = entry(hf, "num_hidden_layers", int)
-        return ModelConfig(
-            model_type="llama",
-            num_layers=layers,
-            hidden_size=entry(hf, "hidden_size", int),
-            ffn_hidden_size=entry(hf, "intermediate_size", int),
-            num_attention_heads=entry(hf, "num_attention_heads", int),
-            num_query_groups=entry(hf, "num_key_value_heads", int, self.GROUPS),
-            kv_channels=entry(hf, "head_dim", int, self.HEAD_DIM),
-            vocab_size=entry(hf, "vocab_size", int),
-            max_position_embeddings=longest,
-            norm_epsilon=entry(hf, "rms_norm_eps", float, 1e-6),
-            init_method_std=entry(hf, "initializer_range", float, 0.02),
-            untie_embeddings_and_output_weights=not entry(hf, "tie_word_embeddings", bool, False),
-            **self.OWN,
-            **rope_from_hf(hf, longest),
-            **self._windows_from_hf(hf, layers),
+def _rope_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return our settings of rope: transformers 4 has a table rope_scaling beside rope_theta, 5 rope_parameters."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(hf.get(key) or {}, dict) or hf.get(key) in ([], "", 0):
+            raise UserError(f"{CONFIG}: {key} = {shown(hf[key])} is not supported; only a table is")
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    rope = hf.get(key) or {}
+    base = entry(rope, "rope_theta", float, entry(hf, "rope_theta", float, 10000.0))
+    kind: Any = rope.get("rope_type", rope.get("type", "default"))
+    plain = kind == "default" or (kind == "linear" and rope.get("factor") == 1)
+    parts = [entry(one, "partial_rotary_factor", float, None) for one in (rope, hf)]
+    if any(part not in (None, 1) for part in parts) or not (plain or kind in list(SETTINGS)):
+        raise UserError(
+            f"{CONFIG}: {key} = {shown(rope)} is not supported; only default, {', '.join(SETTINGS)} of all channels are"
         )
+    known = SETTINGS.get(kind, ())
+    strange = rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", TRAINED, *known}
+    if strange:
+        raise UserError(
+            f"{CONFIG}: {key} = {shown({name: rope[name] for name in sorted(strange)})} is not supported by {kind}; "
+            f"only {', '.join(known) or 'rope_theta'} {'are' if known else 'is'}"
+        )
+    if plain:
+        return {"rotary_base": base}
+    found: dict[str, Any] = {f"{SCALING}factor": entry(rope, "factor", float)}
+    if TRAINED in known:
+        longest = settings["max_position_embeddings"]
+        said = entry(hf if TRAINED in hf else rope, TRAINED, int, longest)
+        found[SCALING + TRAINED] = longest if kind == "dynamic" else said
+    for name in known:
+        if name == "truncate":
+            found[SCALING + name] = entry(rope, name, bool, True)
+        elif name not in ("factor", TRAINED):
+            found[SCALING + name] = entry(rope, name, float, *([] if kind == "llama3" else [None]))
+    return {"rotary_base": base, "rope_scaling_type": kind, **found}
 
-    def _windows_from_hf(self, hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
+
+def _rope_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Return rope_theta and its table, for transformers 5 and, where it is scaled, for 4; and the longest sequence."""
+    base, kind = float(config.rotary_base), config.rope_scaling_type
+    longest = config.max_position_embeddings or config.scaled_length
+    if config.rope_scaling_seq_length is not None:  # theirs looks at each text's length, and ours no longer does
+        base, kind = dynamic_base(config, config.head_dim, config.rope_scaling_seq_length), None
+        longest = max(config.max_position_embeddings or 0, config.rope_scaling_seq_length)
+    elif kind == "dynamic":
+        longest = config.rope_scaling_original_max_position_embeddings or 0  # the length that theirs scales from
+    length = {"max_position_embeddings": longest} if longest else {}
+    if kind is None:
+        return {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base}} | length
+    scaling: dict[str, Any] = {"rope_type": kind}
+    for name in SETTINGS[kind] if kind != "dynamic" else ("factor",):
+        resolved = kind == "llama3" and name.endswith("freq_factor")
+        value = config.setting(name) if resolved else getattr(config, SCALING + name)
+        if value is not None and not (name == "truncate" and value):
+            scaling[name] = value
+    return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": scaling | {"rope_theta": base}} | length
+
+
+def _width(hf: Contents) -> int | None:
+    """Return the keys of a window, a token's own among them; None without one."""
+    width: int | None = entry(hf, "sliding_window", int, None) if "sliding_window" in hf else 4096
+    if width is not None and width < 2:
+        raise UserError(f"{CONFIG}: sliding_window = {width} is not supported; only 2 or more is")
+    return width
+
+
+def _windows(hf: Contents, width: int | None, kinds: Any, layers: int) -> dict[str, Any]:
+    """Return our windows: one of ``width`` keys in the layers whose kind says so."""
+    named = kinds if isinstance(kinds, list) else []
+    whole, sliding = [kind in (WHOLE, "attention") for kind in named], [kind == SLIDING for kind in named]
+    if named and len(named) != layers:
+        raise UserError(f"{CONFIG}: layer_types has {len(named)} entries, and num_hidden_layers is {layers}")
+    if not named or sum(whole) + sum(sliding) != layers:
+        raise UserError(
+            f"{CONFIG}: layer_types = {shown(kinds)} is not supported; only {WHOLE} or {SLIDING} per layer is"
+        )
+    if not any(sliding):
         return {}
-
-    def config_to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the entries of a config.json, for transformers 4 and 5, that our fields determine."""
-        longest = config.max_position_embeddings or config.scaled_length
-        if config.rope_scaling_seq_length is not None:  # dynamic, and theirs is plain
-            longest = max(config.max_position_embeddings or 0, config.rope_scaling_seq_length)
-        elif config.rope_scaling_type == "dynamic":
-            longest = config.rope_scaling_original_max_position_embeddings or 0  # what theirs scales from
-        return {
-            "architectures": [self.ARCHITECTURE],
-            "num_hidden_layers": config.num_layers,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.ffn_size,
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.query_groups,
-            "head_dim": config.head_dim,
-            "vocab_size": config.vocabulary,
-            **rope_to_hf(config),
-            **({"max_position_embeddings": longest} if longest else {}),
-            "rms_norm_eps": float(config.norm_epsilon),
-            "initializer_range": float(config.init_method_std),
-            "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-            **self._windows_to_hf(_windows(config)),
-        }
-
-    def _windows_to_hf(self, windows: list[Window | None]) -> dict[str, Any]:
-        return {}
-
-    def to_ours(self, theirs: Read, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return our state dict of `names`, with the same tensors."""
-        return NAMES.to_ours(theirs, names)
-
-    def to_theirs(self, ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-        """Return their state dict, with the same tensors."""
-        return NAMES.to_theirs(ours)
+    if width is None:
+        raise UserError(
+            f"{CONFIG}: layer_types = {shown(kinds)} is not supported without a sliding_window, and there is none"
+        )
+    pattern = f"[{','.join(str(int(one)) for one in sliding)}]"
+    return {"window_size": f"{width - 1},0", "window_attn_skip_freq": pattern if any(whole) else None}
 
 
-class Mistral(Llama):
-    """MistralForCausalLM: a LLaMA with one window in all layers, or none."""
-
-    NAME = "Mistral"
-    SUPPORTED = {"model_type": ("mistral",), "hidden_act": ("silu", "swish")}
-    UNSAID = {"attention_dropout": 0.0, "max_position_embeddings": 131072}
-    ARCHITECTURE = "MistralForCausalLM"
-    GROUPS = 8
-
-    def _check_sizes(self, config: ModelConfig) -> None:
-        pass
-
-    def _check_windows(self, config: ModelConfig) -> None:
-        if None in (windows := _windows(config)) and any(windows):
-            raise UserError(f"window_attn_skip_freq is {config.window_attn_skip_freq}, and in a Mistral it is none")
-
-    def _windows_from_hf(self, hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        return _window_from_hf(hf)
-
-    def _windows_to_hf(self, windows: list[Window | None]) -> dict[str, Any]:
-        return {"sliding_window": None if windows[0] is None else windows[0][0] + 1}
-
-
-class Qwen2(Mistral):
-    """Qwen2ForCausalLM: Qwen 2 and 2.5, with biases of q, k and v; each layer has the window or none."""
-
-    NAME = "Qwen2"
-    SUPPORTED = {"model_type": ("qwen2",), "hidden_act": ("silu", "swish")}
-    UNSAID = {"attention_dropout": 0.0, "max_position_embeddings": 32768}
-    ARCHITECTURE = "Qwen2ForCausalLM"
-    OWN = {"add_qkv_bias": True, "qk_layernorm": False}
-    GROUPS = 32
-
-    def _check_windows(self, config: ModelConfig) -> None:
-        pass
-
-    def _windows_from_hf(self, hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        if not entry(hf, "use_sliding_window", bool, False) or not (window := _window_from_hf(hf)):
-            return {}
-        if (kinds := hf.get("layer_types")) is None:
-            first = entry(hf, "max_window_layers", int, 28)
-            kinds = [SLIDING if layer >= first else WHOLE for layer in range(min(layers, 10**5))]
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (WHOLE, SLIDING) for kind in kinds):
-            raise UserError(
-                f"config.json: layer_types = {shown(kinds)} is not supported; only {WHOLE} or {SLIDING} per layer is"
-            )
-        if SLIDING not in kinds:
-            return {}
-        pattern = f"[{','.join(str(int(kind == SLIDING)) for kind in kinds)}]"
-        return window | {"window_attn_skip_freq": pattern if WHOLE in kinds else None}
-
-    def _windows_to_hf(self, windows: list[Window | None]) -> dict[str, Any]:
-        widths = [window[0] + 1 for window in windows if window]
-        if not widths:
-            return {"use_sliding_window": False, "layer_types": [WHOLE] * len(windows)}
-        kinds = [WHOLE if window is None else SLIDING for window in windows]
-        # Old versions of transformers know the number of whole layers before the others alone.
-        return {
-            "use_sliding_window": True,
-            "sliding_window": widths[0],
-            "max_window_layers": kinds.index(SLIDING),
-            "layer_types": kinds,
-        }
-
-
-class Qwen3(Qwen2):
-    """Qwen3ForCausalLM, the dense ones, with norms of q and k."""
-
-    NAME = "Qwen3"
-    SUPPORTED = {"model_type": ("qwen3",), "hidden_act": ("silu", "swish"), "attention_bias": (False,)}
-    ARCHITECTURE = "Qwen3ForCausalLM"
-    OWN = {"add_qkv_bias": False, "qk_layernorm": True}
-    HEAD_DIM = 128
-
-
-def _windows(config: ModelConfig) -> list[Window | None]:
+def _windows_of(config: ModelConfig) -> list[Window | None]:
     return [config.window(layer) for layer in range(config.num_layers)]
 
 
-def _window_from_hf(hf: Mapping[str, Any]) -> dict[str, str]:
-    """Return our window; theirs counts a token's own key."""
-    width = entry(hf, "sliding_window", int, None) if "sliding_window" in hf else 4096
-    if width is None:
-        return {}
-    if width < 2:
-        raise UserError(f"config.json: sliding_window = {width} is not supported; only 2 or more is")
-    return {"window_size": f"{width - 1},0"}
+def _mistral_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
+    width = _width(hf)
+    return {} if width is None else {"window_size": f"{width - 1},0"}
+
+
+def _mistral_to_hf(config: ModelConfig) -> dict[str, Any]:
+    window = config.window(0)
+    return {"sliding_window": None if window is None else window[0] + 1}
+
+
+def _ministral_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
+    if (width := _width(hf)) is None:
+        raise UserError(f"{CONFIG}: sliding_window = null is not supported beside layer_types; only a width is")
+    kinds, layers = hf.get("layer_types"), settings["num_layers"]
+    return _windows(hf, width, [SLIDING] * min(layers, 10**5) if kinds is None else kinds, layers)
+
+
+def _ministral_to_hf(config: ModelConfig) -> dict[str, Any]:
+    windows = _windows_of(config)
+    width = next(window[0] + 1 for window in windows if window)
+    return {"sliding_window": width, "layer_types": [WHOLE if window is None else SLIDING for window in windows]}
+
+
+def _qwen_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
+    width = _width(hf) if entry(hf, "use_sliding_window", bool, False) else None
+    first, layers = entry(hf, "max_window_layers", int, 28), settings["num_layers"]
+    if (kinds := hf.get("layer_types")) is None:
+        kinds = [SLIDING if width and layer >= first else WHOLE for layer in range(min(layers, 10**5))]
+    return _windows(hf, width, kinds, layers)
+
+
+def _qwen_to_hf(config: ModelConfig) -> dict[str, Any]:
+    if not any(_windows_of(config)):
+        return {"use_sliding_window": False, "layer_types": [WHOLE] * config.num_layers}
+    found = _ministral_to_hf(config)
+    # Old versions of transformers know the number of whole layers before the others alone.
+    return {"use_sliding_window": True, "max_window_layers": found["layer_types"].index(SLIDING), **found}
+
+
+def _one_window(config: ModelConfig) -> bool:
+    return len(set(_windows_of(config))) == 1
+
+
+FIELDS = {
+    "num_hidden_layers": Field("num_layers", int),
+    "hidden_size": Field("hidden_size", int),
+    "intermediate_size": Field("ffn_hidden_size", int),
+    "num_attention_heads": Field("num_attention_heads", int),
+    "num_key_value_heads": Field("num_query_groups", int, None),
+    "head_dim": Field("kv_channels", int, None),
+    "vocab_size": Field("vocab_size", int),
+    "max_position_embeddings": Field("max_position_embeddings", int, 2048),
+    "rms_norm_eps": Field("norm_epsilon", float, 1e-6),
+    "initializer_range": Field("init_method_std", float, 0.02),
+}
+PARTS = (tied(False), Part(ROPE, _rope_from_hf, _rope_to_hf))
+NO_BIASES = {"attention_bias": (None, False), "mlp_bias": (None, False)}
+QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+
+LLAMA = Family(
+    kind="llama",
+    title="a LLaMA",
+    architecture="LlamaForCausalLM",
+    ours="llama",
+    fields=FIELDS,
+    parts=PARTS,
+    own={"add_qkv_bias": False, "qk_layernorm": False},
+    only={
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "sliding_window": (None,),
+    },
+    rates=("attention_dropout",),
+    ignored=frozenset({"pretraining_tp", "max_sequence_length"}),
+    needs=(
+        Need("window_size", lambda config: not any(_windows_of(config)), "none"),
+        Need(
+            "hidden_size",
+            lambda config: config.hidden_size % config.num_attention_heads == 0,
+            "a multiple of num_attention_heads {config.num_attention_heads}",
+        ),
+        Need("init_method_std", lambda config: config.init_method_std <= 1, "1 at most"),
+    ),
+    names=Names(
+        top={"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
+        layers="model.layers",
+        layer={
+            "attention_norm": "input_layernorm",
+            "attention.wq": "self_attn.q_proj",
+            "attention.wk": "self_attn.k_proj",
+            "attention.wv": "self_attn.v_proj",
+            "attention.wo": "self_attn.o_proj",
+            "attention.q_norm": "self_attn.q_norm",
+            "attention.k_norm": "self_attn.k_norm",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp.gate": "mlp.gate_proj",
+            "mlp.up": "mlp.up_proj",
+            "mlp.down": "mlp.down_proj",
+        },
+    ),
+    embedding="model.embed_tokens.weight",
+    # Old checkpoints include the rotary frequencies, which follow from the configuration.
+    derived=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+)
+MISTRAL = replace(
+    LLAMA,
+    kind="mistral",
+    title="a Mistral",
+    architecture="MistralForCausalLM",
+    fields=FIELDS
+    | {
+        "num_key_value_heads": Field("num_query_groups", int, 8),
+        "max_position_embeddings": Field("max_position_embeddings", int, 131072),
+    },
+    parts=(*PARTS, Part(("sliding_window",), _mistral_from_hf, _mistral_to_hf)),
+    only={"hidden_act": ("silu", "swish"), **NO_BIASES},
+    ignored=frozenset(),
+    needs=(Need("window_attn_skip_freq", _one_window, "none"),),
+)
+MINISTRAL = replace(
+    MISTRAL,
+    kind="ministral",
+    title="a Ministral",
+    architecture="MinistralForCausalLM",
+    fields=MISTRAL.fields | {"head_dim": Field("kv_channels", int)},
+    parts=(*PARTS, Part(("sliding_window", "layer_types"), _ministral_from_hf, _ministral_to_hf)),
+    needs=(Need("window_size", lambda config: any(_windows_of(config)), "a width"),),
+)
+QWEN2 = replace(
+    MISTRAL,
+    kind="qwen2",
+    title="a Qwen2",
+    architecture="Qwen2ForCausalLM",
+    fields=FIELDS
+    | {
+        "num_key_value_heads": Field("num_query_groups", int, 32),
+        "max_position_embeddings": Field("max_position_embeddings", int, 32768),
+    },
+    parts=(*PARTS, Part(QWEN_WINDOWS, _qwen_from_hf, _qwen_to_hf)),
+    own={"add_qkv_bias": True, "qk_layernorm": False},
+    needs=(),
+)
+QWEN3 = replace(
+    QWEN2,
+    kind="qwen3",
+    title="a Qwen3",
+    architecture="Qwen3ForCausalLM",
+    fields=QWEN2.fields | {"head_dim": Field("kv_channels", int, 128)},
+    own={"add_qkv_bias": False, "qk_layernorm": True},
+    only=QWEN2.only | {"attention_bias": (False,)},
+)

@@ -3,8 +3,10 @@
 import json
 import shutil
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from runtime.files import fsync_folder
 
 INDEX = f"{WEIGHTS}.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+WEIGHT_FILES = ("*.safetensors", "*.index.json", *PICKLES)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 CARRIED = (
     *TOKENIZERS,
@@ -29,37 +32,40 @@ NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch
 class Weights(Mapping[str, Tensor]):
     """The tensors of a folder's safetensors files; each is read when it is asked for, and not kept.
 
-    Reads only safetensors, never pickles, and only files directly in the folder, whatever an index names.
+    Reads only safetensors, never pickles, and only files directly in the folder, whatever an index names. The files are
+    those that transformers reads: model.safetensors before an index, and every tensor of each file that an index names.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Read the names. Raises UserError naming the file and what is wrong with it."""
-        self.files: dict[str, Path] = {}
-        if not (folder / INDEX).exists():
-            self._refuse_pickles(folder)
-            path = inside(folder, WEIGHTS)
-            self.files = dict.fromkeys(_names(path), path)
-            return
-        index = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-            raise UserError(f"{folder / INDEX}: weight_map is missing or not a table of file names; download it again")
-        for file in sorted(set(index.values())):
-            if file != Path(file).name or not file.endswith(".safetensors"):
-                raise UserError(f"{folder / INDEX}: names {file!r}, no safetensors file directly in this folder")
-            path = inside(folder, file)
-            wanted, held = [name for name, where in index.items() if where == file], set(_names(path))
-            if lacking := [name for name in wanted if name not in held]:
-                raise UserError(f"{path}: lacks {lacking[0]}, which {INDEX} places there; download it again")
-            self.files |= dict.fromkeys(wanted, path)
+    def __init__(self, folder: Path, tell: Callable[[str], Any] = warnings.warn) -> None:
+        """Read the names, and ``tell`` in a line of files and tensors that are passed over.
 
-    @staticmethod
-    def _refuse_pickles(folder: Path) -> None:
-        found = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-        if found and not (folder / WEIGHTS).exists():
+        Raises UserError naming the file and what is wrong with it.
+        """
+        self.files: dict[str, Path] = {}
+        whole = (folder / WEIGHTS).exists() or not (folder / INDEX).exists()
+        index = {} if whole else _index(folder)
+        files = [WEIGHTS] if whole else sorted(set(index.values()))
+        beside = sorted(
+            path.name for pattern in WEIGHT_FILES for path in folder.glob(pattern) if path.name not in files
+        )
+        if whole and not (folder / WEIGHTS).exists() and (pickles := [name for name in beside if _is_pickle(name)]):
             raise UserError(
-                f"{folder / found[0]} is a pickle, which can run code when it is read, and there is no {WEIGHTS}; take "
-                "the model's safetensors files"
+                f"{folder / pickles[0]} is a pickle, which can run code when it is read, and there is no {WEIGHTS}; "
+                "take the model's safetensors files"
             )
+        for file in files:
+            path = inside(folder, file)
+            held = set(_names(path))
+            if lacking := [name for name, where in index.items() if where == file and name not in held]:
+                raise UserError(f"{path}: lacks {lacking[0]}, which {INDEX} places there; download it again")
+            if twice := sorted(held & self.files.keys()):
+                tell(
+                    f"note: {self.files[twice[0]]}: {twice[0]} is passed over, as transformers does: {file} has it too"
+                )
+            self.files |= dict.fromkeys(held, path)
+        if passed := [name for name in beside if whole or name != INDEX]:
+            more = f" and {len(passed) - 3} more" if len(passed) > 3 else ""
+            tell(f"note: {folder}: {', '.join(passed[:3])}{more} passed over, as transformers does; {files[0]} is read")
 
     def __getitem__(self, name: str) -> Tensor:
         with _opened(self.files[name]) as file:
@@ -70,6 +76,21 @@ class Weights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.files)
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Return which file holds each tensor. Raises UserError for an index that names others than of this folder."""
+    index = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+        raise UserError(f"{folder / INDEX}: weight_map is missing or not a table of file names; download it again")
+    for file in sorted(set(index.values())):
+        if file != Path(file).name or not file.endswith(".safetensors"):
+            raise UserError(f"{folder / INDEX}: names {file!r}, no safetensors file directly in this folder")
+    return index
+
+
+def _is_pickle(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in PICKLES)
 
 
 def inside(folder: Path, name: str) -> Path:

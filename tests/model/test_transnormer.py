@@ -230,7 +230,10 @@ def test_a_released_configuration_is_read():
     [
         ({"linear_decay": "paper"}, "linear_decay is paper"),
         ({"norm_epsilon": 1e-5}, "norm_epsilon is 1e-05"),
-        ({"softmax_every": 2}, "softmax_every is 2, and a released TransNormer has linear attention in every layer"),
+        (
+            {"softmax_every": 2},
+            "softmax_every is 2, and a released TransNormer has only linear attention in every layer",
+        ),
         ({"model_type": "linear_transformer"}, "model_type is linear_transformer.*only llama, gpt and transnormer"),
     ],
 )

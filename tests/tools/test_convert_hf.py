@@ -22,7 +22,16 @@ from tests.model.hf.hugging_face import CONFIGS, LLAMA, TOKENS, hugging_face, tr
 from tools.convert_hf import export_model, import_model, main
 from train.config.language import load_config, to_toml
 
-FAMILIES = ("llama, llama3", "mistral", "qwen2, tied, a window", "qwen2, yarn", "qwen3", "gpt2", "llama, dynamic")
+FAMILIES = (
+    "llama, llama3",
+    "mistral",
+    "ministral",
+    "qwen2, tied, a window",
+    "qwen2, yarn",
+    "qwen3",
+    "gpt2",
+    "llama, dynamic",
+)
 
 
 def write_tokenizer(folder: Path, entries: int = 61) -> None:

@@ -56,6 +56,7 @@ CONFIGS = {
     "llama, linear": dataclasses.replace(LLAMA, rope_scaling_type="linear", rope_scaling_factor=8.0),
     "mistral": dataclasses.replace(ODD, window_size="7,0"),
     "mistral, no window": ODD,
+    "ministral": dataclasses.replace(ODD, window_size="7,0", window_attn_skip_freq="[0,1]"),
     "qwen2, yarn": dataclasses.replace(ODD, add_qkv_bias=True, rope_scaling_type="yarn", **SCALED),
     "qwen2, tied, a window": dataclasses.replace(
         ODD,

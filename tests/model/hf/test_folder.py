@@ -11,8 +11,9 @@ import torch
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
 from model.hf.dit import load_dit, save_dit
 from model.registry import build_model
+from runtime.errors import UserError
 from tests.model.dits import IMAGE, random_dit
-from tests.model.hf.hugging_face import GPT2, LLAMA, TOKENS, hugging_face, transformers
+from tests.model.hf.hugging_face import CONFIGS, GPT2, LLAMA, TOKENS, hugging_face, transformers
 
 READ = {
     "llama": {
@@ -88,9 +89,12 @@ def test_a_llama_that_transformers_refuses_is_a_mistral_to_it(tmp_path, change):
     [
         (
             {"add_qkv_bias": True, "qk_layernorm": True},
-            "add_qkv_bias is True, and in a LLaMA it is False; add_qkv_bias is",
+            "add_qkv_bias is True, and a LLaMA has only False; add_qkv_bias is",
         ),
-        ({"window_size": "7,0", "window_attn_skip_freq": "[1,0]"}, "a LLaMA has no windows; window_attn_skip_freq is"),
+        (
+            {"add_qkv_bias": True, "qk_layernorm": True, "window_size": "7,0", "window_attn_skip_freq": "[1,0]"},
+            "a Qwen2 has only False; add_qkv_bias is True, and a Qwen3 has only False",
+        ),
     ],
 )
 def test_a_llama_that_none_of_transformers_models_is_is_not_written(tmp_path, change, words):
@@ -106,7 +110,7 @@ def test_a_llama_that_none_of_transformers_models_is_is_not_written(tmp_path, ch
         ({"pad_token_id": 61}, "pad_token_id is 61 and vocab_size 61, which transformers does not load"),
         ({"eos_token_id": "</s>"}, 'eos_token_id is "</s>"; it must be a whole number'),
         ({"eos_token_id": [9, None]}, "it must be a list of whole numbers"),
-        ({"model_type": "gpt2"}, 'model_type = "gpt2" is not supported; only "llama" is'),
+        ({"model_type": "gpt2"}, 'model_type = "gpt2" is not supported; only "llama" or'),
         ({"max_position_embeddings": 0}, "max_position_embeddings is below 1"),
         ({"attention_dropout": "x"}, 'attention_dropout is "x"; it must be a finite number'),
         ({"attention_dropout": 1}, "attention_dropout is 1; it must be from 0 to below 1"),
@@ -125,8 +129,7 @@ def test_null_means_missing():
     ("config", "change"),
     [
         (LLAMA, {"attention_dropout": 0.1}),
-        (LLAMA, {"attention_dropout": None, "max_position_embeddings": None}),
-        (GPT2, {"max_position_embeddings": None}),
+        (LLAMA, {"attention_dropout": None}),
         (LLAMA, {"hidden_act": "swish"}),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_parameters": None}),
         (LLAMA, {"rope_parameters": {"rope_type": "linear", "factor": 1, "rope_theta": 5000.0}}),
@@ -139,29 +142,40 @@ def test_what_changes_nothing_is_read(config, change):
     assert read == config_from_hf(config_to_hf(config))
 
 
-WRONG = [None, "8", [], {}, 2.5, 0, -1, True, float("nan"), float("inf"), 10**30, "a" * 5000]
-OPTIONAL = {"num_key_value_heads", "head_dim", "n_inner", "max_position_embeddings"}
-RATES = {"attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"}
+WRONG = [None, "8", [], {}, ["x"], [[]], {"x": 1}, 2.5, 0, -1, True, float("nan"), float("inf"), 10**30, "a" * 5000]
+FREE = {"architectures", "model_type", "bos_token_id", "eos_token_id"}
+OPTIONAL = {"num_key_value_heads", "head_dim", "n_inner", "layer_types", "attention_bias", "mlp_bias", "sliding_window"}
+RATES = {"attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "max_window_layers"}
 FLOATS = {"rope_theta", "rms_norm_eps", "initializer_range", "layer_norm_epsilon"}
+FLOATS |= {"factor", "low_freq_factor", "high_freq_factor"}
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_every_entry_of_a_wrong_type_is_one_line(config):
-    good = config_to_hf(config)
-    good.pop("rope_parameters", None)
-    keys = [key for key, value in good.items() if isinstance(value, (int, float))]
-    assert len(keys) > 8
-    for key in keys:
-        for value in WRONG:
-            if (
-                (value is None and key in OPTIONAL)
-                or (value in (2.5, 10**30) and key in FLOATS)
-                or (value in (None, 0) and key in RATES)
-                or (isinstance(good[key], bool) and value in (True, 0))
-            ):
-                continue
-            with pytest.raises(ValueError, match=r"^config\.json: .{5,200}$"):
-                config_from_hf(good | {key: value})
+def may_be(key, good, value):
+    """Whether a value is of the right type, and a model could have it."""
+    if value is None:
+        return key in OPTIONAL | RATES
+    if key in FLOATS:
+        return value in (2.5, 10**30)
+    return (key in RATES and value in (0, -1)) or (isinstance(good, bool) and value is True)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "llama, llama3", "mistral", "ministral", "qwen2, tied, a window", "qwen3", "gpt2"]
+)
+def test_every_entry_of_a_wrong_type_is_one_line(name):
+    good = config_to_hf(CONFIGS[name])
+    rope = good.pop("rope_parameters", {})  # rope_theta is read at the top then
+    good.pop("rope_scaling", None)
+    changes = [({key: wrong}, key, good[key], wrong) for key in good.keys() - FREE for wrong in WRONG]
+    tables = [(key, wrong) for key in ("rope_scaling", "rope_parameters") if rope for wrong in WRONG]
+    changes += [({key: wrong}, key, None, wrong) for key, wrong in tables if wrong not in (None, {})]
+    changes += [({"rope_parameters": rope | {key: wrong}}, key, rope[key], wrong) for key in rope for wrong in WRONG]
+    assert len(changes) > 100
+    for change, key, value, wrong in changes:
+        if not may_be(key, value, wrong):
+            named = rf"(?<!\w)(rope_scaling_)?({key}|{'|'.join(change)}|rotary_base)(?!\w)"
+            with pytest.raises(UserError, match=rf"^config\.json: .{{0,200}}{named}.{{0,200}}$"):
+                config_from_hf(good | change)
 
 
 def test_weights_are_finite_numbers(tmp_path):

@@ -13,7 +13,7 @@ NEW = 25  # past the window of 8 and, after the longest prompt, within GPT-2's 5
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama, llama3", "mistral", "qwen2, tied, a window", "qwen2, yarn", "qwen3", "gpt2"]
+    "name", ["llama", "llama, llama3", "mistral", "ministral", "qwen2, tied, a window", "qwen2, yarn", "qwen3", "gpt2"]
 )
 def test_greedy_texts_equal_transformers(name):
     theirs = hugging_face(CONFIGS[name], torch.float64).eval()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoint.api import CheckpointError, find_checkpoint, load_model
@@ -220,6 +221,18 @@ def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits
     assert max((got[name] - want[name]).abs().max().item() for name in want) <= BOUND * largest
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (merged(TOKENS).logits - wanted).abs().max().item() <= BOUND
+    # There and back: a run of the base and the adapter has every bit, goes on from there, and exports both again.
+    import_model(runs.folder / "llama_hf", back := tmp_path / "back", tmp_path / "adapter")
+    assert torch.equal(ours_of(back)(TOKENS), logits)
+    for more in ((), ("--finetune",)):
+        went_on = trained("llama", REFERENCE, runs.data, None, *LORA, "--load", str(back), *more, iterations=1)
+        assert equal(went_on.tensors["initial"], ours.state_dict())
+    assert main(["export", str(back), str(tmp_path / "again"), "--adapter"]) == 0
+    assert main(["export", str(back), str(tmp_path / "merged again")]) == 0
+    for once, again, file in (("adapter", "again", "adapter_model"), ("merged", "merged again", "model")):
+        tensors = [load_file(tmp_path / folder / f"{file}.safetensors") for folder in (once, again)]
+        assert equal(*tensors)
+    assert json.loads((tmp_path / "again" / "adapter_config.json").read_text()) == said
     # Controls: alpha / rank is left out.
     unscaled = build_model(replace(ours.config, lora_alpha=None))
     unscaled.load_state_dict(ours.state_dict())

@@ -15,22 +15,23 @@ from typing import Any
 
 import torch
 
-from checkpoint.api import Manifest, checkpoint_of, read_manifest, save_checkpoint, stored_weights
+from checkpoint.api import Manifest, checkpoint_of, find_checkpoint, read_manifest, save_checkpoint, stored_weights
 from checkpoint.manifest import checkpoint_folder
 from data.fingerprint import digest
 from data.text.config import DataConfig
 from data.tokenizer import load_tokenizer
 from model.config import architecture_of
 from model.dit_config import architecture_of as dit_architecture_of
-from model.hf import config_from_hf, config_to_hf
-from model.hf.adapter import write_adapter
-from model.hf.api import Read, our_weights, their_weights
+from model.hf import config_to_hf
+from model.hf.adapter import read_adapter, write_adapter
+from model.hf.api import Read, open_hf, read_config, their_weights
 from model.hf.dit import load_dit, save_dit
 from model.hf.folder import CONFIG, read_json
-from model.hf.shards import TOKENIZERS, Weights, carry, inside, new_folder, write_model
+from model.hf.shards import TOKENIZERS, carry, new_folder, write_model
 from model.lora import merge
 from model.registry import num_parameters
 from planner.complete import with_vocabulary
+from runtime.errors import UserError
 from tools.arguments import one_line_errors, parser_for, run_command
 from train.config.diffusion import load_config as load_dit_config
 from train.config.entries import DiTRunConfig
@@ -44,16 +45,21 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def import_model(source: Path, run: Path) -> str:
+def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
     """Make a run of a Hugging Face folder, and say what it is.
 
     ``run`` gets config.toml, a checkpoint of iteration 0 with the dtypes as stored, and the folder ``hf`` with what the
-    model came with. Code of the model's repository is neither run nor copied.
+    model came with. Code of the model's repository is neither run nor copied. ``adapter`` is a folder of PEFT's
+    adapters (LoRA), which the run has beside the weights, as one of ``--lora-rank`` has.
 
     Raises UserError: ``run`` exists, or the folder is not a whole model that we have; nothing is written then.
     """
-    model = config_from_hf(read_json(inside(source, CONFIG)))
-    weights, read = our_weights(Weights(source), model)
+    model, weights, read_base = open_hf(source, print)
+    read, beside = read_base, ""
+    if adapter is not None:
+        model, adapters, read_adapters = read_adapter(adapter, model, print)
+        weights, beside = weights | adapters, f" with {len(adapters) // 2} adapters of {adapter}"
+        read = lambda name: (read_adapters if name in adapters else read_base)(name)  # noqa: E731
     with new_folder(run) as draft:
         kept = draft / KEPT
         kept.mkdir()
@@ -67,7 +73,7 @@ def import_model(source: Path, run: Path) -> str:
         extra = {"progress": asdict(Progress()), "contents": files, IMPORTED: str(source)}
         save_checkpoint(draft, 0, weights, None, architecture=architecture_of(config.model), extra=extra, read=read)
     dtypes = ", ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()}))
-    return f"imported {source} into {run}: {num_parameters(model):,} parameters of {dtypes}, " + (
+    return f"imported {source}{beside} into {run}: {num_parameters(model):,} parameters of {dtypes}, " + (
         f"tokenizer {run / KEPT / name}" if name else "without a tokenizer: give --tokenizer-model"
     )
 
@@ -77,7 +83,8 @@ def export_model(
 ) -> str:
     """Write a run's weights as a Hugging Face folder, with what an imported model came with, and say what it is.
 
-    A model with rope is said to be meant for sequences as long as before, or as those that it was trained on if longer.
+    A model with rope is said to be meant for sequences as long as before, or as those that it was trained on if longer,
+    which the line says then.
     Adapters (LoRA) are merged into the weights; with ``adapter`` they alone are written, as PEFT's files.
 
     The dtype is by default that of the imported config.json, and of a run without one that of its checkpoint; an
@@ -103,11 +110,14 @@ def export_model(
     read_cast: Read = lambda name: read_ours(name).to(ours[name].dtype)  # noqa: E731
     if adapter:
         with new_folder(target) as draft:
-            count = write_adapter(draft, ours, read_cast, model, _base_of(config, contents))
+            count = write_adapter(draft, ours, read_cast, model, extra.get(IMPORTED) or _base_of(config, contents))
         return f"exported {count} adapters of {folder} to {target}, as PEFT reads them"
+    longer = ""
     if IMPORTED not in extra and not (model.linear_attention or model.learned_positions):
-        longest = max(model.max_position_embeddings or model.scaled_length, config.train.seq_length)
-        model = replace(model, max_position_embeddings=longest)
+        before, trained_on = model.max_position_embeddings or model.scaled_length, _length_trained_on(run, config)
+        model = replace(model, max_position_embeddings=max(before, trained_on))
+        if trained_on > before > 0:
+            longer = f"; max_position_embeddings is {trained_on:,}, the length trained on, and was {before:,}"
     theirs, read = their_weights(ours, read_cast, model)
     dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in theirs.values()})
     said = config_to_hf(model, contents) | {"torch_dtype": dtypes[0]}
@@ -117,8 +127,21 @@ def export_model(
             carry(came_with, draft)
     many = f"{len(files)} file{'s' * (len(files) > 1)}"
     return f"exported {folder} to {target}: a {said['model_type']} of {', '.join(dtypes)} in {many}" + (
-        "" if came_with is None else f", with the tokenizer and settings of {came_with}"
+        longer if came_with is None else f", with the tokenizer and settings of {came_with}{longer}"
     )
+
+
+def _length_trained_on(run: Path, config: Config) -> int:
+    """Return the longest sequence of a run, and of those before it whose weights it began with."""
+    longest, seen = config.train.seq_length, {run}
+    while (load := config.checkpoint.load) and (run := Path(load)) not in seen and (run / "config.toml").is_file():
+        folder = find_checkpoint(run)
+        if folder is None or IMPORTED in read_manifest(folder).extra:
+            break
+        seen.add(run)
+        config = load_config(run / "config.toml")
+        longest = max(longest, config.train.seq_length)
+    return longest
 
 
 def _config_of(named: Path, extra: dict[str, Any]) -> Config:
@@ -155,7 +178,7 @@ def _dtype(asked: str | None, contents: dict[str, Any], *, imported: bool) -> to
 
 def is_dit(source: Path) -> bool:
     """Whether a folder's config.json describes a diffusion transformer. Raises UserError if it cannot be read."""
-    return read_json(inside(source, CONFIG)).get("model_type") == "dit"
+    return read_config(source).get("model_type") == "dit"
 
 
 def import_dit(source: Path, run: Path) -> str:
@@ -204,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     reading = commands.add_parser("import", allow_abbrev=False, help="a Hugging Face folder to a run of iteration 0")
     reading.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and safetensors")
     reading.add_argument("run", type=Path, metavar="RUN", help="folder to make")
+    reading.add_argument("--adapter", type=Path, metavar="FOLDER", help="of PEFT's adapters (LoRA) of the model")
     writing = commands.add_parser("export", allow_abbrev=False, help="a run's checkpoint to a Hugging Face folder")
     writing.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     writing.add_argument("target", type=Path, metavar="DST", help="folder to make")
@@ -213,7 +237,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     writing.add_argument("--adapter", action="store_true", help="the adapters of a LoRA run alone, as PEFT's files")
     args = parser.parse_args(argv)
     if args.command == "import":
-        print((import_dit if is_dit(args.source) else import_model)(args.source, args.run))
+        if not is_dit(args.source):
+            print(import_model(args.source, args.run, args.adapter))
+        elif args.adapter is None:
+            print(import_dit(args.source, args.run))
+        else:
+            raise UserError(f"--adapter is {args.adapter}, and {args.source} is a diffusion transformer; leave it out")
     else:
         step, dtype, most = args.ckpt_step, args.dtype, args.max_shard_size
         print(export_model(args.run, args.target, step, dtype, most, adapter=args.adapter))

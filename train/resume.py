@@ -157,14 +157,15 @@ def _load_weights(path: Path, model: Sequence[nn.Module], architecture: dict[str
 
 def _load_hugging_face(folder: Path, model: Sequence[nn.Module], architecture: dict[str, Any]) -> list[str]:
     """Do what ``_load_weights`` does of a Hugging Face folder: every rank reads each weight whole, one by one."""
+    passed: list[str] = []
     with raise_together():
-        theirs, read = open_hf(folder)
+        theirs, _, read = open_hf(folder, passed.append)
         fitting, notes = _refitted(folder, there := architecture_of(theirs), architecture)
         compare_architecture(folder, there, fitting)
         for name, parameter in (named for part in model for named in part.named_parameters()):
             if not is_adapter(name):
                 copy_whole(parameter, read(name))
-    return notes
+    return passed + notes
 
 
 def _refitted(path: Path, there: dict[str, Any], here: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

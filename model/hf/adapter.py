@@ -1,19 +1,39 @@
-"""Write the adapters of a model (``model.lora``) as PEFT's files: adapter_config.json, adapter_model.safetensors."""
+"""Adapters of a model (``model.lora``) from and to PEFT's adapter_config.json and adapter_model.safetensors."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.hf.folder import check_finite
+from model.hf.family import Read
+from model.hf.folder import check_described, check_finite, described, entry, read_json, shown
 from model.hf.llama import LLAMA
-from model.hf.shards import write_weights
+from model.hf.shards import Weights, inside, write_weights
 from model.lora import THEIRS, is_adapter
+from model.registry import shapes_of
 from runtime.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
+ONLY: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "bias": ("none",),
+    # Others change the base's weights when they begin, or its layers.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+"""Keys of adapter_config.json with the values that a sum W + (alpha / r) B A has; of others, nothing is supported."""
+_WORDS = """
+r lora_alpha lora_dropout target_modules
+auto_mapping peft_version base_model_name_or_path revision inference_mode megatron_core qalora_group_size eva_config
+"""
+NEUTRAL = frozenset(_WORDS.split())
+"""Keys that are read, or change nothing."""
+MERGE = "merge it into its model with PEFT's merge_and_unload, and import that"
 
 
 def write_adapter(
@@ -65,3 +85,67 @@ def peft_name(name: str) -> str:
     """Return PEFT's name of a parameter of ours: that of the linear layer, and then as ours."""
     linear, matrix, kind = name.rsplit(".", 2)
     return f"base_model.model.{LLAMA.names.of(f'{linear}.{kind}')[0].removesuffix(kind)}{matrix}.{kind}"
+
+
+def read_adapter(
+    folder: Path, config: ModelConfig, tell: Callable[[str], Any]
+) -> tuple[ModelConfig, dict[str, Tensor], Read]:
+    """Return a model's configuration with PEFT's adapters, meta tensors of these by our names, and what reads one.
+
+    Args:
+        config: of the model that they belong to.
+        tell: takes a line of what is passed over.
+
+    Raises:
+        UserError: naming the file and what our adapters cannot be (DoRA, rank-stabilised, of other modules, ...); for
+            values that are not finite, when they are read.
+    """
+    path = inside(folder, CONFIG)
+    contents = read_json(path)
+    if config.model_type != "llama":
+        raise UserError(f"{path}: adapters of a {config.model_type}, whose linear layers are others here; {MERGE}")
+    for key, value in contents.items():
+        supported = ONLY.get(key, _NOTHING)
+        if key not in NEUTRAL and not any(type(one) is type(value) and one == value for one in supported):
+            only = " or ".join(map(shown, supported)) if key in ONLY else "an adapter without it"
+            raise UserError(f"{path}: {shown(key)[1:-1]} = {shown(value)} is not supported, only {only}; {MERGE}")
+    theirs = Weights(folder, tell, WEIGHTS)
+    try:
+        dropout = entry(contents, "lora_dropout", float, 0.0)
+        config = replace(
+            config,
+            lora_rank=entry(contents, "r", int),
+            lora_alpha=entry(contents, "lora_alpha", float),
+            lora_target=_targets(contents["target_modules"], theirs),
+        )
+    except KeyError as missing:
+        raise UserError(f"{path}: {missing.args[0]} is missing; these are no adapters of PEFT") from None
+    except UserError as error:
+        raise UserError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
+    shapes = shapes_of(config)
+    names = {name: peft_name(name) for name in shapes if is_adapter(name)}
+    found = described(theirs)
+    try:
+        check_described(found, {theirs: shapes[name] for name, theirs in names.items()})
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if dropout:
+        tell(f"note: {path}: lora_dropout = {dropout} is passed over; adapters have no dropout here")
+
+    def read(name: str) -> Tensor:
+        weight = theirs[names[name]]
+        check_finite(names[name], weight)
+        return weight
+
+    return config, {name: found[theirs] for name, theirs in names.items()}, read
+
+
+def _targets(said: Any, theirs: Iterable[str]) -> tuple[str, ...]:
+    """Return our names of the linear layers with an adapter; those of a pattern are those that the file has."""
+    found = sorted({(name.split(".") * 3)[-3] for name in theirs}) if isinstance(said, str) else said
+    if not isinstance(found, list) or not found:
+        raise UserError(f"target_modules is {shown(said)}; it must be a list of names, or a pattern")
+    leaves = [name.rsplit(".", 1)[-1] if isinstance(name, str) else name for name in found]  # names may be whole paths
+    if strange := [name for name, leaf in zip(found, leaves, strict=True) if leaf not in list(THEIRS)]:
+        raise UserError(f"target_modules has {shown(strange[0])}, only {', '.join(THEIRS)} can have adapters; {MERGE}")
+    return tuple(ours for name, ours in THEIRS.items() if name in leaves)

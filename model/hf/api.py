@@ -4,7 +4,8 @@ configs.py has the families and their configurations.
 """
 
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.hf.adapter import CONFIG as ADAPTER
 from model.hf.configs import config_from_hf, config_to_hf, families, family_of
 from model.hf.family import Read
 from model.hf.folder import CONFIG, check_described, check_finite, check_sizes, check_state, described, read_json
@@ -117,10 +119,20 @@ def their_weights(ours: Mapping[str, Tensor], read: Read, config: ModelConfig) -
     return theirs, read_theirs
 
 
-def open_hf(folder: Path) -> tuple[ModelConfig, Read]:
-    """Return the configuration of a Hugging Face folder, and what reads one of our parameters. UserError as load_hf."""
-    config = config_from_hf(read_json(inside(folder, CONFIG)))
-    return config, our_weights(Weights(folder), config)[1]
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the contents of a folder's config.json. Raises UserError for a folder of adapters."""
+    if (folder / ADAPTER).exists():
+        raise UserError(
+            f"{folder / ADAPTER}: the folder holds adapters, which transformers loads on the model that they name; "
+            "import that model with tools.convert_hf import MODEL RUN --adapter FOLDER, or take the file out"
+        )
+    return read_json(inside(folder, CONFIG))
+
+
+def open_hf(folder: Path, tell: Callable[[str], Any] = warnings.warn) -> tuple[ModelConfig, dict[str, Tensor], Read]:
+    """Return a folder's configuration, meta tensors of our parameters, and what reads one. UserError as load_hf."""
+    config = config_from_hf(read_config(folder))
+    return config, *our_weights(Weights(folder, tell), config)
 
 
 def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Any]]:
@@ -131,7 +143,7 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor], dict[st
     Reads only safetensors, never pickles, and only files directly in the folder, whatever an index names. Raises
     UserError naming the file and what is wrong with it.
     """
-    contents = read_json(Path(folder) / CONFIG)
+    contents = read_config(Path(folder))
     config = config_from_hf(contents)
     return config, from_hf(Weights(Path(folder)), config), contents
 

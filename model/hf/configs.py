@@ -102,7 +102,7 @@ def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None)
         only = " or ".join(map(shown, names))
         raise UserError(f"{CONFIG}: model_type = {shown(kind)} is not supported; only {only} is")
     came = family_in(contents) if "model_type" in contents else None
-    family = family_of(config, came and came.kind)
+    family = family_of(config, None if came is None else came.kind)
     (came or family).check(contents)
     longest, table = contents.get("max_position_embeddings"), config.position_table
     if table is not None and longest not in (None, table):

@@ -189,15 +189,11 @@ class Family:
 
     def refuse(self, config: ModelConfig) -> None:
         """Raise UserError if it cannot express a model of ours."""
-        own = (
-            Need(name, lambda config, n=name, v=value: getattr(config, n) in (v, None), f"{value}")
-            for name, value in self.own.items()
-        )
-        for name, holds, only in (*own, *self.needs):
-            if not holds(config):
-                raise UserError(
-                    f"{name} is {getattr(config, name)}, and {self.title} has only {only.format(config=config)}"
-                )
+        own = [(name, getattr(config, name) in (value, None), f"{value}") for name, value in self.own.items()]
+        needs = [(need.ours, need.holds(config), need.only.format(config=config)) for need in self.needs]
+        for name, holds, only in own + needs:
+            if not holds:
+                raise UserError(f"{name} is {getattr(config, name)}, and {self.title} has only {only}")
 
     def check(self, hf: Contents) -> None:
         """Raise UserError for entries of a config.json that may change what is computed, or are of a wrong type."""
@@ -223,13 +219,13 @@ class Family:
     def read(self, hf: Contents) -> ModelConfig:
         """Build a ModelConfig from a config.json's contents. Raises KeyError if missing, UserError if unsupported."""
         hf = {**hf, **{name: entry(hf, key, int) for key, name in self.aliases.items() if key in hf}}
-        settings: dict[str, Any] = dict(self.own)
+        settings: dict[str, Any] = {"model_type": self.ours, **self.own}
         for key, (ours, kind, default) in self.fields.items():
             settings[ours] = entry(hf, key, kind, *([] if default is REQUIRED else [default]))
         for part in self.parts:
             settings |= part.read(hf, settings)
         try:
-            return ModelConfig(model_type=self.ours, **settings)
+            return ModelConfig(**settings)
         except UserError as error:
             name, _, problem = str(error).partition(" ")
             key = next((key for key, one in self.fields.items() if one.ours == name), name)

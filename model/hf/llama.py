@@ -219,8 +219,8 @@ MISTRAL = replace(
     kind="mistral",
     title="a Mistral",
     architecture="MistralForCausalLM",
-    fields=FIELDS
-    | {
+    fields={
+        **FIELDS,
         "num_key_value_heads": Field("num_query_groups", int, 8),
         "max_position_embeddings": Field("max_position_embeddings", int, 131072),
     },
@@ -234,7 +234,7 @@ MINISTRAL = replace(
     kind="ministral",
     title="a Ministral",
     architecture="MinistralForCausalLM",
-    fields=MISTRAL.fields | {"head_dim": Field("kv_channels", int)},
+    fields={**MISTRAL.fields, "head_dim": Field("kv_channels", int)},
     parts=(*PARTS, Part(("sliding_window", "layer_types"), _ministral_from_hf, _ministral_to_hf)),
     needs=(Need("window_size", lambda config: any(_windows_of(config)), "a width"),),
 )
@@ -243,8 +243,8 @@ QWEN2 = replace(
     kind="qwen2",
     title="a Qwen2",
     architecture="Qwen2ForCausalLM",
-    fields=FIELDS
-    | {
+    fields={
+        **FIELDS,
         "num_key_value_heads": Field("num_query_groups", int, 32),
         "max_position_embeddings": Field("max_position_embeddings", int, 32768),
     },
@@ -257,7 +257,7 @@ QWEN3 = replace(
     kind="qwen3",
     title="a Qwen3",
     architecture="Qwen3ForCausalLM",
-    fields=QWEN2.fields | {"head_dim": Field("kv_channels", int, 128)},
+    fields={**QWEN2.fields, "head_dim": Field("kv_channels", int, 128)},
     own={"add_qkv_bias": False, "qk_layernorm": True},
-    only=QWEN2.only | {"attention_bias": (False,)},
+    only={**QWEN2.only, "attention_bias": (False,)},
 )

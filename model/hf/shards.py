@@ -36,21 +36,25 @@ class Weights(Mapping[str, Tensor]):
     those that transformers reads: model.safetensors before an index, and every tensor of each file that an index names.
     """
 
-    def __init__(self, folder: Path, tell: Callable[[str], Any] = warnings.warn) -> None:
+    def __init__(self, folder: Path, tell: Callable[[str], Any] = warnings.warn, single: str = WEIGHTS) -> None:
         """Read the names, and ``tell`` in a line of files and tensors that are passed over.
 
-        Raises UserError naming the file and what is wrong with it.
+        Args:
+            single: the file that has all tensors where there is no index.
+
+        Raises:
+            UserError: naming the file and what is wrong with it.
         """
         self.files: dict[str, Path] = {}
-        whole = (folder / WEIGHTS).exists() or not (folder / INDEX).exists()
+        whole = single != WEIGHTS or (folder / WEIGHTS).exists() or not (folder / INDEX).exists()
         index = {} if whole else _index(folder)
-        files = [WEIGHTS] if whole else sorted(set(index.values()))
+        files = [single] if whole else sorted(set(index.values()))
         beside = sorted(
             path.name for pattern in WEIGHT_FILES for path in folder.glob(pattern) if path.name not in files
         )
-        if whole and not (folder / WEIGHTS).exists() and (pickles := [name for name in beside if _is_pickle(name)]):
+        if whole and not (folder / single).exists() and (pickles := [name for name in beside if _is_pickle(name)]):
             raise UserError(
-                f"{folder / pickles[0]} is a pickle, which can run code when it is read, and there is no {WEIGHTS}; "
+                f"{folder / pickles[0]} is a pickle, which can run code when it is read, and there is no {single}; "
                 "take the model's safetensors files"
             )
         for file in files:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.api import find_checkpoint, load_model, save_checkpoint
 from model.config import architecture_of
-from model.hf import config_to_hf
 from model.hf.api import our_weights, their_weights
-from model.hf.shards import NAMES, Weights
-from model.registry import build_model, shapes_of
-from runtime.ranks import run_ranks
-from tests.model.hf.hugging_face import CONFIGS, LLAMA, TOKENS, hugging_face, transformers
+from model.hf.shards import Weights
+from model.registry import build_model
+from tests.model.hf.hugging_face import CONFIGS, TOKENS, hugging_face, transformers
 from tools.convert_hf import export_model, import_model, main
 from train.config.language import load_config, to_toml
 
@@ -151,18 +148,27 @@ def test_a_run_of_an_import_computes_what_theirs_does(tmp_path: Path, capsys: py
     assert "iteration 0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("trained_on", "meant_for"), [(4096, 4096), (32, 2048)])
-def test_an_export_is_meant_for_what_it_was_trained_on(tmp_path: Path, trained_on: int, meant_for: int) -> None:
-    import_model(published(tmp_path / "theirs", "llama"), tmp_path / "base")
-    config = load_config(tmp_path / "base" / "config.toml")
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, seq_length=trained_on))
-    run, model = tmp_path / "run", build_model(config.model)
-    run.mkdir()
-    (run / "config.toml").write_text(to_toml(config))
-    save_checkpoint(run, 3, model, None, architecture=architecture_of(config.model), extra={})
+@pytest.mark.parametrize(("lengths", "meant_for"), [((4096,), 4096), ((32,), 2048), ((4096, 3000, 32), 4096)])
+def test_an_export_is_meant_for_what_it_was_trained_on(
+    tmp_path: Path, lengths: tuple[int, ...], meant_for: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its run, or by those before it."""
+    import_model(published(tmp_path / "theirs", "llama"), run := tmp_path / "base")
+    for length in lengths:
+        config = load_config(run / "config.toml")
+        began = dataclasses.replace(config.checkpoint, load=str(run), finetune=True)
+        config = dataclasses.replace(
+            config, train=dataclasses.replace(config.train, seq_length=length), checkpoint=began
+        )
+        run, model = tmp_path / f"of {length}", build_model(config.model)
+        run.mkdir()
+        (run / "config.toml").write_text(to_toml(config))
+        save_checkpoint(run, 3, model, None, architecture=architecture_of(config.model), extra={})
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     said = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert said.max_position_embeddings == meant_for
+    line = capsys.readouterr().out
+    assert ("max_position_embeddings is 4,096, the length trained on, and was 2,048" in line) == (meant_for == 4096)
 
 
 def test_a_run_finds_its_tokenizer_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,87 +190,6 @@ def test_a_strangers_files_beside_the_tokenizer_are_not_taken(tmp_path: Path) ->
         (run / "config.toml").write_text(said.replace(tokenizer, str(folder / "tokenizer.json")))
         assert "settings of" not in export_model(run, tmp_path / f"{folder.name} out", None, None, 10**9)
         assert json.loads((tmp_path / f"{folder.name} out" / "config.json").read_text())["eos_token_id"] != [9, 11]
-
-
-WIDE = dataclasses.replace(
-    LLAMA, num_layers=16, hidden_size=512, ffn_hidden_size=2048, num_attention_heads=8, num_query_groups=2
-)
-TALL = dataclasses.replace(
-    WIDE, num_layers=1, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8,
-    vocab_size=128256,
-)  # fmt: skip
-"""LLaMA 3 8B with one of its layers."""
-
-
-def sparse(folder: Path, config: Any, dtype: torch.dtype) -> int:
-    """Write a model of zeros that takes no room on the disk; return its bytes."""
-    ours = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes_of(config).items()}
-    theirs, _ = their_weights(ours, lambda name: ours[name], config)
-    header, end = {}, 0
-    for name, weight in theirs.items():
-        start, end = end, end + weight.nbytes
-        header[name] = {"dtype": NAMES[dtype], "shape": list(weight.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    folder.mkdir()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(file.tell() + end)
-    (folder / "config.json").write_text(json.dumps(config_to_hf(config)))
-    return end
-
-
-def peak(rank: int, world_size: int, folder: Path) -> list[int]:
-    """Convert there and back; return by how many bytes the process grew at most in each."""
-    found = []
-    for work in (
-        lambda: import_model(folder / "theirs", folder / "run"),
-        lambda: export_model(folder / "run", folder / "out", None, None, 10**9),
-    ):
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-        before = memory("VmRSS")
-        work()
-        found.append(memory("VmHWM") - before)
-    return found
-
-
-def memory(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return 1024 * int(line.split()[1])
-
-
-def test_a_few_tensors_live_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fused one of theirs needs its three parts of ours, and theirs is made of these."""
-    alive, most = set(), [0]
-    reads = {Weights: Weights.__getitem__, torch: torch.empty_like}
-
-    def counted(weight: torch.Tensor) -> torch.Tensor:
-        alive.add(mark := object())
-        weakref.finalize(weight, alive.discard, mark)
-        most[0] = max(most[0], len(alive))
-        return weight
-
-    source = published(tmp_path / "theirs", "gpt2")
-    monkeypatch.setattr(Weights, "__getitem__", lambda self, name: counted(reads[Weights](self, name)))
-    import_model(source, tmp_path / "run")
-    imported, most[0] = most[0], 0
-    monkeypatch.setattr(torch, "empty_like", lambda like, **kind: counted(reads[torch](like, **kind)))
-    export_model(tmp_path / "run", tmp_path / "out", None, None, 10**9)
-    assert len(tensors(source)) > 20
-    assert 1 <= imported <= 3
-    assert 1 <= most[0] <= 9, "a module's weights and biases, and theirs of it"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "dtype", "most"),
-    [(WIDE, torch.float32, 60 << 20), (TALL, torch.bfloat16, 2400 << 20)],
-    ids=["256 MB", "8B with one layer"],
-)
-def test_a_few_tensors_are_in_memory(tmp_path: Path, config: Any, dtype: torch.dtype, most: int) -> None:
-    whole = sparse(tmp_path / "theirs", config, dtype)
-    (grown,) = run_ranks(peak, 1, tmp_path)
-    print(f"model {whole:,} bytes, import and export grew by {grown}")
-    assert max(grown) < min(most, whole)
 
 
 def broken(folder: Path) -> dict[str, tuple[Any, str]]:

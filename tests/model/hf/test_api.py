@@ -1,5 +1,6 @@
 """What holds for each family that Hugging Face and we both have: same numbers, and weights there and back."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -9,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
+from model.hf.configs import FAMILIES
+from model.registry import build_model
 from runtime.errors import UserError
 from tests.model.hf.hugging_face import CONFIGS, GPT2, LLAMA, TOKENS, hugging_face, ours, transformers
 
@@ -118,6 +121,125 @@ def sharded(tmp_path):
 
 def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+ODD = [
+    ("ministral", {"model_type": "mistral"}),
+    ("ministral", {"model_type": "mistral", "layer_types": None}),
+    ("ministral", {"layer_types": ["full_attention"] * 2}),
+    ("ministral", {"layer_types": ["attention", "sliding_attention"]}),
+    ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}),
+    ("qwen2, tied, a window", {"layer_types": None, "max_window_layers": 1}),
+    ("qwen2, tied, a window", {"layer_types": None, "max_window_layers": 2}),
+    ("qwen2, tied, a window", {"layer_types": ["full_attention"] * 2, "use_sliding_window": False}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}),
+    ("llama", {"rope_theta": 90.0, "rope_parameters": None}),
+    ("llama", {"rope_theta": 90.0}),
+    ("llama", {"rope_scaling": {}}),
+    ("gpt2", {"n_embd": 24, "hidden_size": 48}),
+]
+"""Changes of a config.json of a family that is still a model."""
+REFUSED = [
+    ("ministral", {"sliding_window": None}, "sliding_window = null"),
+    ("ministral", {"head_dim": None}, "head_dim is null"),
+    ("ministral", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers is 2"),
+    ("qwen2, tied, a window", {"use_sliding_window": False}, "layer_types = .* without a sliding_window"),
+    ("qwen2, tied, a window", {"layer_types": ["linear_attention"] * 2}, "layer_types = .* is not supported"),
+    ("qwen2, tied, a window", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters = "),
+    ("llama", {"rope_parameters": []}, r"rope_parameters = \[\] is not supported"),
+    ("llama", {"rope_parameters": [2.0]}, r"rope_parameters = \[2.0\] is not supported"),
+    ("llama", {"rope_parameters": "x"}, 'rope_parameters = "x" is not supported'),
+    ("llama", {"rope_scaling": "x"}, 'rope_scaling = "x" is not supported'),
+    ("llama", {"max_position_embeddings": None}, "max_position_embeddings is null"),
+    ("llama", {"attention_bias": 0}, "attention_bias = 0 is not supported"),
+    ("llama", {"per_layer_config": {"0": {"num_attention_heads": 3}}}, "per_layer_config = .* is not supported"),
+    ("gpt2", {"hidden_size": 24}, "has shape"),
+    ("gpt2", {"max_position_embeddings": None}, "max_position_embeddings is null"),
+]
+"""Those that are none to transformers."""
+
+
+@pytest.mark.parametrize(("name", "change", "words"), [*((*row, None) for row in ODD), *REFUSED])
+def test_a_config_json_is_read_as_transformers_reads_it(tmp_path, name, change, words):
+    hugging_face(CONFIGS[name]).save_pretrained(tmp_path / "theirs")
+    edit(tmp_path / "theirs" / "config.json", **change)
+    if words is not None:
+        with pytest.raises(Exception, match=r".") as refused:
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")(TOKENS)
+        assert not isinstance(refused.value, UserError)
+        with pytest.raises(UserError, match=words):
+            load_hf(tmp_path / "theirs")
+        return
+    config, state, contents = load_hf(tmp_path / "theirs")
+    model = build_model(config)
+    model.load_state_dict(state)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    expected = theirs(TOKENS).logits
+    assert (model(TOKENS) - expected).abs().max() < 2e-6 * expected.abs().max()
+    for kept in (contents, {}):  # an export as it came, and one of our fields alone
+        save_hf(tmp_path / f"{bool(kept)}", config, state, kept)
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{bool(kept)}")
+        assert torch.allclose(again(TOKENS).logits, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "ministral", "qwen2, yarn", "qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    "key", ["dual_chunk_attention_config", "transformers_weights", "attn_logit_softcapping", "x y"]
+)
+def test_a_key_that_no_family_knows_is_told(name, key):
+    contents = config_to_hf(CONFIGS[name])
+    words = (
+        rf'^config.json: {key} = "other" is not supported: a {contents["model_type"]} is not known to have it, and it'
+    )
+    for read in (config_from_hf, lambda contents: config_to_hf(CONFIGS[name], contents)):
+        read(contents)
+        with pytest.raises(UserError, match=words):
+            read(contents | {key: "other"})
+
+
+def test_every_key_that_transformers_writes_is_known():
+    for family in (one for one in FAMILIES if one != "transnormer"):
+        written = transformers.AutoConfig.for_model(family).to_dict()
+        assert written.keys() <= FAMILIES[family].known, family
+        assert set(transformers.GenerationConfig._get_default_generation_params()) <= FAMILIES[family].known
+
+
+def odd_files(folder, kind):
+    """A folder of a model with the files of another one beside; return what is told of them."""
+    one, other = hugging_face(LLAMA), hugging_face(LLAMA)
+    other.lm_head.weight.data += 1
+    one.save_pretrained(folder, max_shard_size="60KB")
+    shards = {name: load_file(folder / name) for name in sorted(path.name for path in folder.glob("model-*"))}
+    if kind == "saved twice":
+        other.save_pretrained(folder.parent / "other")
+        (folder.parent / "other" / "model.safetensors").rename(folder / "model.safetensors")
+        return rf"model-00001-of.*, .* and {len(shards) - 2} more passed over, .*; model.safetensors is read"
+    if kind == "old shards":
+        save_file(other.state_dict(), folder / "model-00001-of-00001.safetensors")
+        return "model-00001-of-00001.safetensors passed over, as transformers does"
+    if kind == "pickles":
+        torch.save(other.state_dict(), folder / "pytorch_model.bin")
+        return "pytorch_model.bin passed over, as transformers does; model-00001"
+    last = list(shards)[-1]
+    if kind == "twice":
+        save_file(shards[last] | {"model.embed_tokens.weight": other.lm_head.weight.data}, folder / last)
+        return f"model.embed_tokens.weight is passed over, as transformers does: {last} has it too"
+    assert kind == "not in the index"
+    names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    edit(
+        folder / "model.safetensors.index.json", weight_map={name: names[name] for name in names if "1.mlp" not in name}
+    )
+    return None
+
+
+@pytest.mark.parametrize("kind", ["saved twice", "old shards", "pickles", "twice", "not in the index"])
+def test_weights_are_those_that_transformers_reads(tmp_path, kind):
+    told = odd_files(tmp_path / "odd", kind)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "odd")
+    with pytest.warns(UserWarning, match=told) if told else contextlib.nullcontext():
+        _, state, _ = load_hf(tmp_path / "odd")
+    expected = from_hf(theirs.state_dict(), LLAMA)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(

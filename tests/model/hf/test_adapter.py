@@ -1,0 +1,142 @@
+"""Adapters of PEFT's compute here what they do there, and those that ours cannot be are refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint.api import checkpoint_of, load_model
+from model.config import architecture_of
+from model.hf import load_hf
+from model.hf.adapter import read_adapter
+from model.registry import build_model
+from runtime.errors import UserError
+from tests.model.hf.hugging_face import GPT2, LLAMA, TOKENS, hugging_face, transformers
+from tools.convert_hf import main
+from train.config.language import load_config
+
+LINEARS = ("wq", "wk", "wv", "wo", "gate", "up", "down")
+BOUND = 1e-5
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    hugging_face(LLAMA).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def peft_adapter(base: Path, folder: Path, **settings: Any) -> Any:
+    """An adapter of PEFT's own making, which does something."""
+    peft = pytest.importorskip("peft", reason="compares with PEFT's adapters")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    shape = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**shape | settings))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
+@pytest.mark.parametrize(
+    ("settings", "linears"),
+    [
+        ({}, ("wq", "down")),
+        ({"target_modules": "all-linear", "lora_alpha": 9.5, "init_lora_weights": "gaussian"}, LINEARS),
+        ({"target_modules": r".*\.(v_proj|up_proj)", "r": 2, "lora_dropout": 0.25}, ("wv", "up")),
+    ],
+    ids=["two", "all", "pattern"],
+)
+def test_an_adapter_of_peft_computes_here_what_it_does_there(
+    settings: dict[str, Any],
+    linears: tuple[str, ...],
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    theirs = peft_adapter(base, tmp_path / "adapter", **settings)
+    command = ["import", str(base), str(tmp_path / "run"), "--adapter", str(tmp_path / "adapter")]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert f" with {2 * len(linears)} adapters of {tmp_path / 'adapter'} into " in out
+    assert ("lora_dropout = 0.25 is passed over" in out) == ("lora_dropout" in settings)
+    ours = build_model(load_config(tmp_path / "run" / "config.toml").model)
+    load_model(checkpoint_of(tmp_path / "run"), ours, architecture_of(ours.config))
+    assert ours.config.adapted_linears() == linears
+    wanted = theirs(TOKENS).logits
+    assert (ours(TOKENS) - wanted).abs().max().item() <= BOUND
+    unadapted = build_model(LLAMA)
+    unadapted.load_state_dict(load_hf(base)[1])
+    assert (unadapted(TOKENS) - wanted).abs().max().item() > 100 * BOUND
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use_dora": True}, "use_dora = true is not supported, only an adapter without it; merge it into its model"),
+        ({"use_rslora": True}, "use_rslora = true is not supported"),
+        ({"modules_to_save": ["lm_head"]}, r'modules_to_save = ["lm_head"] is not supported'),
+        ({"target_modules": ["q_proj", "lm_head"]}, 'target_modules has "lm_head", only q_proj, k_proj, '),
+        (
+            {"target_modules": ["model.layers.1.self_attn.q_proj"]},
+            "The state dict lacks base_model.model.model.layers.0",
+        ),
+        ({"bias": "all"}, 'bias = "all" is not supported, only "none"'),
+        ({"rank_pattern": {"q_proj": 2}}, 'rank_pattern = {"q_proj": 2} is not supported'),
+        ({"layers_to_transform": [0]}, "layers_to_transform = [0] is not supported"),
+        ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa" is not supported'),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_our_adapters_cannot_be_is_refused(
+    settings: dict[str, Any], words: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft_adapter(base, tmp_path / "adapter", **settings)
+    command = ["import", str(base), str(tmp_path / "run"), "--adapter", str(tmp_path / "adapter")]
+    assert main(command) == 1
+    assert f"error: {tmp_path / 'adapter' / 'adapter_config.json'}: {words}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_files_of_an_adapter_are_read_without_trust(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tmp_path / "adapter"
+    peft_adapter(base, adapter)
+    config, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
+    good, tensors = json.loads(config.read_text()), load_file(weights)
+    capsys.readouterr()
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    for change, other, words in (
+        ({"strange": 7}, tensors, "strange = 7 is not supported"),
+        ({"r": 0}, tensors, "lora_rank is 0; it must be from 1"),
+        ({"r": "4"}, tensors, 'r is "4"; it must be a whole number'),
+        ({"r": 8}, tensors, f"{name.replace('1', '0')} has shape (4, 48); the configuration makes it (8, 48)"),
+        ({"target_modules": [["q_proj"]]}, tensors, 'target_modules has ["q_proj"], only'),
+        ({"target_modules": ["q_proj", "v_proj", "down_proj"]}, tensors, "The state dict lacks base_model."),
+        (
+            {},
+            tensors | {name: torch.full_like(tensors[name], torch.nan)},
+            f"{name} holds 192 of 192 values that are not finite",
+        ),
+    ):
+        config.write_text(json.dumps(good | change))
+        save_file(other, weights)
+        assert main(["import", str(base), str(tmp_path / "run"), "--adapter", str(adapter)]) == 1
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
+    weights.rename(adapter / "adapter_model.bin")
+    for source, more, words in (
+        (base, ["--adapter", str(adapter)], "adapter_model.bin is a pickle, which can run code"),
+        (adapter, [], "the folder holds adapters, which transformers loads on the model that they name"),
+    ):
+        assert main(["import", str(source), str(tmp_path / "run"), *more]) == 1
+        assert words in capsys.readouterr().err
+    with pytest.raises(UserError, match="adapters of a gpt, whose linear layers are others here"):
+        read_adapter(adapter, GPT2, print)
+    assert not (tmp_path / "run").exists()

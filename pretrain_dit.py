@@ -16,10 +16,10 @@ from data.latents.dataset import build_latent_datasets
 from model.dit import DiT, dit_flops_per_patch, initial_dit_weight, num_dit_parameters
 from model.dit_config import architecture_of
 from parallel.mesh import Mesh, distributed_mesh
-from planner.complete import as_asked, with_method
+from planner.complete import config_to_save, with_method
 from planner.dry_run import dry_run
-from planner.resize import sized
-from runtime.signals import listening
+from planner.resize import fitted_to_world
+from runtime.signals import stop_requests
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import Run
 from train.attention import diffusion_context
@@ -30,7 +30,7 @@ from train.loop import Trainer
 from train.objectives.diffusion import Denoising
 from train.optim import build_optimizer
 from train.resume import find_start
-from train.run import open_log, owning, run_entry
+from train.run import open_log, reserve_run_folder, run_entry
 from train.sampling import Sampler, picture_writer
 
 
@@ -45,18 +45,18 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
         dry_run(arguments, config, "pretrain_dit.py", validate, resolve)
         return
     with (
-        listening() as notice,
-        sized(config, validate) as (config, asked),
+        stop_requests() as request,
+        fitted_to_world(config, validate) as (config, asked),
         distributed_mesh(config.mesh) as mesh,
-        owning(config),
+        reserve_run_folder(config),
     ):
-        build_trainer(config, mesh, peak_flops, asked).train(notice)
+        build_trainer(config, mesh, peak_flops, asked).train(request)
 
 
 def build_trainer(
     config: DiTRunConfig, mesh: Mesh, peak_flops: float | None = None, asked: DiTRunConfig | None = None
 ) -> Trainer:
-    """Build and load everything for training; collective. ``asked``: as ``planner.resize.sized`` yields it."""
+    """Build and load everything for training; collective. ``asked`` is as ``fitted_to_world`` yields it."""
     asked, processes = asked or config, dist.get_world_size()
     config = with_method(with_joined_ranks(config, processes), processes)
     start = find_start(config, architecture_of(config.model), from_first(config.contents))
@@ -77,7 +77,7 @@ def build_trainer(
         train_data=train_data,
         valid_data=valid_data if train.eval_iters else None,
         flops_per_token=lambda length: flops,
-        log=open_log(as_asked(config, asked), start.progress),
+        log=open_log(config_to_save(config, asked), start.progress),
         ema=ema,
         after_validation=pictures(run),
         peak_flops=peak_flops or 0.0,

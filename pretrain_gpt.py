@@ -17,10 +17,10 @@ from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
 from model.registry import TITLES, attention_title, build_model, flops_per_token, num_parameters, num_trained
 from parallel.mesh import Mesh, distributed_mesh
-from planner.complete import as_asked, complete, tokenizer_of
+from planner.complete import complete, config_to_save, tokenizer_of
 from planner.dry_run import dry_run
-from planner.resize import sized
-from runtime.signals import listening
+from planner.resize import fitted_to_world
+from runtime.signals import stop_requests
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import Run
 from train.attention import context_of, planning
@@ -29,7 +29,7 @@ from train.loop import Trainer
 from train.objectives.language import NextToken, corpus_entropy
 from train.optim import build_optimizer
 from train.resume import find_start
-from train.run import open_log, owning, run_entry
+from train.run import open_log, reserve_run_folder, run_entry
 
 
 def main(arguments: list[str], peak_flops: float | None = None) -> None:
@@ -43,16 +43,16 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
         dry_run(arguments, config, "pretrain_gpt.py", validate, resolve)
         return
     with (
-        listening() as notice,
-        sized(config, validate) as (config, asked),
+        stop_requests() as request,
+        fitted_to_world(config, validate) as (config, asked),
         distributed_mesh(config.mesh) as mesh,
-        owning(config),
+        reserve_run_folder(config),
     ):
-        build_trainer(config, mesh, peak_flops, asked).train(notice)
+        build_trainer(config, mesh, peak_flops, asked).train(request)
 
 
 def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None, asked: Config | None = None) -> Trainer:
-    """Build and load everything for training; collective. ``asked``: as ``planner.resize.sized`` yields it."""
+    """Build and load everything for training; collective. ``asked`` is as ``fitted_to_world`` yields it."""
     asked = asked or config
     with raise_together():
         tokenizer = tokenizer_of(config)
@@ -74,7 +74,7 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None, a
         train_data=train_data,
         valid_data=valid_data if train.eval_iters else None,
         flops_per_token=partial(flops_per_token, run.config.model),
-        log=open_log(as_asked(config, asked), start.progress),
+        log=open_log(config_to_save(config, asked), start.progress),
         validation_constants=frequencies,
         peak_flops=peak_flops or 0.0,
     )

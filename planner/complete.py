@@ -17,11 +17,11 @@ from runtime.together import from_first, is_first, raise_together
 from runtime.words import duration
 from train.config import diffusion
 from train.config.common import CommonConfig, with_joined_ranks
+from train.config.derive import with_rope_length
 from train.config.entries import Config
 from train.config.flags import ConfigError
 from train.config.language import load_config
 from train.config.sizes import validate_entries
-from train.resume import with_rope_length
 
 CONFIG = "config.toml"
 C = TypeVar("C", bound=CommonConfig)
@@ -85,7 +85,7 @@ def beyond_rope(config: Config) -> str | None:
     )
 
 
-def as_asked(config: C, asked: C) -> C:
+def config_to_save(config: C, asked: C) -> C:
     """Return the configuration to write: another run may have other processes to lay out and join, and lengths."""
     kept: Any = {name: getattr(asked, name) for name in ("mesh", "train", "data_parallel", "recompute")}
     if isinstance(config, Config) and isinstance(asked, Config):

@@ -28,7 +28,7 @@ C = TypeVar("C", bound=CommonConfig)
 
 
 @contextmanager
-def sized(asked: C, validate: Callable[[C, int], None]) -> Iterator[tuple[C, C]]:
+def fitted_to_world(asked: C, validate: Callable[[C, int], None]) -> Iterator[tuple[C, C]]:
     """Yield the validated configuration for the processes at hand, and the asked one with its full_world_size.
 
     Without allow_resize the two have the same mesh. With it the processes join, and the first one chooses for all.

@@ -19,7 +19,7 @@ SAME = 2.0
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-class Notice:
+class StopRequest:
     """The signal that asked this process to end, if one did.
 
     As long as ``works`` is False there is nothing to save, and a signal ends the process with status 128 + its number.
@@ -32,7 +32,7 @@ class Notice:
         self.signal: signal.Signals | None = None
         self._since = 0.0
 
-    def heed(self, number: signal.Signals) -> None:
+    def receive(self, number: signal.Signals) -> None:
         """Take note of a signal, or end the process."""
         now = time.monotonic()
         if not self.works:
@@ -49,7 +49,7 @@ class Notice:
 
 
 @contextmanager
-def listening() -> Iterator[Notice]:
+def stop_requests() -> Iterator[StopRequest]:
     """Take SIGTERM, SIGUSR1 and SIGHUP as requests to end until the block does; for the main thread.
 
     A thread reads them, so that they count while the main thread waits in a collective too. Those that the process
@@ -58,7 +58,7 @@ def listening() -> Iterator[Notice]:
     Yields:
         What the loop asks between steps.
     """
-    notice = Notice()
+    request = StopRequest()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     heeded = [number for number in ASKING if signal.getsignal(number) is not signal.SIG_IGN]
@@ -66,10 +66,10 @@ def listening() -> Iterator[Notice]:
     for number in heeded:
         signal.siginterrupt(number, False)  # system calls of libraries go on
     woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    watching = threading.Thread(target=_watch, args=(reader, notice), name="signals", daemon=True)
+    watching = threading.Thread(target=_watch, args=(reader, request), name="signals", daemon=True)
     watching.start()
     try:
-        yield notice
+        yield request
     finally:
         signal.set_wakeup_fd(woken)
         for number, handler in before.items():
@@ -80,14 +80,14 @@ def listening() -> Iterator[Notice]:
         writer.close()
 
 
-def _watch(reader: socket.socket, notice: Notice) -> None:
+def _watch(reader: socket.socket, request: StopRequest) -> None:
     """Heed each signal whose number the interpreter's C handler writes; 0 ends the thread."""
     while True:
         for number in reader.recv(1024):
             if number == 0:
                 return
             if number in ASKING:
-                notice.heed(signal.Signals(number))
+                request.receive(signal.Signals(number))
 
 
 def end_readers_at_exit() -> None:

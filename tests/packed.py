@@ -17,7 +17,7 @@ from data.tokenizer import load_tokenizer
 from kernels.loss import cross_entropy_sum
 from model.registry import build_model
 from runtime.ranks import run_ranks
-from runtime.signals import Notice
+from runtime.signals import StopRequest
 from runtime.watchdog import Watchdog
 from tests.data.text.corpora import write_documents
 from tests.parallel.whole import gradients_of
@@ -122,7 +122,7 @@ def validation_on_rank(rank: int, world_size: int, flags: Sequence[str]) -> floa
             data=trainer.valid_data,
             iteration=0,
             log=None,
-            stop=StopAgreement(Notice(), None),
+            stop=StopAgreement(StopRequest(), None),
             watchdog=Watchdog(0, 0, None),
         )
         return validation.validate(0)["validation_loss"]

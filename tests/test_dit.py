@@ -26,8 +26,7 @@ from runtime.ranks import run_ranks
 from tests.pretraining import DIT, pretrain_digits
 from tools.cases import Case
 from train.config.diffusion import DiTRunConfig, load_config, parse_args
-from train.config.flags import config_fields
-from train.config.helps import attribute_docs
+from train.config.flags import attribute_docs, config_fields
 from train.run import exit_status
 from train.watching.metrics import METRICS, read_metrics
 

@@ -33,12 +33,13 @@ from model.registry import num_parameters
 from planner.complete import with_vocabulary
 from runtime.errors import UserError
 from tools.arguments import one_line_errors, parser_for, run_command
+from train.config.derive import IMPORTED, config_as_trained
 from train.config.diffusion import load_config as load_dit_config
 from train.config.entries import DiTRunConfig
 from train.config.flags import config_file, write_toml
 from train.config.language import Config, load_config, to_toml
-from train.resume import AVERAGED, IMPORTED, config_as_trained
-from train.run import KEPT
+from train.resume import AVERAGED
+from train.run import HF_FOLDER
 from train.watching.health import Progress
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -61,20 +62,20 @@ def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
         weights, beside = weights | adapters, f" with {len(adapters) // 2} adapters of {adapter}"
         read = lambda name: (read_adapters if name in adapters else read_base)(name)  # noqa: E731
     with new_folder(run) as draft:
-        kept = draft / KEPT
+        kept = draft / HF_FOLDER
         kept.mkdir()
         carry(source, kept, CONFIG)
         config, files = Config(model=model), {}
         if (name := next((name for name in TOKENIZERS if (kept / name).exists()), None)) is not None:
             config = with_vocabulary(config, load_tokenizer(kept / name).vocab_size)
-            config = replace(config, data=DataConfig(tokenizer_model=str((run / KEPT / name).absolute())))
+            config = replace(config, data=DataConfig(tokenizer_model=str((run / HF_FOLDER / name).absolute())))
             files = {"tokenizer_model": digest(kept / name)}
         (draft / "config.toml").write_text(to_toml(config), encoding="utf-8")
         extra = {"progress": asdict(Progress()), "contents": files, IMPORTED: str(source)}
         save_checkpoint(draft, 0, weights, None, architecture=architecture_of(config.model), extra=extra, read=read)
     dtypes = ", ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()}))
     return f"imported {source}{beside} into {run}: {num_parameters(model):,} parameters of {dtypes}, " + (
-        f"tokenizer {run / KEPT / name}" if name else "without a tokenizer: give --tokenizer-model"
+        f"tokenizer {run / HF_FOLDER / name}" if name else "without a tokenizer: give --tokenizer-model"
     )
 
 
@@ -155,7 +156,7 @@ def _config_of(named: Path, extra: dict[str, Any]) -> Config:
 def _came_with(run: Path, config: Config) -> Path | None:
     """Return what an imported model came with, kept in this run or in the one that it was trained from."""
     load = config.checkpoint.load
-    folders = [run / KEPT, *([Path(load) / KEPT] if load else [])]
+    folders = [run / HF_FOLDER, *([Path(load) / HF_FOLDER] if load else [])]
     return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
 
 

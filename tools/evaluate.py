@@ -39,7 +39,8 @@ from tools.arguments import parser_for, positive
 from tools.report import markdown, write_results
 from tools.runs import Run, add_mesh, mesh_of, open_run
 from train.assemble import build_runner
-from train.config.language import Config, ConfigError, fitted
+from train.config.derive import fitted
+from train.config.language import Config, ConfigError
 from train.config.sizes import validate_sizes
 from train.objectives.language import NextToken
 from train.run import check_writable, run_entry

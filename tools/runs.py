@@ -50,10 +50,10 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     from data.tokenizer import load_tokenizer
     from planner.complete import with_vocabulary
     from runtime.errors import DataError
+    from train.config.derive import IMPORTED, config_as_trained
     from train.config.flags import config_file
     from train.config.language import ConfigError, load_config
-    from train.resume import IMPORTED, config_as_trained
-    from train.run import KEPT
+    from train.run import HF_FOLDER
 
     named = config_file(folder)
     config = load_config(named)
@@ -61,7 +61,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
         raise ConfigError(f"{named}: mock_data is set: the run knows drawn tokens, and no text; name a run on text")
     if (path := config.data.tokenizer_model) is None:
         raise ConfigError(f"{named}: tokenizer_model is not set; name the tokenizer of the run")
-    if not Path(path).exists() and (beside := folder / KEPT / Path(path).name).is_file():
+    if not Path(path).exists() and (beside := folder / HF_FOLDER / Path(path).name).is_file():
         path = str(beside)  # of an import that was moved
         config = replace(config, data=replace(config.data, tokenizer_model=path))
     tokenizer = load_tokenizer(path)

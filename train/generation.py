@@ -34,10 +34,10 @@ from parallel.pipeline.stages import stage_layers
 from runtime.processes import launched_world_size
 from runtime.together import raise_together
 from train.attention import softmax_context
+from train.config.derive import IMPORTED, config_as_trained, fitted
 from train.config.flags import config_file
-from train.config.language import Config, ConfigError, fitted, load_config
+from train.config.language import Config, ConfigError, load_config
 from train.config.sizes import validate_entries
-from train.resume import IMPORTED, config_as_trained
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from checkpoint.saving import Saves
 from data.loader import Batch, Samples, batches
 from parallel.data import reshard
 from parallel.pipeline.runner import Runner
-from runtime.signals import Notice
+from runtime.signals import StopRequest
 from runtime.watchdog import Watchdog
 from train.assemble import Run, build_runner
 from train.batches import Batches, Prefetcher, summed
@@ -107,13 +107,13 @@ class Trainer:
         }
         return Step(batch.micro_batches, batch.valid, loss, record, ahead.wait, last=self._is_last(progress.iteration))
 
-    def train(self, request: Notice | None = None) -> None:
+    def train(self, request: StopRequest | None = None) -> None:
         """Train from ``progress`` to train_iters, or until told to stop; save the last iteration.
 
         A signal in ``request`` on any rank, or the end of exit_duration_in_mins, ends all ranks before their next step.
         """
         config, progress = self.run.config, self.progress
-        request = request or Notice()
+        request = request or StopRequest()
         request.works = True
         if not self.peak_flops:
             dtype = torch.bfloat16 if config.train.bf16 else torch.float32
@@ -132,7 +132,7 @@ class Trainer:
         if self._stop.agreed:
             say(f"ended early after iteration {progress.iteration}: {self._stop.why()}; --load goes on")
 
-    def _beside(self, request: Notice, saves: Saves, watchdog: Watchdog) -> Iterator[Watcher]:
+    def _beside(self, request: StopRequest, saves: Saves, watchdog: Watchdog) -> Iterator[Watcher]:
         """Yield what stands beside the step, in the order in which each moment calls it."""
         run, config, device = self.run, self.run.config, self.run.mesh.device
         objective, interval, save = run.objective, config.logging.log_interval, config.checkpoint.save

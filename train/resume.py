@@ -26,7 +26,6 @@ from runtime.errors import printable
 from runtime.together import is_first, raise_together
 from train import schedule
 from train.config.common import CommonConfig
-from train.config.entries import Config
 from train.config.flags import spelled
 from train.ema import Ema
 from train.schedule import schedule_of, shortened
@@ -36,8 +35,6 @@ OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"
 ADAPTED = "lora_"
 REFITTED = ("rotary_base", "rope_scaling_", "window_", ADAPTED)
 """What names of an architecture's settings begin with that finetuning may change."""
-IMPORTED = "imported_from"
-"""Of a checkpoint's ``extra``: the model came from Hugging Face, and no run has trained it."""
 MICRO = "micro_batch_size"
 AVERAGED = "ema_decay"
 """Key of the averages' decay in a checkpoint with averages of the weights."""
@@ -309,21 +306,3 @@ def _check_allowed(path: Path, changed: Mapping[str, str], allowed: Sequence[str
             f"{path} was trained otherwise: {'. '.join(changed[name] for name in refused)}. Keep it, or give "
             f"--allow-changed {' '.join(dict.fromkeys(by_setting[name] for name in refused))}"
         )
-
-
-def with_rope_length(config: Config) -> Config:
-    """Return the configuration with a length for dynamic scaling of rope, the run's by default: no rank sees all."""
-    model = config.model
-    if model.rope_scaling_type != "dynamic" or model.rope_scaling_seq_length is not None:
-        return config
-    return replace(config, model=replace(model, rope_scaling_seq_length=config.train.seq_length))
-
-
-def config_as_trained(config: Config, extra: Mapping[str, Any]) -> Config:
-    """Return a run's configuration with the length of rope that its checkpoint, with this ``extra``, was trained at.
-
-    A model that no run has trained computes in bfloat16 on cuda, since flash kernels take nothing wider.
-    """
-    if IMPORTED not in extra:
-        return with_rope_length(config)
-    return replace(config, train=replace(config.train, bf16=config.train.bf16 or config.mesh.device_type == "cuda"))

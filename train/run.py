@@ -35,7 +35,7 @@ SECONDS_TO_SPEAK = 5.0
 UNFLUSHED = 120  # Python's own status if output is lost at exit
 FILES = ("config.toml", METRICS, STARTS, FAILURES, POINTER, "loss.png", "wandb_id.txt")
 """Of a run's folder, besides its lock."""
-KEPT = "hf"
+HF_FOLDER = "hf"
 """Folder of a run with what came with an imported model: config.json, tokenizer, generation settings."""
 
 
@@ -106,7 +106,7 @@ def _message(error: Exception) -> str:
 
 
 @contextmanager
-def owning(config: CommonConfig) -> Iterator[None]:
+def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
     """Reserve ``--save`` for this run until the block ends; collective, before any work.
 
     Raises:
@@ -207,15 +207,15 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
             if folder is not None and progress.iteration < config.train.train_iters:
                 with disk_errors(folder):
                     write_text(folder / "config.toml", write_toml(config))
-                    _keep(given, folder)
+                    _copy_hf_files(given, folder)
     return log
 
 
-def _keep(given: CheckpointConfig, folder: Path) -> None:
+def _copy_hf_files(given: CheckpointConfig, folder: Path) -> None:
     """Take over what an imported model came with from what this run begins with; it is exported with it."""
-    source = given.hugging_face or Path(given.load or "") / KEPT
-    if given.load is not None and source.is_dir() and not (folder / KEPT).exists():
-        with new_folder(folder / KEPT) as draft:
+    source = given.hugging_face or Path(given.load or "") / HF_FOLDER
+    if given.load is not None and source.is_dir() and not (folder / HF_FOLDER).exists():
+        with new_folder(folder / HF_FOLDER) as draft:
             if given.hugging_face is None:
                 shutil.copytree(source, draft, dirs_exist_ok=True)
             else:

@@ -7,7 +7,7 @@ import pytest
 
 from planner import resize
 from planner.cluster import CLUSTERS
-from planner.resize import divided, rearranged, sized
+from planner.resize import divided, fitted_to_world, rearranged
 from runtime.errors import UserError
 from train.config.language import Config, ConfigError, parse_args, validate
 
@@ -26,7 +26,7 @@ def config(*more: str) -> Config:
 
 def yielded(asked: Config, processes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, Config]:
     monkeypatch.setattr(resize, "launched_world_size", lambda: processes)
-    with sized(asked, validate) as found:
+    with fitted_to_world(asked, validate) as found:
         return found
 
 

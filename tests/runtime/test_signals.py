@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runtime import signals
-from runtime.signals import ASKING, Notice, end_with_launcher, end_with_parent, leave_to_parent, listening
+from runtime.signals import ASKING, StopRequest, end_with_launcher, end_with_parent, leave_to_parent, stop_requests
 from tests.starts import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def status_of(child: int) -> int:
 @pytest.mark.parametrize("number", ASKING)
 def test_before_there_is_work_a_signal_ends_the_process_with_its_status(number: signal.Signals) -> None:
     def body(report: int) -> None:
-        with listening():
+        with stop_requests():
             os.write(report, b".")
             time.sleep(60)
 
@@ -56,7 +56,7 @@ def test_the_first_signal_is_noted_and_the_second_ends_at_once(
     monkeypatch.setattr(signals, "SAME", 0.5)
 
     def body(report: int) -> None:
-        with listening() as notice:
+        with stop_requests() as notice:
             notice.works = True
             os.write(report, b".")
             while notice.signal is None:
@@ -78,7 +78,7 @@ def test_what_was_ignored_stays_ignored_and_handlers_come_back() -> None:
     before = {number: signal.getsignal(number) for number in ASKING}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with listening() as notice:
+        with stop_requests() as notice:
             notice.works = True
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -91,7 +91,7 @@ def test_what_was_ignored_stays_ignored_and_handlers_come_back() -> None:
 
 
 def test_a_notice_without_a_signal_asks_for_nothing() -> None:
-    assert Notice().signal is None
+    assert StopRequest().signal is None
 
 
 def family(launched: bool) -> tuple[int, int]:
@@ -169,7 +169,7 @@ def test_a_rank_that_still_imports_torch_ends_with_its_launcher(entry: str, tmp_
 
 def test_a_loaders_process_leaves_signals_to_its_parent() -> None:
     def body(report: int) -> None:
-        with listening():
+        with stop_requests():
             leave_to_parent(0)
             os.write(report, b".")
             time.sleep(60)

@@ -27,7 +27,7 @@ from parallel.context import context_parallel
 from parallel.mesh import MeshConfig, distributed_mesh
 from runtime.errors import DataError
 from runtime.ranks import run_ranks
-from runtime.signals import Notice
+from runtime.signals import StopRequest
 from train.assemble import Run
 from train.config.language import Config, TrainConfig
 from train.loop import Trainer
@@ -272,7 +272,7 @@ def test_told_to_stop_it_saves_and_stops(limit: dict[str, float], last: int, tmp
 
 
 def told_to_end_with_a_local_checkpoint_loaded(trainer: Trainer) -> None:
-    trainer.progress, notice = Progress(iteration=6), Notice()
+    trainer.progress, notice = Progress(iteration=6), StopRequest()
     notice.signal = signal.SIGTERM
     trainer.train = partial(trainer.train, notice)  # type: ignore[method-assign]
 

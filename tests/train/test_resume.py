@@ -15,11 +15,12 @@ from parallel.mesh import MeshConfig
 from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
 from tests.train.test_run import with_checkpoint
 from train import schedule
+from train.config.derive import IMPORTED, config_as_trained
 from train.config.entries import DiTRunConfig
 from train.config.flags import ConfigError
 from train.config.language import Config, TrainConfig, parse_args
 from train.optim import OptimizerConfig
-from train.resume import IMPORTED, _check_allowed, changes, checkpoint_extra, config_as_trained, find_start
+from train.resume import _check_allowed, changes, checkpoint_extra, find_start
 from train.run import claim_folder, open_log
 from train.schedule import schedule_of
 from train.watching.health import Progress

@@ -21,7 +21,7 @@ from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, free_port
 from train.config.language import Config, ConfigError, load_config
 from train.optim import OptimizerConfig
-from train.run import claim_folder, exit_status, open_log, owning
+from train.run import claim_folder, exit_status, open_log, reserve_run_folder
 from train.watching.health import Progress
 from train.watching.metrics import METRICS, STARTS, LoggingConfig
 
@@ -258,9 +258,9 @@ def test_one_run_at_a_time_has_a_folder(tmp_path: Path) -> None:
     config = with_checkpoint(save=str(tmp_path / "run"))
     with another_process(tmp_path / "run") as child:
         message = rf"save is .*run is in use by process {child} .* another --save"
-        with pytest.raises(ConfigError, match=message), owning(config):
+        with pytest.raises(ConfigError, match=message), reserve_run_folder(config):
             pytest.fail("two runs")
-    with owning(config):
+    with reserve_run_folder(config):
         assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
@@ -277,5 +277,5 @@ def test_a_symlink_that_leads_nowhere_is_no_folder(target: str, tmp_path: Path) 
 def test_a_run_removes_what_a_killed_one_left_of_its_saves(tmp_path: Path) -> None:
     (tmp_path / "iter_0000005.tmp").mkdir()
     (tmp_path / "iter_0000005.tmp" / "__0_0.distcp").write_bytes(b"half")
-    with owning(with_checkpoint(save=str(tmp_path))):
+    with reserve_run_folder(with_checkpoint(save=str(tmp_path))):
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]

@@ -5,23 +5,25 @@ attribute docstrings are the help, `Literal` gives the choices, and names are un
 """
 
 import argparse
+import ast
 import difflib
 import inspect
+import itertools
 import math
 import os
 import sys
+import textwrap
 import tomllib
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from runtime.errors import UserError
 from runtime.files import not_a_file
-from train.config.helps import attribute_docs
-from train.config.megatron_flags import Entry, without_what_is_so
+from train.config.megatron_flags import Entry, drop_redundant_flags
 from train.config.megatron_flags import entries as megatron_flags
 
 Root = TypeVar("Root")
@@ -221,6 +223,18 @@ def _hyphened(word: str) -> str:
     return flag.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
+def attribute_docs(cls: type) -> dict[str, str]:
+    """Return attribute docstrings by field name, inherited ones too, from the sources: Python drops them."""
+    docs = {}
+    for owner in (owner for owner in reversed(cls.__mro__) if is_dataclass(owner)):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+        assert isinstance(tree.body[0], ast.ClassDef)
+        for entry, text in itertools.pairwise(tree.body[0].body):
+            if isinstance(entry, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                docs[ast.unparse(entry.target)] = inspect.cleandoc(str(text.value.value))
+    return docs
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -263,7 +277,7 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str, entries: Map
     with status 0. `entries`: roots by program, to recognise what is meant for another one.
     """
     flags = ["--config", "--help", *(field.flag for field in config_fields(root).values())]
-    argv, taken = without_what_is_so([_hyphened(word) for word in argv], flags)
+    argv, taken = drop_redundant_flags([_hyphened(word) for word in argv], flags)
     parser = _parser(root, introduction if {"-h", "--help"} & set(argv) else None)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -275,7 +289,7 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str, entries: Map
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     config = build(root, {**(_kept(root, path, values, entries) if path is not None else {}), **values})
     for entry in taken:
-        _check_so(config, entry)
+        _check_condition(config, entry)
     return config
 
 
@@ -291,7 +305,7 @@ def _kept(root: type, path: str, given: Mapping[str, Any], entries: Mapping[str,
     return found
 
 
-def _check_so(config: object, entry: Entry) -> None:
+def _check_condition(config: object, entry: Entry) -> None:
     """Refuse a Megatron flag that holds for some values of a field only, if the field has another."""
     if not entry.fits:
         return

@@ -1,26 +1,18 @@
 """Read and validate the configuration of a language model's run."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from parallel.context.config import ContextConfig
-from parallel.data import DataParallelConfig
-from parallel.pipeline.stages import PipelineConfig
 from train.config import flags
 from train.config.common import validate_backend, validate_run, with_joined_ranks
 from train.config.entries import ENTRIES, Config, TrainConfig
 from train.config.flags import ConfigError
-from train.config.sizes import validate_mesh, validate_method, validate_sizes
-from train.float8 import Float8Config
+from train.config.sizes import validate_sizes
 
 __all__ = [
     "Config",
     "ConfigError",
     "TrainConfig",
-    "fitted",
     "load_config",
     "parse_args",
     "to_toml",
@@ -99,66 +91,6 @@ def validate(config: Config, world_size: int) -> None:
             f"lora_rank is {config.model.lora_rank} and load is not set, so that the weights beside the adapters would "
             "be random; give --finetune --load RUN"
         )
-
-
-def fitted(
-    config: Config,
-    processes: int,
-    method: str | None,
-    length: int | None = None,
-    *,
-    context_parallel_size: int,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
-) -> Config:
-    """Return a run's configuration without training, on another mesh of ``processes``.
-
-    A step has one sequence, by default as long as the run's, for each data-parallel rank and pipeline stage.
-
-    Args:
-        method: of context parallelism, which may be auto; by default the run's own on as many ranks, else striped, or
-            lasp of a model with linear attention.
-
-    Raises:
-        UserError: sizes that do not fit the processes or the model.
-    """
-    cp, tp, pp = context_parallel_size, tensor_model_parallel_size, pipeline_model_parallel_size
-    mesh = replace(
-        config.mesh,
-        context_parallel_size=cp,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        balance_over="cp",
-        device=config.mesh.device if torch.cuda.is_available() else "auto",
-    )
-    context, own = config.context, config.context.context_parallel_method
-    if cp == 1 and method in (None, "auto"):
-        context = ContextConfig(context_parallel_method="none")
-    elif method == "auto":
-        context = ContextConfig(context_parallel_method="auto", cluster=context.cluster)
-    elif cp != config.mesh.context_parallel_size or own == "auto" or method not in (None, own):
-        method = method or ("lasp" if config.model.linear_attention else "striped")
-        named = flags.config_fields(Config)["context_parallel_method"].convert(method)
-        context = ContextConfig(context_parallel_method=named)
-    found = replace(
-        config,
-        mesh=mesh,
-        context=context,
-        pipeline=PipelineConfig(),
-        data_parallel=DataParallelConfig(),
-        recompute=replace(config.recompute, recompute_granularity="none", recompute_offload=False),
-        data=replace(config.data, reset_attention_mask=False),
-        float8=Float8Config(),
-        train=replace(
-            config.train,
-            seq_length=length or config.train.seq_length,
-            micro_batch_size=1,
-            global_batch_size=pp * max(1, processes // (cp * tp * pp)),
-        ),
-    )
-    validate_method(found)
-    validate_mesh(found, processes)
-    return found
 
 
 def _validate_documents(config: Config) -> None:

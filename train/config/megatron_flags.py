@@ -47,7 +47,7 @@ def entries() -> dict[str, Entry]:
     return table
 
 
-def without_what_is_so(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[Entry]]:
+def drop_redundant_flags(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[Entry]]:
     """Split off Megatron flags that always hold here; return the rest and them. `known` are the program's own flags.
 
     Raises:

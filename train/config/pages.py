@@ -11,8 +11,7 @@ from typing import get_type_hints
 
 from train.config import megatron_flags
 from train.config.entries import ENTRIES
-from train.config.flags import METAVAR, Field, config_fields
-from train.config.helps import attribute_docs
+from train.config.flags import METAVAR, Field, attribute_docs, config_fields
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"

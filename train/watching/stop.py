@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from runtime.signals import ASKING, Notice
+from runtime.signals import ASKING, StopRequest
 from runtime.together import is_first
 from train.watching.moments import Step, Watcher
 
@@ -13,7 +13,7 @@ from train.watching.moments import Step, Watcher
 class StopAgreement(Watcher):
     """Ends the run before the next step once a rank is asked to stop, or the run's time is over."""
 
-    def __init__(self, request: Notice, minutes: float | None) -> None:
+    def __init__(self, request: StopRequest, minutes: float | None) -> None:
         """``minutes`` since the process began are the run's time; None is no limit."""
         self._request, self._minutes = request, minutes
         self._sums = [0] * (len(ASKING) + 1)

@@ -8,7 +8,7 @@ import pytest
 from parallel.context import METHODS, STATE_METHODS
 from runtime.errors import UserError
 from train.config import flags
-from train.config.helps import attribute_docs
+from train.config.flags import attribute_docs
 from train.config.language import Config, TrainConfig, load_config, parse_args, validate
 
 ROOT = Path(__file__).resolve().parents[3]

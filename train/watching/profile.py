@@ -3,13 +3,14 @@
 import json
 import socket
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
@@ -73,21 +74,19 @@ class Profiler(Watcher):
     """Follows some iterations on every rank, with --profile."""
 
     def __init__(self, config: ProfileConfig, save: str | None, device: torch.device) -> None:
-        """Raises UserError if a profile is asked for and there is no folder for it, or a profiled rank is none."""
+        """Raises UserError if there is no folder for the profile, or a profiled rank is none."""
         self._config, self._device = config, device
         self._profile: profile | None = None
         self._begun = 0
-        if config.profile and save is None:
+        if save is None:
             raise UserError("profile writes into the folder of --save, and none is given; give one")
         world = dist.get_world_size()
-        if config.profile and (missing := [rank for rank in config.profile_ranks if not 0 <= rank < world]):
+        if missing := [rank for rank in config.profile_ranks if not 0 <= rank < world]:
             raise UserError(f"profile_ranks has {missing[0]}; there are ranks 0 to {world - 1}")
-        self._folder = Path(save or ".") / FOLDER
+        self._folder = Path(save) / FOLDER
 
     def before(self, iteration: int) -> None:
         """Begin or end before this iteration, where it is the one to do so. Collective at the end."""
-        if not self._config.profile:
-            return
         if iteration == self._config.profile_step_start:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
             if self._device.type == "cuda":
@@ -152,52 +151,26 @@ def spent(events: Iterable[Any], rank: int, iterations: int) -> Spent:
             kernels.append(span)
         elif name.startswith("aten::"):
             operators.append(span)
-    aside = union([*marks[DATA], *marks[SAVING]])
-    compute, sent = (without(union(spans), aside) for spans in (kernels or operators, messages))
-    ends = [*operators, *kernels, *messages, *aside]
+    lengths, (data, saving, compute, sent) = covered([marks[DATA], marks[SAVING], kernels or operators, messages])
+    compute, sent = (part & ~(data | saving) for part in (compute, sent))
+    ends = [*operators, *kernels, *messages, *marks[DATA], *marks[SAVING]]
     whole = max((end for _, end in ends), default=0) - min((start for start, _ in ends), default=0)
-    seconds = [total(part) / 1e9 / iterations for part in (compute, sent, without(sent, compute))]
-    rest = [total(union(marks[name])) / 1e9 / iterations for name in (DATA, SAVING)]
+    parts = (compute, sent, sent & ~compute, data, saving)
+    seconds = [int(lengths[part].sum()) / 1e9 / iterations for part in parts]
     sizes = (size for _, size in sorted(changes[bool(kernels)], key=lambda change: change[0]))
     memory = max(accumulate(sizes), default=0)
-    return Spent(rank, socket.gethostname(), memory, whole / 1e9 / iterations, *seconds, *rest)
+    return Spent(rank, socket.gethostname(), memory, whole / 1e9 / iterations, *seconds)
 
 
-def union(spans: Iterable[Interval]) -> list[Interval]:
-    """Return the intervals' union, sorted and apart."""
-    found: list[Interval] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
-
-
-def without(spans: list[Interval], others: list[Interval]) -> list[Interval]:
-    """Return what of one union lies outside of another."""
-    edges = sorted({edge for span in (*spans, *others) for edge in span})
-    ins, outs = _inside(spans), _inside(others)
-    return union(pair for pair in pairwise(edges) if ins(pair) and not outs(pair))
-
-
-def _inside(spans: list[Interval]) -> Callable[[Interval], bool]:
-    """Return whether an interval without edges inside lies in the union; asked in order."""
-    left = iter(spans)
-    at: Interval | None = next(left, None)
-
-    def inside(pair: Interval) -> bool:
-        nonlocal at
-        while at is not None and at[1] <= pair[0]:
-            at = next(left, None)
-        return at is not None and at[0] <= pair[0]
-
-    return inside
-
-
-def total(spans: Iterable[Interval]) -> int:
-    """Return the length of all intervals."""
-    return sum(end - start for start, end in spans)
+def covered(kinds: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray]:
+    """Cut time at all starts and ends; return the pieces' lengths, int64 [N], and which kinds cover each, [kinds, N]."""
+    edges = np.unique(np.array([edge for spans in kinds for span in spans for edge in span], dtype=np.int64))
+    open_now = np.zeros((len(kinds), len(edges)), dtype=np.int64)
+    for row, spans in zip(open_now, kinds, strict=True):
+        starts, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+        np.add.at(row, np.searchsorted(edges, starts), 1)
+        np.add.at(row, np.searchsorted(edges, ends), -1)
+    return np.diff(edges), open_now.cumsum(1)[:, :-1] > 0
 
 
 def table(ranks: list[Spent]) -> str:
@@ -216,9 +189,5 @@ def table(ranks: list[Spent]) -> str:
     slowest = max(ranks, key=lambda each: each.iteration - each.exposed)
     busy = median(each.iteration - each.exposed for each in ranks)
     more = (slowest.iteration - slowest.exposed) / busy - 1 if busy else 0.0
-    lines += [
-        "",
-        f"Milliseconds per iteration. Slowest: rank {slowest.rank} on {slowest.host}, busy {more:.0%} longer than ",
-    ]
-    lines[-1] += "the median."
-    return "\n".join(lines) + "\n"
+    said = f"Slowest: rank {slowest.rank} on {slowest.host}, busy {more:.0%} longer than the median."
+    return "\n".join([*lines, "", f"Milliseconds per iteration. {said}"]) + "\n"

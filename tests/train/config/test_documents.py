@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -93,8 +94,8 @@ def test_the_samples_of_a_micro_batch_are_one_sequence_only_where_documents_atte
         (f"{APART} --reset-position-ids --sft", "64 tokens of packed conversations, each by itself"),
     ],
 )
-def test_the_first_line_says_how_sequences_are_packed(flags: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrain_gpt, "summary", lambda *parts: parts[-1])
+def test_the_first_line_says_how_sequences_are_packed(flags: str, words: str) -> None:
     config = parse_args([*DATA, "--seq-length", "64", "--vocab-size", "300", *flags.split()])
     mesh = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-    assert pretrain_gpt.described(config, mesh) == f"sequences of {words}"  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(config=config, mesh=mesh, summary=lambda *parts: parts[-1])
+    assert pretrain_gpt.described(run) == f"sequences of {words}"

@@ -12,7 +12,7 @@ from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.starts import PATIENCE
-from train.watching.profile import DATA, SAVING, ProfileConfig, spent, table, total, union, without
+from train.watching.profile import DATA, SAVING, ProfileConfig, covered, spent, table
 
 
 @dataclass
@@ -50,9 +50,10 @@ def test_intervals_as_sets_of_points() -> None:
     for _ in range(200):
         first, second = ([(a, a + draw.randint(1, 9)) for a in draw.sample(range(60), 5)] for _ in range(2))
         points = [{p for a, b in spans for p in range(a, b)} for spans in (first, second)]
-        left = without(union(first), union(second))
-        assert {p for a, b in left for p in range(a, b)} == points[0] - points[1]
-        assert total(left) == len(points[0] - points[1])
+        lengths, (one, other) = covered([first, second])
+        assert lengths[one & ~other].sum() == len(points[0] - points[1])
+        assert lengths[one & other].sum() == len(points[0] & points[1])
+        assert lengths[one].sum() == len(points[0])
 
 
 def test_time_by_hand() -> None:

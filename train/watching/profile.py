@@ -163,7 +163,7 @@ def spent(events: Iterable[Any], rank: int, iterations: int) -> Spent:
 
 
 def covered(kinds: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray]:
-    """Cut time at all starts and ends; return the pieces' lengths, int64 [N], and which kinds cover each, [kinds, N]."""
+    """Cut time at starts and ends; return the pieces' lengths, int64 [N], and which kinds cover each, [kinds, N]."""
     edges = np.unique(np.array([edge for spans in kinds for span in spans for edge in span], dtype=np.int64))
     open_now = np.zeros((len(kinds), len(edges)), dtype=np.int64)
     for row, spans in zip(open_now, kinds, strict=True):

@@ -106,7 +106,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
 
 def test_a_file_that_cannot_be_read(tmp_path):
     assert "No such file" in refusal("--config", str(tmp_path / "absent.toml"))
-    assert "cannot be read" in refusal("--config", str(tmp_path))
+    assert "it is a folder; name an existing TOML file" in refusal("--config", str(tmp_path))
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     assert "not valid TOML" in refusal("--config", str(tmp_path / "bytes.toml"))
 

@@ -205,6 +205,14 @@ def passed_over(name: str, device_type: str, dtype: torch.dtype, documents: bool
     return f"attention_backend auto takes {taken}, not the {title} that is installed, {reason}"
 
 
+def takes_whole(name: str, device_type: str, dtype: torch.dtype) -> bool:
+    """Return whether torch's SDPA takes a whole sequence of this dtype at least as fast as the backend its tiles.
+
+    So it is on a CPU, but for one thread where oneDNN's strips are faster. In bfloat16 it would round partial results.
+    """
+    return name in ("auto", "aten") and device_type == "cpu" and dtype == torch.float32 and not onednn.is_faster(dtype)
+
+
 def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
     if kind not in (FULL, CAUSAL, ANTI):
         raise ValueError(f"a block of kind {kind!r} does not exist; use {FULL}, {CAUSAL} or {ANTI}")

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.attention import passed_over, select_backend
+from kernels.attention import passed_over, select_backend, takes_whole
 from kernels.linear_attention import linear_attention, select_linear_backend
 from model.attention import Attend, HybridAttention, LinearAttend, sdpa
 from model.dit import full_sdpa
+from model.windows import Window
 from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.context.linear.relayout import InsideAttention
 from parallel.context.plan import PLANS, PlanHandle
@@ -130,4 +131,29 @@ def softmax_context(
         timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),
         **config.context.plan_arguments(config.mesh.context_ranks_per_node),
     )
-    return cp, cp.attend
+    if (
+        config.mesh.context_parallel_size > 1
+        or config.packed
+        or not takes_whole(backend, config.mesh.device_type, dtype)
+    ):
+        return cp, cp.attend
+    return cp, _whole(cp, alone) if config.causal or cp.plan.padded_len == length else cp.attend
+
+
+def _whole(cp: ContextParallel, alone: Attend) -> Attend:
+    """Return the attention of one process: ``alone``'s kernel, or the method's tiles where there is more to know."""
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: PlanHandle | None = None,
+        *,
+        window: Window | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if mask is None and window is None and sinks is None:
+            return alone(q, k, v)
+        return cp.attend(q, k, v, mask, window=window, sinks=sinks)
+
+    return attend

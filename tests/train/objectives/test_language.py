@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data.loader import IGNORE_INDEX, Batch
 from data.text.config import DataConfig
 from kernels.loss import cross_entropy_sum
-from model.attention import sdpa
 from model.config import ModelConfig
 from model.registry import build_model
 from parallel.context import METHODS, context_parallel, make_plan
@@ -120,13 +119,6 @@ def test_a_loss_in_chunks_is_the_loss_and_never_has_all_logits(size: int, untied
         assert (a - b).norm() <= 1e-14 * b.norm()
     assert largest[0] == 2 * LENGTH * vocabulary
     assert largest[1] == max(min(size, 2 * LENGTH) * vocabulary, vocabulary * LLAMA.hidden_size)
-
-
-def test_without_a_method_the_attention_is_plain() -> None:
-    config = Config(context=ContextConfig(context_parallel_method="none"), train=TrainConfig(seq_length=LENGTH))
-    cp, attend = context_of(config, None)
-    assert attend is sdpa
-    assert torch.equal(cp.positions, torch.arange(LENGTH))
 
 
 @pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])

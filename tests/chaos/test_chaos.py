@@ -61,7 +61,7 @@ def test_what_hangs_is_killed_with_its_sessions_and_a_wrong_row(
         wait_until(lambda: len(victim.marked(mark(plan))) == 2)
         monkeypatch.setattr(chaos, "PATIENCE", 0.01)
         row = tried(KILL, ended, process, out, plan)
-    assert row == {"what": KILL, "where": "hung", "wrong": "hung for 0 s, and was killed: begun\n"}
+    assert row == {"what": KILL, "where": "hung", "wrong": "hung for 0 s, and was killed: begun\\n"}
     assert process.returncode == -9
     wait_until(lambda: not victim.marked(mark(plan)))
     assert "| SIGKILL | hung |  | 1 | 1 |  |\n" in table([row])

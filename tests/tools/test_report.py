@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.link import report
 from tools.report import Table, as_csv, lines_of, read_records, write_records
 
-RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 RESULT = {
     "benchmark": "of nothing",
     "machine": {"cores": 2},
@@ -45,10 +43,3 @@ def test_what_could_not_be_read_back_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=found):
             read_records(path)
-
-
-def test_the_link_benchs_table_comes_from_its_lines() -> None:
-    (lines,) = RESULTS.glob("link-amd-*.jsonl")
-    result = report.earlier(lines)
-    assert result is not None
-    assert lines.with_suffix(".md").read_text() == "# Training over a slow link\n\n" + report.markdown(result)

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from bench.emulate import LoopbackTransport, clock, emulate, step_of
-from bench.harness import MeasureError, relative_error, target
+from bench.harness import MeasureError, forward_backward, relative_error, target
 from bench.shapes import BACKWARD_PRODUCTS, DTYPES, FORWARD_PRODUCTS, AttentionShape
 from kernels.attention import CAUSAL, block_backward, block_forward, select_backend
 from model.attention import sdpa
-from parallel.context import Plan
 from parallel.context.executor import Executor
 from parallel.context.traffic import sizes
 from runtime.machine import describe, time_steps
@@ -42,11 +41,19 @@ KERNELS: dict[str, Column] = {
     },
 }
 
+RANKS: dict[str, Column] = {
+    "": "{method}",
+    "slowest rank ms": lambda row: f"{row['slowest_seconds'] * 1e3:.2f}",
+    "TFLOP/s": "{tflops:.1f}",
+    "of its share": "{of_share:.3f}",
+    "by pairs": "{limit:.3f}",
+}
+
 
 def measure(
     device: str, work: AttentionShape, lengths: tuple[int, ...], methods: tuple[str, ...], ranks: int, repeats: int
 ) -> dict[str, Any]:
-    """Measure ceilings, kernels at every length, and simulated steps with ``work.seq_length`` positions per rank."""
+    """Measure ceilings, kernels at every length, and what ranks with ``work.seq_length`` positions each compute."""
     skipped: dict[str, str] = {}
     kernels: list[dict[str, Any]] = []
     result = {
@@ -59,7 +66,8 @@ def measure(
     }
     for length in lengths:
         kernels += kernels_of(device, replace(work, seq_length=length), repeats, skipped)
-    return {**result, **_simulate(device, work, methods, ranks, repeats, skipped), "skipped": skipped}
+    shares = _try("ranks", skipped, lambda: shares_of(device, work, methods, ranks, repeats, skipped))
+    return {**result, "ranks_of": shares or {}, "skipped": skipped}
 
 
 def _try(label: str, skipped: dict[str, str], measured: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -120,57 +128,29 @@ def _row(name: str, shape: AttentionShape, forward: list[float], backward: list[
     }
 
 
-def _simulate(
+def shares_of(
     device: str, local: AttentionShape, methods: tuple[str, ...], ranks: int, repeats: int, skipped: dict[str, str]
-) -> dict[str, Any]:
-    """Time what each rank computes by every method; a method is as fast as its slowest rank."""
-    whole = replace(local, seq_length=local.seq_length * ranks)
-    steps: dict[str, Any] = {}
+) -> dict[str, dict[str, Any]]:
+    """Time what each rank computes by every method, forward + backward; a method is as fast as its slowest rank.
+
+    ``of_share`` compares that with a rank's share of torch's own attention of the whole sequence on this device, and
+    ``limit`` is the same by pairs.
+    """
+    whole, dtype = replace(local, seq_length=local.seq_length * ranks), DTYPES[local.dtype]
+    share = median(time_steps(forward_backward(sdpa, *whole.tensors(device)), device, repeats)) / ranks
+    found: dict[str, dict[str, Any]] = {}
     for method in methods:
         plan = whole.plan(method, ranks)
         if plan.local_len != local.seq_length:
-            skipped[f"simulated {method}"] = f"{local.seq_length} positions a rank would be padded to {plan.local_len}"
+            skipped[f"ranks of {method}"] = f"{local.seq_length} positions a rank would be padded to {plan.local_len}"
             continue
-        found = _try(f"simulated {method}", skipped, lambda plan=plan: _ranks_of(plan, device, local, repeats))  # type: ignore[misc]
-        if found is not None:
-            slowest, flops = max(found["seconds_by_rank"]), whole.flops(max(found["pairs_by_rank"]))
-            steps[method] = found | {"slowest_seconds": slowest, "tflops": flops / slowest / 1e12}
-    alone = _try("sdpa of the whole sequence", skipped, lambda: _whole(device, whole, ranks, repeats))
-    return {"simulated": steps, "simulated_ratios": _ratios(steps, alone), "whole_sequence": alone}
-
-
-def _ranks_of(plan: Plan, device: str, local: AttentionShape, repeats: int) -> dict[str, Any]:
-    """Return the seconds and the pairs of each rank, forward + backward, of its rounds one after another."""
-    dtype = DTYPES[local.dtype]
-    of = sizes(plan.geometry, local.batch, local.num_heads, local.kv_heads, local.head_dim, dtype.itemsize)
-    busy = emulate(plan, of, device, dtype, clock(device, repeats, quiet=True))
-    return {
-        "seconds_by_rank": sum(way.sum(axis=0) for way in busy.values()).tolist(),
-        "pairs_by_rank": [sum(step.pairs for step in plan.rounds(rank)) for rank in range(plan.size)],
-    }
-
-
-def _whole(device: str, whole: AttentionShape, ranks: int, repeats: int) -> dict[str, Any]:
-    q, k, v, dout = whole.tensors(device)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    seconds = median(time_steps(lambda: torch.autograd.grad(sdpa(*leaves), leaves, dout), device, repeats))
-    return {"seq_length": whole.seq_length, "seconds": seconds, "share_seconds": seconds / ranks}
-
-
-def _ratios(steps: dict[str, Any], alone: dict[str, Any] | None) -> dict[str, dict[str, float]]:
-    """Return ratios of ring to each method and of each method to its share of the whole sequence; limits count
-    pairs."""
-    ratios = {}
-    for name, step in steps.items():
-        seconds, pairs = step["slowest_seconds"], step["pairs_by_rank"]
-        if "ring" in steps and name != "ring":
-            ring = steps["ring"]
-            limit = max(ring["pairs_by_rank"]) / max(pairs)
-            ratios[f"ring/{name}"] = {"ratio": ring["slowest_seconds"] / seconds, "limit": limit}
-        if alone is not None:
-            limit = max(pairs) / fmean(pairs)
-            ratios[f"{name}/share"] = {"ratio": seconds / alone["share_seconds"], "limit": limit}
-    return ratios
+        of = sizes(plan.geometry, local.batch, local.num_heads, local.kv_heads, local.head_dim, dtype.itemsize)
+        busy = emulate(plan, of, device, dtype, clock(device, repeats, quiet=True))
+        slowest = float(max(sum(way.sum(axis=0) for way in busy.values())))  # type: ignore[arg-type]
+        pairs = [sum(step.pairs for step in plan.rounds(rank)) for rank in range(ranks)]
+        rates = {"tflops": whole.flops(max(pairs)) / slowest / 1e12, "limit": fmean(pairs) / max(pairs)}
+        found[method] = {"slowest_seconds": slowest, "of_share": share / slowest, **rates}
+    return found
 
 
 def masked(device: str, work: AttentionShape, repeats: int) -> dict[str, Any]:
@@ -218,8 +198,8 @@ def targets(found: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
                     label = f"{name} over the best of torch's and flash-attn's, {length} tokens, {said}"
                     wanted.append(target(label, min(best) / seconds[name, length][half], least))
     for method in ("zigzag", "striped"):
-        if (share := found["simulated_ratios"].get(f"{method}/share")) is not None:
-            wanted.append(target(f"{method} ranks over their share of one GPU's attention", 1 / share["ratio"], 0.95))
+        if (share := found["ranks_of"].get(method)) is not None:
+            wanted.append(target(f"{method} ranks over their share of one GPU's attention", share["of_share"], 0.95))
     wanted.append(
         target("a CAUSAL tile off the diagonal over one on it", found["masked"]["off_the_diagonal"], 0.97, 1.03)
     )
@@ -243,8 +223,6 @@ def table(result: dict[str, Any]) -> str:
         f"compute of {result['ranks']} ranks, {work['seq_length']} positions each, forward + backward, no traffic;",
         "share: scaled_dot_product_attention of the whole sequence on this device, divided by the ranks",
     ]
-    for name, step in result["simulated"].items():
-        lines.append(f"{name:12}slowest rank {step['slowest_seconds'] * 1e3:9.2f} ms {step['tflops']:9.1f} TFLOP/s")
-    for name, found in result["simulated_ratios"].items():
-        lines.append(f"{name:24}{found['ratio']:8.3f}  by pairs {found['limit']:.3f}")
+    rows = [{"method": name, **row} for name, row in result["ranks_of"].items()]
+    lines += Table(RANKS, rows).text()
     return "\n".join([*lines, *(f"skipped: {label}: {reason}" for label, reason in result["skipped"].items())])

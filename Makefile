@@ -160,7 +160,7 @@ chaos: $(READY) ## Kill, signal and start twice runs of 4 processes, compared wi
 gpu-check: $(READY) ## On one CUDA device, step by step, in under 8 minutes: kernels, ranks, waits, rates, a run of 1B; into bench/results/
 	@$(if $(findstring --device cpu,$(ARGS)),,$(GPU_HERE))
 	@$(if $(DEV),$(MAKE) --no-print-directory $(DEV))
-	$(PY) -m tests.gpu_check $(ARGS)
+	$(PY) -m tests.gpu $(ARGS)
 
 gpu-profile: RUN = runs/gpu_profile_$(shell date +%m%d_%H%M%S)
 gpu-profile: $(READY) ## On one CUDA device: a trace, and a table of idle time, of a LLaMA of 1B at 8,192 tokens; into RUN/profile

@@ -16,7 +16,6 @@ the machine does hits all alike, and chunked must equal naive before it is timed
     python -m bench.linear --results elsewhere --picture elsewhere/linear.png
 """
 
-import importlib.util
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +36,6 @@ from bench.harness import (
     fingerprint,
     forward_backward,
     measured,
-    relative_error,
     sizes_of,
 )
 from bench.shapes import AttentionShape
@@ -47,7 +45,7 @@ from kernels.linear_scan import SCAN_CHUNK
 from model.attention import sdpa
 from model.transnormer import alibi_slopes
 from runtime.errors import UserError
-from runtime.machine import OtherLoad, describe, results_file, time_steps, usable_cores
+from runtime.machine import OtherLoad, describe, results_file, usable_cores
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 from tools.report import Table, write_records
 
@@ -151,36 +149,6 @@ def row(name: str, work: AttentionShape, seconds: list[float]) -> dict[str, Any]
         "flops": flops(name, work),
         "gflops_per_second": flops(name, work) / middle / 1e9,
     }
-
-
-def beside_the_limit(device: str, work: AttentionShape, ceilings: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """Time what ``auto`` takes here and, where it is installed, flash-linear-attention's chunk_simple_gla.
-
-    ``limit_seconds`` is the longer of the chunked form's operations at the rate of matrix products and of reading q, k,
-    v and dout, each in forward and backward, and writing out, dq, dk and dv at that of copies.
-    """
-    q, k, v, dout = work.tensors(device)
-    leaves, log_decay = [x.requires_grad_() for x in (q, k, v)], [-slope for slope in alibi_slopes(work.num_heads)]
-    ways: dict[str, Callable[[], Tensor]] = {"ours": lambda: linear_attention(q, k, v, log_decay)[0]}
-    if importlib.util.find_spec("fla") is not None:
-        from fla.ops.simple_gla import chunk_simple_gla
-
-        rates = torch.tensor(log_decay, device=device)
-        ways["flash-linear-attention"] = lambda: chunk_simple_gla(q, k, v, g_gamma=rates, scale=1.0)[0]
-    seconds, outs = dict[str, float](), dict[str, Tensor]()
-    for name, way in ways.items():
-        outs[name] = way().detach()
-        steps = time_steps(lambda way=way: torch.autograd.grad(way(), leaves, dout), device, repeats)  # type: ignore[misc]
-        seconds[name] = median(steps)
-    busy = flops("chunked", work) / ceilings["matmul_tflops"][work.dtype] / 1e12
-    moved = 11 * q.nbytes / ceilings["copy_gb_per_s"] / 1e9
-    found = {"length": work.seq_length, "seconds": seconds, "limit_seconds": max(busy, moved)}
-    found["of_the_limit"] = found["limit_seconds"] / seconds["ours"]
-    if "flash-linear-attention" in ways:
-        found["times_as_fast"] = seconds["flash-linear-attention"] / seconds["ours"]
-        error = relative_error([outs["ours"]], [outs["flash-linear-attention"]])
-        found |= {"error": error} | ({} if error < 2e-2 else {"wrong": f"outputs differ by {error:.1e}"})
-    return found
 
 
 def by_length(result: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:

@@ -17,13 +17,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from bench import gpu
-from bench import linear as of_linear
 from bench.attention import DEFAULT_METHODS
 from bench.harness import need_cuda, target
 from bench.shapes import DTYPES, AttentionShape
 from kernels.attention import select_backend
 from runtime.errors import UserError
+from tests.gpu import rates
 from tests.steps import Step, asked, check, launched, tests
 from tools.arguments import one_line_errors, parser_for, run_command
 from tools.calibrate import ceilings
@@ -43,7 +42,7 @@ def environment(device: str, folder: Path) -> dict[str, Any]:
     return {"ceilings": ceilings(device, (_dtype(device),))}
 
 
-ON_GPU = "tests/test_gpu_attention.py"
+ON_GPU = "tests/gpu/test_attention.py"
 
 
 def backends(device: str, folder: Path) -> dict[str, Any]:
@@ -73,12 +72,12 @@ def attention(device: str, folder: Path) -> dict[str, Any]:
     work = AttentionShape(
         seq_length=8192 if big else 64, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device)
     )
-    lengths = gpu.LENGTHS if big else (64,)
-    found = gpu.measure(device, work, lengths, DEFAULT_METHODS, 8, 20 if big else 2)
-    print(gpu.table(found))
-    found["masked"] = gpu.masked(device, replace(work, seq_length=32768) if big else work, 20 if big else 2)
+    lengths = rates.LENGTHS if big else (64,)
+    found = rates.measure(device, work, lengths, DEFAULT_METHODS, 8, 20 if big else 2)
+    print(rates.table(found))
+    found["masked"] = rates.masked(device, replace(work, seq_length=32768) if big else work, 20 if big else 2)
     print(f"masked: {found['masked']}")
-    found["targets"] = gpu.targets(found, select_backend("auto", device, DTYPES[work.dtype]).name)
+    found["targets"] = rates.targets(found, select_backend("auto", device, DTYPES[work.dtype]).name)
     found["wrong"] = [f"{label}: {reason}" for label, reason in found["skipped"].items() if not expected(reason)]
     return found
 
@@ -94,7 +93,7 @@ def linear(device: str, folder: Path) -> dict[str, Any]:
     limits, rows, wanted = ceilings(device, (_dtype(device),)), [], []
     for length in lengths:
         work = AttentionShape(seq_length=length, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device))
-        row = of_linear.beside_the_limit(device, work, limits, 20 if device == "cuda" else 2)
+        row = rates.linear_beside_the_limit(device, work, limits, 20 if device == "cuda" else 2)
         rows.append(row)
         print(row, flush=True)
         wanted.append(target(f"of the limit, {length} tokens", row["of_the_limit"], 0.6))
@@ -131,7 +130,7 @@ def _trained(device: str, *more: str) -> dict[str, Any]:
 
 def resume(device: str, folder: Path) -> dict[str, Any]:
     """Run the tests of whole runs on a GPU: a checkpoint and its resume, recomputation, offload."""
-    paths = ("tests/test_gpu.py", "tests/parallel", "tests/model", "tests/train/test_host_moments.py", "tests/bench")
+    paths = ("tests/test_gpu.py", "tests/parallel", "tests/model", "tests/train/test_host_moments.py")
     return tests("cuda", folder, *paths)
 
 
@@ -177,9 +176,9 @@ MORE = {"compiled": Step(compiled, 240)}
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
-    args = asked(parser_for("python -m tests.gpu_check", __doc__), STEPS, argv, MORE)
+    args = asked(parser_for("python -m tests.gpu", __doc__), STEPS, argv, MORE)
     need_cuda(args.device)
-    check("tests.gpu_check", "gpu-check", args, STEPS | MORE)
+    check("tests.gpu", "gpu-check", args, STEPS | MORE)
 
 
 if __name__ == "__main__":

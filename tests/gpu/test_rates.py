@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from bench import gpu
 from bench.shapes import AttentionShape
 from runtime import machine
+from tests.gpu import rates
 from tools import calibrate
 
 METHODS = ("ring", "striped", "zigzag", "allgather")
@@ -21,7 +21,7 @@ def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_and_simulated_steps_are_measured() -> None:
-    result = gpu.measure("cpu", WORK, (32, 64), METHODS, 4, 2)
+    result = rates.measure("cpu", WORK, (32, 64), METHODS, 4, 2)
     assert result["skipped"] == {}
     assert [(row["kernel"], row["seq_length"]) for row in result["kernels"]] == [
         ("sdpa", 32),
@@ -39,25 +39,25 @@ def test_kernels_and_simulated_steps_are_measured() -> None:
     for row in found.values():
         assert row["tflops"] * row["slowest_seconds"] > 0
         assert row["limit"] <= 1
-    text = gpu.table(result)
+    text = rates.table(result)
     assert all(word in text for word in ("aten", "zigzag", "of its share"))
     json.dumps(result)
 
 
 @pytest.mark.parametrize("wrong", [0.0, float("nan")])
 def test_what_is_refused_or_wrong_is_listed_and_has_no_figure(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
-    monkeypatch.setitem(gpu.BACKENDS, "cpu", ("aten", "flash_attn"))
-    monkeypatch.setattr(gpu, "block_forward", lambda q, *rest: (torch.full_like(q, wrong), q.sum(-1)))
-    result = gpu.measure("cpu", WORK, (32,), ("zigzag",), 2, 1)
+    monkeypatch.setitem(rates.BACKENDS, "cpu", ("aten", "flash_attn"))
+    monkeypatch.setattr(rates, "block_forward", lambda q, *rest: (torch.full_like(q, wrong), q.sum(-1)))
+    result = rates.measure("cpu", WORK, (32,), ("zigzag",), 2, 1)
     assert [row["kernel"] for row in result["kernels"]] == ["sdpa"]
     assert "differs from scaled_dot_product_attention" in result["skipped"]["aten at 32"]
     assert "needs a cuda device" in result["skipped"]["flash_attn at 32"]
-    assert "skipped: flash_attn at 32: UserError" in gpu.table(result)
+    assert "skipped: flash_attn at 32: UserError" in rates.table(result)
 
 
 def test_figures_are_held_against_what_is_wanted() -> None:
     work = AttentionShape(seq_length=64, num_heads=2, kv_heads=2, head_dim=16)
-    found = gpu.measure("cpu", work, (32,), METHODS, 4, 1)
+    found = rates.measure("cpu", work, (32,), METHODS, 4, 1)
     seconds = {"cudnn": 1.0, "aten": 1.5, "triton": 2.0}
     found["kernels"] = [
         {"kernel": name, "seq_length": 8192, "forward_seconds": each, "backward_seconds": each}
@@ -65,16 +65,16 @@ def test_figures_are_held_against_what_is_wanted() -> None:
     ]
     found["masked"] = {"off_the_diagonal": 1.1, "packed": 0.9}
     found["ranks_of"] = {"zigzag": {"of_share": 0.98}}
-    wanted = {one["name"]: (one["ratio"], one["met"]) for one in gpu.targets(found, "cudnn")}
+    wanted = {one["name"]: (one["ratio"], one["met"]) for one in rates.targets(found, "cudnn")}
     label = "over the best of torch's and flash-attn's, 8192 tokens, forward"
     assert wanted[f"cudnn {label}"] == (1.0, True)
     assert wanted[f"triton {label} + backward"] == (0.5, False)
     assert wanted["a CAUSAL tile off the diagonal over one on it"] == (1.1, False)
     assert wanted["packed documents over the dense rate"] == (0.9, True)
     assert wanted["zigzag ranks over their share of one GPU's attention"] == (0.98, True)
-    assert [one["met"] for one in gpu.targets(found, "cudnn")].count(False) == 3
+    assert [one["met"] for one in rates.targets(found, "cudnn")].count(False) == 3
     found["kernels"] = found["kernels"][2:]  # all others are wrong, which the step is to say
-    assert not any("best of" in one["name"] for one in gpu.targets(found, "cudnn"))
+    assert not any("best of" in one["name"] for one in rates.targets(found, "cudnn"))
 
 
 def test_steps_are_timed_after_warming_up() -> None:
@@ -88,7 +88,7 @@ def test_steps_are_timed_after_warming_up() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
 def test_a_small_measurement_on_the_gpu() -> None:
     work = AttentionShape(seq_length=256, num_heads=4, kv_heads=2, head_dim=64, dtype="bfloat16")
-    result = gpu.measure("cuda", work, (256,), METHODS, 4, 2)
+    result = rates.measure("cuda", work, (256,), METHODS, 4, 2)
     assert [row["kernel"] for row in result["kernels"]][:2] == ["sdpa", "aten"]
     assert set(result["ranks_of"]) == set(METHODS)
     assert result["machine"]["cuda"] == torch.version.cuda

@@ -4,6 +4,7 @@ The same code runs on the CPU, as in its tests. What a device or a library refus
 reason and has no figure.
 """
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean, median
@@ -14,9 +15,12 @@ from torch import Tensor
 
 from bench.emulate import LoopbackTransport, clock, emulate, step_of
 from bench.harness import MeasureError, forward_backward, relative_error, target
+from bench.linear import flops
 from bench.shapes import BACKWARD_PRODUCTS, DTYPES, FORWARD_PRODUCTS, AttentionShape
 from kernels.attention import CAUSAL, block_backward, block_forward, select_backend
+from kernels.linear_attention import linear_attention
 from model.attention import sdpa
+from model.transnormer import alibi_slopes
 from parallel.context.executor import Executor
 from parallel.context.traffic import sizes
 from runtime.machine import describe, time_steps
@@ -204,6 +208,36 @@ def targets(found: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
         target("a CAUSAL tile off the diagonal over one on it", found["masked"]["off_the_diagonal"], 0.97, 1.03)
     )
     return [*wanted, target("packed documents over the dense rate", found["masked"]["packed"], 0.85)]
+
+
+def linear_beside_the_limit(device: str, work: AttentionShape, limits: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """Time what ``auto`` takes here and, where it is installed, flash-linear-attention's chunk_simple_gla.
+
+    ``limit_seconds`` is the longer of the chunked form's operations at the rate of matrix products and of reading q, k,
+    v and dout, each in forward and backward, and writing out, dq, dk and dv at that of copies.
+    """
+    q, k, v, dout = work.tensors(device)
+    leaves, log_decay = [x.requires_grad_() for x in (q, k, v)], [-slope for slope in alibi_slopes(work.num_heads)]
+    ways: dict[str, Callable[[], Tensor]] = {"ours": lambda: linear_attention(q, k, v, log_decay)[0]}
+    if importlib.util.find_spec("fla") is not None:
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        rates = torch.tensor(log_decay, device=device)
+        ways["flash-linear-attention"] = lambda: chunk_simple_gla(q, k, v, g_gamma=rates, scale=1.0)[0]
+    seconds, outs = dict[str, float](), dict[str, Tensor]()
+    for name, way in ways.items():
+        outs[name] = way().detach()
+        steps = time_steps(lambda way=way: torch.autograd.grad(way(), leaves, dout), device, repeats)  # type: ignore[misc]
+        seconds[name] = median(steps)
+    busy = flops("chunked", work) / limits["matmul_tflops"][work.dtype] / 1e12
+    moved = 11 * q.nbytes / limits["copy_gb_per_s"] / 1e9
+    found = {"length": work.seq_length, "seconds": seconds, "limit_seconds": max(busy, moved)}
+    found["of_the_limit"] = found["limit_seconds"] / seconds["ours"]
+    if "flash-linear-attention" in ways:
+        found["times_as_fast"] = seconds["flash-linear-attention"] / seconds["ours"]
+        error = relative_error([outs["ours"]], [outs["flash-linear-attention"]])
+        found |= {"error": error} | ({} if error < 2e-2 else {"wrong": f"outputs differ by {error:.1e}"})
+    return found
 
 
 def table(result: dict[str, Any]) -> str:

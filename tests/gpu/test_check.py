@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import gpu_check, steps
+import tests.gpu.__main__ as gpu_check
+from tests import steps
 from tests.runtime.test_signals import runs
 from tests.starts import wait_until
 from tools import calibrate

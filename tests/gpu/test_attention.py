@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bench.emulate import LoopbackTransport, step_of
-from bench.gpu import BACKENDS
 from bench.harness import relative_error
 from bench.shapes import DTYPES, AttentionShape
 from kernels.attention import block_backward, block_forward, select_backend
@@ -29,6 +28,7 @@ from parallel.context.plan import Plan
 from runtime.copies import FORGET, kept
 from runtime.errors import UserError
 from tests import threads
+from tests.gpu.rates import BACKENDS
 
 BOUNDS = {"cuda": 2e-2, "cpu": 1e-5}
 """Relative error against float64 in the 2-norm: inputs are bfloat16 on a GPU, float32 on a CPU."""

@@ -111,12 +111,13 @@ def leanest(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
 
 
 def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[list[AnyConfig]]:
-    """Yield settings, then those and what takes less memory alone: heads in stages, and moments on the host."""
+    """Yield settings, then with heads in stages, then with moments on the host: what saves memory alone comes last."""
     yield tried
     for lever in (STAGES, *[MOMENTS] * moments):
         leaner = [moved(one, (lever, values)) for one in tried for values in lever.further(one, cluster)]
-        tried = tried + [one for one in leaner if one not in tried]
-        yield tried
+        leaner = [one for one in leaner if one not in tried]
+        tried = tried + leaner
+        yield leaner
 
 
 def in_order(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:

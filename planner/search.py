@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from parallel.context import ContextConfig, Plan, make_plan
 from parallel.context.layout import BALANCED, PLACEMENTS
@@ -44,17 +45,28 @@ def bytes_needed(config: AnyConfig, world_size: int, cluster: Cluster, documents
     return sum(memory_of(*_numbers(config, world_size, cluster, documents)).values())
 
 
+class Weighed(NamedTuple):
+    """A configuration, and the bytes that its busiest rank takes on the device and on the host."""
+
+    config: AnyConfig
+    device: float
+    host: float
+
+    def fits(self, cluster: Cluster) -> bool:
+        """Return whether a process has the memory, and its host, where known, that for what is moved there."""
+        known = bool(cluster.host_gb_per_s)
+        return self.device <= 1e9 * cluster.memory_gb and not (known and self.host > 1e9 * cluster.host_memory_gb)
+
+
+def weigh(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> Weighed:
+    """Count the memory of a configuration."""
+    numbers = _numbers(config, world_size, cluster, documents)
+    return Weighed(config, sum(memory_of(*numbers).values()), pinned(*numbers))
+
+
 def holds(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> bool:
-    """Return whether a process has the memory, and its host, where known, that for what is moved there."""
-    if bytes_needed(config, world_size, cluster, documents) > 1e9 * cluster.memory_gb:
-        return False
-    return not cluster.host_gb_per_s or (
-        _bytes_moved(config, world_size, cluster, documents) <= 1e9 * cluster.host_memory_gb
-    )
-
-
-def _bytes_moved(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> float:
-    return pinned(*_numbers(config, world_size, cluster, documents))
+    """Return whether the memory of a process and of its host is enough."""
+    return weigh(config, world_size, cluster, documents).fits(cluster)
 
 
 def _numbers(
@@ -79,16 +91,25 @@ def _numbers(
     method = config.context.context_parallel_method
     if method == "none" and cp == 1:  # one rank runs every method alike
         method = next(contexts(config, 1)).context_parallel_method
-    plan = make_plan(
-        method,
-        seq_len=config.joined_length,
-        size=cp,
-        multiple=tp,
-        causal=config.causal,
-        documents=documents,
-        **config.context.plan_arguments(max(1, cluster.gpus_per_node // tp)),
-    )
+    per_node = max(1, cluster.gpus_per_node // tp)
+    plan = _plan_of(config.context, method, per_node, config.joined_length, cp, tp, config.causal, documents)
     return workload_of(config, arranged.dp, cluster.device), plan, arranged
+
+
+@lru_cache(maxsize=512)
+def _plan_of(
+    context: ContextConfig,
+    method: str,
+    per_node: int,
+    seq_len: int,
+    cp: int,
+    tp: int,
+    causal: bool,
+    documents: tuple[int, ...] | None,
+) -> Plan:
+    """Return the attention's plan, the same for all settings that save other memory."""
+    options = context.plan_arguments(per_node)
+    return make_plan(method, seq_len=seq_len, size=cp, multiple=tp, causal=causal, documents=documents, **options)
 
 
 def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
@@ -190,32 +211,25 @@ def rank(
     refused = Counter[str]()
     every = list(candidates_of(configs, world_size, cluster, refused))
     with Progress() as progress:
-
-        def holding(tried: list[AnyConfig], documents: tuple[int, ...] | None, number: int) -> list[AnyConfig]:
-            fit = []
-            for one in tried:
-                progress(f"searching: {described(one)}, candidate {number} of {len(every)}")
-                fit += [one] * holds(one, world_size, cluster, documents)
-            return fit
-
         for number, candidate in enumerate(every, 1):
             documents = typical_documents(candidate, lengths)
             varied = vary(candidate, cluster) if vary else [candidate]
             suiting = [one for one in varied if _suits_pipeline(one, world_size)]
-            for tried in ladder(suiting, cluster, moments=vary is not None):
-                if fit := holding(tried, documents, number):
+            tried: list[Weighed] = []
+            for more in ladder(suiting, cluster, moments=vary is not None):
+                for one in more:
+                    progress(f"searching: {described(one)}, candidate {number} of {len(every)}")
+                    tried.append(weigh(one, world_size, cluster, documents))
+                if fit := [one.config for one in tried if one.fits(cluster)]:
                     break
             if fit:
                 found = [Candidate(one, predicted(one, world_size, cluster, documents)) for one in fit]
                 roomy = [one for one in found if one.prediction.bytes <= ROOM * 1e9 * cluster.memory_gb]
                 fitting.append(min(roomy or found, key=lambda one: one.prediction.time))
-                continue
-            needed = [bytes_needed(one, world_size, cluster, documents) for one in tried]
-            inside = [one for one, count in zip(tried, needed, strict=True) if count <= 1e9 * cluster.memory_gb]
-            if inside:
-                host_short.append(min(_bytes_moved(one, world_size, cluster, documents) for one in inside))
+            elif inside := [one.host for one in tried if one.device <= 1e9 * cluster.memory_gb]:
+                host_short.append(min(inside))
             else:
-                too_large.append(min(needed))
+                too_large.append(min(one.device for one in tried))
     fitting.sort(key=lambda candidate: candidate.prediction.time)
     saving = not_pulled(configs[0], cluster) if configs and not vary else ()
     return Ranking(fitting, refused, too_large, host_short, saving, _on_host(configs[:1], vary is not None))

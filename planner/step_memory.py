@@ -1,6 +1,7 @@
 """Count a training step's memory, and what of it lies on the host, for a model that is given by numbers."""
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import ceil
 
 from kernels.loss import LOSS_CHUNK
@@ -283,8 +284,14 @@ def pinned(work: Workload, plan: Plan, arranged: Arrangement) -> float:
         kept += [work.heads * work.head_dim * part] * _outputs(plan) + [4 * work.heads / arranged.tp]
     tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
     flying = ceil(arranged.pipeline.in_flight(0, arranged.pp, work.micro_batches))
-    tensors = [round(tokens * count) for count in kept] * layers * flying
-    return in_slabs(tensors, SEVERAL) + moments(work, plan, arranged)
+    tensors = tuple(round(tokens * count) for count in kept)
+    return _in_slabs(tensors, layers * flying) + moments(work, plan, arranged)
+
+
+@lru_cache(maxsize=1024)
+def _in_slabs(tensors: tuple[int, ...], times: int) -> int:
+    """Return the bytes of the slabs of tensors that are kept so many times."""
+    return in_slabs(tensors * times, SEVERAL)
 
 
 def fetched_ahead(work: Workload, plan: Plan, arranged: Arrangement) -> bool:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
 from kernels.loss import LOSS_CHUNK
 from model.config import ModelConfig
 from model.dit import multiply_adds, num_dit_parameters
@@ -14,6 +17,7 @@ from model.dit_config import DiTConfig
 from model.registry import flops_per_token, num_parameters, num_trained, softmax_layers
 from parallel.context.config import HybridLayout
 from parallel.context.linear.relayout import moved_tokens
+from parallel.context.mask import Window
 from parallel.context.plan import Plan, make_plan
 from parallel.context.traffic import sizes
 from planner.attention_cost import GB, AttentionCost
@@ -64,7 +68,7 @@ def with_softmax_layers(work: Workload, config: CommonConfig, cluster: Cluster) 
 
 def _language(config: CommonConfig) -> dict[str, Any]:
     model = config.model
-    windows = [window for window in map(model.window, range(model.num_layers)) if window]
+    windows = _windows(model)
     parameters, trained, products = _weights(model)
     return {
         "gated": model.model_type in GATED,
@@ -80,10 +84,25 @@ def _language(config: CommonConfig) -> dict[str, Any]:
 
 
 @lru_cache
+def _windows(model: ModelConfig) -> list[Window]:
+    """Return the window of each layer that has one."""
+    return [window for window in map(model.window, range(model.num_layers)) if window]
+
+
+@lru_cache
 def _weights(model: ModelConfig) -> tuple[int, int, int]:
     """Count all parameters, the trained ones, and the weights of all matrix products, on the meta device."""
-    products = int(flops_per_token(model.merged(), 0) / 6)  # at length 0 there is no attention
-    return num_parameters(model), num_trained(model), products
+    with _Undrawn():
+        products = int(flops_per_token(model.merged(), 0) / 6)  # at length 0 there is no attention
+        return num_parameters(model), num_trained(model), products
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves weights as they are: torch draws those of the meta device by operators that take a second to import."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return kwargs["tensor"] if func is nn.init.normal_ else func(*args, **kwargs)
 
 
 @lru_cache

@@ -11,7 +11,7 @@ from planner.cluster import CLUSTERS, load_cluster
 from planner.extremes import PRECISION, STEP, _last, fewest, fits, longest, of_length
 from planner.levers import leanest, settings
 from planner.ranking import nothing_left
-from planner.search import arrangements, candidates_of, holds, rank
+from planner.search import Weighed, arrangements, candidates_of, holds, rank
 from runtime.errors import UserError
 from train.config.language import Config, load_config
 
@@ -134,8 +134,7 @@ def test_what_was_tried_is_not_advised_and_not_tried_twice(config: Config, monke
     assert "more processes, loss_chunk_size, ffn_chunk_size, recompute_granularity, recompute_offload, opt" in as_given
     assert "offload" not in nothing_left(rank([config], 8, nowhere := replace(small, host_gb_per_s=0.0)), nowhere)
     asked: list[Config] = []
-    monkeypatch.setattr("planner.search.bytes_needed", lambda one, *_: asked.append(one) or 1e12)
-    monkeypatch.setattr("planner.search.holds", lambda *_: False)
+    monkeypatch.setattr("planner.search.weigh", lambda one, *_: asked.append(one) or Weighed(one, 1e12, 0.0))
     for vary in (leanest, settings):
         asked.clear()
         said = nothing_left(rank([config], 8, small, vary=vary), small)

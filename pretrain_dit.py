@@ -16,13 +16,14 @@ from data.latents.dataset import build_latent_datasets
 from model.dit import DiT, dit_flops_per_patch, initial_dit_weight, num_dit_parameters
 from model.dit_config import architecture_of
 from parallel.mesh import Mesh, distributed_mesh
-from planner.complete import config_to_save, with_method
+from planner.choice import CHOICES
 from planner.dry_run import dry_run
 from planner.resize import fitted_to_world
 from runtime.signals import stop_requests
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import Run
 from train.attention import diffusion_context
+from train.complete import config_to_save, with_method
 from train.config.common import with_joined_ranks
 from train.config.diffusion import DiTRunConfig, diffusion_of, parse_args, validate
 from train.ema import Ema
@@ -58,7 +59,7 @@ def build_trainer(
 ) -> Trainer:
     """Build and load everything for training; collective. ``asked`` is as ``fitted_to_world`` yields it."""
     asked, processes = asked or config, dist.get_world_size()
-    config = with_method(with_joined_ranks(config, processes), processes)
+    config = with_method(with_joined_ranks(config, processes), processes, CHOICES.method)
     start = find_start(config, architecture_of(config.model), from_first(config.contents))
     run = resolve(start.config, mesh)
     model, train = run.config.model, run.config.train

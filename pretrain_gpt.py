@@ -17,13 +17,14 @@ from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
 from model.registry import TITLES, attention_title, build_model, flops_per_token, num_parameters, num_trained
 from parallel.mesh import Mesh, distributed_mesh
-from planner.complete import complete, config_to_save, tokenizer_of
+from planner.choice import CHOICES
 from planner.dry_run import dry_run
 from planner.resize import fitted_to_world
 from runtime.signals import stop_requests
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import Run
 from train.attention import context_of, planning
+from train.complete import complete, config_to_save, tokenizer_of
 from train.config.language import Config, parse_args, validate
 from train.loop import Trainer
 from train.objectives.language import NextToken, corpus_entropy
@@ -56,7 +57,7 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None, a
     asked = asked or config
     with raise_together():
         tokenizer = tokenizer_of(config)
-    config = complete(config, tokenizer.vocab_size)
+    config = complete(config, tokenizer.vocab_size, CHOICES)
     start = find_start(config, architecture_of(config.model), from_first(config.contents))
     run = resolve(start.config, mesh)
     data, train = run.config.data, run.config.train

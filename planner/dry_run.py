@@ -12,8 +12,8 @@ from data.latents.dataset import DIGITS
 from data.text.config import blend
 from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
+from planner.choice import CHOICES
 from planner.cluster import Cluster, default_cluster, load_cluster
-from planner.complete import complete, with_method
 from planner.documents import typical_documents
 from planner.recorder import BETWEEN, CAUSES, INSIDE, Rehearsal
 from planner.rehearsal import Build, rehearse, standing_for
@@ -21,6 +21,7 @@ from planner.search import predicted
 from runtime.errors import UserError
 from runtime.progress import Progress
 from runtime.words import amount, counted, duration
+from train.complete import complete, with_method
 from train.config.common import with_joined_ranks
 from train.config.entries import Config, DiTRunConfig
 from train.config.flags import ConfigError, spelled
@@ -63,7 +64,9 @@ def dry_run(
         validate(config, world_size)
         config = with_joined_ranks(config, world_size)
         language = isinstance(config, Config)
-        config = complete(config, _entries(config)) if language else with_method(config, world_size)
+        config = (
+            complete(config, _entries(config), CHOICES) if language else with_method(config, world_size, CHOICES.method)
+        )
     if named is None:
         notes.append(
             f"note: predicted for {cluster.name}, this machine's device; --cluster FILE predicts for other machines, "

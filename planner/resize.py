@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from parallel.mesh import SIZES
-from planner.complete import CONFIG, cluster_of, tokenizer_of, with_vocabulary
+from planner.choice import cluster_of
 from planner.levers import settings
 from planner.ranking import Candidate, nothing_left
 from planner.search import arrangements, rank, validated
@@ -20,6 +20,7 @@ from runtime.errors import UserError
 from runtime.processes import launched_world_size, process_group
 from runtime.together import from_first, is_first, raise_together
 from runtime.words import counted, duration
+from train.complete import CONFIG, tokenizer_of, with_vocabulary
 from train.config.common import CommonConfig
 from train.config.entries import ENTRIES, Config
 from train.config.flags import ConfigError, read_toml

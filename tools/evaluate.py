@@ -30,7 +30,7 @@ from model.config import architecture_of
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum
-from planner.complete import complete
+from planner.choice import READING
 from pretrain_gpt import resolve
 from runtime.errors import DataError
 from runtime.processes import launched_world_size
@@ -39,6 +39,7 @@ from tools.arguments import parser_for, positive
 from tools.report import markdown, write_results
 from tools.runs import Run, add_mesh, mesh_of, open_run
 from train.assemble import build_runner
+from train.complete import complete
 from train.config.derive import fitted
 from train.config.language import Config, ConfigError
 from train.config.sizes import validate_sizes
@@ -118,7 +119,7 @@ def main(argv: list[str]) -> None:
                     f"{args.data_path or ' '.join(args.text)} has no document of more than {args.seq_length} tokens; "
                     "give longer ones, or a smaller --seq-length"
                 )
-        config = complete(config, run.tokenizer.vocab_size, steps=False)
+        config = complete(config, run.tokenizer.vocab_size, READING)
         bounds = buckets(args.seq_length, args.buckets)
         found = [
             Bucket(begin, end, len(rows) * (end - begin), loss / (len(rows) * (end - begin)))

@@ -29,8 +29,8 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
+from planner.choice import with_layout
 from planner.cluster import Cluster, default_cluster, endless, load_cluster
-from planner.complete import with_layout, with_vocabulary
 from planner.documents import heaviest_documents, typical_documents
 from planner.dry_run import verdict
 from planner.extremes import fewest, longest, of_length
@@ -45,6 +45,7 @@ from runtime.words import amount, counted, duration
 from tools.arguments import parser_for
 from tools.fit import parsed
 from tools.plan_text import Row, bars, discarded, table
+from train.complete import with_vocabulary
 from train.config.common import with_joined_ranks
 from train.config.entries import Config
 from train.config.language import ConfigError, to_toml, validate

@@ -48,8 +48,8 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     from checkpoint.manifest import read_manifest
     from data.fingerprint import digest
     from data.tokenizer import load_tokenizer
-    from planner.complete import with_vocabulary
     from runtime.errors import DataError
+    from train.complete import with_vocabulary
     from train.config.derive import IMPORTED, config_as_trained
     from train.config.flags import config_file
     from train.config.language import ConfigError, load_config

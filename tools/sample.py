@@ -10,13 +10,12 @@ Processes share the prompts (context parallelism), unless flags let them share t
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from checkpoint.api import CheckpointError
 from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from model.generate import DivergedError, Draw
-from planner.complete import with_method
+from planner.choice import READING
 from runtime.errors import DataError
 from runtime.together import is_first
 from tools.arguments import at_least, parser_for
@@ -33,8 +32,7 @@ def main(argv: list[str]) -> None:
     run = open_run(args.load, args.ckpt_step)
     tokenizer = run.tokenizer
     texts, stop = _prompts(args), [tokenizer.eod, *(_token(tokenizer, text) for text in args.stop)]
-    choose = partial(with_method, steps=False)
-    with opened(args.load, args.ckpt_step, choose=choose, **mesh_of(args)) as writer:
+    with opened(args.load, args.ckpt_step, choices=READING, **mesh_of(args)) as writer:
         _sample(writer, run, args, texts, stop)
 
 

@@ -7,7 +7,7 @@ they keep the new rows in turn. Pipeline stages hand hidden states on, and the l
 Shapes: B prompts, T new tokens of this rank, C width of the residual stream, V vocabulary entries.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -34,6 +34,7 @@ from parallel.pipeline.stages import stage_layers
 from runtime.processes import launched_world_size
 from runtime.together import raise_together
 from train.attention import softmax_context
+from train.complete import Choices, with_method
 from train.config.derive import IMPORTED, config_as_trained, fitted
 from train.config.flags import config_file
 from train.config.language import Config, ConfigError, load_config
@@ -50,16 +51,16 @@ def opened(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     replicas: bool = False,
-    choose: Callable[[Config, int], Config] | None = None,
+    choices: Choices | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator["Writer"]:
     """Join the launched processes and yield what writes with the weights of a run's folder; collective.
 
     Args:
         ckpt_step: iteration of the checkpoint; by default the newest whole one.
-        context_parallel_method: by default the run's own on as many ranks, else striped; auto is left to ``choose``.
+        context_parallel_method: by default the run's own on as many ranks, else striped; auto is left to ``choices``.
         replicas: let several times as many processes write, each replica of the model its own texts.
-        choose: replaces the method auto of a configuration, for so many processes; collective.
+        choices: choose the method auto.
         dtype: of the weights; by default float32, and bfloat16 on cuda for a run in it or an imported model.
 
     Raises:
@@ -87,7 +88,7 @@ def opened(
         pipeline_model_parallel_size=pp,
     )
     with distributed_mesh(config.mesh) as joined:
-        yield Writer(config, joined, checkpoint_of(run, ckpt_step), dtype, choose)
+        yield Writer(config, joined, checkpoint_of(run, ckpt_step), dtype, choices)
 
 
 class Writer:
@@ -99,17 +100,17 @@ class Writer:
         mesh: Mesh,
         folder: Path,
         dtype: torch.dtype | None = None,
-        choose: Callable[[Config, int], Config] | None = None,
+        choices: Choices | None = None,
     ) -> None:
-        """Load a checkpoint; collective. ``dtype``, ``choose``: as in `opened`. Raises UserError if it does not fit."""
+        """Load a checkpoint; collective; ``dtype``, ``choices`` as in `opened`. Raises UserError if it does not fit."""
         with raise_together():
             manifest = read_manifest(folder)
             size = config.model.vocab_size or manifest.architecture["vocab_size"]
             for entries in filter(None, (size, config.model.position_table)):
                 validate_entries(entries, mesh.tp.size())
             config = config_as_trained(replace(config, model=replace(config.model, vocab_size=size)), manifest.extra)
-        if choose is not None:
-            config = choose(config, dist.get_world_size())
+        if choices is not None:
+            config = with_method(config, dist.get_world_size(), choices.method)
         dtype = dtype or (torch.bfloat16 if mesh.device.type == "cuda" and config.train.bf16 else torch.float32)
         # Attention's backend is chosen for what is computed here, not for what the run computed in.
         config = replace(config, train=replace(config.train, bf16=dtype == torch.bfloat16))

@@ -25,7 +25,6 @@ from bench.link.ranks import calibrated, profile
 from bench.shapes import AttentionShape
 from data.text.prepare import prepare
 from planner.cluster import Cluster
-from planner.complete import with_vocabulary
 from planner.ranking import weighed
 from planner.search import rank
 from runtime.errors import UserError
@@ -33,6 +32,7 @@ from runtime.files import write_text
 from runtime.machine import describe, results_file, stamp
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 from tools.report import Column, Table, read_records, write_records
+from train.complete import with_vocabulary
 from train.config.language import parse_args
 
 LINKS = ("shared 100mbit", "shared 200mbit", "rails 50mbit", "rails 100mbit")

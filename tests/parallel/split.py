@@ -29,7 +29,7 @@ from parallel.data import (
 from parallel.mesh import Mesh, MeshConfig, distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_model
-from planner.complete import with_layout
+from planner.choice import with_layout
 from runtime.draws import Part
 from tests.parallel.tiny import ARCHITECTURE, save, whole_tensors
 from tests.parallel.whole import gradients_of, weights_of

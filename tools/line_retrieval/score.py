@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from data.chat.template import load_template
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer
-from planner.complete import beyond_rope, with_method
+from planner.choice import READING
 from runtime.errors import UserError
 from runtime.together import gather_results, is_first, raise_together
 from tools.line_retrieval.lines import Maker, Task
 from tools.report import markdown, write_results
 from tools.runs import Run, mesh_of, open_run
+from train.complete import beyond_rope
 from train.config.language import ConfigError
 from train.generation import opened
 from train.run import check_writable
@@ -149,8 +150,7 @@ def score_run(args: argparse.Namespace) -> None:
         for length in lengths
     ]
     makers = [Maker(task, template, run.tokenizer) for task in tasks]
-    choose = partial(with_method, steps=False)
-    with opened(args.run, args.ckpt_step, replicas=True, choose=choose, **mesh_of(args)) as writer:
+    with opened(args.run, args.ckpt_step, replicas=True, choices=READING, **mesh_of(args)) as writer:
         with raise_together():
             if is_first():
                 check_writable(folder, "save")

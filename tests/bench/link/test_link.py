@@ -21,10 +21,10 @@ from bench.link.crossing import attention_crossing
 from bench.link.network import LINKS, Network, NetworkError, check_permission, enter
 from model.registry import num_parameters
 from planner.cluster import load_cluster
-from planner.complete import with_vocabulary
 from planner.search import rank
 from tests.starts import PATIENCE, interruptible, wait_until
 from tools.report import write_records
+from train.complete import with_vocabulary
 from train.config.language import Config, parse_args, validate
 
 ROOT = Path(__file__).resolve().parents[3]

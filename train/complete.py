@@ -1,20 +1,16 @@
 """Complete a configuration as a run starts: the vocabulary, the method, a hybrid's layout."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from data.text.megatron import MockTokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
 from parallel.context import ContextConfig
-from planner.cluster import Cluster, ClusterError, default_cluster, endless, load_cluster
-from planner.ranking import nothing_left
-from planner.search import rank
-from planner.workload import fastest, layout_costs
 from runtime.together import from_first, is_first, raise_together
-from runtime.words import duration
 from train.config import diffusion
 from train.config.common import CommonConfig, with_joined_ranks
 from train.config.derive import with_rope_length
@@ -25,29 +21,36 @@ from train.config.sizes import validate_entries
 
 CONFIG = "config.toml"
 C = TypeVar("C", bound=CommonConfig)
+Method = Callable[[CommonConfig, int], tuple[ContextConfig, str]]
+"""A configuration and its processes -> the method of context parallelism, with a line that says why."""
 
 
-def complete(config: Config, entries: int, *, steps: bool = True) -> Config:
+class Choices(NamedTuple):
+    """Functions that choose what a configuration leaves to ``auto``: the planner's."""
+
+    method: Method
+    layout: Callable[[Config], Config]
+    """Names the layout of a hybrid's softmax layers."""
+
+
+def complete(config: Config, entries: int, choices: Choices) -> Config:
     """Return ``config`` complete for a tokenizer of ``entries`` entries, and print what was chosen; collective.
-
-    Without ``steps`` of training to come, a method need not have the memory for one.
 
     A sequence longer than rope reaches is noted.
 
     With balance_over dp_cp, data-parallel ranks are context-parallel ones in it, as they are in the mesh.
 
     Raises:
-        UserError: the vocabulary has fewer entries, no method fits the sizes or memory, or no cluster file matches this
-                device.
+        UserError: the vocabulary has fewer entries, or a choice cannot be made.
     """
     with raise_together():
         config = with_vocabulary(with_joined_ranks(config, dist.get_world_size()), entries)
     config = with_rope_length(config)
     if is_first() and (note := beyond_rope(config)):
         print(note, flush=True)
-    config = with_method(config, dist.get_world_size(), steps=steps)
+    config = with_method(config, dist.get_world_size(), choices.method)
     with raise_together():
-        return with_layout(config)
+        return choices.layout(config)
 
 
 def tokenizer_of(config: Config) -> Tokenizer | MockTokenizer:
@@ -96,72 +99,25 @@ def config_to_save(config: C, asked: C) -> C:
     return replace(config, **kept)
 
 
-def with_method(config: C, world_size: int, *, steps: bool = True) -> C:
-    """Replace the method ``auto`` by that of the resumed run, else by the one predicted fastest.
+def with_method(config: C, world_size: int, choose: Method) -> C:
+    """Replace the method ``auto`` by that of the resumed run, else by the chosen one.
 
-    Collective; the first rank chooses. Without ``steps`` of training to come, memory is no condition.
-
-    Raises:
-        ConfigError: no method fits the sizes or memory.
-        ClusterError: the cluster file is invalid, or none matches this device.
+    Collective; the first rank chooses. Raises the errors of ``choose``.
     """
     if config.context.context_parallel_method != "auto":
         return config
-    context, line = from_first(lambda: _choice(config, world_size, steps))
+    context, line = from_first(lambda: _method(config, world_size, choose))
     if is_first():
         print(line, flush=True)
     return replace(config, context=context)
 
 
-def _choice(config: CommonConfig, world_size: int, steps: bool) -> tuple[ContextConfig, str]:
-    """Choose the method; return it with a line that says why."""
+def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[ContextConfig, str]:
+    """Return the method of the run that is resumed on the same mesh, or the chosen one, with a line that says why."""
     earlier = Path(config.checkpoint.load or "") / CONFIG
     if config.checkpoint.load is not None and not config.checkpoint.finetune and earlier.exists():
         before = (load_config if isinstance(config, Config) else diffusion.load_config)(earlier)
         alike = (before.mesh.joined(world_size), before.sequence_length) == (config.mesh, config.sequence_length)
         if alike and before.context.context_parallel_method != "auto":
             return before.context, f"context parallelism: {before.context.title}, as {earlier} has it"
-    cluster = cluster_of(config) if steps else endless(cluster_of(config))
-    found = rank([config], world_size, cluster)
-    if not found.candidates:
-        raise ConfigError(nothing_left(found, cluster))
-    best, others = found.candidates[0], len(found.candidates) - 1
-    return best.config.context, (
-        f"context parallelism: {best.config.context.title}, predicted to take {duration(best.prediction.time)} per "
-        f"iteration on {cluster.name}, the least of {others + 1}"
-    )
-
-
-def cluster_of(config: CommonConfig) -> Cluster:
-    """Return the cluster that is named or, with as many processes per node as launched, the one at hand.
-
-    Raises:
-        ClusterError: its file is invalid, or none is about this device.
-    """
-    named, per_node = config.context.cluster, config.mesh.context_ranks_per_node
-    cluster = default_cluster(config.mesh.device_type) if named is None else load_cluster(named)
-    if named is None and per_node is not None:
-        cluster = replace(cluster, gpus_per_node=per_node * config.mesh.tensor_model_parallel_size)
-    return cluster
-
-
-def with_layout(config: Config, cluster: Cluster | None = None) -> Config:
-    """Replace the layout ``auto`` of a hybrid's softmax layers by the one predicted faster, here or on a cluster.
-
-    Raises:
-        ConfigError: there are two to choose from, and no cluster file matches this device.
-    """
-    model, mesh, hybrid = config.model, config.mesh, config.hybrid
-    if model.softmax_every is None or hybrid.hybrid_softmax_layout != "auto":
-        return config
-    if mesh.context_parallel_size == 1 or len(hybrid.layouts) == 1:
-        return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout="contiguous"))
-    try:
-        cluster = cluster or default_cluster(mesh.device_type)
-    except ClusterError as error:
-        raise ConfigError(
-            f"hybrid_softmax_layout is auto: no file under configs/clusters is about this device ({error}); "
-            "give --hybrid-softmax-layout zigzag or contiguous"
-        ) from error
-    layout = fastest(layout_costs(config, cluster)).layout
-    return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout=layout))
+    return choose(config, world_size)

@@ -1,4 +1,4 @@
-"""What is decided as a run starts, and what is refused then."""
+"""The method and the layout that ``auto`` takes."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,11 +9,12 @@ import tomli_w
 from model.config import ModelConfig
 from parallel.context import ContextConfig
 from parallel.context.config import FullContextConfig, HybridConfig
+from planner.choice import CHOICES, with_layout
 from planner.cluster import CLUSTERS, load_cluster
-from planner.complete import with_layout, with_method, with_vocabulary
 from planner.search import rank
 from tests.planner.test_search import A100, config
 from tests.pretraining import pretrain
+from train.complete import with_method
 from train.config import diffusion
 from train.config.language import Config, ConfigError, load_config
 
@@ -21,14 +22,6 @@ from train.config.language import Config, ConfigError, load_config
 def hybrid(size: int, **fields: str) -> Config:
     model = ModelConfig(model_type="transnormer", num_attention_heads=4, softmax_every=2, vocab_size=512)
     return replace(config(size), model=model, hybrid=HybridConfig(**fields))  # type: ignore[arg-type]
-
-
-def test_the_vocabulary_is_the_tokenizers_unless_a_larger_one_is_named() -> None:
-    unset = replace(config(1), model=ModelConfig())
-    assert with_vocabulary(unset, 300).model.vocab_size == 300
-    assert with_vocabulary(config(1), 300) == config(1)
-    with pytest.raises(ConfigError, match="vocab_size is 512 and the tokenizer has 513 entries"):
-        with_vocabulary(config(1), 513)
 
 
 def test_a_layout_is_left_to_no_one() -> None:
@@ -54,17 +47,17 @@ def test_linear_attention_gets_the_faster_of_the_methods_that_pass_states_on(kin
         path = tmp_path / f"{latency}.toml"
         path.write_bytes(tomli_w.dumps(fields).encode())
         wanted = ContextConfig(context_parallel_method="auto", cluster=str(path))
-        chosen.append(with_method(replace(linear, context=wanted), 16).context.context_parallel_method)
+        chosen.append(with_method(replace(linear, context=wanted), 16, CHOICES.method).context.context_parallel_method)
     assert chosen == ["lasp", "lasp2"]
 
 
 def test_a_diffusion_transformer_gets_what_is_planned_first_for_it() -> None:
     dit = replace(diffusion.load_config(CLUSTERS.parent / "dit_tiny.toml"), mesh=config(2).mesh)
     wanted = replace(dit, context=FullContextConfig(context_parallel_method="auto"))
-    chosen = with_method(wanted, 2)
+    chosen = with_method(wanted, 2, CHOICES.method)
     assert chosen.context == rank([wanted], 2, load_cluster(CLUSTERS / "cpu.toml")).candidates[0].config.context
     assert chosen.context.context_parallel_method in ("ring", "allgather", "ulysses", "wallfacer", "double_ring")
-    assert with_method(dit, 2) == dit
+    assert with_method(dit, 2, CHOICES.method) == dit
 
 
 def test_auto_says_why_it_finds_nothing(tmp_path: Path) -> None:
@@ -72,7 +65,7 @@ def test_auto_says_why_it_finds_nothing(tmp_path: Path) -> None:
     path.write_text((CLUSTERS / "cpu.toml").read_text().replace("memory_gb = 8 ", "memory_gb = 0.001 "))
     wanted = ContextConfig(context_parallel_method="auto", cluster=str(path))
     with pytest.raises(ConfigError, match=r"memory_gb of .* is 0.001 and the smallest of .* use more processes"):
-        with_method(replace(config(2), context=wanted), 2)
+        with_method(replace(config(2), context=wanted), 2, CHOICES.method)
 
 
 @pytest.mark.parametrize("name", ["transnormer_tiny", "transnormer_hybrid_tiny"])

@@ -4,8 +4,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from runtime.errors import DataError
 
@@ -35,13 +34,18 @@ def bounded(name: str, work: Callable[[], Result]) -> Result:
     """
     running = True
 
-    def expire(_: int, frame: FrameType | None) -> None:
-        if running and (frame is None or frame.f_code.co_name != "__del__"):  # which would print it and go on
+    def expire(*_: object) -> None:
+        if running:
             raise _Expired
 
-    handler = signal.signal(signal.SIGPROF, expire)
+    def report(lost: Any) -> None:
+        if lost.exc_type is not _Expired:  # in a destructor: the next signal comes soon
+            hook(lost)
+
+    handler, hook = signal.signal(signal.SIGPROF, expire), sys.unraisablehook
     limits = resource.getrlimit(resource.RLIMIT_AS)
     try:
+        sys.unraisablehook = report
         signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS, 0.1)
         _limit_memory(limits)
         found = work()
@@ -55,6 +59,7 @@ def bounded(name: str, work: Callable[[], Result]) -> Result:
         running = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, handler)
+        sys.unraisablehook = hook
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 

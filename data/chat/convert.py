@@ -38,6 +38,15 @@ class Chat:
             raise DataError(f"seq_length is {self.seq_length}; a sequence that teaches anything has 2 tokens or more")
 
 
+def with_turns_alone(row: Row) -> Row:
+    """Return a row's turns, or their error, in its place: nested values may be too deep for another process."""
+    where, content = row
+    try:
+        return where, turns_of(content)
+    except DataError as error:
+        return where, error
+
+
 def convert(chat: Chat, template: ChatTemplate, tokenizer: HuggingFaceTokenizer, batch: Sequence[Row]) -> Tokens:
     """Tokenize conversations, cut what is too long, and count what became of each.
 

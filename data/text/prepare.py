@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from data.chat.convert import convert, write_packed
+from data.chat.convert import convert, with_turns_alone, write_packed
 from data.chat.named import NAMED, train_chat_tokenizer
 from data.chat.template import load_template
 from data.text.corpus import Corpus, input_files, stdlib_files, stdlib_folder
@@ -274,7 +274,9 @@ def _tokenize(
         template = load_template(tokenizer.path, request.chat.chat_template)
         work = partial(convert, request.chat, template, tokenizer)
     unit = "text_bytes" if request.chat is None else "read"
-    items = islice(iter(source), spool.counts["read"], None)
+    items: Iterator[Any] = islice(iter(source), spool.counts["read"], None)
+    if request.chat is not None:
+        items = map(with_turns_alone, items)
     with (
         _bar("tokenized", size, progress, spool.counts[unit], request) as bar,
         closing(in_order(work, batched(items), workers)) as results,

@@ -169,6 +169,11 @@ BAD = {
     "tools": ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}', "turn 1 has tool_calls"),
     "weight": ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "turn 1 has weight 0"),
     "surrogate": ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "turn 1 holds a lone surrogate"),
+    "nested": (
+        '{"messages": [{"role": ' + "[" * 900 + "]" * 900 + "}]}",
+        r"turn 1 has the role '?\[\[\[.*; it must be",
+    ),
+    "deep": ("[" * 500_000, "not JSON in UTF-8"),
     "special": (lines(said("<|im_end|>", "x")), "turn 1 spells the special token"),
     "too long": (lines(said("x" * 200, "y")), "has 222 tokens, and seq_length is 200"),
 }
@@ -217,6 +222,27 @@ def test_a_broken_file_is_named(name: str, content: bytes, message: str, tmp_pat
     with pytest.raises(DataError, match=message):
         prepared(tmp_path, tmp_path / name, skip_refused=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_nested_rows_reach_no_other_process(tmp_path: Path) -> None:
+    """Pickling gives up at a tenth of what JSON reads."""
+    nested = '{"id": ' + "[" * 900 + "]" * 900 + ", " + lines(SHAREGPT)[1:]
+    (tmp_path / "in.jsonl").write_text(nested + BAD["nested"][0] + "\n")
+    model = write_tokenizer(tmp_path / "tokenizer", TEMPLATES["chatml"])
+    request = Request(
+        inputs=(f"{tmp_path}/in.jsonl",), vocab_size=None, tokenizer_model=model,
+        chat=Chat(seq_length=200, skip_refused=True),
+    )  # fmt: skip
+    facts, _ = prepare(request, tmp_path / "out" / "d", progress=False, workers=2)
+    assert facts.conversations is not None
+    assert (facts.conversations["kept"], facts.conversations["refused"]) == (1, 1)
+
+
+def test_parquet_of_times_that_python_has_none_for(tmp_path: Path) -> None:
+    times = pa.array([1 << 60], pa.timestamp("ms"))
+    pq.write_table(pa.table({"messages": [MESSAGES["messages"]], "at": times}), tmp_path / "in.parquet")
+    with pytest.raises(DataError, match=r"in\.parquet: no Parquet, or cut off, after row 0 \("):
+        prepared(tmp_path, tmp_path / "in.parquet")
 
 
 def test_where_all_are_refused_the_first_says_why(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The base of every error that a user can cause."""
+"""The base of every error that a user can cause, and checks that name a field and its value."""
+
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -24,6 +26,26 @@ class DataError(UserError):
 
 class StoppedError(DataError):
     """The machine, not the input, stopped the work: what is done holds."""
+
+
+def require(of: object, ok: bool, name: str, must: str) -> None:
+    """Raise UserError unless a field is ``ok``; ``must`` says what it must be, and the fix."""
+    if not ok:
+        raise UserError(f"{name} is {getattr(of, name)}; {must}")
+
+
+def at_least(of: object, least: float, *names: str) -> None:
+    """Raise UserError for the first of these fields that is set and below ``least``."""
+    for name in names:
+        value = getattr(of, name)
+        require(of, value is None or value >= least, name, f"it must be {least} or more")
+
+
+def nearest(value: int, fits: Iterable[int]) -> str:
+    """Name the largest of ``fits`` below a value and the smallest above it, as far as they are there."""
+    others = sorted(fits)
+    near = [n for n in others if n < value][-1:] + [n for n in others if n > value][:1]
+    return " or ".join(map(str, near))
 
 
 LONGEST = 4000

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.data import reshard, to_local
-from runtime.errors import UserError
+from runtime.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,8 @@ class EmaConfig:
     none keeps none."""
 
     def __post_init__(self) -> None:
-        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
-            raise UserError(f"ema_decay is {self.ema_decay}; it must be 0 or more and below 1, such as 0.9999")
+        decay = self.ema_decay
+        require(self, decay is None or 0 <= decay < 1, "ema_decay", "it must be 0 or more and below 1, such as 0.9999")
 
 
 class Ema:

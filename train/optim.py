@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.data import finish_gradients, untracked_replicas
 from parallel.pipeline.runner import Runner
-from runtime.errors import UserError
+from runtime.errors import UserError, at_least, require
 from train.host_moments import HostAdamW
 
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
@@ -65,32 +65,26 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         for name in ("lr", "adam_eps"):
-            self._require(getattr(self, name) > 0, name, "it must be above 0")
-        for name in ("min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_init"):
-            self._require(getattr(self, name) >= 0, name, "it must be 0 or more")
+            require(self, getattr(self, name) > 0, name, "it must be above 0")
+        at_least(self, 0, "min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_init")
         for name in ("min_lr", "lr_warmup_init"):
-            self._require(getattr(self, name) <= self.lr, name, f"it must not exceed lr, which is {self.lr}")
+            require(self, getattr(self, name) <= self.lr, name, f"it must not exceed lr, which is {self.lr}")
         for name in ("adam_beta1", "adam_beta2"):
-            self._require(0 <= getattr(self, name) < 1, name, "it must be in [0, 1)")
-        for name in ("lr_decay_iters", "lr_wsd_decay_iters"):
-            self._require(getattr(self, name) is None or getattr(self, name) >= 1, name, "it must be 1 or more")
+            require(self, 0 <= getattr(self, name) < 1, name, "it must be in [0, 1)")
+        at_least(self, 1, "lr_decay_iters", "lr_wsd_decay_iters")
         for name, styles in (("lr_decay_style", DecayStyle), ("lr_wsd_decay_style", WsdDecayStyle)):
             known = get_args(styles)
-            self._require(getattr(self, name) in known, name, f"it must be one of {', '.join(known)}")
+            require(self, getattr(self, name) in known, name, f"it must be one of {', '.join(known)}")
         fraction = self.lr_warmup_fraction
         if fraction is not None:
-            self._require(0 <= fraction < 1, "lr_warmup_fraction", "it must be in [0, 1)")
+            require(self, 0 <= fraction < 1, "lr_warmup_fraction", "it must be in [0, 1)")
             without = "give --lr-warmup-iters 0 with it, or --lr-warmup-fraction none"
-            self._require(not self.lr_warmup_iters, "lr_warmup_iters", f"and lr_warmup_fraction {fraction}; {without}")
+            require(self, not self.lr_warmup_iters, "lr_warmup_iters", f"and lr_warmup_fraction {fraction}; {without}")
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise UserError(
                 "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are set; the one takes this "
                 "configuration's schedule, the other the checkpoint's: leave one out"
             )
-
-    def _require(self, ok: bool, name: str, problem: str) -> None:
-        if not ok:
-            raise UserError(f"{name} is {getattr(self, name)}; {problem}")
 
 
 def build_optimizer(config: OptimizerConfig, *parts: nn.Module) -> torch.optim.AdamW:

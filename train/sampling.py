@@ -23,6 +23,7 @@ from model.samplers import draw, guided
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh
 from runtime.draws import generator_of
+from runtime.errors import at_least, require
 from runtime.together import is_first, raise_together
 from train.config.flags import ConfigError
 
@@ -49,16 +50,9 @@ class SamplingConfig:
     """Channels of the latents that guidance moves, the first ones; by default all; the original DiT has 3."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("samples_per_class", 0),
-            ("sample_classes", 1),
-            ("sample_steps", 1),
-            ("guidance_channels", 1),
-        ):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it must be {least} or more")
-        if not math.isfinite(self.guidance) or self.guidance < 0:
-            raise ConfigError(f"guidance is {self.guidance}; it must be a number of 0 or more, such as 4")
+        at_least(self, 0, "samples_per_class")
+        at_least(self, 1, "sample_classes", "sample_steps", "guidance_channels")
+        require(self, 0 <= self.guidance < math.inf, "guidance", "it must be a number of 0 or more, such as 4")
 
     def check(self, diffusion: Diffusion) -> None:
         """Raise ConfigError for a method or steps that the objective lacks, or more channels than there are."""

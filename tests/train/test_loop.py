@@ -3,11 +3,13 @@
 import io
 import math
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -38,6 +40,7 @@ from train.watching import stop
 from train.watching.health import Progress, TrainingError
 from train.watching.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 
+ROOT = Path(__file__).resolve().parents[2]
 LENGTH, VOCABULARY = 8, 31
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY)
 PEAK = 1e9
@@ -148,7 +151,7 @@ def test_records_are_megatrons_numbers(tmp_path: Path) -> None:
         assert r["learning_rate"] == 0.01
         assert 0 < r["memory_gb"] < 100
     assert records[0]["lm_loss"] == pytest.approx(math.log(VOCABULARY), rel=0.02)  # untrained, it knows nothing
-    page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     assert [name for name in records[-1] if f"| `{name}` |" not in page] == []
 
 
@@ -232,6 +235,30 @@ def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path: Path) -> Non
     assert "10 steps in a row were bad, the last one iteration 12: " in error
     assert "the last good one was 2; lower lr" in error
     assert error.endswith(f"--load {tmp_path}/run --ckpt-step 2 and another --save")
+
+
+def traced(trainer: Trainer) -> None:
+    """Note every file of ours that one call of the step enters."""
+    plain, entered = trainer.step, set[str]()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(ROOT)):
+            entered.add(frame.f_code.co_filename)
+
+    def step(ahead: Any) -> Any:
+        sys.setprofile(note if trainer.progress.iteration == 1 else None)
+        try:
+            return plain(ahead)
+        finally:
+            sys.setprofile(None)
+            if trainer.progress.iteration == 2:
+                assert 12 < len(entered - {__file__}) <= 18, sorted(entered)
+
+    trainer.step = step  # type: ignore[method-assign]
+
+
+def test_one_step_enters_few_files() -> None:
+    assert run_ranks(run_with, 1, settings(), None, traced)[0][1] == ""
 
 
 def idle_weight(trainer: Trainer) -> None:

@@ -13,6 +13,7 @@ from parallel.data import DataParallelConfig
 from parallel.mesh import MeshConfig
 from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
+from runtime.errors import at_least, require
 from train.config.flags import ConfigError
 from train.float8 import Float8Config
 from train.optim import OptimizerConfig
@@ -50,10 +51,10 @@ class LoopConfig:
     """Exit once this many minutes have passed since the process began and a step is made, saving first."""
 
     def __post_init__(self) -> None:
-        self._at_least(1, "train_iters", "micro_batch_size", "global_batch_size", "eval_interval", "exit_interval")
-        self._at_least(0, "eval_iters", "seed")
-        if self.exit_duration_in_mins is not None and self.exit_duration_in_mins <= 0:
-            raise ConfigError(f"exit_duration_in_mins is {self.exit_duration_in_mins}; it must be above 0")
+        at_least(self, 1, "train_iters", "micro_batch_size", "global_batch_size", "eval_interval", "exit_interval")
+        at_least(self, 0, "eval_iters", "seed")
+        minutes = self.exit_duration_in_mins
+        require(self, minutes is None or minutes > 0, "exit_duration_in_mins", "it must be above 0")
 
     def micro_batches(self, dp: int) -> int:
         """Return the micro-batches per iteration on each of ``dp`` data-parallel ranks."""
@@ -62,12 +63,6 @@ class LoopConfig:
     def batch_size(self, dp: int) -> int:
         """Return the sequences, or samples, per iteration on ``dp`` data-parallel ranks."""
         return self.global_batch_size or self.micro_batch_size * dp
-
-    def _at_least(self, least: int, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it must be {least} or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +76,7 @@ class DryRunConfig:
     """Processes of the run to check with dry_run; by default the product of the mesh's sizes."""
 
     def __post_init__(self) -> None:
-        if self.world_size is not None and self.world_size < 1:
-            raise ConfigError(f"world_size is {self.world_size}; it must be 1 or more")
+        at_least(self, 1, "world_size")
         if self.world_size is not None and not self.dry_run:
             raise ConfigError(
                 f"world_size is {self.world_size} without dry_run; a run has as many processes as its launcher starts: "

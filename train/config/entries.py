@@ -15,6 +15,7 @@ from model.config import ModelConfig
 from model.diffusion import DiffusionConfig
 from model.dit_config import DiTConfig
 from parallel.context.config import FullContextConfig, HybridConfig
+from runtime.errors import at_least
 from train.config.common import CommonConfig, LoopConfig
 from train.ema import EmaConfig
 from train.sampling import SamplingConfig
@@ -29,7 +30,7 @@ class TrainConfig(LoopConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(1, "seq_length")
+        at_least(self, 1, "seq_length")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from parallel.context.config import HybridConfig
 from parallel.context.errors import ContextError
 from parallel.context.methods.registry import LINEAR_METHODS, METHODS, STATE_METHODS
 from parallel.recompute import RecomputeConfig
+from runtime.errors import nearest
 from train.config.common import CommonConfig, ModelShape
 from train.config.entries import Config
 from train.config.flags import ConfigError, config_fields, spelled
@@ -101,9 +102,10 @@ def validate_mesh(config: CommonConfig, world_size: int) -> None:
     _validate_context(config)
     dp, micro, batch = world_size // (pp * cp * tp), config.train.micro_batch_size, config.train.global_batch_size
     if batch is not None and batch % (micro * dp):
+        below = batch // (micro * dp)
         raise ConfigError(
             f"global_batch_size is {batch}, not a multiple of micro_batch_size {micro} x data-parallel size {dp}; "
-            f"nearest that work: {_nearest_multiples(batch, micro * dp)}"
+            f"nearest that work: {nearest(batch, (n * micro * dp for n in (below, below + 1) if n))}"
         )
     config.pipeline.check(
         config.shape.num_layers,
@@ -120,11 +122,10 @@ def validate_mesh(config: CommonConfig, world_size: int) -> None:
 def _validate_copies(copies: int, ranks: int) -> None:
     """Check that the number of copies of the shards divides the data- and context-parallel ranks."""
     if ranks % copies:
-        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        nearest = [n for n in divisors if n < copies][-1:] + [n for n in divisors if n > copies][:1]
+        divisors = (n for n in range(1, ranks + 1) if ranks % n == 0)
         raise ConfigError(
             f"num_distributed_optimizer_instances is {copies}, which does not divide the {ranks} data- and "
-            f"context-parallel processes; nearest that work: {' or '.join(map(str, nearest))}"
+            f"context-parallel processes; nearest that work: {nearest(copies, divisors)}"
         )
 
 
@@ -222,10 +223,9 @@ def _validate_shares(model: ModelShape, tp: int) -> None:
     if groups % tp and tp % groups:
         fitting = [g for g in range(1, model.num_attention_heads + 1) if model.num_attention_heads % g == 0]
         fitting = [g for g in fitting if g % tp == 0 or tp % g == 0]
-        nearest = [g for g in fitting if g < groups][-1:] + [g for g in fitting if g > groups][:1]
         raise ConfigError(
             f"num_query_groups is {groups}, neither a multiple nor a divisor of {size}; "
-            f"nearest that work: {' or '.join(map(str, nearest))}"
+            f"nearest that work: {nearest(groups, fitting)}"
         )
 
 
@@ -241,8 +241,3 @@ def validate_entries(entries: int, tp: int, name: str = "vocab_size") -> None:
 
 def _last_is_empty(entries: int, tp: int) -> bool:
     return -(-entries // tp) * (tp - 1) >= entries
-
-
-def _nearest_multiples(value: int, step: int) -> str:
-    below = value - value % step
-    return f"{below} or {below + step}" if below else f"{step}"

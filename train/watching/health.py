@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from checkpoint.api import saved_iterations
 from checkpoint.manifest import is_count
-from runtime.errors import UserError
+from runtime.errors import UserError, require
 from runtime.files import read_own, write_text
 from runtime.together import from_first
 from train.watching.moments import Step, Watcher
@@ -66,14 +66,12 @@ class HealthConfig:
     """Seconds without a step that the watchdog waits in any case."""
 
     def __post_init__(self) -> None:
-        if self.bad_step_policy not in ("skip", "rollback", "stop"):
-            raise UserError(f"bad_step_policy is {self.bad_step_policy}; it must be skip, rollback or stop")
-        if not self.spike_factor > 1:
-            raise UserError(f"spike_factor is {self.spike_factor}; it must be above 1")
-        if not (self.watchdog_factor == 0 or self.watchdog_factor > 1):
-            raise UserError(f"watchdog_factor is {self.watchdog_factor}; it must be above 1, or 0 for no watchdog")
-        if not self.watchdog_min_seconds > 0:
-            raise UserError(f"watchdog_min_seconds is {self.watchdog_min_seconds}; it must be above 0")
+        policies = ("skip", "rollback", "stop")
+        require(self, self.bad_step_policy in policies, "bad_step_policy", "it must be skip, rollback or stop")
+        require(self, self.spike_factor > 1, "spike_factor", "it must be above 1")
+        watches = self.watchdog_factor > 1 or self.watchdog_factor == 0
+        require(self, watches, "watchdog_factor", "it must be above 1, or 0 for no watchdog")
+        require(self, self.watchdog_min_seconds > 0, "watchdog_min_seconds", "it must be above 0")
 
 
 class Health(Watcher):

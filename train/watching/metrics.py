@@ -15,7 +15,7 @@ from typing import Any
 
 from checkpoint.local import STARTS
 from checkpoint.manifest import is_count
-from runtime.errors import UserError
+from runtime.errors import at_least
 from runtime.files import read_own, reason, replacing, write_text
 from train.config.flags import ConfigError
 from train.watching.stragglers import PHASES
@@ -39,8 +39,7 @@ class LoggingConfig:
     """Name of the run in that project."""
 
     def __post_init__(self) -> None:
-        if self.log_interval < 1:
-            raise UserError(f"log_interval is {self.log_interval}; it must be 1 or more")
+        at_least(self, 1, "log_interval")
 
 
 Writer = Callable[[dict[str, Any]], None]

@@ -38,7 +38,8 @@ def refused(module, line: str) -> str:
 
 @pytest.mark.parametrize("line", GPT)
 def test_a_size_beyond_any_machine_is_refused_by_its_name(line: str) -> None:
-    names = (line.split()[0][2:].replace("-", "_"), "num_attention_heads", "pipeline_schedule")
+    flag = line.split()[0]
+    names = (flag[2:].replace("-", "_"), "num_attention_heads", "pipeline_schedule", f"argument {flag}: ")
     assert any(name in refused(config, f"{' '.join(DATA)} {line}") for name in names)
 
 

@@ -10,8 +10,8 @@ from planner.ranking import described, nothing_left
 from planner.search import arrangements, candidates_of, holds, rank
 from runtime.progress import Progress
 from runtime.words import counted
+from train.config.entries import Config
 from train.config.flags import ConfigError
-from train.config.language import Config
 
 STEP = 1024
 """Tokens."""

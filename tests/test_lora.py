@@ -24,7 +24,8 @@ from runtime.errors import UserError
 from tests.pretraining import differences
 from tools.cases import Case
 from tools.convert_hf import export_model, import_model, main
-from train.config.language import ConfigError, load_config, parse_args, validate
+from train.config.flags import ConfigError
+from train.config.language import load_config, parse_args, validate
 from train.resume import find_start
 
 SHAPE: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 4099}

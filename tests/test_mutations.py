@@ -20,7 +20,8 @@ from runtime.files import LOCK, owned
 from runtime.locks import alive
 from tests.parallel.tiny import ARCHITECTURE, Tiny, build, rewrite_manifest, save, train
 from tools.plot import LOSSES, read_curves
-from train.config.language import Config, parse_args
+from train.config.entries import Config
+from train.config.language import parse_args
 from train.resume import progress_of
 from train.run import FILES, claim_folder, exit_status
 from train.watching.health import FAILURES, Health, HealthConfig

@@ -20,9 +20,8 @@ from tools import convert_hf, plan, plot, prepare_data, prepare_latents, sample,
 from train.config import diffusion as dit_config
 from train.config import flags
 from train.config import language as config
-from train.config.entries import DiTRunConfig
+from train.config.entries import Config, DiTRunConfig
 from train.config.flags import Field
-from train.config.language import Config
 from train.run import claim_folder
 
 ENTRIES = {

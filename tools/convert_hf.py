@@ -35,9 +35,9 @@ from tools.arguments import one_line_errors, parser_for, run_command
 from train.complete import with_vocabulary
 from train.config.derive import IMPORTED, config_as_trained
 from train.config.diffusion import load_config as load_dit_config
-from train.config.entries import DiTRunConfig
+from train.config.entries import Config, DiTRunConfig
 from train.config.flags import config_file, write_toml
-from train.config.language import Config, load_config, to_toml
+from train.config.language import load_config
 from train.resume import AVERAGED
 from train.run import HF_FOLDER
 from train.watching.health import Progress
@@ -70,7 +70,7 @@ def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
             config = with_vocabulary(config, load_tokenizer(kept / name).vocab_size)
             config = replace(config, data=DataConfig(tokenizer_model=str((run / HF_FOLDER / name).absolute())))
             files = {"tokenizer_model": digest(kept / name)}
-        (draft / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (draft / "config.toml").write_text(write_toml(config), encoding="utf-8")
         extra = {"progress": asdict(Progress()), "contents": files, IMPORTED: str(source)}
         save_checkpoint(draft, 0, weights, None, architecture=architecture_of(config.model), extra=extra, read=read)
     dtypes = ", ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()}))

@@ -41,7 +41,8 @@ from tools.runs import Run, add_mesh, mesh_of, open_run
 from train.assemble import build_runner
 from train.complete import complete
 from train.config.derive import fitted
-from train.config.language import Config, ConfigError
+from train.config.entries import Config
+from train.config.flags import ConfigError
 from train.config.sizes import validate_sizes
 from train.objectives.language import NextToken
 from train.run import check_writable, run_entry

@@ -48,7 +48,8 @@ from tools.plan_text import Row, bars, discarded, table
 from train.complete import with_vocabulary
 from train.config.common import with_joined_ranks
 from train.config.entries import Config
-from train.config.language import ConfigError, to_toml, validate
+from train.config.flags import ConfigError, write_toml
+from train.config.language import validate
 from train.run import exit_status
 
 DEFAULT_TOP = 10
@@ -232,7 +233,7 @@ def plan(argv: list[str]) -> None:
         print(bars(best.memory, best.host, cluster, "a process of the first row"))
     if args.write:
         args.write.parent.mkdir(parents=True, exist_ok=True)
-        write_text(args.write, to_toml(rows[0].candidate.config))
+        write_text(args.write, write_toml(rows[0].candidate.config))
         if not args.json:
             print(f"written: {args.write}")
 

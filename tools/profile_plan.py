@@ -15,7 +15,7 @@ from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
 from runtime.together import from_first, is_first
 from runtime.words import duration
-from train.config.language import Config
+from train.config.entries import Config
 
 
 def measure(

@@ -9,7 +9,7 @@ from tools.arguments import positive
 
 if TYPE_CHECKING:
     from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
-    from train.config.language import Config
+    from train.config.entries import Config
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     from runtime.errors import DataError
     from train.complete import with_vocabulary
     from train.config.derive import IMPORTED, config_as_trained
-    from train.config.flags import config_file
-    from train.config.language import ConfigError, load_config
+    from train.config.flags import ConfigError, config_file
+    from train.config.language import load_config
     from train.run import HF_FOLDER
 
     named = config_file(folder)

@@ -36,8 +36,9 @@ from runtime.together import raise_together
 from train.attention import softmax_context
 from train.complete import Choices, with_method
 from train.config.derive import IMPORTED, config_as_trained, fitted
-from train.config.flags import config_file
-from train.config.language import Config, ConfigError, load_config
+from train.config.entries import Config
+from train.config.flags import ConfigError, config_file
+from train.config.language import load_config
 from train.config.sizes import validate_entries
 
 

@@ -40,6 +40,7 @@ AVERAGED = "ema_decay"
 """Key of the averages' decay in a checkpoint with averages of the weights."""
 
 
+C = TypeVar("C", bound=CommonConfig)
 C_co = TypeVar("C_co", bound=CommonConfig, covariant=True)
 
 
@@ -78,7 +79,7 @@ class Start(Generic[C_co]):
         _tell(notes)
 
 
-def find_start(config: C_co, architecture: dict[str, Any], contents: dict[str, str]) -> Start[C_co]:
+def find_start(config: C, architecture: dict[str, Any], contents: dict[str, str]) -> Start[C]:
     """Find the checkpoint of ``--load``, and check that the run can go on from it; collective.
 
     Without a checkpoint the run starts afresh. With ``--finetune`` only the weights are loaded, and rope and windows

@@ -7,7 +7,7 @@ from typing import Any
 from bench.link.network import Network
 from bench.link.ranks import Iteration
 from parallel.context import Plan, make_plan
-from train.config.language import Config
+from train.config.entries import Config
 
 WARM_UP_LIMITED = 1
 """Steps within the limit that do not count: TCP finds its window."""

@@ -20,7 +20,7 @@ from parallel.mesh import MeshConfig
 from tests.kernels import test_packed, test_tiles
 from tests.kernels.test_tiles import attention_by_tiles, error, inputs, tiles_of, truth
 from train.attention import softmax_context
-from train.config.language import Config, TrainConfig
+from train.config.entries import Config, TrainConfig
 
 WINDOW = {"2.5": "window_size", "2.8": "window_size_left, window_size_right, softcap"}
 INTERFACE = """

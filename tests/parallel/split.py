@@ -34,7 +34,7 @@ from runtime.draws import Part
 from tests.parallel.tiny import ARCHITECTURE, save, whole_tensors
 from tests.parallel.whole import gradients_of, weights_of
 from train.attention import context_of
-from train.config.language import Config, TrainConfig
+from train.config.entries import Config, TrainConfig
 from train.objectives.language import NextToken
 
 ZERO3 = DataParallelConfig()

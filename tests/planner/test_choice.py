@@ -16,7 +16,9 @@ from tests.planner.test_search import A100, config
 from tests.pretraining import pretrain
 from train.complete import with_method
 from train.config import diffusion
-from train.config.language import Config, ConfigError, load_config
+from train.config.entries import Config
+from train.config.flags import ConfigError
+from train.config.language import load_config
 
 
 def hybrid(size: int, **fields: str) -> Config:

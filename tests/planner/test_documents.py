@@ -15,7 +15,7 @@ from planner.search import rank
 from runtime.errors import DataError
 from tests.data.text.corpora import write_documents
 from tests.planner.test_search import config
-from train.config.language import Config
+from train.config.entries import Config
 
 
 def packed(size: int = 4, data_path: tuple[str, ...] = (), **fields: int) -> Config:

@@ -13,7 +13,8 @@ from planner.levers import leanest, settings
 from planner.ranking import nothing_left
 from planner.search import Weighed, arrangements, candidates_of, holds, rank
 from runtime.errors import UserError
-from train.config.language import Config, load_config
+from train.config.entries import Config
+from train.config.language import load_config
 
 H100 = load_cluster(CLUSTERS / "h100_pod.toml")
 SMALL = replace(H100, memory_gb=12, gpus_per_node=4)

@@ -9,7 +9,8 @@ from planner.fits import changes
 from planner.levers import leanest
 from planner.search import bytes_needed, rank
 from tests.planner.test_search import A100, config
-from train.config.language import Config, load_config
+from train.config.entries import Config
+from train.config.language import load_config
 
 
 def asked(size: int, method: str) -> Config:

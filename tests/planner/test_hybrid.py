@@ -24,7 +24,7 @@ from planner.workload import fastest, layout_costs
 from runtime.ranks import run_ranks
 from tests.parallel.pipeline import test_schedule as test_pipeline
 from tests.parallel.split import PLAIN, Step, config, difference, mesh_config, plain, split_step, whole_step
-from train.config.language import Config, TrainConfig
+from train.config.entries import Config, TrainConfig
 
 LOSS, GRADIENT = 2e-6, 1e-7
 SHAPE: ModelConfig = config(model_type="transnormer", num_query_groups=None, num_layers=3, softmax_every=2)

@@ -18,7 +18,8 @@ from runtime import draws
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from train.assemble import Run
-from train.config.language import Config, parse_args
+from train.config.entries import Config
+from train.config.language import parse_args
 
 MODEL = (
     *("--vocab-size", "2048", "--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "8"),

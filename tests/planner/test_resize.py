@@ -9,7 +9,9 @@ from planner import resize
 from planner.cluster import CLUSTERS
 from planner.resize import divided, fitted_to_world, rearranged
 from runtime.errors import UserError
-from train.config.language import Config, ConfigError, parse_args, validate
+from train.config.entries import Config
+from train.config.flags import ConfigError
+from train.config.language import parse_args, validate
 
 FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --device cpu --data-path x"
 FLAGS += " --tokenizer-model x.model --global-batch-size 4 --micro-batch-size 2 --context-parallel-size 2"

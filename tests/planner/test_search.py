@@ -12,7 +12,8 @@ from planner.cluster import CLUSTERS, load_cluster
 from planner.levers import settings
 from planner.search import arrangements, contexts, rank
 from tests.pretraining import pretrain
-from train.config.language import Config, TrainConfig, load_config
+from train.config.entries import Config, TrainConfig
+from train.config.language import load_config
 from train.config.sizes import validate_sizes
 
 A100 = load_cluster(CLUSTERS / "wallfacer_a100_8.toml")

@@ -8,7 +8,8 @@ import pretrain_gpt
 from planner.cluster import CLUSTERS, default_cluster, load_cluster
 from planner.fits import busiest
 from planner.search import bytes_needed
-from train.config.language import Config, parse_args
+from train.config.entries import Config
+from train.config.language import parse_args
 
 LLAMA = (
     "--device cuda --bf16 --mock-data --model-type llama --num-layers 4 --hidden-size 1024 --num-attention-heads 16 "

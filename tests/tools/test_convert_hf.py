@@ -17,7 +17,8 @@ from model.hf.shards import Weights
 from model.registry import build_model
 from tests.model.hf.hugging_face import CONFIGS, TOKENS, hugging_face, transformers
 from tools.convert_hf import export_model, import_model, main
-from train.config.language import load_config, to_toml
+from train.config.flags import write_toml
+from train.config.language import load_config
 
 FAMILIES = (
     "llama, llama3",
@@ -162,7 +163,7 @@ def test_an_export_is_meant_for_what_it_was_trained_on(
         )
         run, model = tmp_path / f"of {length}", build_model(config.model)
         run.mkdir()
-        (run / "config.toml").write_text(to_toml(config))
+        (run / "config.toml").write_text(write_toml(config))
         save_checkpoint(run, 3, model, None, architecture=architecture_of(config.model), extra={})
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     said = transformers.AutoConfig.from_pretrained(tmp_path / "out")

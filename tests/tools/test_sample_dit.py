@@ -17,7 +17,7 @@ from runtime.ranks import run_ranks
 from tests.parallel.tiny import rewrite_manifest
 from tools.sample_dit import config_of, fitted, main
 from tools.training import PEAK
-from train.config.language import ConfigError
+from train.config.flags import ConfigError
 from train.run import exit_status
 from train.sampling import Sampler, write_grid
 

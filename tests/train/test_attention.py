@@ -12,7 +12,7 @@ from model.config import ModelConfig
 from parallel.context import ContextConfig
 from parallel.context.softmax import SoftmaxAttention
 from train.attention import context_of
-from train.config.language import Config, TrainConfig
+from train.config.entries import Config, TrainConfig
 
 LENGTH = 96
 CONFIG = Config(

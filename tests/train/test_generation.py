@@ -15,7 +15,8 @@ from model.registry import build_model
 from runtime.draws import generator_of
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from train.config.language import Config, to_toml
+from train.config.entries import Config
+from train.config.flags import write_toml
 from train.generation import Writer, opened
 
 LLAMA = ModelConfig(
@@ -75,7 +76,7 @@ def saved(folder: Path, model: ModelConfig, scale: float = 1.0) -> LanguageModel
     made = weighted(model)
     with torch.no_grad():
         made.embedding.weight.mul_(scale)  # type: ignore[union-attr]
-    (folder / "config.toml").write_text(to_toml(Config(model=model)))
+    (folder / "config.toml").write_text(write_toml(Config(model=model)))
     extra: dict[str, Any] = {"imported_from": "elsewhere"}
     save_checkpoint(folder, 2, made, None, architecture=architecture_of(model), extra=extra)
     return made.double()
@@ -237,11 +238,11 @@ def test_what_cannot_be_written_is_refused(runs: dict[str, Path], tmp_path: Path
     assert "is not the 1 processes started; all of them write the same text: start 2" in message(
         context_parallel_size=2
     )
-    (tmp_path / "config.toml").write_text(to_toml(Config(model=LLAMA)))
+    (tmp_path / "config.toml").write_text(write_toml(Config(model=LLAMA)))
     assert "holds no checkpoint" in message(tmp_path)
     assert "lasp, which passes states of linear attention on" in message(tmp_path, context_parallel_method="lasp")
     linear = dataclasses.replace(LLAMA, model_type="transnormer", num_query_groups=None)
-    (tmp_path / "config.toml").write_text(to_toml(Config(model=linear)))
+    (tmp_path / "config.toml").write_text(write_toml(Config(model=linear)))
     assert "model_type is transnormer, whose states" in message(tmp_path, tensor_model_parallel_size=2)
     with opened(runs["gpt"], context_parallel_method="auto") as writer:  # one process has nothing to choose
         for prompts, said in (

@@ -31,7 +31,7 @@ from runtime.errors import DataError
 from runtime.ranks import run_ranks
 from runtime.signals import StopRequest
 from train.assemble import Run
-from train.config.language import Config, TrainConfig
+from train.config.entries import Config, TrainConfig
 from train.loop import Trainer
 from train.objectives.language import NextToken
 from train.optim import OptimizerConfig, build_optimizer

@@ -16,9 +16,9 @@ from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, tw
 from tests.train.test_run import with_checkpoint
 from train import schedule
 from train.config.derive import IMPORTED, config_as_trained
-from train.config.entries import DiTRunConfig
+from train.config.entries import Config, DiTRunConfig, TrainConfig
 from train.config.flags import ConfigError
-from train.config.language import Config, TrainConfig, parse_args
+from train.config.language import parse_args
 from train.optim import OptimizerConfig
 from train.resume import _check_allowed, changes, checkpoint_extra, find_start
 from train.run import claim_folder, open_log

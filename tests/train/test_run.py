@@ -19,7 +19,9 @@ from runtime.ranks import run_ranks
 from runtime.together import one_voice
 from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, free_port
-from train.config.language import Config, ConfigError, load_config
+from train.config.entries import Config
+from train.config.flags import ConfigError
+from train.config.language import load_config
 from train.optim import OptimizerConfig
 from train.run import claim_folder, exit_status, open_log, reserve_run_folder
 from train.watching.health import Progress

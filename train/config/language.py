@@ -5,20 +5,9 @@ from pathlib import Path
 
 from train.config import flags
 from train.config.common import validate_backend, validate_run, with_joined_ranks
-from train.config.entries import ENTRIES, Config, TrainConfig
+from train.config.entries import ENTRIES, Config
 from train.config.flags import ConfigError
 from train.config.sizes import validate_sizes
-
-__all__ = [
-    "Config",
-    "ConfigError",
-    "TrainConfig",
-    "load_config",
-    "parse_args",
-    "to_toml",
-    "validate",
-]
-
 
 INTRODUCTION = """\
 Pretrain a language model on long sequences, shared over processes by context parallelism.
@@ -57,11 +46,6 @@ def parse_args(argv: Sequence[str]) -> Config:
 def load_config(path: str | Path) -> Config:
     """Read a configuration from a TOML file, with defaults for the rest. UserError names the key or field."""
     return flags.build(Config, flags.read_toml(Config, path, ENTRIES))
-
-
-def to_toml(config: Config) -> str:
-    """Write `config` as TOML, without None fields; `load_config` reads an equal Config back."""
-    return flags.write_toml(config)
 
 
 def validate(config: Config, world_size: int) -> None:

@@ -25,7 +25,8 @@ from planner.search import rank
 from tests.starts import PATIENCE, interruptible, wait_until
 from tools.report import write_records
 from train.complete import with_vocabulary
-from train.config.language import Config, parse_args, validate
+from train.config.entries import Config
+from train.config.language import parse_args, validate
 
 ROOT = Path(__file__).resolve().parents[3]
 WITHIN_PROTOCOL = 1.10

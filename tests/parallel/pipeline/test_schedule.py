@@ -28,7 +28,7 @@ from tests.parallel.test_strategies import recorded
 from tests.parallel.tiny import ARCHITECTURE, save
 from tests.parallel.whole import full
 from train.assemble import Run, build_runner
-from train.config.language import Config, TrainConfig
+from train.config.entries import Config, TrainConfig
 from train.objectives.language import NextToken
 
 LOSS, GRADIENT = 2e-6, 1e-7

@@ -10,7 +10,8 @@ import pretrain_gpt
 from runtime.errors import UserError
 from train.config import diffusion
 from train.config.common import with_joined_ranks
-from train.config.language import Config, parse_args, validate
+from train.config.entries import Config
+from train.config.language import parse_args, validate
 
 DATA = ["--data-path", "runs/data/x", "--tokenizer-model", "x.model"]
 GPT = "--model-type gpt --max-position-embeddings 251 --seq-length 251"

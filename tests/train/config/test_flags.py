@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from train.config import flags
-from train.config.flags import spelled
-from train.config.language import Config, load_config, parse_args, to_toml
+from train.config.entries import Config
+from train.config.flags import spelled, write_toml
+from train.config.language import load_config, parse_args
 
 
 def test_megatrons_spelling_of_a_flag_and_underscores_are_taken() -> None:
@@ -70,7 +71,7 @@ def test_toml_round_trip_of_every_field(tmp_path: Path) -> None:
         changed[name] = next(choice for choice in field.choices if choice != field.default) if field.choices else one
     for values in ({}, alone, linear, changed, llama3, dynamic):
         config = flags.build(Config, values)
-        (tmp_path / "config.toml").write_text(to_toml(config))
+        (tmp_path / "config.toml").write_text(write_toml(config))
         assert load_config(tmp_path / "config.toml") == config
         for name, value in values.items():
             field = flags.config_fields(Config)[name]

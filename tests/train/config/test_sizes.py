@@ -2,7 +2,8 @@
 
 import pytest
 
-from train.config.language import ConfigError, parse_args, validate
+from train.config.flags import ConfigError
+from train.config.language import parse_args, validate
 
 HYBRID = (
     "--data-path x --tokenizer-model x --model-type transnormer --softmax-every 2 --context-parallel-method lasp "

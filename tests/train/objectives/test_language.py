@@ -20,7 +20,7 @@ from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.data.text.corpora import write_documents
 from train.attention import context_of
-from train.config.language import Config, TrainConfig
+from train.config.entries import Config, TrainConfig
 from train.objectives.language import NextToken, corpus_entropy
 
 LENGTH = 13  # of which neither 2 nor 3 ranks have equal parts

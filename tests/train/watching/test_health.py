@@ -16,7 +16,7 @@ from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.train.test_loop import Samples, checkpoints, infinite_in, run_with, settings
-from train.config.language import Config
+from train.config.entries import Config
 from train.loop import Trainer
 from train.watching.health import FAILURES, LEAST, Health, HealthConfig, Progress, TrainingError
 from train.watching.metrics import METRICS, read_metrics

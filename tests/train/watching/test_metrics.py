@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.starts import PATIENCE
-from train.config.language import ConfigError
+from train.config.flags import ConfigError
 from train.watching.metrics import (
     METRICS,
     LoggingConfig,

@@ -11,7 +11,7 @@ from typing import Any
 from runtime.ranks import run_ranks
 from tests.train.test_loop import run_with, settings
 from tools import watch
-from train.config.language import Config
+from train.config.entries import Config
 from train.loop import Trainer
 from train.watching.metrics import METRICS, LoggingConfig, read_metrics
 from train.watching.stragglers import PHASES, slowest

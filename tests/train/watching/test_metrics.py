@@ -12,13 +12,13 @@ import torch
 
 from tests.starts import PATIENCE
 from train.config.flags import ConfigError
+from train.loop import memory_gb
 from train.watching.metrics import (
     METRICS,
     LoggingConfig,
     RunLog,
     check_services,
     cut_back,
-    memory_gb,
     plot_loss,
     read_metrics,
 )

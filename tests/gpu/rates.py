@@ -150,7 +150,7 @@ def shares_of(
             continue
         of = sizes(plan.geometry, local.batch, local.num_heads, local.kv_heads, local.head_dim, dtype.itemsize)
         busy = emulate(plan, of, device, dtype, clock(device, repeats, quiet=True))
-        slowest = float(max(sum(way.sum(axis=0) for way in busy.values())))  # type: ignore[arg-type]
+        slowest = float(max(sum(way.sum(axis=0) for way in busy.values())))
         pairs = [sum(step.pairs for step in plan.rounds(rank)) for rank in range(ranks)]
         rates = {"tflops": whole.flops(max(pairs)) / slowest / 1e12, "limit": fmean(pairs) / max(pairs)}
         found[method] = {"slowest_seconds": slowest, "of_share": share / slowest, **rates}

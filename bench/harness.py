@@ -32,7 +32,7 @@ Figure = TypeVar("Figure")
 
 
 class MeasureError(UserError):
-    """What was to be measured failed, or computes something else than it should; its time would mean nothing."""
+    """A contestant failed, or computes something else than it should; its time would mean nothing."""
 
 
 @contextmanager

@@ -210,11 +210,6 @@ def events(recorded: Any) -> Iterator[tuple[str, int]]:
         yield event.name(), event.nbytes() if event.name() == "[memory]" else 0
 
 
-def allocations(recorded: Any) -> Iterator[int]:
-    """Yield the bytes of each allocation, and of each release below 0, in a profile with memory, in their order."""
-    return (allocated for name, allocated in events(recorded) if name == "[memory]")
-
-
 @contextmanager
 def _no_messages() -> Iterator[None]:
     """Discard what the profiler's library writes to stderr, whatever its settings."""

@@ -13,13 +13,13 @@ each its own draw of weights. A package that cannot run here is listed with its 
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,47 +49,23 @@ SETTLE = 2
 """First steps of a training that do not count."""
 
 
-class Package(NamedTuple):
-    """A package that does what ours does, and what it is measured in."""
-
-    name: str
-    module: str
-    measures: str = ""
-    why_not: str = ""
-    """Why it is not measured; empty where it is."""
+MODULES = {"ring-attention-pytorch": "ring_attention_pytorch", "transformers": "transformers"}
+"""Other packages, whose attention and whose training are measured; docs/evidence/peers.md says why others are not."""
+ATTENTIONS = ("ring-attention-pytorch",)
 
 
-PACKAGES = (
-    Package("ring-attention-pytorch", "ring_attention_pytorch", "attention"),
-    Package("transformers", "transformers", "training"),
-    Package("ring-flash-attn", "ring_flash_attn", "", "its tiles are flash-attn's kernels, for CUDA"),
-    Package("yunchang", "yunchang", "", "its backward is for flash-attn's kernels, not for torch's"),
-    Package(
-        "torch's context_parallel",
-        "torch.distributed.tensor.experimental._attention",
-        "",
-        "it has no rule for the CPU's kernel, aten._scaled_dot_product_flash_attention_for_cpu",
-    ),
-    Package("flash-linear-attention", "fla", "", "its kernels are Triton's, which compile for a GPU"),
-    Package("nanoGPT", "nanogpt", "", "it is a GPT and not a package; these are LLaMAs"),
-    Package("litgpt", "litgpt", "", "it wants huggingface-hub below 1.4, transformers 1.31 or newer"),
-)
-
-
-def refusal(package: Package) -> str | None:
+def refusal(name: str) -> str | None:
     """Return why a package is not measured here; None if it is."""
-    if package.why_not:
-        return package.why_not
     try:
-        import_module(package.module)
+        import_module(MODULES[name])
     except ImportError as error:
-        return f"not installed ({error}); make peers installs what it measures"
+        return f"not installed ({error}); make peers installs it"
     return None
 
 
-def measurable(what: str) -> list[str]:
-    """Return the names of the packages whose attention, or training, is measured here."""
-    return [package.name for package in PACKAGES if what in package.measures and refusal(package) is None]
+def measurable(names: Iterable[str]) -> list[str]:
+    """Return those of some packages that are measured here."""
+    return [name for name in names if refusal(name) is None]
 
 
 @contextmanager
@@ -156,14 +132,14 @@ def attention(length: int, repeats: int, max_seconds: float) -> dict[str, Any]:
 
     Raises UserError, MeasureError: as ``bench.attention.measure_cpu``.
     """
-    theirs = [f"ring@{name}" for name in measurable("attention")]
+    theirs = [f"ring@{name}" for name in measurable(ATTENTIONS)]
     found = measure_cpu(AttentionShape(seq_length=length), (*OURS, *theirs), repeats=repeats, max_seconds=max_seconds)
     return {"length": length, **row({name: one["seconds"] for name, one in found["contestants"].items()}, OURS, theirs)}
 
 
 def training(repeats: int, flags: list[str]) -> dict[str, Any]:
     """Time training steps of ours and of the packages; a row as ``row``'s."""
-    packages = measurable("training")
+    packages = measurable(MODELS)
     torch.set_num_threads(len(usable_cores()))
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "stdlib"
@@ -203,8 +179,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.repeats < 2:
         raise UserError(f"--repeats is {args.repeats}; it must be 2 or more, to have quartiles")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    absent = {package.name: why for package in PACKAGES if (why := refusal(package)) is not None}
-    versions = {package.name: version(package.name) for package in PACKAGES if package.name not in absent}
+    absent = {name: why for name in MODULES if (why := refusal(name)) is not None}
+    versions = {name: version(name) for name in measurable(MODULES)}
     machine = describe("cpu")
     found: dict[str, Any] = {"benchmark": "peers", "machine": machine, "versions": versions, "not_measured": absent}
     print(f"{machine['device']}, torch {machine['torch']}; {', '.join(map(' '.join, versions.items()))}")

@@ -91,12 +91,12 @@ class AttentionShape:
 
     @property
     def sparse(self) -> bool:
-        """Whether a query does not see all keys before it."""
+        """True where a query does not see all keys before it."""
         return self.documents is not None or self.window is not None
 
     @property
     def masked(self) -> str:
-        """What queries see, in words."""
+        """The mask in words."""
         packed = "one document" if self.documents is None else f"{len(self.mask['documents']) - 1} documents"
         lengths = "" if self.documents is None else f" ({self.documents})"
         return f"causal, {packed}{lengths}" + ("" if self.window is None else f", window {self.window}")

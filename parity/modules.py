@@ -1,4 +1,4 @@
-"""What modules return and the gradients of that, in a step on any mesh: noted in pieces, and compared in their order.
+"""Outputs of modules and their gradients, in a step on any mesh: noted in pieces, compared in their order.
 
 A piece is what one rank has of one micro-batch: ``places`` [B, T], the numbers of its tokens among all of the step's
 (sample x length + position, -1 for padding), and values [B, T, C] or, under tensor parallelism, some of the tokens or

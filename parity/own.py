@@ -25,7 +25,7 @@ SECONDS = 900.0
 
 
 class Difference(NamedTuple):
-    """How far something is from one process's, its largest value there, and the bound on the one by the other."""
+    """A difference from one process, the largest value there, and the bound on the one by the other."""
 
     what: str
     size: float
@@ -34,7 +34,7 @@ class Difference(NamedTuple):
 
     @property
     def within(self) -> bool:
-        """Whether the bound holds; it does not for NaN."""
+        """True where the bound holds; it does not for NaN."""
         return self.size <= self.bound * self.largest
 
     def __str__(self) -> str:

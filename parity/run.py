@@ -50,12 +50,12 @@ class Run:
     copies_differ: tuple[str, ...]
     """Tensors of which two ranks hold different copies."""
     pieces: list[dict[str, list[Piece]]]
-    """What each rank noted of its modules."""
+    """Notes of each rank on its modules."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """How far a run is from the reference."""
+    """Differences of a run from the reference."""
 
     loss: float
     norm: float
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def within(self) -> bool:
-        """Whether every bound holds; NaN does not."""
+        """True where every bound holds; NaN does not."""
         return self.holds(1.0)
 
     def holds(self, times: float) -> bool:

@@ -26,7 +26,7 @@ SHOWN = 3
 
 
 class SkippedStep(UserError):
-    """What a step needs is not here; the message says what."""
+    """A step lacks something here; the message says what."""
 
 
 class Step(NamedTuple):

@@ -30,12 +30,12 @@ Channel = tuple[int, int, str]
 
 
 class Mail:
-    """What is under way between threads."""
+    """Messages under way between threads."""
 
     def __init__(self) -> None:
         self._arrived, self._there = dict[tuple[Channel, int], Any](), threading.Condition()
         self.failed = False
-        """Whether a rank has failed, so that no other may wait for it."""
+        """True once a rank has failed, so that no other may wait for it."""
 
     def put(self, channel: Channel, number: int, content: Any) -> None:
         """Deliver."""

@@ -106,6 +106,13 @@ def write_records(path: Path, result: dict[str, Any]) -> None:
     write_text(path, "\n".join(lines_of(result)) + "\n")
 
 
+def write_tables(path: Path, result: dict[str, Any], text: str) -> Path:
+    """Write a result as JSON lines, and its tables as Markdown beside them; return the Markdown's path."""
+    write_records(path, result)
+    write_text(path.with_suffix(".md"), text)
+    return path.with_suffix(".md")
+
+
 def read_records(path: Path) -> dict[str, Any]:
     """Read the result that ``write_records`` wrote; digits of floats and the order of fields may differ.
 

@@ -23,10 +23,9 @@ from bench.link.network import LINKS, Network, prepare_machine
 from bench.link.ranks import train
 from data.text.prepare import prepare
 from runtime.errors import UserError
-from runtime.files import write_text
 from runtime.machine import describe, device_name, results_file, usable_cores
 from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.report import Column, Table, read_records, write_records
+from tools.report import Column, Table, read_records, write_tables
 from train.config.language import parse_args
 
 WARM_UP, FREE = 2, 3  # steps without the limit: connections are made; counted
@@ -202,9 +201,7 @@ def write(result: Row, folder: Path) -> Path:
         rows = [*before[table], *({"date": date, **row} for row in result[table])]
         result = {**result, table: list({(*_key(row), row.get("name")): row for row in rows}.values())}
     result["settings"].sort(key=_key)
-    write_records(path, result)
-    write_text(path.with_suffix(".md"), "# Training over a slow link\n\n" + markdown(result))
-    return path.with_suffix(".md")
+    return write_tables(path, result, "# Training over a slow link\n\n" + markdown(result))
 
 
 def _key(row: Row) -> tuple[Any, ...]:

@@ -29,11 +29,10 @@ from bench.link.ranks import iterate, report
 from bench.shapes import AttentionShape
 from parallel.context import ContextParallel, Plan
 from runtime.errors import UserError
-from runtime.files import write_text
 from runtime.machine import describe, results_file
 from runtime.processes import process_group
 from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.report import Column, Table, write_records
+from tools.report import Column, Table, write_tables
 
 WARM_UP, FREE = 1, 1  # steps without the limit: connections are made; counted
 CASES: dict[str, dict[str, Any]] = {
@@ -257,10 +256,8 @@ def sentence(said: dict[str, Any]) -> str:
 
 def write(result: dict[str, Any], folder: Path) -> Path:
     """Write JSON lines and Markdown, named after the machine, over earlier ones; return the Markdown's path."""
-    path = results_file(folder, "link-attention", result["machine"])
-    write_records(path, result)
-    write_text(path.with_suffix(".md"), "# The attention alone over a slow link\n\n" + markdown(result))
-    return path.with_suffix(".md")
+    path, title = results_file(folder, "link-attention", result["machine"]), "# The attention alone over a slow link"
+    return write_tables(path, result, f"{title}\n\n{markdown(result)}")
 
 
 @one_line_errors

@@ -28,10 +28,9 @@ from planner.cluster import Cluster
 from planner.ranking import weighed
 from planner.search import rank
 from runtime.errors import UserError
-from runtime.files import write_text
 from runtime.machine import describe, results_file, stamp
 from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.report import Column, Table, read_records, write_records
+from tools.report import Column, Table, read_records, write_tables
 from train.complete import with_vocabulary
 from train.config.language import parse_args
 
@@ -47,7 +46,7 @@ LENGTHS = (768, 1536, 3072)
 TOKENS = 6144
 """Of a step, in sequences."""
 SEEN, SEEN_LENGTHS = AttentionShape(num_heads=8, head_dim=16, batch=4), (128, 512)
-"""What the calibration measures: the models' heads, at lengths of a rank."""
+"""Measured by the calibration: the models' heads, at lengths of a rank."""
 BEST = 8
 OTHERS = ("ulysses", "zigzag_u4", "double_ring", "wallfacer_c2_u2")
 """Measured besides the best predictions: each was among the best of a setting of ``bench.link``."""
@@ -212,8 +211,7 @@ def measure_all(result: dict[str, Any], path: Path, links: list[str], models: li
             said = judged(result["settings"][-1])
             print(f"{link} {model} {length}: {said['choice']}, {said['behind']:.1%} behind {said['best']}", flush=True)
             result["load_average"] = list(os.getloadavg())
-            write_records(path, result)
-            write_text(path.with_suffix(".md"), markdown(result))
+            write_tables(path, result, markdown(result))
 
 
 @one_line_errors

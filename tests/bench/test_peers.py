@@ -7,7 +7,7 @@ import pytest
 
 from bench import peers
 from bench.harness import check_same, clocked, measured
-from bench.peers import PACKAGES, Package, refusal, steps_of
+from bench.peers import steps_of
 from bench.processes import Contestants
 from bench.shapes import AttentionShape
 from runtime.ranks import run_ranks
@@ -32,11 +32,10 @@ def test_both_learn_the_same_tokens(default_data: Path) -> None:
         assert last < first
 
 
-def test_what_cannot_be_measured_has_a_reason() -> None:
-    reasons = {package.name: refusal(package) for package in PACKAGES}
-    assert reasons["transformers"] is None
-    assert "no rule for the CPU's kernel" in str(reasons["torch's context_parallel"])
-    assert "not installed" in str(refusal(Package("none", "no_such_module", "attention")))
+def test_a_package_that_is_not_here_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peers.MODULES, "none", "no_such_module")
+    assert "not installed" in str(peers.refusal("none"))
+    assert peers.measurable(["none"]) == []
 
 
 def test_a_line_names_the_ratio_of_the_best() -> None:

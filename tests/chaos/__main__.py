@@ -62,7 +62,7 @@ Row = dict[str, Any]
 
 
 class Hung(UserError):
-    """What was started did not end, and was killed."""
+    """A run did not end, and was killed."""
 
 
 def start(save: Path, plan: Row, ranks: int = RANKS) -> tuple[subprocess.Popen[Any], IO[str]]:

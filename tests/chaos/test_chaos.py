@@ -1,4 +1,4 @@
-"""What the trials of make chaos look at: planted faults are told, and what strikes finds the processes of its trial."""
+"""Trials of make chaos: planted faults are told, and a strike finds the processes of its trial."""
 
 import json
 import os

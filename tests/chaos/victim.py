@@ -30,7 +30,7 @@ HOOKS: dict[str, tuple[Any, str]] = {
     "lock": (files, "Lock"),
     "random": (torch.optim.AdamW, "step"),
 }
-"""What is called there, by a rank or by the process beside it that writes its checkpoints."""
+"""The call there, by a rank or by the process beside it that writes its checkpoints."""
 armed: list[str] = []
 
 

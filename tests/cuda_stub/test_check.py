@@ -1,4 +1,4 @@
-"""What the list of stubbed runs says of a run, and that its cases are configurations that the entries take.
+"""Verdicts on stubbed runs; their cases are configurations that the entries take.
 
 The runs themselves (`make cuda-stub`) need a CUDA build of torch, which CI has not, and are no test. What `make test`
 has instead are fake tensors: a step of each kind of configuration (tests/planner/test_dry_run.py), and of every method

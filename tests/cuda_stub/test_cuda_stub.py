@@ -1,4 +1,4 @@
-"""What the stubbed GPUs refuse, and what their library does by itself; no CUDA build of torch is needed."""
+"""Stubbed GPUs refuse other machines, and their library works by itself; no CUDA build of torch is needed."""
 
 import ctypes
 import platform

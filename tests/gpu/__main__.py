@@ -32,7 +32,7 @@ RUN = {
     "cpu": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --vocab-size 512 --lr 3e-3",
 }
 MFU = {"cuda": {8192: 0.4, 32768: 0.5}, "cpu": {256: 0.0}}
-"""What is wanted by length, with half of the pairs counted, as a causal mask has it."""
+"""Wanted by length, with half of the pairs counted, as a causal mask has it."""
 STEPS_OF_RUN = 20
 THOUSANDS = {"": 1, "k": 1e3, "M": 1e6}
 
@@ -83,7 +83,7 @@ def attention(device: str, folder: Path) -> dict[str, Any]:
 
 
 def expected(reason: str) -> bool:
-    """Whether what was skipped is not here, or does not suit the shape or the memory."""
+    """Say that a skipped figure is of a library not here, or does not suit the shape or the memory."""
     return reason.startswith(("UserError", "OutOfMemoryError")) or "would be padded" in reason
 
 

@@ -1,4 +1,4 @@
-"""What needs a GPU, through the same code on the CPU: kernels, ranks' computing, ceilings."""
+"""Rates of a GPU, by the same code on the CPU: kernels, ranks' computing, ceilings."""
 
 import json
 

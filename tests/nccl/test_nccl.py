@@ -1,4 +1,4 @@
-"""What several GPUs are checked by, on gloo: every step, and that what is wrong, hangs or is missing is told."""
+"""Steps of the check of several GPUs, on gloo; wrong meshes, hangs and missing results are told."""
 
 import re
 from pathlib import Path

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.memory import allocations
+from bench.memory import events
 from model.config import ModelConfig
 from model.llama import Llama
 from runtime.ranks import run_ranks
@@ -124,7 +124,7 @@ def test_what_several_ranks_hold_counts_once() -> None:
 def largest_allocation(run: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
-    return max(allocations(recorded))
+    return max(allocated for _, allocated in events(recorded))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -79,12 +79,9 @@ class CheckpointConfig:
                 raise UserError(f"{name} is {value}; it must be 1 or more, or left out")
         if self.async_save and sys.platform != "linux":
             raise UserError("async_save is set, and it needs Linux's memory files; leave it out")
-        if self.ckpt_step is not None and self.load is None:
-            raise UserError(f"ckpt_step is {self.ckpt_step} and load is not set; name a run's folder with --load")
-        if self.finetune and self.load is None:
-            raise UserError("finetune is set and load is not; name the folder with the weights with --load")
-        if self.exit_on_missing_checkpoint and self.load is None:
-            raise UserError("exit_on_missing_checkpoint is set and load is not; name a run's folder with --load")
+        for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
+            if self.load is None and (value := getattr(self, name)) not in (None, False):
+                raise UserError(f"{name} is {value} and load is not set; name a run's folder with --load")
         if self.hugging_face is not None and (not self.finetune or self.ckpt_step is not None):
             wrong = "finetune is not set" if not self.finetune else f"ckpt_step is {self.ckpt_step}"
             raise UserError(
@@ -135,8 +132,7 @@ def save_checkpoint(
         CheckpointError: the iteration has a whole checkpoint (a broken one is moved aside), or the disk refuses;
             raised on every rank, and nothing half-written stays.
     """
-    from checkpoint.shards import Shards  # imports DCP, which takes half a second
-    from checkpoint.tensors import tensors_of
+    from checkpoint.tensors import Shards, tensors_of  # imports DCP, which takes half a second
 
     folder = checkpoint_folder(directory, iteration)
     manifest = Manifest(iteration=iteration, architecture=architecture, extra=extra, files={})

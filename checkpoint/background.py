@@ -18,9 +18,9 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from checkpoint.drafts import Draft, publish, removed_on_error
-from checkpoint.keeping import Keeper
 from checkpoint.local import remove_others
 from checkpoint.manifest import disk_errors
+from checkpoint.search import Keeper
 from runtime.beside import Beside
 from runtime.files import copy_files
 from runtime.together import cpu_group, gather_results

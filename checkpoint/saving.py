@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 
 from checkpoint.api import CheckpointConfig, save_checkpoint
-from checkpoint.keeping import Keeper
 from checkpoint.local import local_folder, remove_others
 from checkpoint.manifest import checkpoint_folder
-from checkpoint.search import find_checkpoint, to_stderr
+from checkpoint.search import Keeper, find_checkpoint, to_stderr
 from runtime.together import from_first, gather_results, is_first, on_all_ranks
 
 if TYPE_CHECKING:

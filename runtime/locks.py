@@ -185,7 +185,7 @@ def _how_to_end(holder: _Seen) -> str:
 
 
 def _holder(path: Path, handle: int, fresh: bool) -> _Seen | None:
-    """Return who holds the file; None if this process may: it made the file, or an earlier version left it."""
+    """Return who holds the file; None if this process made the file."""
     locked = _lock(handle)
     while fresh and locked is False:
         time.sleep(0.05)  # another process looks at the empty file; it lets go
@@ -198,8 +198,6 @@ def _holder(path: Path, handle: int, fresh: bool) -> _Seen | None:
     here = found.record is not None and found.record["host"] == socket.gethostname()
     if locked is False and (here or not found.record):
         return found  # of another host the server may keep a dead one's lock
-    if locked and found.text and not found.record:
-        return None  # of an earlier version, which had no heartbeat
     dead = here and found.record is not None and (locked or not _runs(int(found.record["pid"])))
     return _unless_dead(path, handle, found.text, 0 if dead else PATIENCE)
 

@@ -275,8 +275,7 @@ def settings(config: CommonConfig) -> dict[str, object]:
 def changes(config: CommonConfig, extra: dict[str, Any], contents: dict[str, str]) -> dict[str, str]:
     """Return, by name, what is said of each setting and file that changed, with the flag that keeps the old value."""
     lines = {}
-    # Earlier versions kept only an entry's own settings, as drawn_by.
-    before = {**extra.get("drawn_by", {}), **extra.get("settings", {})}
+    before = extra.get("settings", {})
     for name, now in settings(config).items():
         if (was := before.get(name, now)) != now and not (name == MICRO and config.mesh.allow_resize):
             joined = name == MICRO and config.mesh.balance_over == "dp_cp"

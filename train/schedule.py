@@ -158,7 +158,7 @@ def _first_difference(before: Schedule, own: Schedule, iterations: range) -> int
 
 
 def _saved_schedule(optimizer: OptimizerConfig, own: Schedule, path: Path, extra: dict[str, Any]) -> Schedule | None:
-    """Return the saved schedule; None in checkpoints of versions that kept none."""
+    """Return the saved schedule; None in a checkpoint of imported weights."""
     if "schedule" not in extra:
         return None
     try:

@@ -1,6 +1,7 @@
 import io
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from checkpoint.api import load_checkpoint, load_model
 from checkpoint.manifest import CheckpointError, describe, read_manifest
 from checkpoint.search import what_is_broken
-from checkpoint.tensors import _DataUnpickler
+from checkpoint.tensors import Shards, _DataUnpickler, tensors_of
+from runtime.ranks import run_ranks
+from runtime.together import gather_results
 from tests.parallel.tiny import (
     ARCHITECTURE,
     VOCABULARY,
@@ -122,6 +126,25 @@ def test_objects_and_outside_files_in_the_table_are_refused(tmp_path: Path) -> N
         load_model(path, Tiny(), ARCHITECTURE)
 
 
+def _move(table: Any) -> None:
+    next(iter(table.storage_data.values())).offset = 2**70
+
+
+def _stretch(table: Any) -> None:
+    table.state_dict_metadata["model.head.weight"].size = torch.Size([1 << 52, 1])
+
+
+@pytest.mark.parametrize("change", [_move, _stretch])
+def test_numbers_of_the_table_have_bounds(tmp_path: Path, change: Callable[[Any], None]) -> None:
+    two_checkpoints(tmp_path)
+    path = tmp_path / "iter_0000002"
+    table = pickle.loads((path / ".metadata").read_bytes())
+    change(table)
+    _forge(path, table)
+    with pytest.raises(CheckpointError, match="tensors larger than its files, or places in no file"):
+        load_model(path, Tiny(), ARCHITECTURE)
+
+
 def test_only_tensors_are_saved(tmp_path: Path) -> None:
     model, optimizer = build(0, sharded=False)
     train(model, optimizer, range(1))
@@ -129,3 +152,20 @@ def test_only_tensors_are_saved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"head.weight.step is a int"):
         save(tmp_path, 1, model, optimizer)
     assert list(tmp_path.iterdir()) == []
+
+
+def _bytes(rank: int, size: int, sharded: bool) -> tuple[int, int]:
+    model, optimizer = build(0, sharded=sharded)
+    train(model, optimizer, range(1))
+    state = tensors_of(model, optimizer)
+    shards = Shards(None, None)
+    needed = shards.agree(gather_results(lambda: shards.plan(state)))
+    whole = [x for values in state.values() for x in values.values()]
+    assert any(isinstance(x, DTensor) for x in whole) == sharded
+    return needed, sum(x.numel() * x.element_size() for x in whole if isinstance(x, torch.Tensor))
+
+
+def test_the_bytes_of_a_save_are_those_of_each_tensor_once() -> None:
+    for sharded in (True, False):
+        for needed, whole in run_ranks(_bytes, 2, sharded):
+            assert needed == whole

@@ -155,8 +155,8 @@ def test_a_run_cut_short_with_its_warm_up_keeps_the_shorter_one() -> None:
     assert schedule_of(goes_on.optimizer, 240) == schedule_of(config(5).optimizer, 5)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_gone_on_with_in_silence() -> None:
-    early = {"sample_order": config().sample_order(), "trained_for": {}, "drawn_by": {}}
+def test_a_checkpoint_that_keeps_no_schedule_is_gone_on_with_in_silence() -> None:
+    early = {"sample_order": config().sample_order(), "trained_for": {}}
     assert continued(config(240), PATH, early, 120) == (config(240), None)
     assert changes(config(240), early, {"data_path a": "1"}) == {}
     asked = config(240, use_checkpoint_opt_param_scheduler=True)
@@ -335,7 +335,7 @@ def test_another_objective_is_refused_and_what_else_changed_is_noted(
         "sample_order": saved.sample_order(),
         "ema_decay": 0.9,
     }
-    state |= {"trained_for": saved.objective_key(), "drawn_by": {**saved.noted_settings(), "class_dropout_prob": 0.5}}
+    state |= {"trained_for": saved.objective_key(), "settings": {**saved.noted_settings(), "class_dropout_prob": 0.5}}
     rewrite_manifest(tmp_path / "iter_0000002", extra=state)
     model, optimizer = build(1, sharded=False)
     config = DiTRunConfig(checkpoint=CheckpointConfig(load=str(tmp_path), allow_changed=("class_dropout_prob",)))

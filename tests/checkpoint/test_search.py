@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.keeping import Keeper
 from checkpoint.manifest import checkpoint_folder
-from checkpoint.search import find_checkpoint, saved_iterations
+from checkpoint.search import Keeper, find_checkpoint, saved_iterations
 from runtime.ranks import run_ranks
 from tests.parallel.tiny import build, flip_a_byte, save, train
 

@@ -83,7 +83,7 @@ def _killed(rank: int, size: int, run: Path) -> None:
 
 
 def test_a_kill_leaves_a_draft_that_the_next_save_removes(run: Path) -> None:
-    with pytest.raises(RuntimeError, match="died"):
+    with pytest.raises(RuntimeError, match="rank"):  # it died, or its peer says that it did
         run_ranks(_killed, 2, run)
     assert saved_iterations(run) == [6, 5, 3, 2, 1]
     assert find_checkpoint(run, report=lambda note: None) == checkpoint_folder(run, 6)

@@ -10,6 +10,8 @@ class UserError(ValueError):
     """
 
     status = 1
+    again = False
+    """Whether the same command may succeed later: another process, which is ending or lost, is to blame."""
 
     def __str__(self) -> str:
         """Return the message as ``printable``: it may quote a file of others, or a flag."""
@@ -18,6 +20,12 @@ class UserError(ValueError):
 
 class LaunchError(UserError):
     """Processes cannot join: the launcher's variables are wrong, or the store cannot be reached."""
+
+
+class AbsentError(LaunchError):
+    """Another process did not come, or is gone."""
+
+    again = True
 
 
 class DataError(UserError):

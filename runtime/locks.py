@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from runtime.errors import UserError
+from runtime.slurm import leave_ending
 
 BEAT = 5.0
 PATIENCE = 20.0
@@ -47,6 +48,12 @@ def not_a_file(path: Path) -> str:
 
 class InUseError(UserError):
     """A folder is in use, or its lock cannot be taken; the message names the lock and its holder."""
+
+
+class EndingError(InUseError):
+    """Its holder is of this Slurm job: the last start, which is ending."""
+
+    again = True
 
 
 class _Anew(Exception):
@@ -102,6 +109,7 @@ class Lock:
         """End this process: it hung for so long that another one took it for dead."""
         found = _Seen.at(self._path)
         line = f"{self._path.parent} was taken over by {found.holder}, as this process did not answer; it ends here"
+        leave_ending(1, f"error: {line}")
         os.write(2, f"error: {line}\n".encode())
         os._exit(1)
 
@@ -164,7 +172,8 @@ def _taken(path: Path, wait: bool, record: str) -> int:
             continue  # its owner, or a watcher of a dead one, removed it after it was opened here
         said = f"{path.parent} is in use by {holder.holder} (lock {path.name})"
         if not wait:
-            raise InUseError(f"{said}; wait until it ends{_how_to_end(holder)}")
+            ending = os.environ.get("SLURM_JOB_ID") == _job(holder) != ""
+            raise (EndingError if ending else InUseError)(f"{said}; wait until it ends{_how_to_end(holder)}")
         if not told:
             print(f"note: {said}; waiting until it ends", file=sys.stderr)
         told = True
@@ -177,10 +186,15 @@ def _own_record() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}{job}, since {since}\n{uuid.uuid4().hex}\n"
 
 
+def _job(holder: _Seen) -> str:
+    """Return the holder's Slurm job; empty if it has none."""
+    found = re.search(r", Slurm job (\S+),", holder.holder)
+    return found[1] if found else ""
+
+
 def _how_to_end(holder: _Seen) -> str:
-    job = re.search(r", Slurm job (\S+),", holder.holder)
-    if job:
-        return f" or end it (scancel {job[1]})"
+    if job := _job(holder):
+        return f" or end it (scancel {job})"
     return f" or end it (kill {holder.record['pid']} on {holder.record['host']})" if holder.record else ""
 
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from runtime.processes import NODE
+from runtime.slurm import AGAIN, leave_ending
 
 CLOSED = re.compile(
     r"(Connection (closed|reset) by peer|Broken pipe|remote process exited|Application timeout)[^\n.]*(\.\d+[^\n.]*)*"
@@ -50,6 +51,7 @@ def tell_lost(error: RuntimeError, seconds: float) -> bool:
         return False
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
     alone = f"rank {rank} ends because a peer of it did ({found[0]})"
+    leave_ending(AGAIN, alone)
     waited = TIMED_OUT.search(str(error)) is not None
     before = _at_sigterm(alone)  # the launcher ends this rank as soon as it sees that another ended
     roll = _called(rank, waited, seconds)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.errors import LaunchError
+from runtime.errors import AbsentError, LaunchError
 from runtime.slurm import launched_by_srun
 from runtime.versions import check_alike
 
@@ -93,7 +93,7 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
                 f"MASTER_PORT is {port}, which another program on this machine uses; give another one, or start with "
                 "torchrun --standalone, which finds a free one"
             ) from error
-        raise LaunchError(
+        raise AbsentError(
             f"rank {os.environ['RANK']} waited at MASTER_ADDR {address}, MASTER_PORT {port} and not all processes came "
             f"({str(error).splitlines()[0]}); check that WORLD_SIZE of them were started"
         ) from error
@@ -114,7 +114,7 @@ def _of_this_start(store: dist.Store, rank: int, size: int, timeout: timedelta) 
         try:
             part = dist.PrefixStore(store.get(WELCOME.format(own)).decode(), store)
         except dist.DistError as error:
-            raise LaunchError(f"rank {rank} met the launcher's store and waited in vain for rank 0") from error
+            raise AbsentError(f"rank {rank} met the launcher's store and waited in vain for rank 0") from error
         part.set(HELLO.format(rank), "")
         return part
     part, missing, welcomed = dist.PrefixStore(own, store), set(range(1, size)), set[bytes]()
@@ -125,7 +125,7 @@ def _of_this_start(store: dist.Store, rank: int, size: int, timeout: timedelta) 
                 welcomed.add(name)
         if time.monotonic() > deadline:
             ranks = ", ".join(str(other) for other in sorted(missing)[:8])
-            raise LaunchError(f"rank 0 waited in vain for rank {ranks}; check that {size} processes were started")
+            raise AbsentError(f"rank 0 waited in vain for rank {ranks}; check that {size} processes were started")
         time.sleep(0.01)
     return part
 
@@ -163,7 +163,7 @@ def _look_for_store(address: str, port: int, timeout: timedelta) -> None:
         except OSError as error:
             gone = of_agent and isinstance(error, ConnectionRefusedError)
             if time.monotonic() > (began + SECONDS_TO_ANSWER / 2 if gone else deadline):
-                raise LaunchError(
+                raise AbsentError(
                     f"rank {os.environ['RANK']} finds nobody at {where} ({error}); check both, and that rank 0 runs"
                 ) from error
         time.sleep(0.1)

@@ -1,12 +1,30 @@
-"""What Slurm's srun says of a process, as the variables that torchrun sets."""
+"""A process and its Slurm: srun's variables as those that torchrun sets, and its end for the job's script."""
 
+import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
-from runtime.errors import LaunchError
+from runtime.errors import LaunchError, printable
 
 FIRST_PORT, PORTS = 20_000, 12_000
 """Ports of stores: below those that Linux hands out by itself."""
+
+
+ENDINGS = "LONGMESH_ENDINGS"
+"""Variable with the folder that slurm/job.sh reads a file of each rank from."""
+AGAIN = 75
+"""Status, EX_TEMPFAIL of sysexits.h, of a start that another process is to blame for: the next one may succeed."""
+
+
+def leave_ending(status: int, said: str) -> None:
+    """Leave this rank's status and message to the script of its job, if it is of one."""
+    if folder := os.environ.get(ENDINGS):
+        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+        with suppress(OSError):  # a full disk
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            Path(folder, f"rank-{rank}").write_text(f"{status} {printable(said)}\n", encoding="utf-8")
 
 
 def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:

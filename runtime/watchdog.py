@@ -16,11 +16,12 @@ from typing import IO, Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from runtime.slurm import AGAIN
 from runtime.stacks import own_process, place, write_of, write_own
 from runtime.together import gather_results
 
-HUNG = 75
-"""Exit status of all ranks, EX_TEMPFAIL of sysexits.h: to be started again without the nodes in EXCLUDE."""
+HUNG = AGAIN
+"""Exit status of all ranks: to be started again without the nodes in EXCLUDE."""
 FOLDER, EXCLUDE = "hangs", "hung_nodes.txt"
 """In a run's folder: the stacks; and the nodes of ranks that did not answer, a line each."""
 LEAST_STEPS = 3

@@ -39,7 +39,9 @@ def check_text(values: Mapping[str, object], where: str = "", fix: str = "") -> 
     for name, value in values.items():
         form, said = FORMS.get(name, NAME), name
         for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str) or not text:
+                continue
             if name == "command" and (flag := re.match(r"--[a-z][a-z\d-]*", text)):
                 said = flag[0]  # which the words after it belong to
-            if isinstance(text, str) and text and not (text.isprintable() and re.fullmatch(form.pattern, text)):
+            if not text.isprintable() or not re.fullmatch(form.pattern, text):
                 raise UserError(f"{where}{said} is {text!r}; it must be {form.words}{fix}")

@@ -7,10 +7,8 @@
 #   MOST_REQUEUES      a job that was queued again so often ends; 100
 
 MOST_STUCK=3 # starts in a row without a new checkpoint
-HUNG=75      # status of ranks that a watchdog ended; in the run's folder it left the nodes to do without
-HUNG_NODES=hung_nodes.txt
-# Words of ranks that lost another one, or found this job's last start still dying.
-LOST='did not answer|because a peer of it did|waited in vain|finds nobody at|not all processes came'
+AGAIN=75     # status of a start that may succeed the next time: a rank hung, or lost another one
+HUNG_NODES=hung_nodes.txt # in the run's folder, left by a watchdog: the nodes to do without
 
 fail() {
     echo "error: $*" >&2
@@ -61,7 +59,7 @@ newest_of() {
 finished() {
     local last wanted
     last=$(newest_of "$1")
-    wanted=$(sed -n "s/^train_iters = //p" "$1/config.toml" 2>/dev/null)
+    wanted=$(sed -n "s/^train_iters = \([0-9]*\)$/\1/p" "$1/config.toml" 2>/dev/null)
     [ "${last:--1}" -ge "${wanted:-0}" ]
 }
 
@@ -81,13 +79,9 @@ sort_flags() {
     done
 }
 
-# How many errors the tasks have told of, besides those of ranks that lost another one; and how many lost one.
-errors_told() {
-    cat "$LOGS"/task-*.log 2>/dev/null | grep -E '^(\[rank[0-9]+\]: *)?(error: |Traceback)' |
-        grep -cvE "$LOST|Slurm job $SLURM_JOB_ID\b"
-}
-losses_told() {
-    cat "$LOGS"/task-*.log 2>/dev/null | grep -cE "$LOST|Slurm job $SLURM_JOB_ID\b"
+# What ranks left as they ended, a line each of a status and a message; runtime/slurm.py writes it.
+endings() {
+    cat "$LONGMESH_ENDINGS"/rank-* 2>/dev/null
 }
 
 # The job's state, asked for some minutes where the controller does not answer.
@@ -138,7 +132,7 @@ progress_of() {
 # the start.
 queue_again() {
     local job=$1 run=$2 before=$3 nodes=$4 stuck=0
-    [ "$(progress_of "$run")" != "$before" ] || stuck=$(($(cat "$LOGS/stuck" 2>/dev/null || echo 0) + 1))
+    [ "$(progress_of "$run")" != "$before" ] || stuck=$(($(sed -n 's/^\([1-9]\)$/\1/p' "$LOGS/stuck" 2>/dev/null) + 1))
     echo "$stuck" >"$LOGS/stuck"
     [ "$stuck" -lt "$MOST_STUCK" ] || fail "$MOST_STUCK starts in a row without a new checkpoint in $run;" \
         "give the job more time, lower --save-interval, or look for errors in $LOGS"
@@ -178,17 +172,17 @@ run_step() {
     wait $showing $patience 2>/dev/null
 }
 
-# Set `status` to what the ranks' own words say of it: before this start they had told of $1 errors and $2 lost ranks.
+# Set `status` to what the ranks left says of it.
 judge() {
-    local errors
-    errors=$(($(errors_told) - $1))
+    local errors lost
+    errors=$(endings | grep -cv "^$AGAIN ") lost=$(endings | grep -c "^$AGAIN ")
     # srun returns the highest status: 143 and 137 are of tasks that were ended because another had failed, with 1. They
-    # are also of ranks that somebody else ended, which tells nothing.
-    [ "$status" -lt 128 ] || [ -n "$told" ] || [ $errors -eq 0 ] || status=1
-    # A node that went away and is back tells nothing either: its peers alone do, with 1.
-    [ "$status" -ne 1 ] || [ $errors -ne 0 ] || [ "$(losses_told)" -eq "$2" ] || status=$HUNG
+    # are also of ranks that somebody else ended, which leave nothing.
+    [ "$status" -lt 128 ] || [ -n "$told" ] || [ "$errors" -eq 0 ] || status=1
+    # A node that went away and is back leaves nothing either: its peers alone do, and end with 1.
+    [ "$status" -ne 1 ] || [ "$errors" -ne 0 ] || [ "$lost" -eq 0 ] || status=$AGAIN
     if [ -e "$run/$HUNG_NODES" ]; then # the ranks of one task may be killed by those of another
-        status=$HUNG nodes=$(paste -sd, "$run/$HUNG_NODES")
+        status=$AGAIN nodes=$(paste -sd, "$run/$HUNG_NODES")
     fi
 }
 
@@ -198,9 +192,10 @@ train() {
     local told=''
     trap 'told=1' USR1 TERM
     [ $# -ge 2 ] || fail "give the run's folder, the entry and its flags: runs/NAME pretrain_gpt.py --config FILE"
-    local run=$1 status before wrong lost begin flags config nodes='' job state
+    local run=$1 status before begin flags config nodes='' job state
     LOGS=$run/logs/$SLURM_JOB_ID
-    mkdir -p "$LOGS" || exit 1
+    export LONGMESH_ENDINGS=$LOGS/endings
+    mkdir -p "$LOGS" && rm -rf "$LONGMESH_ENDINGS" || exit 1
     shift
     sort_flags "$@"
     before=$(progress_of "$run")
@@ -214,17 +209,16 @@ train() {
     echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST; logs of all tasks in $LOGS"
 
     rm -f "$run/$HUNG_NODES"
-    wrong=$(errors_told) lost=$(losses_told)
     if [ -n "$told" ]; then # before there were ranks to tell
         status=138
     else
         run_step "${flags[@]}" "${begin[@]}" --save "$run"
-        judge "$wrong" "$lost"
+        judge
     fi
 
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
-    if [ $status -gt 0 ] && [ $status -lt 128 ] && [ $status -ne $HUNG ]; then
-        cat "$LOGS"/task-*.log | grep -E '^(\[rank[0-9]+\]: *)?error: ' | sort | uniq -c | sort -rn | head -n 5 >&2
+    if [ $status -gt 0 ] && [ $status -lt 128 ] && [ $status -ne $AGAIN ]; then
+        endings | cut -d ' ' -f 2- | sort | uniq -c | sort -rn | head -n 5 >&2
         exit $status # the same error would come again
     fi
     state=$(state_of "$job")

@@ -23,6 +23,7 @@ from runtime.files import FULL, InUseError, not_a_file, owned, unwritable, write
 from runtime.lost import tell_lost
 from runtime.processes import launched_world_size
 from runtime.signals import end_with_launcher
+from runtime.slurm import AGAIN, leave_ending
 from runtime.together import from_first, is_first, one_voice, raise_together
 from train.config.common import CommonConfig
 from train.config.entries import ENTRIES
@@ -50,10 +51,12 @@ def exit_status(
         main(arguments)
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)  # not through the ranks' agreement, which is what failed
+        leave_ending(AGAIN if error.again else 1, f"error: {error}")
         return 1
     except (UserError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None and error.errno not in FULL:
             raise
+        leave_ending(AGAIN if getattr(error, "again", False) else 1, f"error: {_message(error)}")
         with one_voice(seconds_to_speak) as speaks:
             if speaks:
                 print(f"error: {_message(error)}", file=sys.stderr, flush=True)
@@ -82,7 +85,8 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
     end_with_launcher()
     try:
         status = exit_status(main, sys.argv[1:])
-    except Exception:
+    except Exception as error:
+        leave_ending(1, f"{type(error).__name__}: {error}")
         sys.excepthook(*sys.exc_info())
         status = 1
     try:
@@ -110,7 +114,8 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
     """Reserve ``--save`` for this run until the block ends; collective, before any work.
 
     Raises:
-        ConfigError: it is not writable, another run writes there, or as ``claim_folder``.
+        InUseError: another run writes there.
+        ConfigError: it is not writable, or as ``claim_folder``.
     """
     with ExitStack() as held:
         with raise_together():
@@ -120,7 +125,7 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
                 try:
                     held.enter_context(owned(folder))
                 except InUseError as error:
-                    raise ConfigError(f"save is {folder}, and {error}, or choose another --save") from None
+                    raise type(error)(f"save is {folder}, and {error}, or choose another --save") from None
                 remove_drafts(folder)
         if (local := config.checkpoint.non_persistent_local_ckpt_dir) is not None:
             with raise_together():

@@ -86,6 +86,11 @@ def test_the_record_says_who_since_when_and_how_to_end_it(tmp_path: Path, monkey
         r"\(lock \.lock\); wait until it ends or end it \(scancel 4711\)",
         str(caught.value),
     )
+    assert caught.value.again, "this job's last start, which ends by itself"
+    monkeypatch.setenv("SLURM_JOB_ID", "471")
+    with beating(tmp_path / ".lock"), pytest.raises(InUseError) as caught:
+        Lock(tmp_path / ".lock", wait=False)
+    assert not caught.value.again
 
 
 def test_another_hosts_holder_that_beats_keeps_it_though_no_lock_is_seen(quick: None, tmp_path: Path) -> None:

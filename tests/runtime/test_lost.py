@@ -14,6 +14,7 @@ import torch.distributed as dist
 from runtime.lost import tell_lost
 from runtime.processes import join
 from runtime.ranks import run_ranks
+from runtime.slurm import AGAIN, ENDINGS
 from train.run import exit_status
 
 STOPPED = 1
@@ -74,12 +75,16 @@ def test_a_stopped_rank_is_named_once(how: str, tmp_path: Path) -> None:
         ("wait timeout after 1000ms, keys: /default_pg/0", "(wait timeout after 1000ms, keys: /default_pg/0)\n"),
     ],
 )
-def test_a_rank_that_cannot_ask_the_others(text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_cannot_ask_the_others(
+    text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ENDINGS, str(tmp_path / "endings"))
     assert tell_lost(RuntimeError(text), 1.0)
     said = capsys.readouterr().err
     assert said.startswith("rank 0 ")
     assert words in said
     assert said.count("\n") == 1
+    assert (tmp_path / "endings" / "rank-0").read_text() == f"{AGAIN} {said}"
 
 
 def test_another_error_is_not_a_peers(capsys: pytest.CaptureFixture[str]) -> None:

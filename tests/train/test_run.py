@@ -15,7 +15,10 @@ import torch
 from checkpoint.api import CheckpointConfig, CheckpointError
 from checkpoint.search import find_checkpoint
 from parallel.mesh import MeshError
+from runtime.errors import AbsentError, LaunchError
+from runtime.locks import EndingError, InUseError
 from runtime.ranks import run_ranks
+from runtime.slurm import AGAIN, ENDINGS
 from runtime.together import one_voice
 from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, free_port
@@ -28,6 +31,30 @@ from train.watching.health import Progress
 from train.watching.metrics import METRICS, STARTS, LoggingConfig
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "left"),
+    [
+        (LaunchError("RANK is odd"), 1, "1 error: RANK is odd\n"),
+        (AbsentError("nobody came"), 1, f"{AGAIN} error: nobody came\n"),
+        (EndingError("in use"), 1, f"{AGAIN} error: in use\n"),
+        (ConfigError("lr is x\ny"), 1, "1 error: lr is x\\ny\n"),
+        (OSError(28, "No space", "f"), 1, "1 error: f: No space; free space there\n"),
+        (None, 0, None),
+    ],
+)
+def test_a_rank_leaves_its_end_to_the_script_of_its_job(
+    error: Exception | None, status: int, left: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(_: list[str]) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setenv(ENDINGS, str(tmp_path / "endings"))
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert exit_status(main, []) == status
+    assert [path.read_text() for path in tmp_path.glob("endings/rank-3")] == ([left] if left else [])
 
 
 def with_checkpoint(**settings: object) -> Config:
@@ -260,7 +287,7 @@ def test_one_run_at_a_time_has_a_folder(tmp_path: Path) -> None:
     config = with_checkpoint(save=str(tmp_path / "run"))
     with another_process(tmp_path / "run") as child:
         message = rf"save is .*run is in use by process {child} .* another --save"
-        with pytest.raises(ConfigError, match=message), reserve_run_folder(config):
+        with pytest.raises(InUseError, match=message), reserve_run_folder(config):
             pytest.fail("two runs")
     with reserve_run_folder(config):
         assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]

@@ -24,7 +24,7 @@ from runtime.signals import stop_requests
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import Run
 from train.attention import context_of, planning
-from train.complete import complete, config_to_save, tokenizer_of
+from train.config.complete import complete, config_to_save, tokenizer_of
 from train.config.entries import Config
 from train.config.language import parse_args, validate
 from train.loop import Trainer

@@ -9,8 +9,8 @@ from planner.ranking import nothing_left
 from planner.search import rank
 from planner.workload import fastest, layout_costs
 from runtime.words import duration
-from train.complete import Choices
 from train.config.common import CommonConfig
+from train.config.complete import Choices
 from train.config.entries import Config
 from train.config.flags import ConfigError
 

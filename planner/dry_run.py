@@ -21,8 +21,8 @@ from planner.search import predicted
 from runtime.errors import UserError
 from runtime.progress import Progress
 from runtime.words import amount, counted, duration
-from train.complete import complete, with_method
 from train.config.common import with_joined_ranks
+from train.config.complete import complete, with_method
 from train.config.entries import Config, DiTRunConfig
 from train.config.flags import ConfigError, spelled
 

@@ -20,8 +20,8 @@ from runtime.errors import UserError
 from runtime.processes import launched_world_size, process_group
 from runtime.together import from_first, is_first, raise_together
 from runtime.words import counted, duration
-from train.complete import CONFIG, tokenizer_of, with_vocabulary
 from train.config.common import CommonConfig
+from train.config.complete import CONFIG, tokenizer_of, with_vocabulary
 from train.config.entries import ENTRIES, Config
 from train.config.flags import ConfigError, read_toml
 

@@ -39,7 +39,7 @@ from tools.arguments import parser_for, positive
 from tools.report import markdown, write_results
 from tools.runs import Run, add_mesh, mesh_of, open_run
 from train.assemble import build_runner
-from train.complete import complete
+from train.config.complete import complete
 from train.config.derive import fitted
 from train.config.entries import Config
 from train.config.flags import ConfigError

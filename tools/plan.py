@@ -45,8 +45,8 @@ from runtime.words import amount, counted, duration
 from tools.arguments import parser_for
 from tools.fit import parsed
 from tools.plan_text import Row, bars, discarded, table
-from train.complete import with_vocabulary
 from train.config.common import with_joined_ranks
+from train.config.complete import with_vocabulary
 from train.config.entries import Config
 from train.config.flags import ConfigError, write_toml
 from train.config.language import validate

@@ -51,7 +51,7 @@ def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple
         inside, softmax = softmax_context(replace(config, context=context), group, sdpa)
         outside, linear = _linear_context_of(config, group, inside.plan.local_len)
         return outside, HybridAttention(linear, softmax)
-    (layout,) = config.hybrid.layouts  # train.complete has left one
+    (layout,) = config.hybrid.layouts  # train.config.complete has left one
     context = config.hybrid.context(layout)
     if config.context.attention_backend == "reference":
         context = replace(context, attention_backend="reference")

@@ -34,7 +34,7 @@ from parallel.pipeline.stages import stage_layers
 from runtime.processes import launched_world_size
 from runtime.together import raise_together
 from train.attention import softmax_context
-from train.complete import Choices, with_method
+from train.config.complete import Choices, with_method
 from train.config.derive import IMPORTED, config_as_trained, fitted
 from train.config.entries import Config
 from train.config.flags import ConfigError, config_file

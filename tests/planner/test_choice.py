@@ -14,8 +14,8 @@ from planner.cluster import CLUSTERS, load_cluster
 from planner.search import rank
 from tests.planner.test_search import A100, config
 from tests.pretraining import pretrain
-from train.complete import with_method
 from train.config import diffusion
+from train.config.complete import with_method
 from train.config.entries import Config
 from train.config.flags import ConfigError
 from train.config.language import load_config

@@ -18,7 +18,7 @@ from runtime.together import gather_results, is_first, raise_together
 from tools.line_retrieval.lines import Maker, Task
 from tools.report import markdown, write_results
 from tools.runs import Run, mesh_of, open_run
-from train.complete import beyond_rope
+from train.config.complete import beyond_rope
 from train.config.flags import ConfigError
 from train.generation import opened
 from train.run import check_writable

@@ -24,7 +24,7 @@ from planner.cluster import load_cluster
 from planner.search import rank
 from tests.starts import PATIENCE, interruptible, wait_until
 from tools.report import write_records
-from train.complete import with_vocabulary
+from train.config.complete import with_vocabulary
 from train.config.entries import Config
 from train.config.language import parse_args, validate
 

@@ -15,6 +15,17 @@ from runtime.errors import UserError
 
 Architecture = dict[str, int | float | bool | str | None]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+OWN = {
+    "linear_decay": (("transnormer",), "has no decay; leave it out, or set model_type to transnormer"),
+    "no_scale_embedding": (("transnormer", "linear_transformer"), "scales no embeddings; leave it out"),
+    "add_qkv_bias": (("llama",), "has none of its own; leave it out"),
+    "qk_layernorm": (("llama",), "has none of its own; leave it out"),
+    "softmax_every": (
+        ("transnormer",),
+        "has one kind of attention; leave it out, or set model_type to transnormer",
+    ),
+}
+"""Settings of some kinds of model alone: these, and the words for the others."""
 LINEARS = ("wq", "wk", "wv", "wu", "wo", "gate", "up", "down")
 
 
@@ -96,34 +107,17 @@ class ModelConfig(RopeConfig, LoraConfig):
 
     def _check_kind(self) -> None:
         """Check settings that need linear attention, and those that it excludes."""
-        kind, linear = self.model_type, self.linear_attention
-        self._require(
-            self.linear_decay is None or kind == "transnormer",
-            "linear_decay",
-            f"model_type {kind} has no decay; leave it out, or set model_type to transnormer",
-        )
-        self._require(
-            linear or not self.no_scale_embedding,
-            "no_scale_embedding",
-            f"model_type {kind} scales no embeddings; leave it out",
-        )
-        for name in ("add_qkv_bias", "qk_layernorm"):
-            self._require(
-                kind == "llama" or not getattr(self, name), name, f"model_type {kind} has none of its own; leave it out"
-            )
-        every = self.softmax_every
-        self._require(
-            every is None or kind == "transnormer",
-            "softmax_every",
-            f"model_type {kind} has one kind of attention; leave it out, or set model_type to transnormer",
-        )
+        kind, every = self.model_type, self.softmax_every
+        for name, (kinds, why) in OWN.items():
+            alone = kind in kinds or getattr(self, name) == getattr(type(self), name)
+            self._require(alone, name, f"model_type {kind} {why}")
         self._require(
             every is None or 2 <= every <= self.num_layers,
             "softmax_every",
             f"it must be from 2 (every other layer) to num_layers {self.num_layers} (the last one alone), or left out; "
             "softmax attention in every layer is model_type llama",
         )
-        if not linear:
+        if not self.linear_attention:
             return
         self._require(
             self.query_groups == self.num_attention_heads,
@@ -195,12 +189,12 @@ class ModelConfig(RopeConfig, LoraConfig):
 
     @property
     def linear_attention(self) -> bool:
-        """Whether attention is linear, with a state instead of keys and values; in a hybrid, in most layers."""
+        """Return whether attention is linear, with a state instead of keys and values; in a hybrid, in most layers."""
         return self.model_type in ("transnormer", "linear_transformer")
 
     @property
     def some_softmax(self) -> bool:
-        """Whether some layer has softmax attention."""
+        """Return whether some layer has softmax attention."""
         return not self.linear_attention or self.softmax_every is not None
 
     def has_softmax(self, layer: int) -> bool:
@@ -230,7 +224,7 @@ class ModelConfig(RopeConfig, LoraConfig):
 
     @property
     def learned_positions(self) -> bool:
-        """Whether positions are learned embeddings, not rotary."""
+        """Return whether positions are learned embeddings, not rotary."""
         if self.position_embedding_type is None:
             return self.model_type == "gpt"
         return self.position_embedding_type == "learned_absolute"

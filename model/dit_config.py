@@ -89,7 +89,7 @@ class DiTConfig:
 
     @property
     def video(self) -> bool:
-        """Whether the latents have frames."""
+        """Return whether the latents have frames."""
         return len(self.latent_shape) == 4
 
     @property

@@ -20,7 +20,7 @@ class DivergedError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """How the next token is drawn: from softmax(logits / temperature) over the likeliest tokens, in float32."""
+    """Draws the next token from softmax(logits / temperature) over the likeliest tokens, in float32."""
 
     temperature: float = 0.0
     """0 takes the likeliest."""

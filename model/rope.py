@@ -1,4 +1,4 @@
-"""How fast each pair of channels turns under rotary positions (rope): plain, or scaled to a longer context.
+"""Frequencies of rotary positions (rope), plain or scaled to a longer context.
 
 The formulas and their settings are those of transformers' ROPE_INIT_FUNCTIONS; D is the width of a head.
 """

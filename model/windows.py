@@ -121,17 +121,12 @@ def _value(node: ast.expr, most: int) -> int | list[int]:
                 raise ValueError("a list has a 1 for each layer with the window and a 0 for each without")
             return [int(one) for one in found if isinstance(one, int)]
         case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
-            return _combined(_value(left, most), operator, _value(right, most), most)
-    raise ValueError("it has more than numbers, lists, + and *")
-
-
-def _combined(left: int | list[int], operator: ast.operator, right: int | list[int], most: int) -> int | list[int]:
-    """Return the sum or the product of two values of a pattern."""
-    match left, operator, right:
-        case list(), ast.Add(), list():
-            return left + right
-        case (list() as one, ast.Mult(), int() as times) | (int() as times, ast.Mult(), list() as one):
-            if len(one) * times > most:
+            values = [_value(left, most), _value(right, most)]
+            lists = [one for one in values if isinstance(one, list)]
+            times = [one for one in values if isinstance(one, int)]
+            if len(times) != isinstance(operator, ast.Mult):
+                raise ValueError("lists are added to lists, and multiplied by numbers")
+            if times and len(lists[0]) * times[0] > most:
                 raise ValueError(f"it has more than {most} layers")
-            return one * times
-    raise ValueError("lists are added to lists, and multiplied by numbers")
+            return lists[0] * times[0] if times else lists[0] + lists[1]
+    raise ValueError("it has more than numbers, lists, + and *")

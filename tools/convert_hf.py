@@ -178,7 +178,7 @@ def _dtype(asked: str | None, contents: dict[str, Any], *, imported: bool) -> to
 
 
 def is_dit(source: Path) -> bool:
-    """Whether a folder's config.json describes a diffusion transformer. Raises UserError if it cannot be read."""
+    """Return whether a folder's config.json is of a diffusion transformer. Raises UserError if it cannot be read."""
     return read_config(source).get("model_type") == "dit"
 
 

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model.diffusion import Diffusion
+from model.diffusion import Diffusion, draw, guided
 from model.dit import patchify, unpatchify
 from model.dit_config import DiTConfig
-from model.samplers import draw, guided
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh
 from runtime.draws import generator_of

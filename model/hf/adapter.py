@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.hf.family import Read
-from model.hf.folder import check_described, check_finite, described, entry, read_json, shown
+from model.hf.folder import check_described, check_finite, check_value, described, entry, read_json, shown
 from model.hf.llama import LLAMA
 from model.hf.shards import Weights, inside, write_weights
 from model.lora import THEIRS, is_adapter
@@ -18,7 +18,7 @@ from model.registry import shapes_of
 from runtime.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
+_NOTHING: tuple[Any, ...] = (None, False, [], {})
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
@@ -105,10 +105,8 @@ def read_adapter(
     if config.model_type != "llama":
         raise UserError(f"{path}: adapters of a {config.model_type}, whose linear layers are others here; {MERGE}")
     for key, value in contents.items():
-        supported = ONLY.get(key, _NOTHING)
-        if key not in NEUTRAL and not any(type(one) is type(value) and one == value for one in supported):
-            only = " or ".join(map(shown, supported)) if key in ONLY else "an adapter without it"
-            raise UserError(f"{path}: {shown(key)[1:-1]} = {shown(value)} is not supported, only {only}; {MERGE}")
+        if key not in NEUTRAL:
+            check_value(path, shown(key)[1:-1], value, ONLY.get(key, _NOTHING), f"; {MERGE}")
     theirs = Weights(folder, tell, WEIGHTS)
     try:
         dropout = entry(contents, "lora_dropout", float, 0.0)

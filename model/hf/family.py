@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.hf.folder import CONFIG, entry, shown
+from model.hf.folder import CONFIG, check_value, entry, shown
 from runtime.errors import UserError
 
 Contents = Mapping[str, Any]
@@ -198,11 +198,9 @@ class Family:
     def check(self, hf: Contents) -> None:
         """Raise UserError for entries of a config.json that may change what is computed, or are of a wrong type."""
         for key, value in hf.items():
-            supported = self.only.get(key, ONLY.get(key))
-            if supported is not None and not any(type(one) is type(value) and one == value for one in supported):
-                only = " or ".join(map(shown, supported))
-                raise UserError(f"{CONFIG}: {key} = {shown(value)} is not supported; only {only} is")
-            if key not in self.known:
+            if (supported := self.only.get(key, ONLY.get(key))) is not None:
+                check_value(CONFIG, key, value, supported)
+            elif key not in self.known:
                 raise UserError(
                     f"{CONFIG}: {shown(key)[1:-1]} = {shown(value)} is not supported: a {self.kind} is not known to "
                     "have it, and it may change what is computed; take it out of the file if the model is the same "

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,13 @@ def shown(value: Any) -> str:
     """Format a value as JSON, cut to fit a message."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_value(file: str | Path, key: str, value: Any, supported: Sequence[Any], fix: str = "") -> None:
+    """Raise UserError for an entry of a file that has another value, or type, than the supported ones."""
+    if not any(type(one) is type(value) and one == value for one in supported):
+        only = " or ".join(map(shown, supported))
+        raise UserError(f"{file}: {key} = {shown(value)} is not supported; only {only} is{fix}")
 
 
 def check_sizes(state: Mapping[str, Tensor], layers: int, sizes: Mapping[str, int]) -> None:

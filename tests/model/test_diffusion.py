@@ -141,7 +141,7 @@ def test_predictions_and_variances_alternate_place_by_place():
 
 
 def test_losses_of_parts_are_parts_of_the_loss():
-    """What lets ranks that share a sample each compute their own patches."""
+    """Ranks that share a sample each compute their own patches."""
     diffusion = of("ddpm", learn_sigma=True)
     x0, noise, times = drawn(B, T, WIDTH), drawn(B, T, WIDTH, seed=1), torch.tensor([0.0, 1.0, 9.0, 500.0, 999.0])
     x_t, output = diffusion.noised(x0, noise, times), drawn(B, T, 2 * WIDTH, seed=2)

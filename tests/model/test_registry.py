@@ -73,7 +73,7 @@ def test_flops_match_those_torch_counts(config):
 
 @pytest.mark.parametrize(("left", "length"), [(3, 12), (11, 12), (40, 12), (100, 1000)])
 def test_flops_of_windows_count_the_keys_that_are_seen(left, length):
-    """Those of the diagonal as halves, as without a window."""
+    """Keys on the diagonal count as halves, as without a window."""
     config = dataclasses.replace(SOFTMAX[0], window_size=f"{left},0", window_attn_skip_freq="2")
     pairs = sum(min(i, left) + 1 for i in range(length)) - min(left + 1, length) / 2
     matrices = flops_per_token(config, 0)

@@ -4,8 +4,7 @@ import warnings
 import pytest
 import torch
 
-from model.diffusion import Diffusion, DiffusionConfig
-from model.samplers import chosen_times, draw, guided
+from model.diffusion import Diffusion, DiffusionConfig, chosen_times, draw, guided
 
 SHAPE = (2, 3, 4)
 METHODS = [
@@ -78,7 +77,7 @@ def test_equals_diffusers_step_by_step(objective, method):
 
 
 def perfect(diffusion, mean, std):
-    """What the best model says of data that is normal with this mean and standard deviation."""
+    """The best prediction for data that is normal with this mean and standard deviation."""
 
     def denoise(x, times):
         signal, sigma = diffusion._levels(times, x)

@@ -1,5 +1,7 @@
 """Windows and the layers that have them, in Megatron-LM's words and as Megatron-LM takes them."""
 
+from dataclasses import replace
+
 import pytest
 
 from model.config import ModelConfig
@@ -103,7 +105,7 @@ def test_layers_of_a_hybrid_keep_their_numbers():
     """Of 8 layers the second, fourth, ... are of softmax; Megatron counts all."""
     config = ModelConfig(model_type="transnormer", num_layers=8, softmax_every=2, window_size="8,0")
     assert [config.window(layer) for layer in range(8)] == [None, (8, 0)] * 4
-    fourths = ModelConfig(**{**vars(config), "window_attn_skip_freq": "4"})
+    fourths = replace(config, window_attn_skip_freq="4")
     assert [fourths.window(layer) for layer in range(8)] == [None, (8, 0), None, None] * 2
     with pytest.raises(UserError, match="window_attn_skip_freq is 2; it leaves no layer of softmax attention"):
-        ModelConfig(**{**vars(config), "window_attn_skip_freq": "2"})
+        replace(config, window_attn_skip_freq="2")

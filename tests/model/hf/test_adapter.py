@@ -77,7 +77,10 @@ def test_an_adapter_of_peft_computes_here_what_it_does_there(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"use_dora": True}, "use_dora = true is not supported, only an adapter without it; merge it into its model"),
+        (
+            {"use_dora": True},
+            "use_dora = true is not supported; only null or false or [] or {} is; merge it into its model",
+        ),
         ({"use_rslora": True}, "use_rslora = true is not supported"),
         ({"modules_to_save": ["lm_head"]}, r'modules_to_save = ["lm_head"] is not supported'),
         ({"target_modules": ["q_proj", "lm_head"]}, 'target_modules has "lm_head", only q_proj, k_proj, '),
@@ -85,7 +88,7 @@ def test_an_adapter_of_peft_computes_here_what_it_does_there(
             {"target_modules": ["model.layers.1.self_attn.q_proj"]},
             "The state dict lacks base_model.model.model.layers.0",
         ),
-        ({"bias": "all"}, 'bias = "all" is not supported, only "none"'),
+        ({"bias": "all"}, 'bias = "all" is not supported; only "none" is; merge'),
         ({"rank_pattern": {"q_proj": 2}}, 'rank_pattern = {"q_proj": 2} is not supported'),
         ({"layers_to_transform": [0]}, "layers_to_transform = [0] is not supported"),
         ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa" is not supported'),

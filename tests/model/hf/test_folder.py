@@ -151,7 +151,7 @@ FLOATS |= {"factor", "low_freq_factor", "high_freq_factor"}
 
 
 def may_be(key, good, value):
-    """Whether a value is of the right type, and a model could have it."""
+    """Return whether a value is of the right type, and a model could have it."""
     if value is None:
         return key in OPTIONAL | RATES
     if key in FLOATS:

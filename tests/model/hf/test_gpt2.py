@@ -1,4 +1,4 @@
-"""What is GPT-2's alone in reading and writing Hugging Face's folders."""
+"""Folders of GPT-2 in the ways in which they differ from other families'."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What is LLaMA's alone in reading and writing Hugging Face's folders."""
+"""Folders of LLaMA in the ways in which they differ from other families'."""
 
 import dataclasses
 

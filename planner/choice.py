@@ -8,7 +8,7 @@ from planner.cluster import Cluster, ClusterError, default_cluster, endless, loa
 from planner.ranking import nothing_left
 from planner.search import rank
 from planner.workload import fastest, layout_costs
-from runtime.words import duration
+from runtime.progress import duration
 from train.config.common import CommonConfig
 from train.config.complete import Choices
 from train.config.entries import Config

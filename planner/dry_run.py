@@ -19,8 +19,7 @@ from planner.recorder import BETWEEN, CAUSES, INSIDE, Rehearsal
 from planner.rehearsal import Build, rehearse, standing_for
 from planner.search import predicted
 from runtime.errors import UserError
-from runtime.progress import Progress
-from runtime.words import amount, counted, duration
+from runtime.progress import Progress, amount, counted, duration
 from train.config.common import with_joined_ranks
 from train.config.complete import complete, with_method
 from train.config.entries import Config, DiTRunConfig

@@ -8,8 +8,7 @@ from planner.cluster import Cluster
 from planner.levers import STAGES, leanest, moved
 from planner.ranking import described, nothing_left
 from planner.search import arrangements, candidates_of, holds, rank
-from runtime.progress import Progress
-from runtime.words import counted
+from runtime.progress import Progress, counted
 from train.config.entries import Config
 from train.config.flags import ConfigError
 

@@ -18,8 +18,8 @@ from planner.ranking import Candidate, nothing_left
 from planner.search import arrangements, rank, validated
 from runtime.errors import UserError
 from runtime.processes import launched_world_size, process_group
+from runtime.progress import counted, duration
 from runtime.together import from_first, is_first, raise_together
-from runtime.words import counted, duration
 from train.config.common import CommonConfig
 from train.config.complete import CONFIG, tokenizer_of, with_vocabulary
 from train.config.entries import ENTRIES, Config

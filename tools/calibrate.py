@@ -39,8 +39,8 @@ from planner.cluster import Cluster, load_cluster
 from runtime.errors import UserError
 from runtime.files import unwritable, write_text
 from runtime.machine import describe, in_words, time_steps, usable_cores
+from runtime.progress import counted
 from runtime.together import from_first, gather_results, is_first
-from runtime.words import counted
 from tools.arguments import parser_for, positive
 from train.run import run_entry
 from train.watching.progress import peak_flops

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from runtime.errors import UserError
-from runtime.words import counted
+from runtime.progress import counted
 from train.config import diffusion, language
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError

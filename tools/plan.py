@@ -41,7 +41,7 @@ from planner.recorder import CAUSES
 from planner.search import arrangements, rank, validated
 from runtime.files import write_text
 from runtime.processes import launched_world_size
-from runtime.words import amount, counted, duration
+from runtime.progress import amount, counted, duration
 from tools.arguments import parser_for
 from tools.fit import parsed
 from tools.plan_text import Row, bars, discarded, table

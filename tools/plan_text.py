@@ -10,7 +10,7 @@ from typing import Any
 from parallel.mesh import SIZES
 from planner.cluster import Cluster
 from planner.ranking import Candidate, Ranking, memory_of, mesh_of, method_of
-from runtime.words import amount, counted, duration
+from runtime.progress import amount, counted, duration
 from tools.report import aligned
 from tools.report import markdown as markdown_table
 

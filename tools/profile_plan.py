@@ -13,8 +13,8 @@ import torch.distributed as dist
 from checkpoint.api import CheckpointConfig
 from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
+from runtime.progress import duration
 from runtime.together import from_first, is_first
-from runtime.words import duration
 from train.config.entries import Config
 
 

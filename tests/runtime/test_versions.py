@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime import versions
+from runtime import processes
 from runtime.processes import join, leave
 from runtime.ranks import run_ranks
 from tests.starts import free_port
@@ -30,8 +30,8 @@ def joined(rank: int, world_size: int, port: int, torch_of: tuple[str, ...], sou
 
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
         patch.setattr(torch, "__version__", torch_of[rank])
-        patch.setattr(versions, "sources", lambda root: sources_of[rank])
-        patch.setattr(versions.socket, "gethostname", lambda: f"node{rank}")
+        patch.setattr(processes, "sources", lambda root: sources_of[rank])
+        patch.setattr(processes.socket, "gethostname", lambda: f"node{rank}")
         status = exit_status(main, [])
     if not met:
         join(store=dist.HashStore())  # for run_ranks to leave
@@ -61,7 +61,7 @@ def test_every_difference_has_its_ranks_and_hosts() -> None:
     ranks[2] |= {"sources": "bb"}
     ranks[3] |= {"sources": "bb", "torch": "2.12.1"}
     ranks[5] |= {"sources": "cc"}
-    assert list(versions._differences(ranks)) == [
+    assert list(processes._differences(ranks)) == [
         "sources bb on rank 2, 3 (node1), cc on rank 5 (node2), and aa on the others",
         "torch 2.12.1 on rank 3 (node1), and 2.13.0 on the others",
     ]
@@ -70,9 +70,9 @@ def test_every_difference_has_its_ranks_and_hosts() -> None:
 def test_the_digest_is_of_the_code_alone(tmp_path: Path) -> None:
     copies = [tmp_path / name for name in ("a", "b")]
     for copy in copies:
-        shutil.copytree(versions.ROOT / "runtime", copy / "runtime")
+        shutil.copytree(processes.ROOT / "runtime", copy / "runtime")
         (copy / "runs").mkdir()
         (copy / "runs" / f"{copy.name}.py").touch()
-    assert versions.sources(copies[0]) == versions.sources(copies[1])
+    assert processes.sources(copies[0]) == processes.sources(copies[1])
     (copies[1] / "runtime" / "errors.py").write_text("")
-    assert versions.sources(copies[0]) != versions.sources(copies[1])
+    assert processes.sources(copies[0]) != processes.sources(copies[1])

@@ -1,4 +1,4 @@
-"""How a process is ended early: by signals that ask for it, and with the launcher that started it."""
+"""Early ends of a process: by signals that ask for it, and with the launcher that started it."""
 
 import atexit
 import ctypes

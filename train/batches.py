@@ -110,7 +110,7 @@ class Batches:
 
     @cached_property
     def batching(self) -> Batching:
-        """How the data-parallel ranks divide and read a global batch."""
+        """The division of a global batch among the data-parallel ranks, and how it is read."""
         config, mesh = self._run.config, self._run.mesh
         return Batching(
             global_batch_size=self._run.batch_samples,

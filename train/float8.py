@@ -16,12 +16,12 @@ from train.config.flags import ConfigError
 NAMES = ("wq", "wk", "wv", "wu", "wo", "gate", "up", "down")
 """The linear modules of attention and feed-forward, which have nearly all of a layer's products."""
 EMULATED = False
-"""Whether torchao computes in float32 what it has rounded; tests do so on a CPU."""
+"""If set, torchao computes in float32 what it has rounded; tests do so on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Config:
-    """Whether the layers' matrix products are of 8 bits; all else is as with bf16."""
+    """The layers' matrix products in 8 bits; all else is as with bf16."""
 
     fp8_format: Literal["e4m3", "hybrid"] | None = None
     """Round what goes into the products of attention's and feed-forward's matrices to 8 bits: e4m3, with 3 bits of

@@ -117,7 +117,7 @@ class Writer:
         config = replace(config, train=replace(config.train, bf16=dtype == torch.bfloat16))
         self.config, self.folder, self.iteration = config, folder, manifest.iteration
         self.imported = IMPORTED in manifest.extra
-        """Whether no run has trained the model, which came from Hugging Face."""
+        """True if no run has trained the model, which came from Hugging Face."""
         self._mesh = mesh
         self.replica, self.replicas = mesh.dp.get_local_rank(), mesh.dp.size()
         """This rank's copy of the model, and how many there are; each writes on its own."""

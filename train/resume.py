@@ -34,7 +34,7 @@ from train.watching.health import Progress
 OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 ADAPTED = "lora_"
 REFITTED = ("rotary_base", "rope_scaling_", "window_", ADAPTED)
-"""What names of an architecture's settings begin with that finetuning may change."""
+"""Beginnings of the names of an architecture's settings that finetuning may change."""
 MICRO = "micro_batch_size"
 AVERAGED = "ema_decay"
 """Key of the averages' decay in a checkpoint with averages of the weights."""

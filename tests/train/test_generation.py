@@ -119,7 +119,7 @@ def naive(config: ModelConfig, prompts: list[list[int]]) -> tuple[list[list[int]
 def written(
     rank: int, world_size: int, folder: Path, mesh: dict[str, Any], lost: bool = False, **settings: Any
 ) -> tuple[list[list[int]], torch.Tensor | None]:
-    """What a rank writes, with the logits that it draws from; with ``lost``, less one row of a cache."""
+    """The text of a rank, with the logits that it draws from; with ``lost``, less one row of a cache."""
     seen, draw = [], Draw.__call__
 
     def recorded(self: Draw, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ def lose_a_row(writer: Writer) -> None:
 
 
 def of_ranks(results: list[Any]) -> tuple[list[list[int]], torch.Tensor]:
-    """What all ranks wrote, and the logits of the one that drew."""
+    """The texts of all ranks, and the logits of the one that drew."""
     texts = [text for text, _ in results]
     assert all(text == texts[0] for text in texts)
     (logits,) = (logits for _, logits in results if logits is not None)

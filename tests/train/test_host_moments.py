@@ -138,7 +138,7 @@ def test_every_wait_is_needed(dropped: tuple[str, str], race: str, monkeypatch: 
 
 
 def saved_and_loaded(rank: int, world_size: int, folder: Path) -> bool:
-    """Whether shards of weights and moments are those of AdamW after two steps, the second behind a checkpoint."""
+    """Return if shards of weights and moments are those of AdamW after two steps, the second behind a checkpoint."""
     host_moments.on_host = host_moments.cut  # as beside a GPU
     found = []
     for order in ((False, False), (True, True), (True, False), (False, True)):

@@ -1,4 +1,4 @@
-"""What settings are refused, who decays, and the norm of a gradient that lies in shards."""
+"""Settings that are refused, weights that decay, and the norm of a gradient that lies in shards."""
 
 import math
 from collections.abc import Callable

@@ -212,7 +212,7 @@ def test_a_batch_that_follows_the_number_of_processes_is_compared_as_it_is(monke
 
 
 def test_joined_micro_batches_are_not_taken_for_those_of_a_process() -> None:
-    """What balance_over joins is as many micro-batches as there are data-parallel processes: no flag gives it."""
+    """As many micro-batches as there are data-parallel processes are joined by balance_over: no flag gives it."""
     before, now = (
         Config(mesh=MeshConfig(balance_over="dp_cp"), train=TrainConfig(micro_batch_size=size, global_batch_size=8))
         for size in (8, 4)

@@ -234,7 +234,7 @@ def voices(rank: int, world_size: int, failing: tuple[int, ...], seconds: float)
 
 @pytest.mark.parametrize("failing", [(0, 1, 2), (2,), (1, 2)])
 def test_one_of_the_ranks_that_fail_speaks(failing: tuple[int, ...]) -> None:
-    """Where all are there none waits: it would for longer than ``run_ranks`` does."""
+    """If all are there, none waits: it would for longer than ``run_ranks`` does."""
     seconds = 2 * PATIENCE if len(failing) == 3 else 0.5
     ends = [end for end in run_ranks(voices, 3, failing, seconds) if end is not None]
     assert len(ends) == len(failing)

@@ -38,7 +38,7 @@ def run_of(joined=0, **mesh):
 
 
 def drawn_on(rank, world_size, config, sampling):
-    """What the ranks draw with weights that are no noughts."""
+    """The samples that ranks draw with weights that are no noughts."""
     with distributed_mesh(config.mesh) as mesh:
         run = replace(
             resolve(config, mesh),

@@ -25,7 +25,7 @@ from train.watching.profile import ProfileConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """What one iteration is, how many there are, and when the run looks at the validation data or stops."""
+    """The iteration, the number of iterations, and when the run looks at the validation data or stops."""
 
     train_iters: int = 1000
     """Iterations (optimizer steps) of the whole run, those before a resume counted in."""
@@ -67,7 +67,7 @@ class LoopConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunConfig:
-    """Whether the run is only checked and predicted, in one process that needs neither its data nor its memory."""
+    """A run that is only checked and predicted, in one process that needs neither its data nor its memory."""
 
     dry_run: bool = False
     """Take no step: run each pipeline stage forward and backward once in full size without memory, and print memory,
@@ -113,7 +113,7 @@ class ModelShape(Protocol):
 
 
 class Reading(Protocol):
-    """What the loop needs to know of any data."""
+    """The settings of any data that the loop needs."""
 
     @property
     def num_workers(self) -> int:
@@ -146,7 +146,7 @@ class CommonConfig(ABC):
 
     @property
     def causal(self) -> bool:
-        """Whether attention is causal."""
+        """True if attention is causal."""
         return True
 
     @property
@@ -166,7 +166,7 @@ class CommonConfig(ABC):
 
     @property
     def packed(self) -> bool:
-        """Whether documents attend apart; the samples of a micro-batch are then joined into one sequence."""
+        """True if documents attend apart; the samples of a micro-batch are then joined into one sequence."""
         return False
 
     @property

@@ -23,7 +23,7 @@ from train.sampling import SamplingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
-    """What one iteration is, how many there are, and when the run looks at the validation data or stops."""
+    """The iteration, the number of iterations, and when the run looks at the validation data or stops."""
 
     seq_length: int = 1024
     """Tokens per sequence, before context parallelism shares them out."""

@@ -77,7 +77,7 @@ def drop_redundant_flags(argv: Sequence[str], known: Sequence[str]) -> tuple[lis
 
 
 def _same(value: str, word: str) -> bool:
-    """Whether two words have the same value: 0.00 is 0."""
+    """Return whether two words have the same value: 0.00 is 0."""
     try:
         return float(value) == float(word)
     except ValueError:

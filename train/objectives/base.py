@@ -10,12 +10,12 @@ from data.loader import Batch
 
 
 class Objective(ABC):
-    """How a batch is sharded, what its loss is, and how records and progress lines name it."""
+    """The way from a batch to its loss: sharding, loss, and its name in records and progress lines."""
 
     loss_name: ClassVar[str]
     """A record's field for the training loss, one of ``train.watching.metrics.LOSSES``."""
     unit: ClassVar[str]
-    """What the rate counts; a record has it as ``UNIT_per_second``."""
+    """The unit that the rate counts; a record has it as ``UNIT_per_second``."""
 
     @abstractmethod
     def local(self, batch: Batch) -> Batch:

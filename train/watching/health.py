@@ -34,7 +34,7 @@ class TrainingError(UserError):
 
 @dataclass
 class Progress:
-    """How far a run has come; kept in its checkpoints."""
+    """The progress of a run, kept in its checkpoints."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -46,7 +46,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """What a run does when a step goes wrong, or ranks no longer make steps."""
+    """The answer of a run to a step that goes wrong, and to ranks that no longer make steps."""
 
     bad_step_policy: Literal["skip", "rollback", "stop"] = "skip"
     """After a step whose loss or gradient norm is not finite, or a spike, and which changes no weight: skip goes on,
@@ -78,7 +78,7 @@ class Health(Watcher):
     """Judges the steps of a run. All methods are collective, and alike on all ranks."""
 
     rolls_back = False
-    """Whether the run is to go on from its newest checkpoint instead of the next step."""
+    """True if the run is to go on from its newest checkpoint instead of the next step."""
 
     def __init__(
         self, config: HealthConfig, save: str | None, records: list[tuple[Any, Any]], progress: Progress

@@ -27,7 +27,7 @@ LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Where the numbers of a run go, besides metrics.jsonl."""
+    """The places that the numbers of a run go to, besides metrics.jsonl."""
 
     log_interval: int = 10
     """Iterations between lines on the screen, whose losses are means since the line before; the first has its own."""
@@ -96,7 +96,7 @@ class RunLog:
             writer(record)
 
     def lacks_validation(self, iteration: int) -> bool:
-        """Whether the last record is this iteration's and has no validation loss."""
+        """Return whether the last record is this iteration's and has no validation loss."""
         last = self._records[-1] if self._records else {}
         return last.get("iteration") == iteration and "validation_loss" not in last
 

@@ -30,7 +30,7 @@ class Step:
     wait: Callable[[], None]
     """Waits until the next step's batch is made, so that no thread runs while processes are forked."""
     last: bool
-    """Whether the run ends after it."""
+    """True if the run ends after it."""
 
     @property
     def iteration(self) -> int:
@@ -73,7 +73,7 @@ class Watchers:
         """Of these, those that ask also hear, and the other way round."""
         self._watchers = watchers
         self._flags: list[int] = []
-        """How many flags each had when they were last asked."""
+        """The number of flags that each had when they were last asked."""
 
     def call(self, moment: str, *of: Any) -> list[Any]:
         """Call a moment of all that have one of their own; return their answers."""

@@ -49,7 +49,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class Spent:
-    """Where a rank's time went, in seconds per iteration."""
+    """A rank's time by what it went into, in seconds per iteration."""
 
     rank: int
     host: str

@@ -18,11 +18,11 @@ class StopAgreement(Watcher):
         self._request, self._minutes = request, minutes
         self._sums = [0] * (len(ASKING) + 1)
         self._worked = False
-        """Whether a step is done. Before, no time is over: a run slower to start than its limit would go in circles."""
+        """True once a step is done. Before, no time is over: a run too slow to start would go in circles."""
 
     @property
     def agreed(self) -> bool:
-        """Whether all ranks know that the run ends early."""
+        """True once all ranks know that the run ends early."""
         return any(self._sums)
 
     def ask(self) -> Sequence[bool]:

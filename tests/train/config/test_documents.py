@@ -1,4 +1,4 @@
-"""What the flags of packed documents go with, and ranks that are joined for them."""
+"""Flags of packed documents and what they go with, and ranks that are joined for them."""
 
 from dataclasses import replace
 from types import SimpleNamespace

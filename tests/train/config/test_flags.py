@@ -1,4 +1,4 @@
-"""How a command line is read, whatever the fields are."""
+"""Reading a command line, whatever the fields are."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What flags may say of layers of softmax attention: those of a hybrid, windows, sinks."""
+"""Flags that speak of layers of softmax attention: those of a hybrid, windows, sinks."""
 
 import pytest
 

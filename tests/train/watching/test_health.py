@@ -31,7 +31,7 @@ def health(policy: str = "skip", save_interval: int | None = None, **more: Any) 
 
 
 def judged(rank: int, world_size: int) -> list[str]:
-    """What is said of a step after LEAST good ones, of which one rank alone sees a high loss."""
+    """The verdicts on a step after LEAST good ones, of which one rank alone sees a high loss."""
     config = HealthConfig(check_for_spiky_loss=True, spike_factor=3.0)
     said = []
     for loss, norm in ((6.1, 0.5), (5.9, 50.0), (math.nan, 0.5), (2.0, math.inf)):

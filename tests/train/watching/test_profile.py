@@ -1,4 +1,4 @@
-"""Where time went, by hand and of two real ranks, and what cannot be profiled."""
+"""Parts of a step's time, by hand and of two real ranks, and what cannot be profiled."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from train.watching.profile import DATA, SAVING, ProfileConfig, covered, spent, 
 
 @dataclass
 class Event:
-    """What torch's profiler gives, as far as it is read."""
+    """An event of torch's profiler, as far as it is read."""
 
     of: str
     start: int

@@ -242,4 +242,4 @@ def test_no_step_but_the_first_waits_for_its_plan(flags: list[str]) -> None:
             # 2 micro-batches of a step; later validations may still have the plans of the first
             firsts = threads.count("MainThread")
             assert 2 * 2 * plans <= firsts <= 2 * (1 + 4) * plans
-            assert threads.count("ahead_0") == len(threads) - firsts >= (2 * 3 + 2) * plans
+            assert threads.count("prefetch_0") == len(threads) - firsts >= (2 * 3 + 2) * plans

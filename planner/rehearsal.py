@@ -21,8 +21,8 @@ from model import layers
 from parallel.context.geometry import _gather_order
 from parallel.data import finish_gradients, set_gradient_sync, widen_gradients
 from parallel.mesh import Mesh, distributed_mesh
-from planner.gpu_shapes import WORKSPACES, rms_norm, rotate
-from planner.recorder import Recorder, Rehearsal
+from planner.recorder import Recorder, Rehearsal, rms_norm, rotate
+from planner.workload import WORKSPACES
 from runtime.errors import UserError
 from runtime.processes import join
 from train.assemble import Run, build_runner

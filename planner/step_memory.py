@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
+from typing import NamedTuple
 
 from kernels.loss import LOSS_CHUNK
 from parallel.context.mask import Window
@@ -83,11 +84,20 @@ class Arrangement:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
 
+class Moments(NamedTuple):
+    """Bytes at the moments of a step at one of which its memory peaks; of a layer, in the midst of its backward."""
+
+    loss: float
+    last_layer: float
+    second_layer: float
+    first_layer: float
+    end: float
+
+
 def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, float]:
     """Return the bytes of the busiest rank at the peak of a step, by cause.
 
-    The peak is at the loss, in the backward of the last layer, of the second or of the first, or at the end. In a
-    pipeline the loss is the last stage's and the rest the first one's.
+    In a pipeline the loss is the last stage's and the rest the first one's.
     """
     states, gradients, passing = _weights(work, plan, arranged)
     activations, inside = _activations(work, plan, arranged)
@@ -102,7 +112,7 @@ def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, fl
     return max(found, key=lambda memory: sum(memory.values()))
 
 
-def _weights(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[float, list[float], list[float]]:
+def _weights(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[float, Moments, Moments]:
     """Count weights with the optimizer's state; at each moment gradients, and what is on its way to them.
 
     Gradients of one micro-batch come layer by layer; those of several are there from the second on. In a pipeline the
@@ -119,10 +129,10 @@ def _weights(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[float, 
     copied = shards > 1 or size < 4
     copies = (outside + each if arranged.strategy == "zero3" else own) * size * copied
     gradients = 4 * own * trained / (1 if arranged.strategy == "zero1" and work.micro_batches > 1 else shards)
-    there, waiting = [gradients] * 5, 0.0
+    there, waiting = Moments(*[gradients] * 5), 0.0
     if work.micro_batches == 1:  # the output's waits for what else is in no layer
         done = (0, 0, max(0, layers - 2), layers - 1)
-        there = [*(4 * number * each * trained / shards for number in done), gradients]
+        there = Moments(*(4 * number * each * trained / shards for number in done), gradients)
         waiting = size * output * trained
     summed = 4 * each * trained * copied  # of the layer after, until the next are summed over ranks
     gathered = size * each * (arranged.strategy == "zero3" and shards > 1)  # of the layer before, ahead
@@ -130,11 +140,17 @@ def _weights(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[float, 
     if arranged.strategy == "legacy_ddp":
         last = 4 * own * trained  # all in one piece
     pieces = min(2 * PIECE, own / shards) * 4 * len(MOMENTS) * arranged.moments_on_host
-    passing = [0, waiting + gathered, waiting + gathered + summed, waiting + summed, max(last, pieces) - copies]
+    passing = Moments(
+        loss=0,
+        last_layer=waiting + gathered,
+        second_layer=waiting + gathered + summed,
+        first_layer=waiting + summed,
+        end=max(last, pieces) - copies,
+    )
     return states / shards + copies, there, passing  # at the end the whole weights are let go of
 
 
-def _activations(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[list[float], list[float]]:
+def _activations(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[Moments, Moments]:
     """Count what layers keep at each moment, and what the loss or a layer's backward takes besides."""
     tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
     stream = tokens * work.hidden * work.element_size / arranged.tp
@@ -150,14 +166,14 @@ def _activations(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[lis
     waiting = (flying - 1) * every + sent
     layer = _backward_bytes(work, plan, arranged)
     others = every + _loss_kept(work, tokens, arranged) * (arranged.pipeline.pipeline_schedule == "GPipe")
-    activations = [
-        every + 2 * stream + (ends - 1) * others,
-        every + waiting,
-        waiting + two,
-        waiting + first,
-        0,
-    ]
-    return activations, [_loss_bytes(work, tokens, arranged), layer, layer, layer + again, 0]
+    activations = Moments(
+        loss=every + 2 * stream + (ends - 1) * others,
+        last_layer=every + waiting,
+        second_layer=waiting + two,
+        first_layer=waiting + first,
+        end=0,
+    )
+    return activations, Moments(_loss_bytes(work, tokens, arranged), layer, layer, layer + again, 0)
 
 
 def _loss_kept(work: Workload, tokens: int, arranged: Arrangement) -> float:

@@ -22,7 +22,6 @@ from parallel.context.plan import Plan, make_plan
 from parallel.context.traffic import sizes
 from planner.attention_cost import GB, AttentionCost
 from planner.cluster import Cluster
-from planner.gpu_shapes import WORKSPACES
 from planner.step_memory import Workload
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
@@ -30,6 +29,8 @@ from train.config.entries import Config, DiTRunConfig
 GATED = ("llama", "transnormer")
 ON_GPU = {"llama": 4.0, "gpt": 4.0, "transnormer": 9.0, "linear_transformer": 10.0}
 """``Workload.residual`` by model where norms are kernels: inputs and outputs of both, and of linear attention's."""
+WORKSPACES = 2 * (32 << 20)
+"""Bytes that torch gives cuBLAS and cuBLASLt to work in, on Hopper; on older GPUs fewer."""
 LRPE = 10.0
 """``Workload.first_layer`` of a transnormer, whose positions double the width of queries and keys."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import pretrain_gpt
 from bench.memory import measured
 from parallel.mesh import Mesh
-from planner import tape
+from planner import recorder
 from planner.recorder import BETWEEN, INSIDE, Recorder, Rehearsal
 from planner.rehearsal import rehearse
 from runtime import draws
@@ -205,7 +205,7 @@ def test_attention_that_is_told_again_is_as_if_it_ran(flags: str, monkeypatch: p
 
     monkeypatch.setattr(Recorder, "_by_its_code", counted)
     told = found()
-    monkeypatch.setattr(tape, "Tape", lambda *_: None)  # nothing is kept
+    monkeypatch.setattr(recorder, "Tape", lambda *_: None)  # nothing is kept
     assert told == found()
     again = "longmesh::context_attention_backward"
     assert ran[0][again] == (2 if "window" in flags else 1)

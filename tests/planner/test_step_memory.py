@@ -6,7 +6,7 @@ import pytest
 
 import pretrain_gpt
 from planner.cluster import CLUSTERS, default_cluster, load_cluster
-from planner.fits import busiest
+from planner.extremes import busiest
 from planner.search import bytes_needed
 from train.config.entries import Config
 from train.config.language import parse_args

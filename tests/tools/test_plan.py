@@ -14,8 +14,7 @@ from planner.cluster import CLUSTERS
 from runtime import progress
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY
-from tools.plan import main
-from tools.plan_text import grouped
+from tools.plan import grouped, main
 from tools.profile_plan import measure
 from tools.training import PEAK
 from train.config.language import parse_args, validate

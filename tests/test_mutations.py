@@ -24,7 +24,7 @@ from train.config.entries import Config
 from train.config.language import parse_args
 from train.resume import progress_of
 from train.run import FILES, claim_folder, exit_status
-from train.watching.health import FAILURES, Health, HealthConfig
+from train.watching.health import FAILURES, Health, HealthConfig, Progress
 from train.watching.metrics import METRICS, STARTS, cut_back
 
 Mutation = Callable[[Path], None]
@@ -304,7 +304,7 @@ def test_what_a_run_notes_of_its_starts_and_failures(
     def start() -> int:
         assert fingerprint(run) is None or name == STARTS
         find_checkpoint(run, local=run)
-        Health(HealthConfig(), str(run), [])
+        Health(HealthConfig(), str(run), [], Progress())
         return 1
 
     found, lines = ended(start)

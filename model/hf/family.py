@@ -42,7 +42,7 @@ _WORDS = """
     attn_implementation _attn_implementation _attn_implementation_autoset output_attentions output_hidden_states
     return_dict torchscript use_bfloat16 tf_legacy_loss is_decoder
     id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout
-    tokenizer_class prefix unsloth_version unsloth_fixed
+    _num_labels transformers.js_config tokenizer_class prefix unsloth_version unsloth_fixed
     sep_token_id cls_token_id mask_token_id unk_token_id decoder_start_token_id
     assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty do_sample
     early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff

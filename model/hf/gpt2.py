@@ -8,6 +8,7 @@ from model.hf.family import Family, Field, Names, Need, Part, tied
 _UNUSED = """
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     summary_last_dropout reorder_and_upcast_attn gradient_checkpointing
+    n_special predict_special_tokens output_past
 """
 
 

@@ -181,9 +181,10 @@ LLAMA = Family(
         "attention_bias": (False,),
         "mlp_bias": (False,),
         "sliding_window": (None,),
+        "rope_interleaved": (None, False),
     },
     rates=("attention_dropout",),
-    ignored=frozenset({"pretraining_tp", "max_sequence_length"}),
+    ignored=frozenset({"pretraining_tp", "max_sequence_length", "is_llama_config"}),
     needs=(
         Need("window_size", lambda config: not any(_windows_of(config)), "none"),
         Need(
@@ -250,6 +251,7 @@ QWEN2 = replace(
     },
     parts=(*PARTS, Part(QWEN_WINDOWS, _qwen_from_hf, _qwen_to_hf)),
     own={"add_qkv_bias": True, "qk_layernorm": False},
+    only={**MISTRAL.only, "use_mrope": (None, False)},
     needs=(),
 )
 QWEN3 = replace(

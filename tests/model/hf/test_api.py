@@ -294,6 +294,8 @@ def _load(contents, folder):
         (CONFIGS["mistral"], {"sliding_window": 1}),
         (CONFIGS["qwen2, tied, a window"], {"layer_types": ["chunked_attention"] * 2}),
         (CONFIGS["qwen3"], {"attention_bias": True}),
+        (CONFIGS["qwen2, yarn"], {"use_mrope": True}),
+        (LLAMA, {"rope_interleaved": True}),
         (LLAMA, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
         (LLAMA, {"quantization_config": {"quant_method": "gptq"}}),
         (GPT2, {"activation_function": "relu"}),

@@ -135,6 +135,10 @@ def test_null_means_missing():
         (LLAMA, {"rope_parameters": {"rope_type": "linear", "factor": 1, "rope_theta": 5000.0}}),
         (LLAMA, {"rope_parameters": {"rope_type": "default"}}),
         (GPT2, {"activation_function": "gelu_pytorch_tanh"}),
+        # Of published models: SmolLM2, Qwen2.5, GPT-2 large and XL.
+        (LLAMA, {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}),
+        (CONFIGS["qwen2, yarn"], {"use_mrope": False}),
+        (GPT2, {"n_special": 0, "predict_special_tokens": True, "output_past": True, "_num_labels": 1}),
     ],
 )
 def test_what_changes_nothing_is_read(config, change):

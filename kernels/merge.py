@@ -23,7 +23,7 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
         lse, block_lse: ``[B, T, H]``, or ``[...]``; ``lse`` float32 or wider; ``block_lse`` finite.
     """
     if out.is_cuda and out.dtype == torch.float32 and out.ndim in (3, 4) and has_triton():
-        from kernels.triton.merge import merge_ as in_one_launch
+        from kernels.triton.pointwise import merge_ as in_one_launch
 
         in_one_launch(out, lse, block_out, block_lse)
         return

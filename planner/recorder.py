@@ -20,8 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kernels.attention import AttentionBackend
 from parallel.context import executor
 from parallel.mesh import Mesh
-from parallel.offload import SEVERAL, Offload
-from parallel.pinned import in_slabs
+from parallel.offload import SEVERAL, Offload, in_slabs
 from train import assemble, host_moments
 from train.config.common import CommonConfig
 

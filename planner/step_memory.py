@@ -10,8 +10,7 @@ from parallel.context.mask import Window
 from parallel.context.plan import Plan
 from parallel.context.traffic import Moves, Sizes, sizes
 from parallel.data import Strategy
-from parallel.offload import FETCH_AHEAD, SEVERAL
-from parallel.pinned import in_slabs
+from parallel.offload import FETCH_AHEAD, SEVERAL, in_slabs
 from parallel.pipeline.stages import PipelineConfig
 from planner.attention_cost import most_rows_held
 from train.host_moments import MOMENTS, PIECE

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, get_device_module
 
 from parallel.data import to_local
-from parallel.pinned import Slabs
+from parallel.offload import Slabs
 
 PIECE = 1 << 24
 """Elements of a parameter that are updated at once: two moments of two pieces take 256 MiB on the device in float32,

@@ -14,7 +14,7 @@ others heads are: strides are of batch, token and head. level and delta ``[B, H,
 import triton
 import triton.language as tl
 
-from kernels.triton.language import dot, rounded
+from kernels.triton.work import dot, rounded
 
 LOG2E = tl.constexpr(1.4426950408889634)
 VARYING = ["T", "S", "H", "group"]  # compile no kernel anew for their values

@@ -18,10 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.linear_scan import rates_of
+from kernels.linear_scan import parts_of, rates_of, segments_of
 from kernels.triton import interpreted
-from kernels.triton.language import dot, rounded
-from kernels.triton.segments import parts_of, segments_of
+from kernels.triton.work import dot, rounded
 
 SIZE = 512
 """Numbers of a state that one program of ``carry_kernel`` holds."""
@@ -65,7 +64,7 @@ def scan_kernel(
 ):
     """Scan as in ``kernels.linear_attention.Scan``; out and final are contiguous, channels have stride 1.
 
-    With ``EACH`` segments have states (``kernels.triton.segments``): without outputs the one that each adds, with
+    With ``EACH`` segments have states (``kernels.linear_scan``): without outputs the one that each adds, with
     outputs the one that it starts with. Otherwise segments are documents, of which one takes and one leaves a state.
     """
     segment = tl.program_id(0) % segments

@@ -1,4 +1,4 @@
-"""Work lists of the tiles' kernels: for each block of rows, or of columns, the tiles that touch it.
+"""Products and roundings of all kernels; work lists: for each block of rows, or of columns, the tiles that touch it.
 
 A tile is a band: queries i and keys j with ``low <= j - i <= high``; seen from its columns, rows and columns change
 places, and so do -low and -high. A list is made once for all layers and lies on the device.
@@ -8,10 +8,30 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kernels.blocks import ANTI, CAUSAL, Block, Tile
 from runtime.copies import kept, to_device
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """Multiply in float32. The interpreter cannot multiply bfloat16; widened operands give the same product."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
+    """Cast float32 x to ``dtype``. The interpreter truncates to bfloat16, so round first."""
+    if WIDEN and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
 
 FAR = 1 << 30
 """Farther apart than any two tokens."""

@@ -125,7 +125,7 @@ def block_error(kind: str, device: str = "cpu") -> float:
 
 def merge_error(device: str = "cpu") -> float:
     """The largest difference of the merge in one launch from its twin, into a slice, some rows without keys."""
-    from kernels.triton import merge
+    from kernels.triton import pointwise
 
     generator = torch.Generator().manual_seed(4)
     out, part = (torch.randn(2, 20, 3, 80, generator=generator).to(device) for _ in range(2))
@@ -134,7 +134,7 @@ def merge_error(device: str = "cpu") -> float:
     rows, part = slice(1, 18), part.bfloat16()[:, :17]
     want = out.double(), lse.double()
     merge_(want[0][:, rows], want[1][:, rows], part.double(), part_lse[:, :17].double())
-    merge.merge_(out[:, rows], lse[:, rows], part, part_lse[:, :17])
+    pointwise.merge_(out[:, rows], lse[:, rows], part, part_lse[:, :17])
     return max(error(a, b) for a, b in zip((out, lse), want, strict=True))
 
 

@@ -93,9 +93,9 @@ def results(case: Case, backend: str, dtype: torch.dtype | None = None, device: 
 def errors(case: Case, backend: str, device: str = "cpu") -> dict[str, float]:
     """Each result's error against the reference in float64."""
     if backend == "triton":
-        from kernels.triton import segments
+        from kernels import linear_scan
 
-        segments.PROGRAMS = case.programs
+        linear_scan.PROGRAMS = case.programs
     return _compared([x.cpu() for x in results(case, backend, device=device)], case)
 
 
@@ -127,15 +127,15 @@ def main() -> None:
     if sys.argv[1:] == ["far"]:
         json.dump({"errors": [errors(case, "triton") for case in (*FAR, *CUT_FAR)]}, sys.stdout)
         return
+    from kernels import linear_scan
     from kernels.triton import linear_attention as fused
-    from kernels.triton import segments
 
     (q, k, v, _), _ = inputs(Case(65, "bfloat16"))
     want, _ = reference.linear_attention(q.double(), k.double(), v.double(), (0.0, -0.1, -0.2))
     outs = [fused.scan(q, k, v, (0.0, -0.1, -0.2), wide=wide)[0] for wide in (False, True)]
     widths = {str(out.dtype): ((out.double() - want).norm() / want.norm()).item() for out in outs}
     found = [errors(case, "triton") for case in (*CASES, *CUT)]
-    segments.PROGRAMS = 528
+    linear_scan.PROGRAMS = 528
     pairs = [[fused.scan(x, k, v, (-0.01,) * 3, reverse=reverse)[1] for x in (q, None)] for reverse in (False, True)]
     alone = [torch.equal(*pair) for pair in pairs]
     json.dump({"errors": found, "faults": _faults(fused), "widths": widths, "alone": alone}, sys.stdout)

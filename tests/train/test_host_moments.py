@@ -13,7 +13,7 @@ from checkpoint.api import load_checkpoint, save_checkpoint
 from checkpoint.manifest import checkpoint_folder
 from checkpoint.tensors import tensors_of
 from parallel.data import to_local
-from parallel.pinned import Slabs, pinned_bytes
+from parallel.offload import Slabs, pinned_bytes
 from runtime.ranks import run_ranks
 from tests.parallel.streams import Device, streams
 from tests.parallel.unequal import loss_sum, sharded

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.context.arcs.circles import Beads, Circles, halve
-from parallel.context.sparse.line import Line
-from parallel.context.sparse.rows import union
+from parallel.context.sparse.rows import Line, union
 from parallel.context.sparse.visible import Pieces, Seen, rows_seen
 
 MOST_BEADS = 8_000

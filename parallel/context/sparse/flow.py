@@ -17,8 +17,7 @@ import numpy as np
 
 from parallel.context.geometry import Geometry
 from parallel.context.methods.base import Ranks
-from parallel.context.sparse.line import ByPlace, Line
-from parallel.context.sparse.rows import NOWHERE, Rows, Spans, common, count, places_in, union, without
+from parallel.context.sparse.rows import NOWHERE, ByPlace, Line, Rows, Spans, common, count, places_in, union, without
 from parallel.context.sparse.visible import Seen
 
 

@@ -87,10 +87,10 @@ def test_so_does_every_launch_of_other_widths(capability: int, width: int, tmp_p
 
 @pytest.mark.parametrize("capability", SHARED)
 def test_so_does_the_merge(capability: int, tmp_path: Path) -> None:
-    from kernels.triton import merge
+    from kernels.triton import pointwise
 
     out, lse = meta(2, 1000, 16, 128).float(), meta(2, 1000, 16).float()
-    (one,) = compiled(capability, lambda: merge.merge_(out, lse, out.bfloat16(), lse))
+    (one,) = compiled(capability, lambda: pointwise.merge_(out, lse, out.bfloat16(), lse))
     used = one.used(tmp_path)
     assert used["shared"] <= SHARED[capability]
     assert used["REG"] <= 255

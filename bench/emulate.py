@@ -32,12 +32,12 @@ class LoopbackTransport(Transport):
     def _new_group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
         return None
 
-    def post(
+    def isend_irecv(
         self, sends: list[tuple[int, Tensors]], receives: list[tuple[int, Tensors]], far: bool
     ) -> tuple[list[Arrival], Callable[[], object]]:
         return [lambda tensors=tensors: tensors for _, tensors in receives], lambda: None  # type: ignore[misc]
 
-    def shift(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
+    def send_recv(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
         return lambda: tensors
 
     def gather(self, tensors: Tensors, ranks: tuple[int, ...]) -> Arrival:
@@ -61,7 +61,7 @@ def step_of(plan: Plan, executor: Executor, q: Tensor, k: Tensor, v: Tensor, dou
 def computed(plan: Plan, rank: int, moves: Moves) -> list[Tiles]:
     """Return the tiles of each round of a rank."""
     if plan.sparse:
-        return [stop.tiles for stop in plan.course(rank, moves).stops]
+        return [step.tiles for step in plan.schedule(rank, moves).rounds]
     return [step.tiles for step in plan.rounds(rank, moves)]
 
 

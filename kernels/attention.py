@@ -67,8 +67,8 @@ def block_forward(
         out ``[B, T, H, D]`` (float32 or wider on the CPU, the inputs' dtype on a GPU) and lse ``[B, T, H]``.
     """
     backend = backend or select_backend("auto", q.device.type, q.dtype)
-    q, k, v = _turned(kind, q, k, v)
-    out, lse = _turned(kind, *backend.forward(q, k, v, _is_causal(q, k, kind), scale))
+    q, k, v = flip_if_anti(kind, q, k, v)
+    out, lse = flip_if_anti(kind, *backend.forward(q, k, v, _is_causal(q, k, kind), scale))
     return out, lse
 
 
@@ -89,8 +89,8 @@ def block_backward(
         dq ``[B, T, H, D]``, dk and dv ``[B, S, K, D]``; dtypes as in ``block_forward``.
     """
     backend = backend or select_backend("auto", q.device.type, q.dtype)
-    dout, q, k, v, out, lse = _turned(kind, dout, q, k, v, out, lse)
-    dq, dk, dv = _turned(kind, *backend.backward(dout, q, k, v, out, lse, _is_causal(q, k, kind), scale))
+    dout, q, k, v, out, lse = flip_if_anti(kind, dout, q, k, v, out, lse)
+    dq, dk, dv = flip_if_anti(kind, *backend.backward(dout, q, k, v, out, lse, _is_causal(q, k, kind), scale))
     return dq, dk, dv
 
 
@@ -127,7 +127,7 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
         )
     packed, plain = _packed(), (_aten_cuda_forward, _aten_cuda_backward)
     if name == "auto" and cudnn.is_preferred() and not documents:
-        return AttentionBackend("cudnn", *in_eights(*cudnn.by_shape(plain)), packed=packed)
+        return AttentionBackend("cudnn", *pad_heads(*cudnn.by_shape(plain)), packed=packed)
     for package in _packages(name):
         try:
             found = flash_attn.load(package)
@@ -136,11 +136,11 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
                 known = flash_attn.PACKAGES[package].known
                 raise UserError(f"attention_backend is {name}, {error}; install {known}, or use auto") from error
         else:
-            own = Packed(*in_eights(*found.packed)) if found.packed else packed
-            return AttentionBackend(package, *in_eights(found.forward, found.backward), packed=own)
+            own = Packed(*pad_heads(*found.packed)) if found.packed else packed
+            return AttentionBackend(package, *pad_heads(found.forward, found.backward), packed=own)
     if name == "cudnn":
-        return AttentionBackend("cudnn", *in_eights(*cudnn.by_shape(None)), packed=packed)
-    return AttentionBackend("aten", *in_eights(*plain), packed=packed)
+        return AttentionBackend("cudnn", *pad_heads(*cudnn.by_shape(None)), packed=packed)
+    return AttentionBackend("aten", *pad_heads(*plain), packed=packed)
 
 
 def _packages(name: str) -> list[str]:
@@ -165,10 +165,10 @@ def _triton(device_type: str, dtype: torch.dtype) -> AttentionBackend:
 
 @cache
 def _packed() -> Packed:
-    return Packed(*in_eights(_aten_packed_forward, _aten_packed_backward))
+    return Packed(*pad_heads(_aten_packed_forward, _aten_packed_backward))
 
 
-def in_eights(
+def pad_heads(
     forward: Callable[..., Any], backward: Callable[..., Any]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return a kernel's forward and backward for heads of any width, padded to a multiple of 8, which GPUs' take.
@@ -193,7 +193,7 @@ def in_eights(
     return padded_forward, padded_backward
 
 
-def passed_over(name: str, device_type: str, dtype: torch.dtype, documents: bool = False) -> str | None:
+def why_flash_attn_is_unused(name: str, device_type: str, dtype: torch.dtype, documents: bool = False) -> str | None:
     """Say why ``auto`` does not take a flash-attn that is installed; None if it does, or has no use for one."""
     if name != "auto" or device_type != "cuda":
         return None
@@ -221,7 +221,7 @@ def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
     return kind != FULL
 
 
-def _turned(kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+def flip_if_anti(kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Reverse the tokens of an ANTI block, there and back."""
     return tuple(x.flip(1) for x in tensors) if kind == ANTI else tensors
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 FULL = "full"
 CAUSAL = "causal"
 ANTI = "anti"
-Block = tuple[int, int, int, int, str]
+TileNumbers = tuple[int, int, int, int, str]
 """A tile in numbers: first and last + 1 of the rows, of the columns; kind."""
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.copies import kept, to_device
+from runtime.copies import cached_on_device, to_device
 
 SCAN_CHUNK = 64
 
@@ -33,7 +33,7 @@ class Chunks:
     """Whether each chunk is the first of its document."""
 
 
-@kept(64)  # packed documents differ from batch to batch
+@cached_on_device(64)  # packed documents differ from batch to batch
 def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.device) -> Chunks:
     """Chunk packed documents of these cumulative lengths; by default one document of ``length`` tokens."""
     bounds = documents or (0, length)
@@ -149,7 +149,7 @@ class Segments(NamedTuple):
     """int32 ``[2, N + 1]``, of those with a state: their lengths; 1 where a document starts."""
 
 
-@kept(64)  # packed documents differ from batch to batch; all layers of a step ask for the same
+@cached_on_device(64)  # packed documents differ from batch to batch; all layers of a step ask for the same
 def segments_of(documents: tuple[int, ...], wanted: int, chunk: int, device: torch.device) -> Segments:
     """Cut documents into at least ``wanted`` segments of whole chunks, if they have as many; N <= 2 * (wanted + 1)."""
     chunks = [-(-(end - first) // chunk) for first, end in pairwise(documents)]

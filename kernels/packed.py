@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.blocks import ANTI, FULL, Block, Tile
+from kernels.blocks import ANTI, FULL, Tile, TileNumbers
 from kernels.merge import merge_
 from kernels.strips import in_one_piece
-from runtime.copies import kept, to_device
+from runtime.copies import cached_on_device, to_device
 
 SMALL = 1 << 20
 """Most pairs of a tile that shares a launch; a larger one keeps a device busy alone, and copies no rows."""
@@ -119,15 +119,15 @@ def launches(tiles: Sequence[Tile], batch: int, rows: int, columns: int, device:
     return _launches(as_key, batch, rows, columns, device)
 
 
-@kept(256)  # each round of a micro-batch asks for its own, up to as many as there are ranks
+@cached_on_device(256)  # each round of a micro-batch asks for its own, up to as many as there are ranks
 def _launches(
-    tiles: tuple[Block, ...], batch: int, rows: int, columns: int, device: torch.device
+    tiles: tuple[TileNumbers, ...], batch: int, rows: int, columns: int, device: torch.device
 ) -> tuple[Launch, ...]:
     groups = [tile for tile in tiles if tile[4] != FULL], [tile for tile in tiles if tile[4] == FULL]
     return tuple(_launch(group, batch, rows, columns, device) for group in groups if group)
 
 
-def _launch(tiles: list[Block], batch: int, rows: int, columns: int, device: torch.device) -> Launch:
+def _launch(tiles: list[TileNumbers], batch: int, rows: int, columns: int, device: torch.device) -> Launch:
     passes = [
         [
             (q0 + b * rows, q1 + b * rows, k0 + b * columns, k1 + b * columns, kind)
@@ -159,9 +159,9 @@ def _launch(tiles: list[Block], batch: int, rows: int, columns: int, device: tor
     )
 
 
-def _apart(tiles: list[Block], rows: int, columns: int) -> list[list[Block]]:
+def _apart(tiles: list[TileNumbers], rows: int, columns: int) -> list[list[TileNumbers]]:
     """Split tiles into passes in which no row and no column appears twice."""
-    passes: list[tuple[list[Block], np.ndarray, np.ndarray]] = []  # members, rows and columns in use
+    passes: list[tuple[list[TileNumbers], np.ndarray, np.ndarray]] = []  # members, rows and columns in use
     for tile in tiles:
         q, k = slice(*tile[:2]), slice(*tile[2:4])
         found = next((some for some in passes if not some[1][q].any() and not some[2][k].any()), None)

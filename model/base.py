@@ -15,7 +15,7 @@ from kernels.products import linear
 from model.config import ModelConfig
 from model.layers import Linear, Rotary
 from model.lora import initial_adapter, is_adapter
-from runtime.draws import Part, drawn
+from runtime.draws import Part, initial_weight_slice
 
 Head = Callable[[Tensor, Tensor], Tensor]
 """Normalised hidden states [B, T, C], output weights [V, C] -> the forward's result."""
@@ -169,7 +169,9 @@ def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: i
     std = config.init_method_std
     if name.endswith(("attention.wo.weight", "mlp.down.weight")):
         std /= math.sqrt(2 * config.num_layers)
-    return drawn(lambda tile, generator: tile.normal_(0.0, std, generator=generator), name, shape, seed, part)
+    return initial_weight_slice(
+        lambda tile, generator: tile.normal_(0.0, std, generator=generator), name, shape, seed, part
+    )
 
 
 def drop_layers(layers: nn.ModuleList, kept: range) -> None:

@@ -16,7 +16,7 @@ from model.attention import Attend, Attention, Window, refuse_mask
 from model.base import drop_layers
 from model.dit_config import DiTConfig
 from model.layers import MLP, LayerNorm, Linear
-from runtime.draws import Part, drawn
+from runtime.draws import Part, initial_weight_slice
 
 FREQUENCIES = 256
 """Sines and cosines per time."""
@@ -221,10 +221,14 @@ def initial_dit_weight(config: DiTConfig, name: str, shape: Sequence[int], seed:
         return torch.zeros(*shape)[part]
     if name.startswith(("t_embedder", "y_embedder")):
         std = config.init_method_std
-        return drawn(lambda tile, generator: tile.normal_(0.0, std, generator=generator), name, shape, seed, part)
+        return initial_weight_slice(
+            lambda tile, generator: tile.normal_(0.0, std, generator=generator), name, shape, seed, part
+        )
     outputs = shape[0] * (3 if name.endswith(("wq.weight", "wk.weight", "wv.weight")) else 1)
     bound = math.sqrt(6 / (shape[1] + outputs))
-    return drawn(lambda tile, generator: tile.uniform_(-bound, bound, generator=generator), name, shape, seed, part)
+    return initial_weight_slice(
+        lambda tile, generator: tile.uniform_(-bound, bound, generator=generator), name, shape, seed, part
+    )
 
 
 def dit_shapes(config: DiTConfig) -> dict[str, torch.Size]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runtime.draws import Part, drawn
+from runtime.draws import Part, initial_weight_slice
 from runtime.errors import UserError
 
 THEIRS = {
@@ -107,7 +107,9 @@ def initial_adapter(name: str, shape: Sequence[int], seed: int, part: Part = ())
     if name.endswith(ADAPTERS[1]):
         return torch.zeros(*shape)[part]
     bound = 1 / math.sqrt(shape[1])
-    return drawn(lambda tile, generator: tile.uniform_(-bound, bound, generator=generator), name, shape, seed, part)
+    return initial_weight_slice(
+        lambda tile, generator: tile.uniform_(-bound, bound, generator=generator), name, shape, seed, part
+    )
 
 
 def merge(

@@ -17,7 +17,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
-def kept(maxsize: int) -> Callable[[Callable[..., R]], Callable[..., R]]:
+def cached_on_device(maxsize: int) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Keep what a function of hashable arguments returns, the device last: for each stream apart, as another one would
     not wait for the copy."""
 

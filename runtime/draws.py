@@ -16,7 +16,7 @@ TILE = (64, 512)
 """Rows and columns that a larger one is drawn in: as few rows as FSDP leaves a rank of many, columns tp one of 8."""
 
 
-def drawn(
+def initial_weight_slice(
     draw: Callable[[Tensor, torch.Generator], Tensor], name: str, shape: Sequence[int], seed: int, part: Part = ()
 ) -> Tensor:
     """Return a part (float32, on the CPU) of the random weight ``name``, which is the same whatever part is asked for.

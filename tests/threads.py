@@ -105,7 +105,7 @@ class ThreadTransport(Transport):
 
         return wait
 
-    def post(
+    def isend_irecv(
         self, sends: list[tuple[int, Tensors]], receives: list[tuple[int, Tensors]], far: bool
     ) -> tuple[list[Arrival], Callable[[], object]]:
         kind = "far" if far else "near"
@@ -113,8 +113,8 @@ class ThreadTransport(Transport):
             self._send(tensors, peer, kind)
         return [self._coming(peer, kind) for peer, _ in receives], lambda: None
 
-    def shift(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
-        return self.post([(transfer.send_to, tensors)], [(transfer.recv_from, ())], far)[0][0]
+    def send_recv(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
+        return self.isend_irecv([(transfer.send_to, tensors)], [(transfer.recv_from, ())], far)[0][0]
 
     def gather(self, tensors: Tensors, ranks: tuple[int, ...]) -> Arrival:
         if len(ranks) == 1:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.attention import passed_over, select_backend, takes_whole
+from kernels.attention import select_backend, takes_whole, why_flash_attn_is_unused
 from kernels.linear_attention import linear_attention, select_linear_backend
 from model.attention import Attend, HybridAttention, LinearAttend, sdpa
 from model.dit import full_sdpa
@@ -112,7 +112,7 @@ def softmax_context(
         return cp, alone if config.causal or cp.plan.padded_len == length else cp.attend
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
     select_backend(backend, config.mesh.device_type, dtype)
-    if is_first() and (note := passed_over(backend, config.mesh.device_type, dtype, config.packed)):
+    if is_first() and (note := why_flash_attn_is_unused(backend, config.mesh.device_type, dtype, config.packed)):
         print(f"note: {note}", flush=True)
     width = config.shape.head_dim
     if config.mesh.device_type == "cuda" and backend != "reference" and width > 256:

@@ -10,10 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.blocks import CAUSAL, FULL, Block, Tile
+from kernels.blocks import CAUSAL, FULL, Tile, TileNumbers
 from kernels.strips import in_one_piece
 from kernels.triton import attention, interpreted
-from kernels.triton.work import as_blocks, work_of
+from kernels.triton.work import as_numbers, work_of
 from runtime.errors import UserError
 
 
@@ -64,7 +64,7 @@ def blocking_of(kernel: str, q: Tensor) -> Blocking:
 
 def attend_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float) -> None:
     """Fold the attention of these tiles into running results, in place; ``out`` and ``lse`` are contiguous."""
-    _attend_(out, lse, q, k, v, as_blocks(tiles), scale, True)
+    _attend_(out, lse, q, k, v, as_numbers(tiles), scale, True)
 
 
 def add_gradients_(
@@ -75,7 +75,7 @@ def add_gradients_(
     scale: float,
 ) -> None:
     """Add the gradients through these tiles to (dq, dk, dv), in place; they are contiguous."""
-    _add_gradients_(gradients, queries, keys, as_blocks(tiles), scale, True)
+    _add_gradients_(gradients, queries, keys, as_numbers(tiles), scale, True)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -94,12 +94,12 @@ def backward(
     return gradients
 
 
-def _whole(q: Tensor, k: Tensor, causal: bool) -> tuple[Block, ...]:
+def _whole(q: Tensor, k: Tensor, causal: bool) -> tuple[TileNumbers, ...]:
     return ((0, q.shape[1], 0, k.shape[1], CAUSAL if causal else FULL),)
 
 
 def _attend_(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Block, ...], scale: float, more: bool
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[TileNumbers, ...], scale: float, more: bool
 ) -> None:
     _check_contiguous(out, lse)
     if tiles:
@@ -116,7 +116,7 @@ def _add_gradients_(
     gradients: tuple[Tensor, ...],
     queries: tuple[Tensor, ...],
     keys: tuple[Tensor, ...],
-    tiles: tuple[Block, ...],
+    tiles: tuple[TileNumbers, ...],
     scale: float,
     more: bool,
 ) -> None:

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.blocks import ANTI, CAUSAL, Block, Tile
-from runtime.copies import kept, to_device
+from kernels.blocks import ANTI, CAUSAL, Tile, TileNumbers
+from runtime.copies import cached_on_device, to_device
 
 
 @triton.jit
@@ -37,13 +37,13 @@ FAR = 1 << 30
 """Farther apart than any two tokens."""
 
 
-def as_blocks(tiles: Sequence[Tile]) -> tuple[Block, ...]:
+def as_numbers(tiles: Sequence[Tile]) -> tuple[TileNumbers, ...]:
     """Return the tiles as numbers, which can be a key."""
     return tuple([(q.start, q.stop, k.start, k.stop, kind) for q, k, kind in tiles])
 
 
-@kept(256)  # a few for each round of a ring, and other ones with every micro-batch
-def work_of(tiles: tuple[Block, ...], size: int, by_rows: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+@cached_on_device(256)  # a few for each round of a ring, and other ones with every micro-batch
+def work_of(tiles: tuple[TileNumbers, ...], size: int, by_rows: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return blocks and entries of the tiles, for blocks of ``size`` rows, or columns; int32 on the device.
 
     Returns:
@@ -68,7 +68,7 @@ def work_of(tiles: tuple[Block, ...], size: int, by_rows: bool, device: torch.de
     return moved[: table.size], moved[table.size :]
 
 
-def _band(tile: Block, by_rows: bool) -> tuple[int, ...]:
+def _band(tile: TileNumbers, by_rows: bool) -> tuple[int, ...]:
     q0, q1, k0, k1, kind = tile
     low, high = (k0 - q0 if kind == ANTI else -FAR), (k0 - q0 if kind == CAUSAL else FAR)
     return (q0, q1, k0, k1, low, high) if by_rows else (k0, k1, q0, q1, -high, -low)

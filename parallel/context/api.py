@@ -39,7 +39,7 @@ class ContextParallel:
             self._executor = StagedExecutor(geometry, self.transport, rank, backend, self._heads, stages)
             self._outside = HeadExchange(self.transport, (rank,))  # the executor exchanges
         self._state_executor = StateExecutor(geometry, self.transport, rank, backend)
-        self._follow(plan)
+        self._bind_plan(plan)
 
     def under(
         self, *, documents: tuple[int, ...] | None = None, window: tuple[int, int] | None = None
@@ -55,7 +55,7 @@ class ContextParallel:
             ContextError: as ``make_plan``.
         """
         other = copy(self)
-        other._follow(self.plan.under(documents=documents, window=window))
+        other._bind_plan(self.plan.under(documents=documents, window=window))
         return other
 
     def plan_ahead(self, windows: Iterable[Window | None] = (None,)) -> None:
@@ -68,10 +68,10 @@ class ContextParallel:
         for window in windows:
             plan = self.plan if window is None else self.plan.windowed(window)
             if plan.sparse:
-                plan.course(self._rank)
-                plan.course(self._rank, plan.sparse_moves)
+                plan.schedule(self._rank)
+                plan.schedule(self._rank, plan.sparse_moves)
 
-    def _follow(self, plan: Plan) -> None:
+    def _bind_plan(self, plan: Plan) -> None:
         self.plan = plan
         self.positions = plan.positions(self._rank)
         """Ascending global positions of this rank: int64 ``[T_local]``; ``plan.seq_len`` and above are padding."""

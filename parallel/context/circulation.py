@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels.tiles import Tile
-from parallel.context.plan import Round
-from parallel.context.sparse.courses import Course
+from parallel.context.geometry import Round
 from parallel.context.sparse.flow import Parcels
 from parallel.context.sparse.rows import Rows, count
+from parallel.context.sparse.schedule import RankSchedule
 from parallel.context.transport import Arrival, Tensors, Transport
 
 Visit = tuple[int, tuple[Tile, ...], Tensors]
@@ -36,7 +36,7 @@ class Whole:
         for i, step in enumerate(self._rounds):
             held = self._due.pop(i)()
             for transfer in step.transfers:
-                self._due[transfer.due] = self._transport.shift(held, transfer, transfer.due > i + 1)
+                self._due[transfer.due] = self._transport.send_recv(held, transfer, transfer.due > i + 1)
             if step.gradient is not None:
                 yield i, step.tiles, held
 
@@ -47,7 +47,7 @@ class Whole:
             _sum_in(moved, coming.pop(0)())  # nothing names what came, or what was sent
         transfer = self._rounds[index].gradient
         assert transfer is not None
-        sent = self._transport.shift(moved, transfer, transfer.due > index + 1)
+        sent = self._transport.send_recv(moved, transfer, transfer.due > index + 1)
         self._gradients.setdefault(transfer.due, []).append(sent)
 
     def home(self) -> Tensors:
@@ -59,8 +59,8 @@ class Whole:
 class Needed:
     """Only rows that a query sees travel (parallel/context/sparse/flow.py); methods as in ``Whole``."""
 
-    def __init__(self, transport: Transport, course: Course, own: Tensors) -> None:
-        self._transport, self._course, self._own = transport, course, own
+    def __init__(self, transport: Transport, schedule: RankSchedule, own: Tensors) -> None:
+        self._transport, self._schedule, self._own = transport, schedule, own
         self._arriving: dict[int, list[tuple[Rows, Arrival]]] = {}
         self._returning: dict[int, list[tuple[Rows, Arrival]]] = {}
         self._sent: list[tuple[int, Callable[[], object]]] = []
@@ -68,31 +68,31 @@ class Needed:
 
     def visits(self) -> Iterator[Visit]:
         self._transport.connect_all(self._own[0].device)
-        self._post(self._course.start, self._own, 0, self._arriving)
-        for i, stop in enumerate(self._course.stops):
-            held = self._own if stop.in_place else self._filled(stop.length, self._arriving.pop(i, []))
+        self._post(self._schedule.start, self._own, 0, self._arriving)
+        for i, step in enumerate(self._schedule.rounds):
+            held = self._own if step.in_place else self._filled(step.length, self._arriving.pop(i, []))
             self._finish(i)
-            self._post(stop.moves, held, i + 1, self._arriving)
-            if stop.tiles or stop.gradients.sends or stop.gradients.receives or i in self._returning:
-                yield i, stop.tiles, held
-        self._finish(len(self._course.stops))
+            self._post(step.moves, held, i + 1, self._arriving)
+            if step.tiles or step.gradients.sends or step.gradients.receives or i in self._returning:
+                yield i, step.tiles, held
+        self._finish(len(self._schedule.rounds))
 
     def send_gradient(self, index: int, moved: Tensors) -> None:
         for rows, arrival in self._returning.pop(index, []):
             _add(moved, rows, arrival())
-        self._post(self._course.stops[index].gradients, moved, index + 1, self._returning)
+        self._post(self._schedule.rounds[index].gradients, moved, index + 1, self._returning)
 
     def home(self) -> Tensors:
-        for rows, arrival in self._returning.pop(len(self._course.stops), []):
+        for rows, arrival in self._returning.pop(len(self._schedule.rounds), []):
             parts, tokens = arrival(), self._own[0].shape[1]
             if self._sums:
                 _add(self._sums, rows, parts)
-            elif self._course.stops[0].in_place and parts[0].shape[1] == tokens:
+            elif self._schedule.rounds[0].in_place and parts[0].shape[1] == tokens:
                 self._sums = parts  # of this rank's own buffer, which nothing else uses now
             else:
                 self._sums = tuple(x.new_zeros(x.shape[0], tokens, *x.shape[2:]) for x in parts)
                 _add(self._sums, rows, parts)
-        self._finish(len(self._course.stops))
+        self._finish(len(self._schedule.rounds))
         return self._sums
 
     def _post(
@@ -103,7 +103,7 @@ class Needed:
             sends = [(parcel.peer, _taken(tensors, parcel.rows)) for parcel in parcels.sends if parcel.due == due]
             receives = [parcel for parcel in parcels.receives if parcel.due == due]
             wanted = [(parcel.peer, _empty(tensors, count(parcel.rows))) for parcel in receives]
-            arrivals, sent = self._transport.post(sends, wanted, due > following)
+            arrivals, sent = self._transport.isend_irecv(sends, wanted, due > following)
             waiting.setdefault(due, []).extend(
                 (parcel.rows, arrival) for parcel, arrival in zip(receives, arrivals, strict=True)
             )

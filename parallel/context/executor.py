@@ -168,7 +168,7 @@ class Executor:
 
     def _circulation(self, plan: Plan, moving: Tensors, moves: Moves, prefetched: Arrival | None) -> Whole | Needed:
         if plan.sparse:
-            return Needed(self.transport, plan.course(self.rank, moves), moving)
+            return Needed(self.transport, plan.schedule(self.rank, moves), moving)
         arrival = prefetched or self.transport.gather(moving, self._holders)
         return Whole(self.transport, plan.rounds(self.rank, moves), self._holders, arrival)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.blocks import Tile
 from parallel.context.errors import ContextError
 from parallel.context.layout import BALANCED, Layout, padded_length, places
 from parallel.context.methods.base import Hop, Method, Ranks, Send, Shape
@@ -26,12 +27,23 @@ class Transfer(NamedTuple):
     due: int
 
 
-class Step(NamedTuple):
-    """A ``Hop`` of one rank, in ranks of the group: the KV held, its transfers and its gradient's."""
+class Round(NamedTuple):
+    """A ``Hop`` of one rank: the KV held, its transfers and its gradient's, and under a mask the tiles.
+
+    Tiles pair this rank's queries, which are its team's, joined in ascending positions, with the keys of ``holds``
+    (ranks that each hold every n-th position: in the order of their first ones). A backward that moves queries holds
+    queries, and the keys are the team's.
+    """
 
     holds: tuple[int, ...]
     transfers: tuple[Transfer, ...]
     gradient: Transfer | None
+    tiles: tuple[Tile, ...] = ()
+
+    @property
+    def pairs(self) -> int:
+        """Count the unmasked (query, key) pairs computed in this round."""
+        return sum(tile.pairs for tile in self.tiles)
 
 
 @dataclass(frozen=True)
@@ -82,7 +94,7 @@ class Geometry:
         """Return ascending global positions of ``rank``: int64 ``[local_len]``; seq_len and above are padding."""
         return torch.from_numpy(self.layout.positions(self.owner(rank)))
 
-    def steps(self, rank: int) -> tuple[Step, ...]:
+    def steps(self, rank: int) -> tuple[Round, ...]:
         """Return the rounds of ``rank``, in order, without their tiles."""
         return _steps(self, rank)
 
@@ -175,15 +187,16 @@ class Geometry:
 
         The u-th rank of a place gets the u-th rank of the peer.
         """
-        if id(places) not in self._at_ranks:
+        key = places.tobytes() if isinstance(places, np.ndarray) else places
+        if key not in self._at_ranks:
             everywhere = np.broadcast_to(places, self.shape.size)
-            found = (self._first_ranks[everywhere[self._places]][:, None] + np.arange(self.ulysses_degree)).ravel()
-            self._at_ranks[id(places)] = places, found
-        return self._at_ranks[id(places)][1]
+            firsts = self._first_ranks[everywhere[self._places]]
+            self._at_ranks[key] = (firsts[:, None] + np.arange(self.ulysses_degree)).ravel()
+        return self._at_ranks[key]
 
     @cached_property
-    def _at_ranks(self) -> dict[int, tuple[Ranks, np.ndarray]]:
-        """Cache by id, with the key kept alive: a ring sends to the same ranks in every round."""
+    def _at_ranks(self) -> dict[bytes | int, np.ndarray]:
+        """Peers that ``at_ranks`` has found: a ring sends to the same ranks in every round."""
         return {}
 
     @cached_property
@@ -219,7 +232,7 @@ def _one(places: Ranks, place: int) -> int:
 @lru_cache(maxsize=64)
 def _gather_order(geometry: Geometry, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
     # cached on the device: making and copying it in every layer would cost more than the gather
-    owned = [run for rank in ranks for run in geometry.layout.runs(geometry.owner(rank))]
+    owned = [run for rank in ranks for run in geometry.layout.strides(geometry.owner(rank))]
     if owned == sorted(owned):
         return None
     ends = np.cumsum([run.length for run in owned])
@@ -228,7 +241,7 @@ def _gather_order(geometry: Geometry, ranks: tuple[int, ...], device: torch.devi
 
 
 @lru_cache(maxsize=4096)
-def _steps(geometry: Geometry, rank: int) -> tuple[Step, ...]:
+def _steps(geometry: Geometry, rank: int) -> tuple[Round, ...]:
     place, u = geometry.place(rank), rank % geometry.ulysses_degree
 
     def transfer(send: Send) -> Transfer:
@@ -239,5 +252,5 @@ def _steps(geometry: Geometry, rank: int) -> tuple[Step, ...]:
     found = []
     for hop in geometry.hops:
         gradient = None if hop.gradient is None else transfer(hop.gradient)
-        found.append(Step(geometry.ranks_at(hop.holds, place), tuple(map(transfer, hop.sends)), gradient))
+        found.append(Round(geometry.ranks_at(hop.holds, place), tuple(map(transfer, hop.sends)), gradient))
     return tuple(found)

@@ -5,7 +5,7 @@ decides which tokens, labels and position ids a rank gets. With teams of C ranks
 ranks, and each member holds a 1 / C slice of its team's positions, so that an all-gather in a team yields ascending
 positions.
 
-A rank's positions are one or two arithmetic progressions, its runs. Plans work with runs only.
+A rank's positions are one or two arithmetic progressions, its strides. Plans work with strides only.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ BALANCED = "balanced"
 PLACEMENTS = ("collect_intra", "p2p_intra")
 
 
-class Run(NamedTuple):
+class Stride(NamedTuple):
     """``length`` positions start, start + stride, ..., with the layout's stride."""
 
     start: int
@@ -52,29 +52,29 @@ class Layout:
 
     @property
     def stride(self) -> int:
-        """Return the step between the positions of a run."""
+        """Return the step between the positions of a ``Stride``."""
         return self.size // self.team_size if self.name == "striped" else 1
 
-    def runs(self, rank: int) -> tuple[Run, ...]:
-        """Return the ascending runs of ``rank``: a block, every teams-th token, or parts of a chunk and its mirror."""
+    def strides(self, rank: int) -> tuple[Stride, ...]:
+        """Return the ascending strides of ``rank``: a block, every teams-th token, parts of a chunk and its mirror."""
         if not 0 <= rank < self.size:
             raise ContextError(f"rank {rank} is not among {self.size} ranks")
         team, member = divmod(rank, self.team_size)
         own = self.seq_len // self.size
         if self.name == "striped":
-            return (Run(team + member * own * self.stride, own),)
+            return (Stride(team + member * own * self.stride, own),)
         if self.name == "contiguous":
-            return (Run(rank * own, own),)
+            return (Stride(rank * own, own),)
         chunk, mirror = self.team_size * own // 2, 2 * (self.size // self.team_size) - 1 - team
         first, last = member * own, (member + 1) * own  # of the team's two chunks, joined
-        low = Run(team * chunk + first, min(last, chunk) - first)
-        high = Run(mirror * chunk + max(first, chunk) - chunk, last - max(first, chunk))
+        low = Stride(team * chunk + first, min(last, chunk) - first)
+        high = Stride(mirror * chunk + max(first, chunk) - chunk, last - max(first, chunk))
         return tuple(run for run in (low, high) if run.length > 0)
 
     def positions(self, rank: int) -> np.ndarray:
         """Return the ascending global positions of ``rank``: int64 ``[seq_len / size]``."""
         step = self.stride
-        return np.concatenate([np.arange(start, start + n * step, step) for start, n in self.runs(rank)])
+        return np.concatenate([np.arange(start, start + n * step, step) for start, n in self.strides(rank)])
 
 
 def granularity(name: str, size: int, team_size: int = 1) -> int:

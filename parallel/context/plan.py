@@ -2,23 +2,22 @@
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.blocks import Tile
 from parallel.context.arcs import ArcLayout
 from parallel.context.errors import ContextError
-from parallel.context.geometry import Geometry, Transfer
+from parallel.context.geometry import Geometry, Round
 from parallel.context.layout import BALANCED, Layout
 from parallel.context.mask import Mask, Reach, Window, mask_of
 from parallel.context.methods.base import Ranks
 from parallel.context.methods.registry import method_of
 from parallel.context.options import PlanOptions
-from parallel.context.sparse.courses import Course, PiecesOf, course_of, flow_of
 from parallel.context.sparse.flow import Flow
+from parallel.context.sparse.schedule import PiecesOf, RankSchedule, flow_of, rank_schedule
 from parallel.context.tiles import Piece, pieces, tiles
 from parallel.context.traffic import Cost, Moves, Sizes, cheaper_backward, needed_traffic, sizes, whole_traffic
 from parallel.context.work import Sets, Work, work
@@ -26,25 +25,6 @@ from runtime.handles import Handles
 
 PLANS: Handles["Plan"] = Handles()
 """Plans by handle: attention operators take a handle, since the plan may change with every call."""
-
-
-class Round(NamedTuple):
-    """One round of one rank where whole tensors travel: a ``Step``, and tiles (this rank's queries, held keys).
-
-    This rank's queries are its team's, joined in ascending positions, as are the keys of ``holds`` (ranks that each
-    hold every n-th position: in the order of their first ones). A backward that moves queries holds queries, and the
-    keys are the team's.
-    """
-
-    holds: tuple[int, ...]
-    transfers: tuple[Transfer, ...]
-    gradient: Transfer | None
-    tiles: tuple[Tile, ...]
-
-    @property
-    def pairs(self) -> int:
-        """Count the unmasked (query, key) pairs computed in this round."""
-        return sum(tile.pairs for tile in self.tiles)
 
 
 @dataclass(frozen=True)
@@ -138,14 +118,14 @@ class Plan:
         """Return the rounds of ``rank``, in order, of a forward or of a backward that moves KV or queries."""
         return _rounds(self, rank, moves)
 
-    def course(self, rank: int, moves: Moves = "kv") -> Course:
+    def schedule(self, rank: int, moves: Moves = "kv") -> RankSchedule:
         """Return what ``rank`` sends, receives and computes where only the rows that a query sees travel."""
-        if (rank, moves) not in self._courses:
-            self._courses[rank, moves] = course_of(self.flow(moves), rank, *self._visible, moves)
-        return self._courses[rank, moves]
+        if (rank, moves) not in self._schedules:
+            self._schedules[rank, moves] = rank_schedule(self.flow(moves), rank, *self._visible, moves)
+        return self._schedules[rank, moves]
 
     @cached_property
-    def _courses(self) -> dict[tuple[int, Moves], Course]:
+    def _schedules(self) -> dict[tuple[int, Moves], RankSchedule]:
         return {}
 
     def flow(self, moves: Moves = "kv") -> Flow:
@@ -190,7 +170,7 @@ class Plan:
         of = sizes(geometry, **shape)
         moves = self.backward_moves(of)
         if self.sparse:
-            pairs = tuple(sum(tile.pairs for tile in stop.tiles) for stop in self.course(rank).stops)
+            pairs = tuple(sum(tile.pairs for tile in step.tiles) for step in self.schedule(rank).rounds)
             forward = needed_traffic(self.flow(), rank, of, None)
             return Cost(pairs, forward, needed_traffic(self.flow(moves), rank, of, moves), moves)
         return Cost(
@@ -211,7 +191,7 @@ class Plan:
     def pieces(self, ranks: tuple[int, ...]) -> list[Piece]:
         """Return the positions of ``ranks``, joined and cut at documents."""
         layout = self.layout
-        owned = (run for rank in ranks for run in layout.runs(self.geometry.owner(rank)))
+        owned = (run for rank in ranks for run in layout.strides(self.geometry.owner(rank)))
         return pieces(owned, layout.stride, self.boundaries)
 
     def real_pieces(self, ranks: tuple[int, ...]) -> list[Piece]:
@@ -304,5 +284,5 @@ def _rounds(plan: Plan, rank: int, moves: Moves) -> tuple[Round, ...]:
     for step in plan.geometry.steps(rank):
         pair = (team, plan.pieces(step.holds)) if moves == "kv" else (plan.pieces(step.holds), team)
         computed = () if step.gradient is None else tiles(*pair, stride, plan.mask.reach)
-        found.append(Round(*step, computed))
+        found.append(step._replace(tiles=computed))
     return tuple(found)

@@ -1,12 +1,12 @@
 """Tiles: the visible (query, key) pairs of two sets of positions, as blocks for an attention kernel.
 
-A rank's positions are a few arithmetic progressions (runs). Two runs of one stride compare by two integers. The query
+A rank's positions are a few arithmetic progressions (strides). Two of one step compare by two integers. The query
 at position p sees the keys from p - behind to p + ahead, so query i sees key j if i + e <= j <= i + d, with
 d = floor((q_start - k_start + ahead) / stride) and e = ceil((q_start - k_start - behind) / stride).
 
 Without e, columns below d are FULL, a CAUSAL square with its diagonal follows, and the rows below that square are FULL.
 Without d it is the mirror image, with an ANTI square. With both, rows are cut into blocks of d - e + 1; of each block's
-columns, the left ones are cut by e alone and the right ones by d alone. Packed documents cut the runs first. So one
+columns, the left ones are cut by e alone and the right ones by d alone. Packed documents cut the strides first. So one
 function serves all layouts, teams, documents and windows, and no tile has a fully masked row or column.
 """
 
@@ -14,8 +14,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kernels.blocks import ANTI, CAUSAL, FULL, Block, Tile
-from parallel.context.layout import Run
+from kernels.blocks import ANTI, CAUSAL, FULL, Tile, TileNumbers
+from parallel.context.layout import Stride
 from parallel.context.mask import Reach
 
 
@@ -28,20 +28,19 @@ class Piece(NamedTuple):
     document: int
 
 
-def pieces(runs: Iterable[Run], stride: int, boundaries: tuple[int, ...]) -> list[Piece]:
-    """Join runs in the order of their first positions, and cut them at documents.
+def pieces(strides: Iterable[Stride], stride: int, boundaries: tuple[int, ...]) -> list[Piece]:
+    """Join strides in the order of their first positions, and cut them at documents.
 
-    Adjacent runs become one. Joined positions ascend, unless runs of several ranks interleave, as in a striped layout:
+    Adjacent ones become one. Joined positions ascend, unless those of several ranks interleave, as in a striped layout:
     those are concatenated.
 
     Args:
-        runs: of one rank or several.
-        stride: step between the positions of a run.
+        strides: of one rank or several.
+        stride: step between the positions of each.
         boundaries: ascending starts of all documents but the first.
     """
     found: list[Piece] = []
-    for run in sorted(runs):
-        start, length = run
+    for start, length in sorted(strides):
         while length:
             document = bisect_right(boundaries, start)
             ends = boundaries[document] if document < len(boundaries) else start + length * stride
@@ -68,7 +67,7 @@ def tiles(queries: Sequence[Piece], keys: Sequence[Piece], stride: int, reach: R
     for q in queries:
         if q.document >= 0 and q.document in keys_of:
             queries_of.setdefault(q.document, []).append(q)
-    found: list[Block] = []
+    found: list[TileNumbers] = []
     for document, rows in queries_of.items():
         columns = keys_of[document]
         blocks = [block for q in rows for k in columns for block in _between(q, k, stride, reach)]
@@ -77,7 +76,7 @@ def tiles(queries: Sequence[Piece], keys: Sequence[Piece], stride: int, reach: R
     return tuple([Tile._make((slice(q0, q1), slice(k0, k1), kind)) for q0, q1, k0, k1, kind in found])
 
 
-def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[Block]:
+def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[TileNumbers]:
     """Return the tiles of two pieces of one document, in local indices."""
     behind, ahead = reach
     distance = q.start - k.start
@@ -87,13 +86,13 @@ def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[Block]:
     return _band(q.length, k.length, -((behind - distance) // stride), last, q.offset, k.offset)
 
 
-def _band(rows: int, columns: int, first: int, last: int, q0: int, k0: int) -> list[Block]:
+def _band(rows: int, columns: int, first: int, last: int, q0: int, k0: int) -> list[TileNumbers]:
     """Return tiles of ``rows`` x ``columns``, starting at (q0, k0), where row i sees columns i + first .. i + last."""
     if first <= 1 - rows:
         return _compare(rows, columns, last, q0, k0)
     if last >= columns - 1:
         return _mirrored(rows, columns, first, q0, k0)
-    found: list[Block] = []
+    found: list[TileNumbers] = []
     side, seen = last - first + 1, range(max(0, -last), min(rows, columns - first))
     # Cut the rows that see anything into blocks of ``side``. Left of the column that a block's first row sees last,
     # only the near edge of the window cuts; from there on, only its far edge.
@@ -105,7 +104,7 @@ def _band(rows: int, columns: int, first: int, last: int, q0: int, k0: int) -> l
     return found
 
 
-def _mirrored(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[Block]:
+def _mirrored(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[TileNumbers]:
     """Return tiles of ``rows`` x ``columns``, starting at (q0, k0), where row i sees columns i + shift and after.
 
     Counted from their ends, row i sees columns up to i + columns - rows - shift.
@@ -117,9 +116,9 @@ def _mirrored(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[Blo
     ]
 
 
-def _compare(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[Block]:
+def _compare(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[TileNumbers]:
     """Return tiles of ``rows`` x ``columns``, starting at (q0, k0), where row i sees columns 0 .. i + shift."""
-    found: list[Block] = []
+    found: list[TileNumbers] = []
     if shift > 0:  # columns before the square, seen by every row
         full = min(shift, columns)
         if full > 0:
@@ -135,7 +134,7 @@ def _compare(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[Bloc
     return found
 
 
-def _coalesce(found: list[Block]) -> list[Block]:
+def _coalesce(found: list[TileNumbers]) -> list[TileNumbers]:
     """Join neighbouring tiles, for fewer kernel calls and merges of partial results."""
     while True:
         count = len(found)
@@ -144,10 +143,10 @@ def _coalesce(found: list[Block]) -> list[Block]:
             return found
 
 
-def _join_squares(found: list[Block]) -> list[Block]:
+def _join_squares(found: list[TileNumbers]) -> list[TileNumbers]:
     """Join squares of one kind on one diagonal, with the rectangle between them, into one square."""
     rest = {block: None for block in found if block[4] == FULL}
-    ending: dict[tuple[int, int, str], Block] = {}
+    ending: dict[tuple[int, int, str], TileNumbers] = {}
     for q0, q1, k0, k1, kind in sorted(block for block in found if block[4] != FULL):
         r0, c0 = q0, k0
         while before := ending.get((r0, c0, kind)):
@@ -161,9 +160,9 @@ def _join_squares(found: list[Block]) -> list[Block]:
     return [*ending.values(), *rest]
 
 
-def _join_below(found: list[Block]) -> list[Block]:
+def _join_below(found: list[TileNumbers]) -> list[TileNumbers]:
     """Join rectangles with the same keys and adjacent rows."""
-    joined: list[Block] = []
+    joined: list[TileNumbers] = []
     for block in sorted(found, key=lambda block: (block[4], block[2], block[3], block[0])):
         q0, q1, k0, k1, kind = block
         if joined and kind == FULL and joined[-1][1:] == (q0, k0, k1, FULL):
@@ -173,7 +172,7 @@ def _join_below(found: list[Block]) -> list[Block]:
     return joined
 
 
-def _join_beside(found: list[Block]) -> list[Block]:
+def _join_beside(found: list[TileNumbers]) -> list[TileNumbers]:
     """Join rectangles with the same rows and adjacent keys."""
     turned = _join_below([(k0, k1, q0, q1, kind) for q0, q1, k0, k1, kind in found])
     return [(q0, q1, k0, k1, kind) for k0, k1, q0, q1, kind in turned]

@@ -49,13 +49,13 @@ class Transport:
         everyone = dist.get_process_group_ranks(self._group)
         return dist.new_group([everyone[rank] for rank in ranks], timeout=timeout, use_local_synchronization=True)
 
-    def shift(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
+    def send_recv(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
         """Send tensors to one rank and receive the same shapes from another; change none until both are done."""
         self.connect_all(tensors[0].device)
         if transfer.send_to == self.rank:  # then no other rank sends here
             return lambda: tensors
         received = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
-        (arrival,), sent = self.post([(transfer.send_to, tensors)], [(transfer.recv_from, received)], far)
+        (arrival,), sent = self.isend_irecv([(transfer.send_to, tensors)], [(transfer.recv_from, received)], far)
 
         def wait() -> Tensors:
             sent()
@@ -63,7 +63,7 @@ class Transport:
 
         return wait
 
-    def post(
+    def isend_irecv(
         self, sends: list[tuple[int, Tensors]], receives: list[tuple[int, Tensors]], far: bool
     ) -> tuple[list[Arrival], Callable[[], object]]:
         """Start sends to, and receives from, any ranks; between two ranks both must be in the same order.
@@ -159,7 +159,7 @@ class Transport:
         return gradient if len(ranks) == 1 else self.scatter(gradient, ranks).sum(0)
 
     def connect_all(self, device: torch.device) -> None:
-        """Let NCCL connect each group that ``post`` uses, once, by all ranks: some may have nothing to send."""
+        """Let NCCL connect each group that ``isend_irecv`` uses, once, by all ranks: some may have nothing to send."""
         for group in (self._group, self._far):
             if device.type == "cuda" and group is not None and group not in self._connected:
                 self._connected.add(group)

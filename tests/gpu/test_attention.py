@@ -25,7 +25,7 @@ from parallel.context import METHODS, make_plan
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange
 from parallel.context.plan import Plan
-from runtime.copies import FORGET, kept
+from runtime.copies import FORGET, cached_on_device
 from runtime.errors import UserError
 from tests import threads
 from tests.gpu.rates import BACKENDS
@@ -104,7 +104,7 @@ def test_a_wait_for_new_documents_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     """A step that was warmed copies no indices, in which a wait would be."""
     mode = ["default"]
 
-    @kept(4)
+    @cached_on_device(4)
     def copied(device: torch.device) -> None:
         if mode[-1] == "error":
             raise RuntimeError("called a synchronizing CUDA operation")

@@ -16,7 +16,7 @@ from kernels.attention import block_backward, block_forward, select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Tile
 from kernels.merge import merge_
 from kernels.tiles import add_gradients_, attend_tiles_
-from parallel.context.layout import Run
+from parallel.context.layout import Stride
 from parallel.context.tiles import pieces, tiles
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -29,7 +29,7 @@ def tile(q0: int, q1: int, k0: int, k1: int, kind: str) -> Tile:
 
 def of_mask(tokens: int, reach: tuple[int | None, int | None], documents: tuple[int, ...] = ()) -> tuple[Tile, ...]:
     """The tiles of a window (before, behind), within documents that end at these tokens."""
-    held = pieces([Run(0, tokens)], 1, documents)
+    held = pieces([Stride(0, tokens)], 1, documents)
     return tiles(held, held, 1, reach)
 
 

@@ -1,11 +1,11 @@
-"""Block kernels against the naive twin, forward and every gradient, given global out and lse."""
+"""TileNumbers kernels against the naive twin, forward and every gradient, given global out and lse."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels import attention, cudnn, reference
-from kernels.attention import ANTI, CAUSAL, FULL, block_backward, block_forward, in_eights, select_backend
+from kernels.attention import ANTI, CAUSAL, FULL, block_backward, block_forward, pad_heads, select_backend
 from kernels.merge import merge_
 from runtime.errors import UserError
 
@@ -50,7 +50,7 @@ def test_heads_of_any_width_are_padded_to_what_a_gpus_kernel_takes(width: int) -
         return (plain.forward if len(given) == 5 else plain.backward)(*given)
 
     q, k, v, dout = (x[..., :width] for x in tensors(33, 33, 8, 2, torch.float64))
-    forward, backward = in_eights(in_kernel, in_kernel)
+    forward, backward = pad_heads(in_kernel, in_kernel)
     out, lse = forward(q, k, v, True, SCALE)
     found = out, lse, *backward(dout, q, k, v, out, lse, True, SCALE)
     assert {size % 8 for size in seen} == {0}

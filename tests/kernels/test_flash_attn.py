@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels import cudnn, flash_attn
-from kernels.attention import AttentionBackend, block_backward, block_forward, passed_over, select_backend
+from kernels.attention import AttentionBackend, block_backward, block_forward, select_backend, why_flash_attn_is_unused
 from kernels.blocks import ANTI, CAUSAL, FULL
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
@@ -182,7 +182,7 @@ def test_a_known_version_is_used(name: str, place: Path) -> None:
     install(place, USABLE[name])
     for asked in ("auto", "flash_attn"):
         assert select_backend(asked, *CUDA).name == "flash_attn"
-        assert passed_over(asked, *CUDA) is None
+        assert why_flash_attn_is_unused(asked, *CUDA) is None
 
 
 def test_what_it_returns_is_laid_out_as_everywhere(place: Path) -> None:
@@ -197,14 +197,14 @@ def test_another_one_is_passed_over_with_its_reason(name: str, place: Path) -> N
     files, reason = UNUSABLE[name]
     install(place, files)
     assert select_backend("auto", *CUDA).name == "aten"
-    note = passed_over("auto", *CUDA)
+    note = why_flash_attn_is_unused("auto", *CUDA)
     assert note is not None
     assert "\n" not in note
     with pytest.raises(
         ValueError, match=f"attention_backend is flash_attn, .*{reason}.* install flash-attn 2.7 or 2.8"
     ):
         select_backend("flash_attn", *CUDA)
-    assert passed_over("auto", "cpu", torch.bfloat16) is None, "which has no use for it"
+    assert why_flash_attn_is_unused("auto", "cpu", torch.bfloat16) is None, "which has no use for it"
 
 
 @pytest.mark.parametrize("name", UNUSABLE_3)
@@ -212,8 +212,10 @@ def test_an_unusable_3_is_passed_over_where_it_would_be_taken(name: str, place: 
     text, reason = UNUSABLE_3[name]
     install(place, {"flash_attn_interface.py": text} | USABLE["2.8"])
     assert select_backend("auto", *CUDA, documents=True).name == "flash_attn"
-    assert re.search(f"takes flash_attn, not the flash-attn 3 .*{reason}", passed_over("auto", *CUDA, True) or "")
-    assert passed_over("auto", *CUDA) is None, "cuDNN takes whole sequences"
+    assert re.search(
+        f"takes flash_attn, not the flash-attn 3 .*{reason}", why_flash_attn_is_unused("auto", *CUDA, True) or ""
+    )
+    assert why_flash_attn_is_unused("auto", *CUDA) is None, "cuDNN takes whole sequences"
     with pytest.raises(ValueError, match=f"attention_backend is flash_attn_3, .*{reason}.* install flash-attn 3"):
         select_backend("flash_attn_3", *CUDA)
 
@@ -225,7 +227,7 @@ def test_3_takes_packed_documents_on_hopper(place: Path, monkeypatch: pytest.Mon
         select_backend.cache_clear()
         assert select_backend("auto", *CUDA).name == whole
         assert select_backend("auto", *CUDA, documents=True).name == packed
-        assert passed_over("auto", *CUDA, True) is None
+        assert why_flash_attn_is_unused("auto", *CUDA, True) is None
         assert select_backend("flash_attn_3", *CUDA).name == "flash_attn_3"
 
 
@@ -261,7 +263,7 @@ def test_packed_tiles_go_through_3s_operators(
 def test_none_is_no_matter(place: Path) -> None:
     assert not any(map(flash_attn.is_installed, flash_attn.PACKAGES)), "these tests expect an environment without one"
     assert select_backend("auto", *CUDA).name == "aten"
-    assert passed_over("auto", *CUDA) is None
+    assert why_flash_attn_is_unused("auto", *CUDA) is None
     with pytest.raises(ValueError, match=r"which is not installed; install flash-attn 2\.7"):
         select_backend("flash_attn", *CUDA)
 

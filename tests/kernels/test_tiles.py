@@ -8,7 +8,7 @@ from kernels import reference
 from kernels.attention import select_backend
 from kernels.blocks import Tile
 from kernels.tiles import add_gradients_, attend_tiles_
-from parallel.context.layout import Run
+from parallel.context.layout import Stride
 from parallel.context.tiles import pieces, tiles
 
 TOKENS, HEADS, KV_HEADS, WIDTH, SCALE = 600, 2, 1, 8, 0.2
@@ -35,7 +35,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 def tiles_of(mask: str) -> tuple[Tile, ...]:
     reach, documents = MASKS[mask]
-    held = pieces([Run(0, TOKENS)], 1, documents[1:-1] if documents else ())
+    held = pieces([Stride(0, TOKENS)], 1, documents[1:-1] if documents else ())
     return tiles(held, held, 1, reach)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from parallel.context.arcs.orders import Level, Packing, best, divided, in_parts, travelling
 from parallel.context.errors import ContextError
-from parallel.context.layout import Run
+from parallel.context.layout import Stride
 from parallel.context.sparse.visible import Pieces, Seen
 
 
@@ -66,17 +66,17 @@ class ArcLayout:
         """Return the pieces of documents that each place holds, by place and position, padding too."""
         return _arcs(self).pieces
 
-    def runs(self, rank: int) -> tuple[Run, ...]:
-        """Return the ascending runs of ``rank``: ``seq_len / size`` tokens."""
+    def strides(self, rank: int) -> tuple[Stride, ...]:
+        """Return the ascending strides of ``rank``: ``seq_len / size`` tokens."""
         if not 0 <= rank < self.size:
             raise ContextError(f"rank {rank} is not among {self.size} ranks")
         _, _, start, length, bounds = _arcs(self)
         own = slice(bounds[rank], bounds[rank + 1])
-        return tuple(map(Run, start[own].tolist(), length[own].tolist()))
+        return tuple(map(Stride, start[own].tolist(), length[own].tolist()))
 
     def positions(self, rank: int) -> np.ndarray:
         """Return the ascending global positions of ``rank``: int64 ``[seq_len / size]``."""
-        return np.concatenate([np.arange(start, start + length) for start, length in self.runs(rank)])
+        return np.concatenate([np.arange(start, start + length) for start, length in self.strides(rank)])
 
 
 def transfers(layout: ArcLayout) -> Seen:
@@ -91,7 +91,7 @@ def levels(layout: ArcLayout) -> tuple[Level, ...]:
 
 
 class _Arcs(NamedTuple):
-    """What is known of a layout. Rank r has the runs from ``bounds[r]`` to ``bounds[r + 1]``."""
+    """What is known of a layout. Rank r has the strides from ``bounds[r]`` to ``bounds[r + 1]``."""
 
     pieces: Pieces
     order: np.ndarray

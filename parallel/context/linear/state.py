@@ -104,14 +104,14 @@ class StateExecutor:
             return results, self._sum_before(states, log_decay, ways, reverse), lambda: None
         here = ways[self.rank]
         self.transport.connect_all(like.device)
-        coming, _ = self.transport.post([], [] if here.source is None else [(here.source, (like,))], far=False)
+        coming, _ = self.transport.isend_irecv([], [] if here.source is None else [(here.source, (like,))], far=False)
         results, local = intra()
         (state,) = coming[0]() if coming else (None,)
         if here.target is None:
             return results, state, lambda: None
         if state is not None and here.goes_through:
             local = local + passed_on(state, log_decay, self.geometry.local_len)
-        return results, state, self.transport.post([(here.target, (local,))], [], far=False)[1]
+        return results, state, self.transport.isend_irecv([(here.target, (local,))], [], far=False)[1]
 
     def _sum_before(
         self, states: Tensor, log_decay: Sequence[float], ways: tuple[Passage, ...], reverse: bool

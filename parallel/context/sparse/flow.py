@@ -61,7 +61,7 @@ class Held:
         return dict(zip(self.rows, accumulate(map(count, self.rows.values()), initial=0), strict=False))
 
 
-class Way(NamedTuple):
+class Route(NamedTuple):
     """Place p sends to place ``to[p]`` and receives from ``source[p]``, by round ``due``."""
 
     to: np.ndarray
@@ -79,16 +79,16 @@ class Flow:
         self.in_place = len(geometry.hops[0].holds) == 1
         """Whether a place's first buffer is its own tokens as they are."""
         self._line = Line(self._size, self.local)
-        self._ways = [[self._way(send.to, send.due) for send in hop.sends] for hop in geometry.hops]
+        self._routes = [[self._route(send.to, send.due) for send in hop.sends] for hop in geometry.hops]
         self._seen = self._by_round(self._line.spans(*seen))
-        self._routes = self._route()
+        self._holdings = self._hold()
         self._onward, self._home = self._return()
         self._held: dict[tuple[int, int], Held] = {}
 
     def held(self, index: int, place: int) -> Held:
         """Return what a place holds in a round."""
         if (index, place) not in self._held:
-            self._held[index, place] = Held(self._line.at(place, self._routes[index]))
+            self._held[index, place] = Held(self._line.at(place, self._holdings[index]))
         return self._held[index, place]
 
     def start(self, rank: int) -> Parcels:
@@ -96,7 +96,7 @@ class Flow:
         if self.in_place:
             return Parcels()
         place = self.geometry.place(rank)
-        wanted, held = self._line.of(place, self._routes[0]), self.held(0, place)
+        wanted, held = self._line.of(place, self._holdings[0]), self.held(0, place)
         sends = [Parcel(self._rank(to, rank), rows, 0) for to, rows in wanted.items()]
         receives = [Parcel(self._rank(owner, rank), held.find({owner: rows}), 0) for owner, rows in held.rows.items()]
         return Parcels(tuple(sends), tuple(sorted(receives)))
@@ -105,7 +105,7 @@ class Flow:
         """Return what travels as round ``index`` begins."""
         place = self.geometry.place(rank)
         held, sends, receives = self.held(index, place), [], []
-        for to, source, due in self._ways[index]:
+        for to, source, due in self._routes[index]:
             target, mine = self.held(due, to[place]), self.held(due, place)
             if target.length:
                 sends.append(Parcel(self._rank(to[place], rank), held.find(target.rows), due))
@@ -132,9 +132,9 @@ class Flow:
         """Return the rank of a place that exchanges with the rank ``like``."""
         return self.geometry.ranks_at((place,), place)[like % self.geometry.ulysses_degree]
 
-    def _way(self, to: Ranks, due: int) -> Way:
+    def _route(self, to: Ranks, due: int) -> Route:
         to = np.broadcast_to(to, self._size)
-        return Way(to, np.argsort(to), due)
+        return Route(to, np.argsort(to), due)
 
     def _by_round(self, seen: Spans) -> list[Spans]:
         """Return the rows that each place needs for the tiles of each round."""
@@ -148,31 +148,31 @@ class Flow:
         ends = np.searchsorted(rounds[order], np.arange(self.rounds), "right")
         return [union(seen.where(part)) for part in np.split(order, ends)[:-1]]
 
-    def _route(self) -> list[Spans]:
+    def _hold(self) -> list[Spans]:
         """Return what every place holds in every round, from the last round to the first."""
         places, held = np.arange(self._size), [NOWHERE] * self.rounds
         own = self._line.spans(places, places, np.zeros_like(places), np.full_like(places, self.local))
         for i in reversed(range(self.rounds)):
-            later = (self._line.moved(held[due], source) for _, source, due in self._ways[i])
+            later = (self._line.moved(held[due], source) for _, source, due in self._routes[i])
             held[i] = union(self._seen[i], *later, own if i == 0 and self.in_place else NOWHERE)
-            for to, _, due in self._ways[i]:
+            for to, _, due in self._routes[i]:
                 again = to == places  # they hold them again, to add the gradients of all that they hand on
                 if again.any():
                     held[due] = union(held[due], held[i].where(again[self._line.pairs(held[i]) // self._size]))
         return held
 
-    def _return(self) -> tuple[list[list[tuple[Way, Spans]]], list[Spans]]:
+    def _return(self) -> tuple[list[list[tuple[Route, Spans]]], list[Spans]]:
         """Return per round what goes to the next holder, if any does, and what goes home; both as held by senders."""
-        onward: list[list[tuple[Way, Spans]]] = [[] for _ in range(self.rounds)]
+        onward: list[list[tuple[Route, Spans]]] = [[] for _ in range(self.rounds)]
         home, due_at = [], [NOWHERE] * self.rounds
         for i, hop in enumerate(self.geometry.hops):
             sums, on = union(self._seen[i], due_at[i]), NOWHERE
             if hop.gradient is not None and hop.gradient.due < self.rounds:
-                way = self._way(hop.gradient.to, hop.gradient.due)
+                route = self._route(hop.gradient.to, hop.gradient.due)
                 pairs = self._line.pairs(sums)
                 others = sums.where(pairs // self._size != pairs % self._size)
-                on = common(others, self._line.moved(self._routes[way.due], way.source))
-                onward[i].append((way, on))
-                due_at[way.due] = union(due_at[way.due], self._line.moved(on, way.to))
+                on = common(others, self._line.moved(self._holdings[route.due], route.source))
+                onward[i].append((route, on))
+                due_at[route.due] = union(due_at[route.due], self._line.moved(on, route.to))
             home.append(without(sums, on))
         return onward, home

@@ -58,15 +58,18 @@ def union(*several: Spans) -> Spans:
     first, end = _sorted(*several)
     if not len(first):
         return NOWHERE
-    apart = first[1:] > end[:-1]  # after as many ends as firsts, nothing is open
+    apart = first[1:] > end[:-1]  # k + 1 have begun and as many ended: nothing is open
     return Spans(first[np.append(True, apart)], end[np.append(apart, True)])
 
 
 def common(a: Spans, b: Spans) -> Spans:
-    """Return the rows of both sets."""
+    """Return the rows of both sets.
+
+    Of each set at most one interval is open at a time. Sorted, the first row ``first[k + 1]`` opens interval k + 2; if
+    that is before ``end[k]``, only k have ended, so that two are open, one of each set, until ``end[k]``.
+    """
     first, end = _sorted(a, b)
-    both = first[1:] < end[:-1]  # one more first than ends before it: two are open
-    return Spans(first[1:], end[:-1]).where(both)
+    return Spans(first[1:], end[:-1]).where(first[1:] < end[:-1])
 
 
 def without(a: Spans, b: Spans) -> Spans:

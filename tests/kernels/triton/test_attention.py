@@ -114,13 +114,13 @@ def test_blocks_that_are_too_large_are_seen(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_work_lists_travel_once_and_hold_every_pair() -> None:
-    from kernels.triton.work import as_blocks, work_of
+    from kernels.triton.work import as_numbers, work_of
 
     for mask in ("window on both sides and documents", "documents, not causal"):
         tiles, cpu = tiles_of(mask), torch.device("cpu")
-        assert work_of(as_blocks(tiles), 64, True, cpu) is work_of(as_blocks(tiles_of(mask)), 64, True, cpu)
+        assert work_of(as_numbers(tiles), 64, True, cpu) is work_of(as_numbers(tiles_of(mask)), 64, True, cpu)
         for by_rows in (True, False):
-            blocks, entries = (x.tolist() for x in work_of(as_blocks(tiles), 64, by_rows, cpu))
+            blocks, entries = (x.tolist() for x in work_of(as_numbers(tiles), 64, by_rows, cpu))
             found = []
             for number, first, last, _ in (blocks[i : i + 4] for i in range(0, len(blocks), 4)):
                 for a0, a1, b0, b1, low, high in (entries[6 * i : 6 * i + 6] for i in range(first, last)):

@@ -31,13 +31,13 @@ def make_late(patch: pytest.MonkeyPatch, draw: random.Random) -> None:
 
         return called
 
-    post = late(Transport.post)
+    post = late(Transport.isend_irecv)
 
     def late_post(*args: Any) -> Any:
         arrivals, sent = post(*args)
         return [late(arrival) for arrival in arrivals], sent
 
-    patch.setattr(Transport, "post", late_post)
+    patch.setattr(Transport, "isend_irecv", late_post)
     for name in ("attend_tiles_", "add_gradients_"):
         patch.setattr(executor, name, late(getattr(executor, name)))
 

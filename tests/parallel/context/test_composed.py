@@ -122,8 +122,8 @@ def attend_broken(rank: int, world_size: int, broken: str) -> list[Tensor]:
     from parallel.context import executor, transport
 
     if broken == "placement":
-        shift = transport.Transport.shift
-        transport.Transport.shift = lambda self, tensors, transfer, *rest: (
+        shift = transport.Transport.send_recv
+        transport.Transport.send_recv = lambda self, tensors, transfer, *rest: (
             (lambda: tensors) if transfer.due == 1 else shift(self, tensors, transfer, *rest)
         )
     elif broken == "weights":

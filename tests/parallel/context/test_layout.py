@@ -62,7 +62,7 @@ def test_runs_are_the_positions() -> None:
             for team_size in divisors(size):
                 layout = Layout(name, 3 * granularity(name, size, team_size), size, team_size)
                 for rank in range(size):
-                    runs = layout.runs(rank)
+                    runs = layout.strides(rank)
                     assert sum(run.length for run in runs) == layout.seq_len // size
                     assert list(runs) == sorted(runs)
 

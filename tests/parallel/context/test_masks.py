@@ -127,7 +127,7 @@ def test_what_is_planned_ahead_is_not_planned_again(moves: str, monkeypatch: pyt
     q = torch.randn(1, 16, 2, 8, requires_grad=True)
     cp = context_parallel("exchange", seq_len=16, backward=moves).under(documents=(0, 5, 16))
     cp.plan_ahead((None, (3, 0)))
-    for name in ("flow_of", "course_of"):
+    for name in ("flow_of", "rank_schedule"):
         monkeypatch.setattr(plan, name, None)
     for window in (None, (3, 0)):
         cp.attend(q, q, q, window=window).sum().backward()
@@ -138,7 +138,7 @@ def test_what_is_planned_ahead_is_not_planned_again(moves: str, monkeypatch: pyt
 def test_plans_of_past_micro_batches_are_forgotten() -> None:
     made = [weakref.ref(plan.make_plan("exchange", seq_len=64, size=2, documents=(0, n, 64))) for n in range(1, 60)]
     for found in made[-1:]:
-        found().course(0)  # type: ignore[union-attr]
+        found().schedule(0)  # type: ignore[union-attr]
     gc.collect()
     assert sum(found() is not None for found in made) <= 16
 

@@ -8,7 +8,7 @@ import pytest
 
 from kernels.attention import ANTI, CAUSAL, FULL
 from kernels.tiles import Tile
-from parallel.context.layout import LAYOUTS, Layout, Run, padded_length
+from parallel.context.layout import LAYOUTS, Layout, Stride, padded_length
 from parallel.context.mask import Reach
 from parallel.context.tiles import Piece, pieces, tiles
 
@@ -46,7 +46,7 @@ def covered(found: tuple[Tile, ...], shape: tuple[int, int]) -> np.ndarray:
 def any_pieces(draw: random.Random, length: int, stride: int) -> list[Piece]:
     runs, start = [], draw.randrange(stride)
     while start < length:
-        run = Run(start, draw.randint(1, 1 + (length - start) // stride))
+        run = Stride(start, draw.randint(1, 1 + (length - start) // stride))
         runs.append(run)
         start += run.length * stride + draw.choice([0, 1, 2, stride])
     return pieces(runs, stride, tuple(sorted(draw.sample(range(1, length), 3))))
@@ -72,7 +72,7 @@ def ranks_of(draw: random.Random, name: str, size: int) -> tuple[list[list[Piece
         Layout(name, length, size),
         sorted(draw.sample(range(1, length), min(length - 1, draw.randint(0, 9)))),
     )
-    held = [pieces(layout.runs(rank), layout.stride, tuple(cuts)) for rank in range(size)]
+    held = [pieces(layout.strides(rank), layout.stride, tuple(cuts)) for rank in range(size)]
     padding = len(cuts) if draw.random() < 0.5 else None
     return [[p._replace(document=-1) if p.document == padding else p for p in own] for own in held], layout.stride
 

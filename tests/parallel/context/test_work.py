@@ -85,7 +85,7 @@ def test_windows_documents_and_padding_of_all_places_at_once_are_those_of_each(
         length = layout.padded_length(layout_name, draw.randint(4 * size, 12 * size), size)
         cuts = tuple(sorted(draw.sample(range(1, length), 3)))
         placed = layout.Layout(layout_name, length, size)
-        held = [pieces(placed.runs(rank), placed.stride, cuts) for rank in range(size)]
+        held = [pieces(placed.strides(rank), placed.stride, cuts) for rank in range(size)]
         held = [[p._replace(document=-1) if p.document == 3 else p for p in pieces] for pieces in held]
         ranks = np.arange(size)
         pairings = [(ranks, (ranks - shift) % size) for shift in {0, 1, size // 2}]

@@ -36,7 +36,7 @@ def check(layout: ArcLayout) -> None:
     np.testing.assert_array_equal(np.sort(np.concatenate(owned)), np.arange(layout.seq_len))
     for rank, positions in enumerate(owned):
         assert (np.diff(positions) > 0).all()
-        assert all(a.start + a.length < b.start for a, b in pairwise(layout.runs(rank)))
+        assert all(a.start + a.length < b.start for a, b in pairwise(layout.strides(rank)))
     for place in range(layout.places):
         joined = np.concatenate(owned[place * layout.team_size : (place + 1) * layout.team_size])
         own = layout.pieces().take(np.flatnonzero(layout.pieces().place == place))

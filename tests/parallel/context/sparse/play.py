@@ -64,7 +64,7 @@ class Play:
 
     def __init__(self, plan: Plan, moves: Any, seen: np.ndarray | None = None) -> None:
         self.plan, self.geometry, self.ranks = plan, plan.geometry, range(plan.size)
-        self.courses = [plan.course(rank, moves) for rank in self.ranks]
+        self.schedules = [plan.schedule(rank, moves) for rank in self.ranks]
         self.own = [self._joined(self.geometry.head_group(rank)) for rank in self.ranks]
         self.team = [self._joined(self.geometry.team(rank)) for rank in self.ranks]
         self.moves = moves
@@ -83,21 +83,23 @@ class Play:
         arriving: list[dict[int, list]] = [{} for _ in self.ranks]
         returning: list[dict[int, list]] = [{} for _ in self.ranks]
         kept = [np.zeros((len(team), self.plan.padded_len), dtype=int) for team in self.team]
-        self._post(-1, [course.start for course in self.courses], self.own, arriving, self.rows)
+        self._post(-1, [one.start for one in self.schedules], self.own, arriving, self.rows)
         for i, hop in enumerate(self.geometry.hops):
-            stops = [course.stops[i] for course in self.courses]
+            rounds = [one.rounds[i] for one in self.schedules]
             held = [
-                self.own[rank] if stops[rank].in_place else self._filled(stops[rank].length, arriving[rank].pop(i, []))
+                self.own[rank]
+                if rounds[rank].in_place
+                else self._filled(rounds[rank].length, arriving[rank].pop(i, []))
                 for rank in self.ranks
             ]
-            assert [len(held[rank]) for rank in self.ranks] == [stop.length for stop in stops]
-            self._post(i, [stop.moves for stop in stops], held, arriving, self.rows)
-            sums = [self._computed(rank, held[rank], stops[rank].tiles, kept[rank]) for rank in self.ranks]
+            assert [len(held[rank]) for rank in self.ranks] == [step.length for step in rounds]
+            self._post(i, [step.moves for step in rounds], held, arriving, self.rows)
+            sums = [self._computed(rank, held[rank], rounds[rank].tiles, kept[rank]) for rank in self.ranks]
             for rank in self.ranks:
                 self._add(sums[rank], returning[rank].pop(i, []))
                 asked = hop.gradient is not None
                 self._needed[rank].append(asked & self.seen[np.ix_(held[rank], self.team[rank])].any(1))
-            self._post(i, [stop.gradients for stop in stops], sums, returning, self.gradients, held)
+            self._post(i, [step.gradients for step in rounds], sums, returning, self.gradients, held)
         assert not any(self._links.values()), "sent and never received"
         assert not any(arriving), "received and never used"
         self._check_sums(returning, kept)

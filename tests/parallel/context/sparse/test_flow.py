@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.context import METHODS, Plan, make_plan
-from parallel.context.sparse import courses
+from parallel.context.sparse import schedule
 from parallel.context.sparse.flow import Flow
 from parallel.context.sparse.visible import Seen
 from tests.parallel.context.sparse.play import Play, Sent, drawn, visible
@@ -112,7 +112,7 @@ def test_a_row_too_few_and_a_row_too_many_are_seen(
         made = make_plan(method, seq_len=96, size=4, documents=DOCUMENTS, window=(20, 0), **named)
         Play(Plan(made.geometry, made.mask), moves).run()
         with monkeypatch.context() as patch:
-            patch.setattr(courses, "Flow", changed(change))
+            patch.setattr(schedule, "Flow", changed(change))
             with pytest.raises(AssertionError, match=message):
                 Play(Plan(made.geometry, made.mask), moves).run()
 
@@ -133,8 +133,8 @@ def test_a_gradient_returns_to_its_owner_before_it_goes_on() -> None:
     amid = [
         (rank, i)
         for rank in range(12)
-        for i, stop in enumerate(made.course(rank).stops)
-        if i not in (0, len(made.geometry.hops) - 1) and any(p.peer == rank for p in stop.gradients.sends)
+        for i, step in enumerate(made.schedule(rank).rounds)
+        if i not in (0, len(made.geometry.hops) - 1) and any(p.peer == rank for p in step.gradients.sends)
     ]
     assert amid
     Play(made, "kv").run()

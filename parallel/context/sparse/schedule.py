@@ -17,7 +17,7 @@ PiecesOf = Callable[[tuple[int, ...]], list[Piece]]
 """Returns the pieces of documents that ranks hold, joined, without padding."""
 
 
-class Stop(NamedTuple):
+class RankRound(NamedTuple):
     """One round of one rank: what its buffer holds, what travels, and the tiles to compute."""
 
     length: int
@@ -28,11 +28,11 @@ class Stop(NamedTuple):
     tiles: tuple[Tile, ...]
 
 
-class Course(NamedTuple):
+class RankSchedule(NamedTuple):
     """All that one rank does in a forward or a backward."""
 
     start: Parcels
-    stops: tuple[Stop, ...]
+    rounds: tuple[RankRound, ...]
 
 
 def flow_of(geometry: Geometry, pieces_of: PiecesOf, stride: int, reach: Reach, moves: Moves) -> Flow:
@@ -45,10 +45,10 @@ def flow_of(geometry: Geometry, pieces_of: PiecesOf, stride: int, reach: Reach, 
     return Flow(geometry, seen)
 
 
-def course_of(flow: Flow, rank: int, pieces_of: PiecesOf, stride: int, reach: Reach, moves: Moves) -> Course:
+def rank_schedule(flow: Flow, rank: int, pieces_of: PiecesOf, stride: int, reach: Reach, moves: Moves) -> RankSchedule:
     """Return what ``rank`` sends, receives and computes."""
     geometry = flow.geometry
-    team, place, stops = pieces_of(geometry.team(rank)), geometry.place(rank), []
+    team, place, rounds = pieces_of(geometry.team(rank)), geometry.place(rank), []
     owners = {owner for i in range(flow.rounds) for owner in flow.held(i, place).rows}
     pieces = {owner: pieces_of(geometry.ranks_at((owner,), owner)) for owner in owners}
     for i, hop in enumerate(geometry.hops):
@@ -57,8 +57,8 @@ def course_of(flow: Flow, rank: int, pieces_of: PiecesOf, stride: int, reach: Re
             there = clipped(held, pieces, stride)
             computed = tiles(*((team, there) if moves == "kv" else (there, team)), stride, reach)
         parcels = flow.moves(rank, i), flow.gradients(rank, i)
-        stops.append(Stop(held.length, i == 0 and flow.in_place, *parcels, computed))
-    return Course(flow.start(rank), tuple(stops))
+        rounds.append(RankRound(held.length, i == 0 and flow.in_place, *parcels, computed))
+    return RankSchedule(flow.start(rank), tuple(rounds))
 
 
 def clipped(held: Held, pieces: Mapping[int, list[Piece]], stride: int) -> list[Piece]:

@@ -74,6 +74,40 @@ def in_slabs(counts: Iterable[int], several: int = 1) -> int:
     return sum(slabs.sizes)
 
 
+Pairs = Iterable[tuple[Tensor, Tensor]]
+"""Tensors to copy to, each with the one to copy from."""
+
+
+class HostCopies:
+    """Two streams beside the computation that carry copies out to host memory and back; on a CPU they do nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._here = device, get_device_module(device)
+        self._out, self._back = self._here.Stream(device), self._here.Stream(device)
+
+    @property
+    def compute(self) -> Any:
+        """Return the stream of the computation."""
+        return self._here.current_stream(self._device)
+
+    def out(self, pairs: Pairs) -> Any:
+        """Begin copies to host memory of what the computation has written; return the event behind them."""
+        self._out.wait_event(self.compute.record_event())
+        return self._copied(self._out, pairs)
+
+    def back(self, pairs: Pairs, after: Any = None) -> Any:
+        """Begin copies to the device, behind the event ``after`` if one is given; return the event behind them."""
+        if after is not None:
+            self._back.wait_event(after)
+        return self._copied(self._back, pairs)
+
+    def _copied(self, stream: Any, pairs: Pairs) -> Any:
+        with self._here.stream(stream):
+            for to, x in pairs:
+                to.copy_(x, non_blocking=True)
+            return stream.record_event()
+
+
 ON_DEVICE = 2
 """Layers whose kept tensors are on the device: in the forward the one that runs, and the one before, whose copies may
 still be under way; in the backward the one that runs, and the one that is next, whose tensors are on their way."""
@@ -93,7 +127,7 @@ class Offload:
         """Pinned buffers of each size in bytes: pinning memory stops the device, so none is given back."""
         self._slabs = Slabs(SEVERAL)
         self._recent: deque[Layer] = deque()
-        self._streams: tuple[Any, Any] | None = None
+        self._copies: HostCopies | None = None
 
     def layer(self, first: bool) -> "Layer":
         """Begin the forward of the next layer, or of the ``first``; its copies have the time of a layer to end."""
@@ -103,12 +137,10 @@ class Offload:
         self._recent.append(Layer(self, before))
         return self._recent[-1]
 
-    def streams(self, device: torch.device) -> tuple[Any, Any]:
-        """Return the streams out and back; on a CPU they do nothing."""
-        if self._streams is None:
-            make = get_device_module(device).Stream
-            self._streams = make(device), make(device)
-        return self._streams
+    def copies(self, device: torch.device) -> HostCopies:
+        """Return the streams of all layers' copies."""
+        self._copies = self._copies or HostCopies(device)
+        return self._copies
 
     def buffer(self, count: int, device: torch.device) -> Tensor:
         """Return so many bytes of host memory, which no copy touches once the computation gets here."""
@@ -135,15 +167,11 @@ class Layer:
         if x.ndim == 0 or not x.numel():
             return x
         own, whole = _own_part(x)
-        here, (out, _) = get_device_module(own.device), self._offload.streams(own.device)
-        compute, like = here.current_stream(own.device), torch.empty_like(own, device="meta")
+        copies, like = self._offload.copies(own.device), torch.empty_like(own, device="meta")
         buffer = self._offload.buffer(like.numel() * like.itemsize, own.device)
         host = buffer.view(like.dtype).as_strided(like.shape, like.stride())
-        out.wait_event(compute.record_event())
-        with here.stream(out):
-            host.copy_(own, non_blocking=True)
-            stored = out.record_event()
-        kept = OnHost(self, self._offload, own.device, compute, buffer, host, whole, source=x, stored=stored)
+        stored = copies.out([(host, own)])
+        kept = OnHost(self, self._offload, own.device, copies.compute, buffer, host, whole, source=x, stored=stored)
         self._kept.append(ref(kept))
         self._bytes += buffer.numel()
         return kept
@@ -215,11 +243,8 @@ class OnHost:
             return
         # Memory of the computation's stream, to which it returns: behind its wait for the copy.
         there = torch.empty_strided(self.host.shape, self.host.stride(), dtype=self.host.dtype, device=self.device)
-        _, back = self.offload.streams(self.device)
-        back.wait_event(self.compute.record_event())
-        with get_device_module(self.device).stream(back):
-            there.copy_(self.host, non_blocking=True)
-            self.coming = there, back.record_event()
+        copied = self.offload.copies(self.device).back([(there, self.host)], after=self.compute.record_event())
+        self.coming = there, copied
 
     @torch.no_grad()
     def take(self) -> Tensor:

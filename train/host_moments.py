@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, get_device_module
+from torch import Tensor
 
 from parallel.data import to_local
-from parallel.offload import Slabs
+from parallel.offload import HostCopies, Slabs
 
 PIECE = 1 << 24
 """Elements of a parameter that are updated at once: two moments of two pieces take 256 MiB on the device in float32,
@@ -40,7 +40,7 @@ class HostAdamW(torch.optim.AdamW):
     A step moves 8 bytes each way for every parameter of this rank, and takes as long as the slower way.
     """
 
-    _streams: tuple[Any, Any] | None = None
+    _copies: HostCopies | None = None
     _slabs: Slabs | None = None
 
     @torch.no_grad()
@@ -71,24 +71,16 @@ class HostAdamW(torch.optim.AdamW):
 
     def _update(self, pieces: list[Piece]) -> None:
         device = pieces[0].weight.device
-        here = get_device_module(device)
-        if self._streams is None:
-            self._streams = here.Stream(device), here.Stream(device)
-        (out, back), compute = self._streams, here.current_stream(device)
+        self._copies = copies = self._copies or HostCopies(device)
+        compute = copies.compute
         most = max(x.nbytes for piece in pieces for x in piece.moments)
         rooms = [[torch.empty(most, dtype=torch.uint8, device=device) for _ in MOMENTS] for _ in range(2)]
         left: list[Any] = [compute.record_event(), None]  # behind which a room is free
-        back.wait_event(left[0])
 
         def bring(number: int) -> tuple[list[Tensor], Any]:
-            if number > 1:
-                back.wait_event(left[number % 2])
             moments = pieces[number].moments
             taken = [room[: x.nbytes].view(x.dtype) for room, x in zip(rooms[number % 2], moments, strict=True)]
-            with here.stream(back):
-                for there, x in zip(taken, moments, strict=True):
-                    there.copy_(x, non_blocking=True)
-                return taken, back.record_event()
+            return taken, copies.back(zip(taken, moments, strict=True), after=left[number % 2])
 
         following = bring(0)
         for number, piece in enumerate(pieces):
@@ -97,11 +89,7 @@ class HostAdamW(torch.optim.AdamW):
                 following = bring(number + 1)
             compute.wait_event(arrived)
             _adamw(piece, taken)
-            out.wait_event(compute.record_event())
-            with here.stream(out):
-                for x, there in zip(piece.moments, taken, strict=True):
-                    x.copy_(there, non_blocking=True)
-                left[number % 2] = out.record_event()
+            left[number % 2] = copies.out(zip(piece.moments, taken, strict=True))
         for event in left[: len(pieces)]:
             compute.wait_event(event)
 

@@ -5,7 +5,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from parallel import offload
 
 
 class Stream:
@@ -97,12 +98,10 @@ class Device(TorchDispatchMode):
 
 
 @contextmanager
-def streams(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, dropped: tuple[str, str] | None = None
-) -> Iterator[Device]:
-    """Let a module's copies run on a device's streams, one wait of which may be left out."""
+def streams(monkeypatch: pytest.MonkeyPatch, dropped: tuple[str, str] | None = None) -> Iterator[Device]:
+    """Let copies run on a device's streams, one wait of which may be left out."""
     device = Device(dropped)
     with monkeypatch.context() as patch, device:
-        patch.setattr(module, "get_device_module", lambda _: device)
+        patch.setattr(offload, "get_device_module", lambda _: device)
         yield device
         gc.collect()

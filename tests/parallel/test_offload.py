@@ -51,7 +51,7 @@ def test_nothing_races_and_no_bit_changes(
     granularity: str, monkeypatch: pytest.MonkeyPatch, pools: list[Offload]
 ) -> None:
     want = gradients(model_of(granularity, False))
-    with streams(monkeypatch, offload) as device:
+    with streams(monkeypatch) as device:
         model = model_of(granularity, True)
         made: list[list[int]] = []
         for _ in range(3):
@@ -80,7 +80,7 @@ def test_nothing_races_and_no_bit_changes(
 def test_every_wait_is_needed(
     granularity: str, dropped: tuple[str, str], race: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with streams(monkeypatch, offload, dropped) as device:
+    with streams(monkeypatch, dropped) as device:
         model = model_of(granularity, True)
         for _ in range(2):
             gradients(model)
@@ -104,7 +104,7 @@ def test_a_layer_is_fetched_while_the_one_after_it_computes(ahead: bool, monkeyp
     size = TOKENS.numel() * MODEL.hidden_size * 4
     monkeypatch.setattr(offload, "FETCH_AHEAD", size if ahead else size - 1)
     want = gradients(model_of("full", False))
-    with streams(monkeypatch, offload) as device:
+    with streams(monkeypatch) as device:
         assert all(torch.equal(a, b) for a, b in zip(gradients(model_of("full", True)), want, strict=True))
     assert len(lead(device.log)) == MODEL.num_layers - (ON_DEVICE if ahead else 1)  # a large one makes room
     assert all((operators > 50) == ahead for operators in lead(device.log))
@@ -115,7 +115,7 @@ def test_a_layer_is_fetched_while_the_one_after_it_computes(ahead: bool, monkeyp
 def test_a_backward_that_never_came_or_that_ends_early(
     granularity: str, monkeypatch: pytest.MonkeyPatch, pools: list[Offload]
 ) -> None:
-    with streams(monkeypatch, offload) as device:
+    with streams(monkeypatch) as device:
         model = model_of(granularity, True)
         inside: list[Tensor] = []
         model.layers[1].register_forward_hook(lambda *given: inside.append(given[-1]))
@@ -134,7 +134,7 @@ def test_a_backward_that_never_came_or_that_ends_early(
 
 def test_a_graph_may_be_gone_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
     want = [2 * x for x in gradients(model_of("full", False))]
-    with streams(monkeypatch, offload) as device:
+    with streams(monkeypatch) as device:
         model = model_of("full", True)
         loss = model(TOKENS).square().sum()
         loss.backward(retain_graph=True)

@@ -106,7 +106,7 @@ def played(monkeypatch: pytest.MonkeyPatch, dropped: tuple[str, str] | None = No
     """Steps on streams, one wait of which is left out; what is read after them is the computation's."""
     weights = model()
     optimizer = build_optimizer(OptimizerConfig(optimizer_cpu_offload=True), weights)
-    with streams(monkeypatch, host_moments, dropped) as device:
+    with streams(monkeypatch, dropped) as device:
         steps(weights, optimizer)
         found = [x.clone() for x in everything(weights, optimizer)]
     return device, found

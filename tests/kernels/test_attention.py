@@ -1,4 +1,4 @@
-"""TileNumbers kernels against the naive twin, forward and every gradient, given global out and lse."""
+"""Block kernels against the naive twin, forward and every gradient, given global out and lse."""
 
 import pytest
 import torch

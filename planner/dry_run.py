@@ -16,7 +16,7 @@ from planner.choice import CHOICES
 from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.documents import typical_documents
 from planner.recorder import BETWEEN, CAUSES, INSIDE, Rehearsal
-from planner.rehearsal import Build, rehearse, standing_for
+from planner.rehearsal import Build, fake_process_group, rehearse
 from planner.search import predicted
 from runtime.errors import UserError
 from runtime.progress import Progress, amount, counted, duration
@@ -59,7 +59,7 @@ def dry_run(
         config = replace(config, mesh=mesh, context=context)
     world_size = config.dry.world_size or math.prod(getattr(mesh, name) for name in SIZES)
     config, notes, lacking = with_files(config)
-    with standing_for(0, world_size, cluster.gpus_per_node):
+    with fake_process_group(0, world_size, cluster.gpus_per_node):
         validate(config, world_size)
         config = with_joined_ranks(config, world_size)
         language = isinstance(config, Config)

@@ -7,11 +7,11 @@ from typing import Any
 
 from planner.cluster import Cluster
 from planner.dry_run import rehearsed
-from planner.levers import STAGES, in_order, in_turn, leanest, moved, settings, without_needless
+from planner.levers import STAGES, in_order, in_turn, least_memory, moved, settings, without_needless
 from planner.ranking import described, nothing_left
 from planner.recorder import Rehearsal
 from planner.rehearsal import Build
-from planner.search import ROOM, arrangements, bytes_needed, candidates_of, holds, predicted, rank, validated
+from planner.search import ROOM, arrangements, bytes_needed, candidates_of, fits_in_memory, predicted, rank, validated
 from runtime.errors import UserError
 from runtime.progress import Progress, counted
 from train.config.entries import Config
@@ -32,10 +32,10 @@ def fits(
     def held(one: Config) -> bool:
         asked = f"{counted(config.sequence_length, 'token')} on {counted(world_size, 'process')}"
         progress(f"searching: {asked}, {described(one)}")
-        return holds(one, world_size, cluster, None)
+        return fits_in_memory(one, world_size, cluster, None)
 
     found = candidates_of(arrangements(config, world_size), world_size, cluster, Counter())
-    every = [lean for one in found for lean in leanest(one, cluster)]
+    every = [lean for one in found for lean in least_memory(one, cluster)]
     staged = (moved(one, (STAGES, stages)) for one in every for stages in STAGES.further(one, cluster))
     return any(map(held, every)) or any(map(held, staged))
 
@@ -76,7 +76,7 @@ def fewest(config: Config, cluster: Cluster) -> int:
 
 def _why_not(config: Config, world_size: int, cluster: Cluster) -> str:
     """Say why nothing fits: memory, or the reason for which all is refused."""
-    return nothing_left(rank(list(arrangements(config, world_size)), world_size, cluster, vary=leanest), cluster)
+    return nothing_left(rank(list(arrangements(config, world_size)), world_size, cluster, vary=least_memory), cluster)
 
 
 def of_length(config: Config, tokens: int) -> Config:
@@ -84,15 +84,15 @@ def of_length(config: Config, tokens: int) -> Config:
     return replace(config, train=replace(config.train, seq_length=tokens))
 
 
-def _last(holds: Callable[[int], bool], known: int, most: int, exact: bool = False) -> int:
-    """Return the last number for which ``holds`` is true, as it is for ``known`` and not for all up to ``most``."""
+def _last(good: Callable[[int], bool], known: int, most: int, exact: bool = False) -> int:
+    """Binary search for the largest n in [known, most] with good(n), which is true up to there and for ``known``."""
     above = 2 * known
-    while above <= most and holds(above):
+    while above <= most and good(above):
         known, above = above, 2 * above
     above = min(above, most + 1)
     while above - known > (1 if exact else max(1, known // PRECISION)):
         middle = (known + above) // 2
-        known, above = (middle, above) if holds(middle) else (known, middle)
+        known, above = (middle, above) if good(middle) else (known, middle)
     return known
 
 
@@ -151,7 +151,7 @@ def _pulled(config: Any, world_size: int, cluster: Cluster, documents: tuple[int
             validated(one, world_size)
         except UserError:
             return False
-        return one != config and holds(one, world_size, limited, documents)
+        return one != config and fits_in_memory(one, world_size, limited, documents)
 
     for room in (ROOM, 1.0):
         limited = replace(cluster, memory_gb=room * cluster.memory_gb)
@@ -177,7 +177,8 @@ def _ordered(
     """Yield the flags that lead from one configuration to the other; those that only go together, as one."""
     flags: list[str] = []
     parts: dict[str, Any] = {}
-    for step in (FIELDS, *({lever.section: (name,)} for lever, name in in_turn())):
+    steps: list[dict[str, tuple[str, ...]]] = [{lever.section: (name,)} for lever, name in in_turn()]
+    for step in (FIELDS, *steps):
         for section, names in step.items():
             own, then = parts.get(section) or {}, getattr(wanted, section)
             changed = [name for name in names if getattr(then, name) != getattr(getattr(config, section), name)]

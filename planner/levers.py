@@ -103,7 +103,7 @@ def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
     yield from (one for one in _every(config, ways) if one != config)
 
 
-def leanest(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
+def least_memory(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
     """Yield what takes the least memory: all sharded, full recomputation in chunks, with and without offload."""
     ways = [(lever, lever.values(config, cluster)[-1:]) for lever in (SHARDING, POLICY, CHUNKS)]
     moments = [MOMENTS.of(config), *MOMENTS.further(config, cluster)]

@@ -62,7 +62,7 @@ def nothing_left(found: Ranking, cluster: Cluster) -> str:
     return f"context_parallel_method is auto, and no method suits: {reason}"
 
 
-def weighed(predicted: Sequence[float], profiled: Sequence[float]) -> list[float]:
+def combine_prediction_and_profile(predicted: Sequence[float], profiled: Sequence[float]) -> list[float]:
     """Return candidates' seconds by prediction and profile together, weighed by the inverse squares of their errors.
 
     Of predictions the ratios count: by how much all are off is found from the profiles.

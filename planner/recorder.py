@@ -209,7 +209,7 @@ class Recorder(Tapes):
                 self._resized.add(number)
                 self._set(number, size)
 
-        def elsewhere(made: Callable[..., Tensor], which: str) -> Callable[..., Tensor]:
+        def labelled(made: Callable[..., Tensor], which: str) -> Callable[..., Tensor]:
             def called(*args: Any) -> Tensor:
                 kind, self.kind = self.kind, which
                 try:
@@ -220,8 +220,8 @@ class Recorder(Tapes):
             return called
 
         with (
-            patch.object(Offload, "buffer", elsewhere(Offload.buffer, KEPT)),
-            patch.object(host_moments, "on_host", elsewhere(host_moments.on_host, MOMENTS)),
+            patch.object(Offload, "buffer", labelled(Offload.buffer, KEPT)),
+            patch.object(host_moments, "on_host", labelled(host_moments.on_host, MOMENTS)),
             patch.object(ShardingPropagator, shapes, unrecorded),
             patch.object(torch.UntypedStorage, "resize_", resized),
             patch.object(executor, "select_backend", lambda *_: SHAPES),

@@ -50,7 +50,7 @@ class _Waiting(NamedTuple):
 
 
 @contextmanager
-def standing_for(rank: int, world_size: int, per_node: int) -> Iterator[None]:
+def fake_process_group(rank: int, world_size: int, per_node: int) -> Iterator[None]:
     """Be one rank of a fake process group, on nodes of ``per_node``, until the block ends."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -90,7 +90,7 @@ def rehearse(
     if config.context.attention_backend != "reference":  # the kernel need not run, or be installed, here
         backend: Any = "chunked" if getattr(config.model, "linear_attention", False) else "auto"
         config = replace(config, context=replace(config.context, attention_backend=backend))
-    with standing_for(rank, world_size, per_node), distributed_mesh(on_cpu) as mesh:
+    with fake_process_group(rank, world_size, per_node), distributed_mesh(on_cpu) as mesh:
         run = build(config, mesh)
         blank = run.objective.blank(config.train.micro_batch_size)
         if documents and "starts" in blank:

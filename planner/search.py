@@ -64,7 +64,7 @@ def weigh(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple
     return Weighed(config, sum(memory_of(*numbers).values()), pinned(*numbers))
 
 
-def holds(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> bool:
+def fits_in_memory(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> bool:
     """Return whether the memory of a process and of its host is enough."""
     return weigh(config, world_size, cluster, documents).fits(cluster)
 

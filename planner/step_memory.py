@@ -131,7 +131,7 @@ def _weights(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[float, 
     there, waiting = Moments(*[gradients] * 5), 0.0
     if work.micro_batches == 1:  # the output's waits for what else is in no layer
         done = (0, 0, max(0, layers - 2), layers - 1)
-        there = Moments(*(4 * number * each * trained / shards for number in done), gradients)
+        there = Moments._make([*(4 * number * each * trained / shards for number in done), gradients])
         waiting = size * output * trained
     summed = 4 * each * trained * copied  # of the layer after, until the next are summed over ranks
     gathered = size * each * (arranged.strategy == "zero3" and shards > 1)  # of the layer before, ahead

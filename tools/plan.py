@@ -38,7 +38,16 @@ from planner.documents import heaviest_documents, typical_documents
 from planner.dry_run import verdict
 from planner.extremes import busiest, changes, fewest, longest, of_length
 from planner.levers import settings
-from planner.ranking import Candidate, Ranking, described, memory_of, mesh_of, method_of, nothing_left, weighed
+from planner.ranking import (
+    Candidate,
+    Ranking,
+    combine_prediction_and_profile,
+    described,
+    memory_of,
+    mesh_of,
+    method_of,
+    nothing_left,
+)
 from planner.recorder import CAUSES
 from planner.search import arrangements, rank, validated
 from runtime.files import write_text
@@ -225,7 +234,7 @@ def plan(argv: list[str]) -> None:
 
         best = rows[: args.profile_top]
         seconds = measure([row.candidate.config for row in best], args.profile_iters, quiet=args.json)
-        both = weighed([row.candidate.prediction.time for row in best], seconds)
+        both = combine_prediction_and_profile([row.candidate.prediction.time for row in best], seconds)
         measured = [replace(row, measured=time) for row, time in zip(best, seconds, strict=True)]
         rows = [row for _, row in sorted(zip(both, measured, strict=True), key=itemgetter(0))] + rows[len(best) :]
     if os.environ.get("RANK", "0") != "0":  # profiling has ended the process group

@@ -25,7 +25,7 @@ from bench.link.ranks import calibrated, profile
 from bench.shapes import AttentionShape
 from data.text.prepare import prepare
 from planner.cluster import Cluster
-from planner.ranking import weighed
+from planner.ranking import combine_prediction_and_profile
 from planner.search import rank
 from runtime.errors import UserError
 from runtime.machine import describe, results_file, stamp
@@ -149,7 +149,7 @@ def judged(row: dict[str, Any]) -> dict[str, Any]:
     times = {name: median(taken) for name, taken in seconds.items()}
     order, predicted = sorted(times, key=lambda name: times[name]), list(row["predicted"])
     best = predicted[:BEST]
-    both = weighed(*([way[name] for name in best] for way in (row["predicted"], profiled)))
+    both = combine_prediction_and_profile(*([way[name] for name in best] for way in (row["predicted"], profiled)))
     choice = min(zip(both, best, strict=True))[1]
     named = {"predicted": predicted[0], "choice": choice, "best": order[0]}
     return {

@@ -15,7 +15,7 @@ from model.registry import build_model, num_parameters
 from parallel.data import init_parameters, set_gradient_sync, shard_model
 from parallel.mesh import distributed_mesh
 from parallel.tensor.split import split_model
-from planner.rehearsal import standing_for
+from planner.rehearsal import fake_process_group
 from runtime import draws
 from runtime.ranks import run_ranks
 from tests.parallel import split
@@ -100,7 +100,7 @@ def test_one_rank_of_eight_draws_about_an_eighth(tp: int, most: float, monkeypat
         count += tile.numel()
         return tile
 
-    with standing_for(5, 8, 8), distributed_mesh(split.mesh_config(tp)) as mesh, torch.device("meta"):
+    with fake_process_group(5, 8, 8), distributed_mesh(split.mesh_config(tp)) as mesh, torch.device("meta"):
         model = build_model(config)
         split_model(model, mesh.tp, head_dim=config.head_dim, kv_heads=config.query_groups)
         shard_model(model, model.layers, mesh.dp_cp, bf16=True)

@@ -9,9 +9,9 @@ from parallel.recompute import RecomputeConfig
 from planner import levers
 from planner.cluster import CLUSTERS, load_cluster
 from planner.extremes import PRECISION, STEP, _last, changes, fewest, fits, longest, of_length
-from planner.levers import leanest, settings
+from planner.levers import least_memory, settings
 from planner.ranking import nothing_left
-from planner.search import Weighed, arrangements, bytes_needed, candidates_of, holds, rank
+from planner.search import Weighed, arrangements, bytes_needed, candidates_of, fits_in_memory, rank
 from runtime.errors import UserError
 from tests.planner.test_search import A100
 from tests.planner.test_search import config as small
@@ -39,11 +39,13 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(config: Config) -> 
 def test_stages_of_heads_reach_further_and_the_ranking_has_no_more(config: Config) -> None:
     found = longest(config, 4, SMALL)
     at = of_length(config, found)
-    every = [lean for one in candidates_of(arrangements(at, 4), 4, SMALL, Counter()) for lean in leanest(one, SMALL)]
-    assert not any(holds(one, 4, SMALL, None) for one in every)
+    every = [
+        lean for one in candidates_of(arrangements(at, 4), 4, SMALL, Counter()) for lean in least_memory(one, SMALL)
+    ]
+    assert not any(fits_in_memory(one, 4, SMALL, None) for one in every)
     beyond = of_length(config, found + found // PRECISION + STEP)
-    assert rank(list(arrangements(at, 4)), 4, SMALL, vary=leanest).candidates
-    assert not rank(list(arrangements(beyond, 4)), 4, SMALL, vary=leanest).candidates
+    assert rank(list(arrangements(at, 4)), 4, SMALL, vary=least_memory).candidates
+    assert not rank(list(arrangements(beyond, 4)), 4, SMALL, vary=least_memory).candidates
 
 
 def test_moments_go_to_host_memory_where_nothing_else_fits(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +114,12 @@ def test_every_policy_is_tried_with_chunks_and_in_host_memory() -> None:
     assert all(one.ffn_chunk_size == 100 for one in found)
     assert not any(one.recompute.recompute_offload for one in settings(asked, replace(H100, host_gb_per_s=0.0)))
     assert {one.data_parallel.strategy for one in settings(asked, H100)} == {"zero1", "zero2", "zero3"}
-    assert all(one.recompute.ffn_chunk_size and one.recompute.loss_chunk_size for one in leanest(CONFIG, H100))
+    assert all(one.recompute.ffn_chunk_size and one.recompute.loss_chunk_size for one in least_memory(CONFIG, H100))
 
 
 def test_what_the_host_cannot_hold_is_told_as_that(config: Config) -> None:
     at = of_length(replace(config, mesh=replace(config.mesh, context_parallel_size=4)), 1024 * STEP)
-    *_, moved = leanest(at, SMALL)
+    *_, moved = least_memory(at, SMALL)
     small = replace(SMALL, memory_gb=80, host_memory_gb=1)
     found = rank([moved], 4, small)
     assert not found.candidates
@@ -138,7 +140,7 @@ def test_what_was_tried_is_not_advised_and_not_tried_twice(config: Config, monke
     assert "offload" not in nothing_left(rank([config], 8, nowhere := replace(small, host_gb_per_s=0.0)), nowhere)
     asked: list[Config] = []
     monkeypatch.setattr("planner.search.weigh", lambda one, *_: asked.append(one) or Weighed(one, 1e12, 0.0))
-    for vary in (leanest, settings):
+    for vary in (least_memory, settings):
         asked.clear()
         said = nothing_left(rank([config], 8, small, vary=vary), small)
         assert said.endswith("; use more processes or a lower seq_length")
@@ -148,10 +150,10 @@ def test_what_was_tried_is_not_advised_and_not_tried_twice(config: Config, monke
 
 def test_host_memory_has_a_limit_too(config: Config) -> None:
     at = of_length(replace(config, mesh=replace(config.mesh, context_parallel_size=4)), 1024 * STEP)
-    *_, moved = leanest(at, SMALL)
+    *_, moved = least_memory(at, SMALL)
     assert moved.recompute.recompute_offload
-    assert holds(moved, 4, replace(SMALL, memory_gb=80), None)
-    assert not holds(moved, 4, replace(SMALL, memory_gb=80, host_memory_gb=1), None)
+    assert fits_in_memory(moved, 4, replace(SMALL, memory_gb=80), None)
+    assert not fits_in_memory(moved, 4, replace(SMALL, memory_gb=80, host_memory_gb=1), None)
 
 
 def run_of(size: int, method: str) -> Config:
@@ -168,7 +170,7 @@ def run_of(size: int, method: str) -> Config:
 
 def test_the_last_change_fits_with_heads_in_stages() -> None:
     one = run_of(2, "ulysses")
-    least = min(found.prediction.bytes for found in rank([one], 2, A100, vary=leanest).candidates)
+    least = min(found.prediction.bytes for found in rank([one], 2, A100, vary=least_memory).candidates)
     short = replace(A100, memory_gb=0.999 * least / 1e9)
     found, seconds = changes(one, 2, short, None)
     assert seconds

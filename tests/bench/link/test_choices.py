@@ -3,7 +3,7 @@
 import pytest
 
 from bench.link.choices import LENGTHS, LINKS, MODELS, judged, markdown, settings
-from planner.ranking import weighed
+from planner.ranking import combine_prediction_and_profile
 
 ROW = {
     "predicted": {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0},
@@ -36,10 +36,10 @@ def test_a_choice_is_held_against_the_best_measured() -> None:
 
 
 def test_prediction_and_profile_are_weighed_by_their_errors() -> None:
-    assert weighed([1.0, 2.0], [1.1, 2.2]) == pytest.approx([1.1, 2.2])
-    near = weighed([1.0, 1.2], [1.01, 1.0])  # the profile says 1 %, the predictions 20 %
+    assert combine_prediction_and_profile([1.0, 2.0], [1.1, 2.2]) == pytest.approx([1.1, 2.2])
+    near = combine_prediction_and_profile([1.0, 1.2], [1.01, 1.0])  # the profile says 1 %, the predictions 20 %
     assert near[0] < near[1]
-    far = weighed([1.0, 1.2], [1.2, 1.0])
+    far = combine_prediction_and_profile([1.0, 1.2], [1.2, 1.0])
     assert far[1] < far[0]
 
 

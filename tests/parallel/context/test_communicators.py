@@ -19,7 +19,7 @@ from parallel.context import METHODS, Plan, executor, make_plan
 from parallel.data import shard_model
 from parallel.mesh import distributed_mesh
 from parity.cases import DIFFUSION, chosen_cases, flags_of
-from planner.rehearsal import standing_for
+from planner.rehearsal import fake_process_group
 from tests.kernels import cuda_calls
 from tests.kernels.cuda_calls import BACKWARD, FORWARD, CudaCalls
 from tests.parallel.context.communicators import (
@@ -264,7 +264,7 @@ def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
     counts, made = [], list[Timeline]()
     for rank in range(case.ranks):
         with (
-            standing_for(rank, case.ranks, 8),
+            fake_process_group(rank, case.ranks, 8),
             distributed_mesh(config.mesh) as mesh,
             patch.object(assemble, "shard_model", sharded),
             patch.object(assemble, "init_parameters"),

@@ -14,7 +14,7 @@ from kernels import reference
 from kernels.linear_attention import linear_attention
 from parallel.context import ContextError, Traffic, context_parallel, heads, make_plan
 from planner.recorder import Recorder
-from planner.rehearsal import standing_for
+from planner.rehearsal import fake_process_group
 from runtime.ranks import run_ranks
 from tests.parallel.context.linear.test_state import LENGTHS, with_gradients
 from tests.parallel.context.test_executor import error
@@ -187,7 +187,7 @@ def counted(stages: int, kv_heads: int) -> tuple[int, int, int]:
 
     In units of a rank's tokens of one head in bfloat16.
     """
-    with standing_for(0, 8, 8):
+    with fake_process_group(0, 8, 8):
         cp = context_parallel("ulysses", seq_len=1024, group=dist.group.WORLD, ulysses_head_chunks=stages)
         recorder = Recorder(0, 8)
         with recorder.recording():

@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 
 from parallel.pipeline.schedule import PipelineRunner, _Stage
 from parallel.pipeline.stages import PipelineConfig
-from planner.rehearsal import standing_for
+from planner.rehearsal import fake_process_group
 from tests.parallel.context.communicators import Group, Noted, Part, Timeline, play
 from tests.parallel.pipeline.test_schedule import SCHEDULES
 
@@ -92,7 +92,7 @@ def timeline(rank: int, size: int, config: PipelineConfig, micro_batches: int, t
     ]
     like = torch.empty(2, 4, device="meta")
     with ExitStack() as stack:
-        stack.enter_context(standing_for(rank, size, 8))
+        stack.enter_context(fake_process_group(rank, size, 8))
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
         for context in (
             *(patch.multiple(at, **posts) for at in (dist, dist.distributed_c10d)),

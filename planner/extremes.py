@@ -177,8 +177,9 @@ def _ordered(
     """Yield the flags that lead from one configuration to the other; those that only go together, as one."""
     flags: list[str] = []
     parts: dict[str, Any] = {}
-    steps: list[dict[str, tuple[str, ...]]] = [{lever.section: (name,)} for lever, name in in_turn()]
-    for step in (FIELDS, *steps):
+    steps: list[dict[str, tuple[str, ...]]] = [FIELDS]
+    steps += [{lever.section: (name,)} for lever, name in in_turn()]
+    for step in steps:
         for section, names in step.items():
             own, then = parts.get(section) or {}, getattr(wanted, section)
             changed = [name for name in names if getattr(then, name) != getattr(getattr(config, section), name)]

@@ -128,7 +128,7 @@ def _weights(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[float, 
     copied = shards > 1 or size < 4
     copies = (outside + each if arranged.strategy == "zero3" else own) * size * copied
     gradients = 4 * own * trained / (1 if arranged.strategy == "zero1" and work.micro_batches > 1 else shards)
-    there, waiting = Moments(*[gradients] * 5), 0.0
+    there, waiting = Moments._make([gradients] * 5), 0.0
     if work.micro_batches == 1:  # the output's waits for what else is in no layer
         done = (0, 0, max(0, layers - 2), layers - 1)
         there = Moments._make([*(4 * number * each * trained / shards for number in done), gradients])

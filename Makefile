@@ -9,7 +9,8 @@
 #   EXTRAS  more to install with `make venv`: data, digits, images, logging, dev, peers (the targets that need one install it)
 #   PY      an interpreter that has everything already; then no environment is made
 
-# Values become words of shells, and ARGS of quoted ones: what could be more is refused before anything runs.
+# Values become words of shells, and ARGS of quoted ones: what could be more is refused before anything runs. Brackets and
+# a comment's # stand in quotes alone: outside, `) command #` ends the substitution of `start`, and the command runs.
 define NEWLINE
 
 
@@ -19,10 +20,11 @@ refused = $(shell LC_ALL=C; bad=$$(printf '$(2)\001-\037\177'); high=$$(printf '
 	next=$$(printf '\302\205') line=$$(printf '\342\200'); \
 	look() { case $$2 in ($(3)*[$$bad]*|*$$next*|*$$line[$$high]*) echo $$1; esac; }; \
 	$(foreach name,$(1),look $(name) '$(subst ','\'',$(subst $(NEWLINE),;,$(value $(name))))';))
-UNSAFE  := $(call refused,RUN CONFIG NPROC EXTRAS PAPERS PY,]["\047`$$\134\134;&|<>(){}*?!,-*|) \
+UNSAFE  := $(call refused,RUN CONFIG NPROC EXTRAS PAPERS PY,]["\047`$$\134\134;&|<>(){}*?!\043,-*|) \
            $(call refused,VENV PYTHON,]\040["\047`$$\134\134;&|<>(){}*?!,-*|) \
-           $(call refused,TORCH,]["\047`$$\134\134;&|(){}*?,-*|) $(call refused,ARGS,`$$\134\134;&|<>)
-$(if $(strip $(UNSAFE)),$(error $(strip $(UNSAFE)) has a character that a shell would act on, or none that prints; \
+           $(call refused,TORCH,]["\047`$$\134\134;&|(){}*?,-*|) $(call refused,ARGS,`$$\134\134;&|<>) \
+           $(shell printf %s '$(subst ','\'',$(subst $(NEWLINE),;,$(value ARGS)))' | sed -E "s/'[^']*'|\"[^\"]*\"//g" | grep -q "[()\#'\"]" && echo ARGS)
+$(if $(strip $(UNSAFE)),$(error $(sort $(UNSAFE)) has a character that a shell would act on, or none that prints; \
 	use names of letters, digits and any of . / , : = + @ ~ - _, the first no -, and quotes in ARGS alone))
 
 VENV   ?= .venv

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import tomllib
 from pathlib import Path
@@ -102,6 +103,16 @@ def test_no_variable_becomes_a_command(text: str, tmp_path: Path) -> None:
         assert re.search(rf"Makefile:\d+: \*\*\* {name} has a character that a shell would act on", line), line
         assert line.count("\n") == 1
     assert not (ROOT / "FOUND").exists()
+
+
+@pytest.mark.parametrize(
+    "text", [") touch FOUND #", "(touch FOUND)", "# x", '"', "a' b", '"a\'b" ) touch FOUND # "c\'d"', "-k (a)"]
+)
+def test_brackets_quotes_and_comments_of_flags_are_whole_words(text: str, tmp_path: Path) -> None:
+    line = planned("pretrain", tmp_path, f"ARGS={text}", status=2)
+    assert re.search(r"Makefile:\d+: \*\*\* ARGS has a character that a shell would act on", line), line
+    quoted = f"ARGS=-k {shlex.quote(text)}" if "'" not in text else f"ARGS=-k 'x{text.count(chr(39))}'"
+    assert "pretrain_gpt.py" in planned("pretrain", tmp_path, quoted)
 
 
 def test_quotes_and_blanks_of_variables_stay_words(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ python -m tools.watch --slurm                    the runs of your jobs in Slurm'
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -24,6 +23,8 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.errors import UserError
+from runtime.files import LOCK, read_own
+from runtime.locks import alive, not_a_file
 from tools.arguments import one_line_errors, parser_for, positive, run_command
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -73,6 +74,8 @@ class Followed:
         """Return all records. Raises UserError for what no run writes."""
         from train.watching.metrics import parse_records
 
+        if kind := not_a_file(self.path):
+            raise UserError(f"{self.path} is {kind}, not a file; remove it")
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             found = os.fstat(file.fileno())
             file.seek(self.read - len(self.last))
@@ -127,33 +130,33 @@ def _described(run: Path, now: float, width: int) -> list[str]:
 
 def _who(run: Path) -> str:
     """Say who trains, and how often the run was started."""
-    from runtime.files import LOCK
-    from runtime.locks import alive
     from train.watching.metrics import STARTS
 
     holder = alive(run / LOCK)
-    starts = (run / STARTS).read_text().count("\n") if (run / STARTS).exists() else 0
+    starts = read_own(run / STARTS).count("\n") if (run / STARTS).exists() else 0
     return (f"training: {holder}" if holder else "nobody trains") + (f"; started {starts} times" if starts > 1 else "")
 
 
 def _failed(run: Path) -> list[str]:
-    """Say why the run failed last, if it did."""
-    from train.watching.health import FAILURES
+    """Say why the run failed last, if it did. Raises UserError for what no run writes."""
+    from train.watching.health import FAILURES, read_failures
 
-    try:
-        last = json.loads((run / FAILURES).read_text().splitlines()[-1])
-        return [f"  failed at iteration {last['iteration']}: {last['why']}"]
-    except (OSError, ValueError, LookupError):  # none, or one that is being written
-        return []
+    failures = read_failures(run / FAILURES)
+    return [f"  failed at iteration {failures[-1]['iteration']}: {failures[-1]['why']}"] if failures else []
 
 
-def _config(run: Path) -> dict[str, Any]:
-    """Return a run's configuration; empty if it has none yet. Raises UserError if it cannot be read."""
+def _setting(run: Path, table: str, name: str, kind: type) -> Any:
+    """Return a setting of a run's configuration; None if there is none. Raises UserError for what no run writes."""
+    from checkpoint.manifest import is_count
+
     config = run / "config.toml"
     try:
-        return tomllib.loads(config.read_text()) if config.exists() else {}
-    except tomllib.TOMLDecodeError as error:
+        value = tomllib.loads(read_own(config)).get(table, {}).get(name) if config.exists() else None
+    except (tomllib.TOMLDecodeError, AttributeError, RecursionError) as error:
         raise UserError(f"{config} is no run's configuration ({error}); put the run's own back") from error
+    if value is not None and not (is_count(value) and value > 0 if kind is int else type(value) is kind):
+        raise UserError(f"{config}: {name} of [{table}] is {value!r:.40}, which no run writes; put the run's own back")
+    return value
 
 
 def _progress(run: Path, records: Sequence[dict[str, Any]], trains: bool) -> str:
@@ -161,10 +164,10 @@ def _progress(run: Path, records: Sequence[dict[str, Any]], trains: bool) -> str
     from train.watching.progress import duration
 
     done = records[-1]["iteration"]
-    goal = _config(run).get("train", {}).get("train_iters", done)
+    goal = _setting(run, "train", "train_iters", int) or done or 1
     share = min(1.0, done / goal)
-    pace = [record["iteration_time_ms"] / 1e3 for record in records[-TAIL:]]
-    left = f"{duration((goal - done) * sum(pace) / len(pace))} left" if trains else "stopped"
+    pace = [record["iteration_time_ms"] / 1e3 for record in records[-TAIL:] if record.get("iteration_time_ms")]
+    left = f"{duration((goal - done) * sum(pace) / len(pace))} left" if trains and pace else "stopped"
     left = left if done < goal else "done"
     return f"  {'█' * int(30 * share):░<30} {share:4.0%}  iteration {done}/{goal}, {left}"
 
@@ -194,7 +197,7 @@ def _kept(run: Path, now: float) -> list[str]:
 
     shared = newest(run)
     lines = [f"  last checkpoint: {shared}" if shared else "  no checkpoint yet"]
-    local = _config(run).get("checkpoint", {}).get("non_persistent_local_ckpt_dir")
+    local = _setting(run, "checkpoint", "non_persistent_local_ckpt_dir", str)
     if local and (name := fingerprint(run)) and (here := newest(Path(local) / name)):
         lines.append(f"  local one here: {here}")
     return lines

@@ -87,6 +87,44 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path, caps
     assert "iteration 6/8" in shown
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("failures.jsonl", text) for text in ("[1]\n", "5\n", '{"iteration": [1], "why": 2}\n', None)),
+        *(
+            ("config.toml", text)
+            for text in ("train = 5", "[train]\ntrain_iters = 0", '[train]\ntrain_iters = "x"', None)
+        ),
+        *(("config.toml", f"[train]\ntrain_iters = {text}") for text in ("inf", "9" * 40, "true")),
+        *(
+            ("config.toml", text)
+            for text in ("checkpoint = 5", "[checkpoint]\nnon_persistent_local_ckpt_dir = 5", b"\xff")
+        ),
+        *(("starts.jsonl", text) for text in (None,)),
+        *(("metrics.jsonl", text) for text in (None, "[1]\n", "[" * 100_000 + "\n", '{"iteration": 1e400}\n')),
+    ],
+)
+def test_a_file_that_no_run_writes_is_a_line(
+    name: str, content: str | bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad, good = write_run(tmp_path / "bad", 2), write_run(tmp_path / "good", 3)
+    (bad / name).unlink(missing_ok=True)
+    if content is None:
+        os.mkfifo(bad / name)  # nobody writes: reading it would never end
+    else:
+        (bad / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert watch.main([str(bad), str(good), "--once"]) == 0
+    first, *others = capsys.readouterr().out.split("\n")
+    assert first.startswith(f"{bad}   error: {bad / name}"), first
+    assert f"{good}   nobody trains; started 3 times" in others
+
+
+def test_records_without_times_are_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 2)
+    (run / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 2.0}\n')
+    assert watch.describe(run, 0.0, 60)[1].endswith("iteration 1/8, stopped")
+
+
 def test_a_killed_holder_is_nobody(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 8)
     with owned(run):

@@ -32,6 +32,22 @@ class TrainingError(UserError):
     """A run that cannot go on; the message says what to do about it."""
 
 
+def read_failures(path: Path) -> list[dict[str, Any]]:
+    """Read a file of failures, but for a last line that a crash cut. Raises TrainingError for what no run writes."""
+    *lines, _ = read_own(path).split("\n") if path.exists() else [""]
+    try:
+        failures = [json.loads(line) for line in lines]
+        for failure in failures:
+            if (
+                not (is_count(failure["iteration"]) and is_count(failure["checkpoint"]))
+                or type(failure["why"]) is not str
+            ):
+                raise TypeError(f"{failure!r:.80}")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise TrainingError(f"{path} is no list of failures ({type(error).__name__}: {error}); remove it") from error
+    return failures
+
+
 @dataclass
 class Progress:
     """The progress of a run, kept in its checkpoints."""
@@ -195,22 +211,7 @@ class Health(Watcher):
         return next(iter(saved_iterations(self._folder)), 0) if self._folder else 0
 
     def _failures(self) -> list[dict[str, Any]]:
-        """Read the failures; a last line that a crash cut is left out."""
-        path = self._folder and self._folder / FAILURES
-        *lines, _ = read_own(path).split("\n") if path and path.exists() else [""]
-        try:
-            failures = [json.loads(line) for line in lines]
-            for failure in failures:
-                if (
-                    not (is_count(failure["iteration"]) and is_count(failure["checkpoint"]))
-                    or type(failure["why"]) is not str
-                ):
-                    raise TypeError(f"{failure!r:.80}")
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise TrainingError(
-                f"{path} is no list of failures ({type(error).__name__}: {error}); remove it"
-            ) from error
-        return failures
+        return read_failures(self._folder / FAILURES) if self._folder else []
 
     def _too_often(self, times: int, checkpoint: int, why: str) -> str:
         return (

@@ -46,7 +46,7 @@ HUGGING_FACE = "hf:"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where a run is kept and where it starts from."""
+    """Folders that a run is kept in and starts from."""
 
     save: str | None = None
     """Folder of the run: config.toml, metrics.jsonl, loss.png and checkpoints."""

@@ -128,12 +128,12 @@ class Background:
 
     @property
     def under_way(self) -> bool:
-        """Whether a save is not over yet; alike on all ranks."""
+        """Return whether a save is not over yet; alike on all ranks."""
         return self._draft is not None
 
     @property
     def ready(self) -> bool:
-        """Whether a save is under way, and this rank is done with its step."""
+        """Return whether a save is under way, and this rank is done with its step."""
         return self.under_way and self._beside.done()
 
     def step(self) -> Path | None:

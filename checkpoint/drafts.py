@@ -36,9 +36,9 @@ class Draft:
     manifest: Manifest
     """Without files until they are written."""
     owner: bool
-    """Whether this rank publishes it: the first one, or one of each node where ``local``."""
+    """True if this rank publishes it: the first one, or one of each node where ``local``."""
     local: bool
-    """Whether each node has a folder of its own, of which the newest checkpoint alone stays."""
+    """True if each node has a folder of its own, of which the newest checkpoint alone stays."""
 
     @property
     def made(self) -> list[Path]:

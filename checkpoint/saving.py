@@ -40,7 +40,7 @@ def newest_checkpoint(config: CheckpointConfig, report: Callable[[str], None] = 
 
 @dataclass(kw_only=True)
 class Saves:
-    """What a run saves, and where."""
+    """Checkpoints of a run, in their folders."""
 
     config: CheckpointConfig
     say: Callable[[str], None]
@@ -72,7 +72,7 @@ class Saves:
                 self._keeper.prune_after(path)
 
     def holds(self, iteration: int) -> bool:
-        """Whether ``--save`` has a checkpoint of this iteration; collective."""
+        """Return whether ``--save`` has a checkpoint of this iteration; collective."""
         return from_first(checkpoint_folder(str(self.config.save), iteration).is_dir)
 
     def end(self, iteration: int) -> None:
@@ -97,7 +97,7 @@ class Saves:
 
     @property
     def ready(self) -> bool:
-        """Whether a save is under way whose next step awaits the other ranks alone."""
+        """Return whether a save is under way whose next step awaits the other ranks alone."""
         return self._background is not None and self._background.ready
 
     def agree(self, ready: int) -> None:

@@ -244,9 +244,9 @@ class Keeper:
     """Removes the checkpoints of one folder that nobody needs any more."""
 
     last: int | None
-    """How many of the newest whole ones stay; None keeps all, or one where ``every`` is given."""
+    """Count of the newest whole ones that stay; None keeps all, or one where ``every`` is given."""
     every: int | None
-    """Those whose iterations this divides stay too."""
+    """A divisor of iterations whose checkpoints stay too."""
     report: Callable[[str], None] = to_stderr
     verified: set[Path] = field(default_factory=set)
     """Checkpoints whose bytes were hashed by this process: later a look at their sizes is enough."""

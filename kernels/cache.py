@@ -91,7 +91,7 @@ Merge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class States:
-    """What the layers of a model keep of the tokens read so far.
+    """State that a model's layers keep of the tokens read so far.
 
     Linear attention keeps a state [B, H, D, E], softmax attention a KVCache. ``read`` precedes every forward.
     """

@@ -24,7 +24,7 @@ def capability() -> tuple[int, int]:
 
 
 def is_preferred() -> bool:
-    """Whether this GPU is of a kind where torch itself prefers this kernel to its FlashAttention 2."""
+    """Return whether this GPU is of a kind where torch itself prefers this kernel to its FlashAttention 2."""
     return capability() >= HOPPER
 
 

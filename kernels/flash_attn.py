@@ -49,7 +49,7 @@ PACKAGES = {
     "flash_attn_3": Package("flash-attn 3", "flash_attn_interface", "flash-attn 3 (hopper/ of its repository)"),
     "flash_attn": Package("flash-attn", "flash_attn", "flash-attn 2.7 or 2.8"),
 }
-"""What is chosen from, the faster one first."""
+"""Candidates, the faster one first."""
 
 
 def is_installed(name: str) -> bool:

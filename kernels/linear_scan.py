@@ -30,7 +30,7 @@ class Chunks:
     lengths: Tensor
     """Tokens per chunk [N]."""
     begins: tuple[bool, ...]
-    """Whether each chunk is the first of its document."""
+    """True if each chunk is the first of its document."""
 
 
 @cached_on_device(64)  # packed documents differ from batch to batch

@@ -34,7 +34,7 @@ LOG2_E = math.log2(math.e)
 
 
 def is_faster(dtype: torch.dtype) -> bool:
-    """Whether large strips of q, k and v of this dtype are faster here; their results are float32 or wider.
+    """Return whether large strips of q, k and v of this dtype are faster here; their results are float32 or wider.
 
     With several threads they are not: torch's kernel gives each its heads, and these would meet after every operator.
     """
@@ -43,7 +43,7 @@ def is_faster(dtype: torch.dtype) -> bool:
 
 
 def suits(q: Tensor, k: Tensor) -> bool:
-    """Whether to take these functions for a strip of float32 or wider, rather than torch's kernel."""
+    """Return whether to take these functions for a strip of float32 or wider, rather than torch's kernel."""
     rows, width, columns = *q.shape[2:], k.shape[2]
     earned = not (rows % GRAIN or columns % GRAIN) or q.shape[:3].numel() * columns >= EARNED
     if not earned or width < NARROWEST:

@@ -29,7 +29,7 @@ Index = slice | Tensor  # int64
 
 
 class Lengths(NamedTuple):
-    """Where packed tiles start: int32 ``[n + 1]``, 0 first and the total last; and the most rows and columns of one."""
+    """Starts of packed tiles: int32 ``[n + 1]``, 0 first and the total last; and the most rows and columns of one."""
 
     rows: Tensor
     columns: Tensor

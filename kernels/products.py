@@ -31,7 +31,7 @@ def _takes_onednn() -> bool:
 
 
 ONEDNN = _takes_onednn()
-"""Whether float32 products go to oneDNN on this processor."""
+"""True if float32 products go to oneDNN on this processor."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,7 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
-    """Whether these are plain tensors in float32, with enough rows."""
+    """Return whether these are plain tensors in float32, with enough rows."""
     if (x.dtype, weight.dtype) != (torch.float32, torch.float32) or x.shape[:-1].numel() < FEWEST_ROWS:
         return False
     from torch.distributed.tensor import DTensor

@@ -41,7 +41,7 @@ class Strips:
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float, Tensor | None], tuple[Tensor, Tensor, Tensor]
     ]
     takes_whole: Callable[[Tensor, Tensor], bool] = lambda q, k: False
-    """Whether both take a causal square of these q and k as it is, however large, going from head to head."""
+    """True if both take a causal square of these q and k as it is, however large, going from head to head."""
 
     def attend_(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float

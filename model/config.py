@@ -52,7 +52,7 @@ class ModelConfig(RopeConfig, LoraConfig):
     vocab_size: int | None = None
     """Vocabulary entries; by default the tokenizer's."""
     position_embedding_type: Literal["rope", "learned_absolute"] | None = None
-    """How tokens know their places; by default rope, and learned_absolute in a gpt, which alone has it."""
+    """Source of tokens' places; by default rope, and learned_absolute in a gpt, which alone has it."""
     max_position_embeddings: int | None = None
     """Entries in the table of learned_absolute positions, and so the longest sequence; with rope the longest that the
     model is meant for, beyond which a run begins with a note."""
@@ -70,10 +70,10 @@ class ModelConfig(RopeConfig, LoraConfig):
     """Layers without that window: N is every N-th one; a pattern has a 1 for each layer with it and a 0 for each
     without, such as ([1]*3+[0]*1)*6 for 24. By default every layer has it."""
     softmax_type: SoftmaxType = "vanilla"
-    """What attention divides by: the sum over the keys; 1 more, so that a head can look at nothing; or the exponential
-    of a learned number per head more, an attention sink, as in gpt-oss."""
+    """Divisor of attention's weights: the sum over the keys; 1 more, so that a head can look at nothing; or the
+    exponential of a learned number per head more, an attention sink, as in gpt-oss."""
     linear_decay: Literal["released", "paper"] | None = None
-    """How fast a transnormer's heads forget: as its released models do, the default, or as its paper writes."""
+    """Decay of a transnormer's heads: as its released models do, the default, or as its paper writes."""
     no_scale_embedding: bool = False
     """Leave the embeddings of a model with linear attention as they are, not times the root of hidden_size."""
     norm_epsilon: float = 1e-5

@@ -24,7 +24,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     ),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-"""What each type of scaling takes, under transformers' names; ours begin with rope_scaling_."""
+"""Settings of each type of scaling, under transformers' names; ours begin with rope_scaling_."""
 LARGEST = 1e9
 
 
@@ -38,7 +38,7 @@ class RopeConfig:
     """Scale rope to a longer context: all positions divided by the factor (linear), a base that grows with the length
     (dynamic NTK), only slow channels divided (yarn, llama3). By default rope is not scaled."""
     rope_scaling_factor: float | None = None
-    """How many times longer the context becomes; llama3 divides the slowest channels by it."""
+    """Factor by which the context becomes longer; llama3 divides the slowest channels by it."""
     rope_scaling_original_max_position_embeddings: int | None = None
     """Longest sequence before scaling; dynamic, yarn and llama3 need it."""
     rope_scaling_low_freq_factor: float | None = None

@@ -35,18 +35,18 @@ TOKENS = 1 << 24
 """Of the text that runs read, at least: more than the longest sequence has."""
 SAMPLES = 4
 OUT_OF_MEMORY = "out of memory"
-"""What torch says, in the log of a task."""
+"""Torch's words in the log of a task."""
 
 
 class Run(NamedTuple):
-    """What a run gave; None if it was out of memory."""
+    """Figures of a run; None if it was out of memory."""
 
     tokens_per_s: float | None
     memory_gb: float | None
 
     @property
     def fits(self) -> bool:
-        """Whether the run was not out of memory."""
+        """Return whether the run was not out of memory."""
         return self.tokens_per_s is not None
 
 
@@ -56,7 +56,7 @@ Runs = Mapping[str, Run]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What measures a row: the paper's hardware, and runs of the entry with a configuration of configs/."""
+    """A measurement of a row: the paper's hardware, and runs of the entry with a configuration of configs/."""
 
     gpu: str
     """a100 or h100."""

@@ -41,7 +41,7 @@ class Row:
     """Of the published figures, and of the measured ones."""
     measured: Figures | None = None
     job: Job | None = None
-    """What measures the row on the paper's hardware; None if no GPU does."""
+    """The row's measurement on the paper's hardware; None if no GPU does."""
 
     @property
     def name(self) -> str:
@@ -83,12 +83,12 @@ class Sheet:
     rows: Callable[[], list[Row]]
     about: str
     needs: str = ""
-    """What a measurement needs that this machine may lack."""
+    """Hardware that a measurement needs and this machine may lack."""
     measure: Callable[[], list[Row]] | None = None
     """The rows with what this machine measures."""
     curves: Curves | None = None
     writes: bool = True
-    """Whether its files are written from its rows; otherwise its measurement writes them."""
+    """True if its files are written from its rows; otherwise its measurement writes them."""
 
 
 def stamp() -> dict[str, str]:

@@ -25,7 +25,7 @@ from train.config.language import load_config
 TILES = {"A100": (2048, 4096), "TPU": (2048, 2048)}
 """Queries and keys of the tiles that are computed whole, or not at all (section 3.2)."""
 SCALE, HEADS, REPEATS = 16, 2, 3
-"""What rows are divided by to be measured on a CPU, heads then, and calls of which the median counts."""
+"""Divisor of rows to measure them on a CPU, heads then, and calls of which the median counts."""
 CHIPS = {"A100-80GB x8": "A100 NVLink", "TPUv3 x8": "TPU v3", "TPUv4 x16": "TPU v4"}
 
 

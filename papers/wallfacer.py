@@ -25,7 +25,7 @@ from tools.arguments import run_command
 
 GIB, K = 2**30, 1024
 RANKS, TOKENS, HEADS, WIDTH = 8, 1024, 4, 32
-"""What is measured: processes, tokens, heads and their width; bfloat16."""
+"""Sizes of the measurement: processes, tokens, heads and their width; bfloat16."""
 EXAMPLE = {"tokens": 65536, "hidden": 6656, "ranks": 64, "team": 4}
 """LLaMA 30B of section 3.2.2, with 64 layers."""
 

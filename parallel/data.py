@@ -24,10 +24,10 @@ WeightOf = Callable[[str, torch.Size, Part], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelConfig:
-    """What the ranks that hold different tokens divide among them."""
+    """Division of weights, gradients and optimizer state among ranks with different tokens."""
 
     data_parallel_sharding_strategy: Literal["ddp", "legacy_ddp", "zero1", "zero2", "zero3", "fsdp"] = "zero3"
-    """What is divided: nothing (ddp; legacy_ddp, which sums all gradients at once after the last backward), the
+    """State to divide: nothing (ddp; legacy_ddp, which sums all gradients at once after the last backward), the
     optimizer's state (zero1), also gradients (zero2), also weights (zero3, or by its other name fsdp)."""
     num_distributed_optimizer_instances: int = 1
     """Copies of what zero1, zero2 or zero3 divide: each is divided among consecutive data- and context-parallel ranks,

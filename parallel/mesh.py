@@ -31,7 +31,7 @@ GPU_ENVIRONMENT = {
     "TORCH_NCCL_HIGH_PRIORITY": "1",  # the few blocks of a transfer start before the next of a product
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # lengths that change leave gaps in segments of fixed sizes
 }
-"""What CUDA, NCCL and torch's allocator are told before they start, where the environment says nothing."""
+"""Variables for CUDA, NCCL and torch's allocator, set before they start where the environment has none."""
 
 
 def _tell_gpus() -> None:
@@ -43,7 +43,7 @@ def _tell_gpus() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How the processes are arranged: pipeline (pp) x data (dp, what is left over) x context (cp) x tensor parallel."""
+    """Arrangement of the processes: pipeline (pp) x data (dp, what is left over) x context (cp) x tensor parallel."""
 
     tensor_model_parallel_size: int = 1
     """Processes that share each layer's matrices, the vocabulary and, between the matrices, their tokens."""
@@ -66,7 +66,7 @@ class MeshConfig:
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collective library; auto takes nccl on cuda and gloo on cpu."""
     distributed_timeout_minutes: float = 10.0
-    """How long a collective may wait for its peers before the run fails."""
+    """Time that a collective may wait for its peers before the run fails."""
 
     def __post_init__(self) -> None:
         for name in (*SIZES, "full_world_size"):

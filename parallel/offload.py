@@ -1,4 +1,4 @@
-"""What layers keep between forward and backward, in host memory, copied beside the computation.
+"""Activations in host memory between forward and backward, copied beside the computation.
 
 Two streams carry the copies, one out and one back. The host waits for nothing; streams wait for events of each other:
 
@@ -151,7 +151,7 @@ class Offload:
 
 
 class Layer:
-    """What one layer keeps in one forward."""
+    """Tensors that one layer keeps in one forward."""
 
     def __init__(self, offload: Offload, before: "Layer | None") -> None:
         self._offload, self._before = offload, before
@@ -223,7 +223,7 @@ class OnHost:
     whole: Callable[[Tensor], Tensor]
     """Makes the tensor that was given of this rank's part."""
     source: Tensor | None
-    """What was given, until the computation has waited for its copy."""
+    """The tensor given, until the computation has waited for its copy."""
     stored: Any
     """The event behind its copy to the host."""
     coming: tuple[Tensor, Any] | None = None

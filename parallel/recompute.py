@@ -46,11 +46,11 @@ class RecomputeError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """What is computed again in the backward instead of being kept, to save memory; no setting changes a result."""
+    """Activations to compute again in the backward, which saves memory; no setting changes a result."""
 
     recompute_granularity: Literal["none", "full", "selective", "attention_boundary"] = "none"
-    """What each layer computes again: full is everything; attention_boundary (DistFlashAttention) everything but the
-    attention forward, whose output and lse are kept; selective, as in Megatron-LM, the core attention alone."""
+    """Part of each layer to compute again: full is everything; attention_boundary (DistFlashAttention) everything but
+    the attention forward, whose output and lse are kept; selective, as in Megatron-LM, the core attention alone."""
     recompute_offload: bool = False
     """Keep in host memory what full or attention_boundary keep between forward and backward; for a GPU."""
     loss_chunk_size: int = 0

@@ -46,7 +46,7 @@ class Cluster:
     between_latency_us: float
     """Microseconds until a message between nodes begins to arrive."""
     between_link: Literal["node", "rank"]
-    """Whether a node's ranks share one link to other nodes, or each has its own rail."""
+    """Link of a node to others: its ranks share one, or each has its own rail."""
     masked_share: float = 0.0
     """Share of the pairs that a causal tile hides which its kernel computes all the same."""
     posted_overlap: float = 1.0
@@ -58,7 +58,7 @@ class Cluster:
     host_memory_gb: float = 0.0
     """Host memory of one processor available to a run, in 10^9 bytes."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """What the processors are; a file measured on a CPU may have any name."""
+    """Kind of the processors; a file measured on a CPU may have any name."""
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():

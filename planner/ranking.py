@@ -1,4 +1,4 @@
-"""What a search found: configurations with their predictions, in a few words, and why the others were discarded."""
+"""Results of a search: configurations with their predictions, in a few words, and why the others were discarded."""
 
 from collections import Counter
 from collections.abc import Sequence

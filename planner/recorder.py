@@ -25,7 +25,7 @@ from train import assemble, host_moments
 from train.config.common import CommonConfig
 
 CAUSES = ("weights", "gathered weights", "gradients", "optimizer", "activations", "attention", "logits", "passing")
-"""What a process's memory goes to: the last three are there within a forward or a backward alone."""
+"""Causes of a process's memory: the last three are there within a forward or a backward alone."""
 INSIDE, BETWEEN = "inside nodes", "between nodes"
 _share: Callable[[int], float] = lambda n: (n - 1) / n  # noqa: E731
 SENT: dict[str, tuple[int, Callable[[int], float]]] = {
@@ -53,7 +53,7 @@ SHAPES = AttentionBackend(
 
 
 class Tape(NamedTuple):
-    """What a call of an operator did, with storages numbered from its first one."""
+    """Effects of an operator's call, with storages numbered from its first one."""
 
     events: list[tuple[int, int]]
     kinds: list[str]
@@ -63,7 +63,7 @@ class Tape(NamedTuple):
     """Of each output: its storage, shape, strides, dtype and device."""
     spec: Any
     held: list[Tensor]
-    """What it was called with besides fake tensors, held so that no other has its identity."""
+    """Arguments besides fake tensors, held so that no other has its identity."""
 
 
 def key_of(func: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -79,7 +79,7 @@ def key_of(func: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class Tapes(TorchDispatchMode):
-    """What happens to storages, in order, and what is sent; an operator's call is kept, to replay it."""
+    """Recorder of storages' lives, in order, and of bytes sent; an operator's call is kept, to replay it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Tapes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rank takes: bytes of memory at the peak of a step, by cause; bytes sent in a micro-batch, by link.
+    """Resources of a rank: bytes of memory at the peak of a step, by cause; bytes sent in a micro-batch, by link.
 
     ``host`` are the bytes in host memory: of a GPU's process those that torch pins.
     """

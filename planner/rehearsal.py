@@ -39,10 +39,10 @@ ROUNDS = 3
 
 
 class _Waiting(NamedTuple):
-    """What a stage keeps of a micro-batch for its backward, or for the backward to its weights."""
+    """Tensors that a stage keeps of a micro-batch for its backward, or for the backward to its weights."""
 
     received: Tensor | None
-    """What the stage before sent; the first has tokens."""
+    """Output of the stage before; the first has tokens."""
     out: Tensor
     gradient: Tensor | None = None
     groups: Any = None

@@ -44,7 +44,7 @@ class Workload:
     softmax_layers: int = 0
     """Layers of a hybrid with softmax attention, which the plan is not of."""
     softmax_seconds: float = 0.0
-    """What one of them takes forward and backward, in its own layout."""
+    """Seconds of one of them forward and backward, in its own layout."""
     residual: float = 6.0
     """Widths of the residual stream that a layer keeps: residuals, inputs and outputs of norms and projections."""
     first_layer: float = 0.0
@@ -68,7 +68,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """How ranks share the work, besides the attention's plan."""
+    """Division of the work among ranks, besides the attention's plan."""
 
     pp: int = 1
     dp: int = 1

@@ -47,7 +47,7 @@ class Beside:
             self._ours.send(job)
 
     def done(self, seconds: float = 0.0) -> bool:
-        """Whether there is no job, or its end is known at once or within so many seconds."""
+        """Return whether there is no job, or its end is known at once or within so many seconds."""
         return not self._waits or self._ours.poll(seconds)
 
     def result(self) -> Any:

@@ -11,7 +11,7 @@ class UserError(ValueError):
 
     status = 1
     again = False
-    """Whether the same command may succeed later: another process, which is ending or lost, is to blame."""
+    """True if the same command may succeed later: another process, which is ending or lost, is to blame."""
 
     def __str__(self) -> str:
         """Return the message as ``printable``: it may quote a file of others, or a flag."""

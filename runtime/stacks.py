@@ -1,4 +1,4 @@
-"""What a process does at this moment: its stacks, the collectives that it waits for, and whether it runs at all."""
+"""Inspect a process: stacks, pending collective, running or stopped."""
 
 import faulthandler
 import json
@@ -30,7 +30,7 @@ class Process:
 
     @property
     def runs(self) -> bool:
-        """Whether it is there and not stopped."""
+        """Return whether it is there and not stopped."""
         stat = _stat(self.pid)
         return bool(stat) and stat[0] not in "TtZX" and _born(self.pid) == self.born
 

@@ -42,7 +42,7 @@ HINTS = {
     r"dependency": "--after takes the number of a job that squeue or sacct knows",
     r"Unable to contact": "the controller does not answer; sinfo says when it does again",
 }
-"""What to do, by what sbatch's words contain."""
+"""Advice by a pattern in sbatch's words."""
 
 
 class SubmitError(UserError):

@@ -78,6 +78,7 @@ BUDGET = {
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""
+NO_SUBJECT = ("What", "That", "Whether", "Those", "How", "Where")
 MOST_FILES = 21
 LONGEST_FILE = 440
 MOST_LINES_OF_RESULTS = 1500
@@ -186,6 +187,21 @@ def over_budget(root: Path) -> list[str]:
         top, *below = path.relative_to(root).parts
         lines[top if below else "entry"] += len(path.read_text(encoding="utf-8").splitlines())
     return [f"{name}: {count} lines" for name, count in lines.items() if count > BUDGET.get(name, 0)]
+
+
+def relative_clauses(root: Path) -> list[str]:
+    """Docstrings of the product whose first word makes a reader wait for the subject."""
+    found = []
+    for path in (path for path in sources(root) if "tests" not in path.relative_to(root).parts):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                first = next(iter(node.value.value.split()), "")
+                found += [f"{path.relative_to(root)}:{node.lineno}: {first}"] * (first in NO_SUBJECT)
+    return found
 
 
 def crowded(root: Path) -> list[str]:
@@ -351,6 +367,12 @@ def test_folders_keep_their_budget(tmp_path):
     assert over_budget(tmp_path) == [f"entry: {BUDGET['entry'] + 1} lines"]
     plant(tmp_path, "slurm/b/c.py", "x = 1\n")
     assert over_budget(tmp_path)[1:] == [f"slurm: {BUDGET['slurm'] + 1} lines"]
+
+
+def test_first_lines_begin_with_their_subject(tmp_path):
+    assert relative_clauses(ROOT) == []
+    plant(tmp_path, "train/a.py", '"""What is said."""\nx = 1\n"""How many."""\ny = "Where it is"\n')
+    assert relative_clauses(tmp_path) == ["train/a.py:1: What", "train/a.py:3: How"]
 
 
 def test_results_are_tables_and_lines_and_no_curves():

@@ -57,7 +57,7 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class Bucket:
-    """What is predicted from positions ``begin`` to ``end - 1`` of the documents."""
+    """Loss of predictions from positions ``begin`` to ``end - 1`` of the documents."""
 
     begin: int
     end: int

@@ -28,7 +28,7 @@ class Float8Config:
     fraction, or hybrid, with 2 in gradients, which have the wider range. Takes torchao and a GPU of compute capability
     8.9 or newer; --compile makes one kernel of a layer's roundings. Memory and MFU are counted as for bf16."""
     fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """What has a scale of its own: a tensor, or, more exactly and more slowly, each row of it."""
+    """Unit with a scale of its own: a tensor, or, more exactly and more slowly, each row of it."""
 
     def __post_init__(self) -> None:
         if self.fp8_recipe == "rowwise" and self.fp8_format != "e4m3":

@@ -1,4 +1,4 @@
-"""How rows visit a rank, round by round, and how their gradients go home: whole tensors, or only the rows needed.
+"""Visits of rows to a rank, round by round, and their gradients' way home: whole tensors, or only the rows needed.
 
 Every transfer is posted before the compute that hides it. What is added, is added in a fixed order, so that results do
 not depend on what arrives first.

@@ -14,7 +14,7 @@ HYBRID_LAYOUTS: tuple[HybridLayout, ...] = ("contiguous", "zigzag")
 
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
-    """How the context-parallel processes share one sequence's attention."""
+    """Attention of one sequence that context-parallel processes share."""
 
     context_parallel_method: Literal[
         "ring",
@@ -116,7 +116,7 @@ class ContextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FullContextConfig(ContextConfig):
-    """How the context-parallel processes share one sequence's attention, in which every token attends to all."""
+    """Full attention of one sequence that context-parallel processes share: every token attends to all."""
 
     context_parallel_method: Literal[
         "ring", "allgather", "wallfacer", "ulysses", "double_ring", "exchange", "striped", "zigzag", "none", "auto"
@@ -132,7 +132,7 @@ class FullContextConfig(ContextConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig:
-    """How the context-parallel processes share the softmax attention of a model that has linear attention too."""
+    """Softmax attention that context-parallel processes share in a model that has linear attention too."""
 
     hybrid_softmax_method: Literal["ring", "allgather", "ulysses"] = "ring"
     """Communication of the layers of softmax attention; context_parallel_method is that of the linear ones."""

@@ -14,7 +14,7 @@ Reach = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Mask:
-    """What the tokens of a sequence see: their document, up to themselves if causal, within a window."""
+    """Visibility of a sequence's tokens: their document, up to themselves if causal, within a window."""
 
     causal: bool = True
     documents: tuple[int, ...] | None = None

@@ -23,11 +23,11 @@ class PlanOptions:
     layout: str = "auto"
     """Layout, for methods that take any; ``auto`` balances the work under the mask."""
     placement: str = "collect_intra"
-    """Whether a team's ranks are neighbours (``collect_intra``) or a ring's (``p2p_intra``)."""
+    """Placement of a team: its ranks are neighbours (``collect_intra``) or a ring's (``p2p_intra``)."""
     ranks_per_node: int | None = None
     """Consecutive ranks per node, for ``double_ring``; None is all."""
     backward: Literal["auto", "kv", "queries"] = "auto"
-    """What the backward circulates; ``auto`` moves fewer bytes for the given heads."""
+    """Operands that the backward circulates; ``auto`` moves fewer bytes for the given heads."""
 
     def resolved(self, method: Method, seq_len: int, size: int, causal: bool) -> "PlanOptions":
         """Resolve the layout, and the degree if the method decides it, for a method and a sequence.

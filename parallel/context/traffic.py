@@ -19,7 +19,7 @@ from parallel.context.sparse.flow import Flow, Parcel
 from parallel.context.sparse.rows import count
 
 Moves = Literal["kv", "queries"]
-"""What a backward circulates: KV with its gradient, or queries (q, dout, out, lse) with theirs."""
+"""Operands that a backward circulates: KV with its gradient, or queries (q, dout, out, lse) with theirs."""
 
 
 class Message(NamedTuple):

@@ -14,7 +14,7 @@ SINGLE: tuple[Schedule, ...] = ("1F1B", "GPipe")
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How the pipeline-parallel processes share the layers, and in which order micro-batches pass through them."""
+    """Layers of each pipeline-parallel process, and the order of micro-batches through them."""
 
     pipeline_schedule: Schedule = "1F1B"
     """Order of forwards and backwards: 1F1B keeps activations of as many micro-batches as there are stages, GPipe of

@@ -72,7 +72,7 @@ WORDINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is made."""
+    """Conversations to make."""
 
     tokens: int
     """Most tokens of a conversation, those of the chat template included; as many lines as fit are made."""

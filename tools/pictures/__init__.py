@@ -1,4 +1,4 @@
-"""What all pictures share: colours of ranks and of text, letters of documents."""
+"""Parts that all pictures share: colours of ranks and of text, letters of documents."""
 
 from typing import TYPE_CHECKING
 

@@ -33,7 +33,7 @@ PACKED = ("ring", "striped", "zigzag", "exchange")
 
 @dataclass(frozen=True)
 class Drawing:
-    """What to draw of one method; S is the padded length, P the number of ranks."""
+    """Drawing of one method; S is the padded length, P the number of ranks."""
 
     plan: Plan
     owners: np.ndarray
@@ -45,7 +45,7 @@ class Drawing:
 
     @property
     def in_step(self) -> bool:
-        """Whether all ranks go from round to round together, as where all KV is passed on."""
+        """Return whether all ranks go from round to round together, as where all KV is passed on."""
         return not self.plan.sparse
 
     @property

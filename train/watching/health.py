@@ -73,7 +73,8 @@ class HealthConfig:
     check_for_large_grads: bool = False
     """Take a gradient norm above spike_factor times the median of the last 100 good steps for a spike."""
     spike_factor: float = 10.0
-    """How many times the median a spike is; and the loss after an update, the loss before it: then nothing is saved."""
+    """Multiple of the median from which on it is a spike; and of the loss before an update, from which on nothing is
+    saved after it."""
 
     watchdog_factor: float = 20.0
     """End all ranks, with their stacks written, when no step is made in this many times the median of the last 100;

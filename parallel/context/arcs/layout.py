@@ -91,7 +91,7 @@ def levels(layout: ArcLayout) -> tuple[Level, ...]:
 
 
 class _Arcs(NamedTuple):
-    """What is known of a layout. Rank r has the strides from ``bounds[r]`` to ``bounds[r + 1]``."""
+    """Arrays that describe a layout. Rank r has the strides from ``bounds[r]`` to ``bounds[r + 1]``."""
 
     pieces: Pieces
     order: np.ndarray

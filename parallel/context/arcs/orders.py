@@ -13,7 +13,7 @@ MOST_BEADS = 8_000
 
 
 class Packing(NamedTuple):
-    """What is divided among ``places``: documents, and padding up to ``seq_len``."""
+    """Tokens to divide among ``places``: documents, and padding up to ``seq_len``."""
 
     documents: np.ndarray  # cumulative lengths: int64 [documents + 1]
     seq_len: int

@@ -13,7 +13,7 @@ class Passage:
     target: int | None
     """Rank to send to, or None likewise."""
     goes_through: bool
-    """Whether the incoming state reaches the other end: no document ends inside."""
+    """True if the incoming state reaches the other end: no document ends inside."""
     seen: int
     """Tokens that see the incoming state: those of the first document, in the backward of the last."""
     documents: tuple[int, ...] | None

@@ -47,7 +47,7 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a method supports. A method that moves KV and splits no heads takes any head counts."""
+    """Features that a method supports. A method that moves KV and splits no heads takes any head counts."""
 
     masks: tuple[str, ...] = ("causal", "full")
     layouts: tuple[str, ...] = ()
@@ -55,10 +55,10 @@ class Capabilities:
     teams: bool = False
     nodes: bool = False
     needed_only: bool = False
-    """Whether only rows that a query sees travel under any mask; otherwise under packed documents and windows."""
+    """True if only rows that a query sees travel under any mask; otherwise under packed documents and windows."""
     splits_heads: bool = False
     states: Literal["", "neighbour", "gather"] = ""
-    """How states move: to the next rank or by an all-gather; empty for softmax attention, which has none."""
+    """Way of the states: to the next rank or by an all-gather; empty for softmax attention, which has none."""
 
 
 class Method:

@@ -31,7 +31,7 @@ class Parcel(NamedTuple):
 
 
 class Parcels(NamedTuple):
-    """What a rank sends and receives at one time."""
+    """Parcels that a rank sends and receives at one time."""
 
     sends: tuple[Parcel, ...] = ()
     receives: tuple[Parcel, ...] = ()
@@ -39,7 +39,7 @@ class Parcels(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """What a place holds in one round, in the order of its buffer."""
+    """Rows that a place holds in one round, in the order of its buffer."""
 
     rows: ByPlace = field(default_factory=dict)
     """By owner, each in its owner's local indices."""
@@ -77,7 +77,7 @@ class Flow:
         self.geometry, self.local = geometry, geometry.local_len * geometry.ulysses_degree
         self.rounds, self._size = len(geometry.hops), geometry.shape.size
         self.in_place = len(geometry.hops[0].holds) == 1
-        """Whether a place's first buffer is its own tokens as they are."""
+        """True if a place's first buffer is its own tokens as they are."""
         self._line = Line(self._size, self.local)
         self._routes = [[self._route(send.to, send.due) for send in hop.sends] for hop in geometry.hops]
         self._seen = self._by_round(self._line.spans(*seen))

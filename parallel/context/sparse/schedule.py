@@ -1,4 +1,4 @@
-"""What each rank does where only the rows that a query sees travel: its part of a plan's flow, and the tiles."""
+"""Schedule of each rank where only the rows that a query sees travel: its part of a plan's flow, and the tiles."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple

@@ -126,10 +126,10 @@ def export_model(
         files = write_model(draft, theirs, said, read, most_bytes)
         if came_with is not None:
             carry(came_with, draft)
+        tokenizer = any((draft / name).exists() for name in TOKENIZERS)
     many = f"{len(files)} file{'s' * (len(files) > 1)}"
-    return f"exported {folder} to {target}: a {said['model_type']} of {', '.join(dtypes)} in {many}" + (
-        longer if came_with is None else f", with the tokenizer and settings of {came_with}{longer}"
-    )
+    taken = f", with the {'tokenizer and ' * tokenizer}settings of {came_with}" if came_with is not None else ""
+    return f"exported {folder} to {target}: a {said['model_type']} of {', '.join(dtypes)} in {many}{taken}{longer}"
 
 
 def _length_trained_on(run: Path, config: Config) -> int:

@@ -60,7 +60,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     if config.data.mock_data:
         raise ConfigError(f"{named}: mock_data is set: the run knows drawn tokens, and no text; name a run on text")
     if (path := config.data.tokenizer_model) is None:
-        raise ConfigError(f"{named}: tokenizer_model is not set; name the tokenizer of the run")
+        raise ConfigError(f"{named}: tokenizer_model is not set; name the run's tokenizer there, under [data]")
     if not Path(path).exists() and (beside := folder / HF_FOLDER / Path(path).name).is_file():
         path = str(beside)  # of an import that was moved
         config = replace(config, data=replace(config.data, tokenizer_model=path))

@@ -173,12 +173,14 @@ def _progress(run: Path, records: Sequence[dict[str, Any]], trains: bool) -> str
 
 
 def _rates(records: Sequence[dict[str, Any]]) -> str:
+    from train.watching.progress import flops_rate
+
     def mean(field: str) -> float:
         values = [record[field] for record in records[-TAIL:] if record.get(field) is not None]
         return sum(values) / len(values) if values else 0.0
 
     return (
-        f"  {mean('tokens_per_second'):,.0f} tokens/s, {mean('tflops_per_gpu'):.3g} TFLOP/s and {mean('mfu'):.1%} MFU "
+        f"  {mean('tokens_per_second'):,.0f} tokens/s, {flops_rate(mean('tflops_per_gpu'))} and {mean('mfu'):.1%} MFU "
         f"each, {records[-1].get('memory_gb', 0.0):.3g} GB"
     )
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint.api import checkpoint_of, load_model, read_manifest
+from checkpoint.api import CheckpointConfig, checkpoint_of, load_model, read_manifest
 from kernels.cache import States
 from kernels.merge import merged
 from model.attention import Attend, Attention, sdpa
@@ -111,6 +111,7 @@ class Writer:
                 validate_entries(entries, mesh.tp.size())
             config = config_as_trained(replace(config, model=replace(config.model, vocab_size=size)), manifest.extra)
         if choices is not None:
+            config = replace(config, checkpoint=CheckpointConfig())  # nothing is resumed, whatever the run began with
             config = with_method(config, dist.get_world_size(), choices.method)
         dtype = dtype or (torch.bfloat16 if mesh.device.type == "cuda" and config.train.bf16 else torch.float32)
         # Attention's backend is chosen for what is computed here, not for what the run computed in.

@@ -109,11 +109,12 @@ def test_a_folder_without_a_name_is_refused(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_export_is_the_import_to_the_bit(tmp_path: Path, name: str) -> None:
+def test_an_export_is_the_import_to_the_bit(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     source = published(tmp_path / "theirs", name, torch.bfloat16 if "yarn" in name else torch.float32)
     run, out = tmp_path / "run", tmp_path / "out"
     assert main(["import", str(source), str(run)]) == 0
     assert main(["export", str(run), str(out), "--max-shard-size", "60KB"]) == 0
+    assert f", with the tokenizer and settings of {run}/hf" in capsys.readouterr().out
     before, after = tensors(source), tensors(out)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
@@ -155,6 +156,7 @@ def test_an_export_is_meant_for_what_it_was_trained_on(
 ) -> None:
     """By its run, or by those before it."""
     import_model(published(tmp_path / "theirs", "llama"), run := tmp_path / "base")
+    (run / "hf" / "tokenizer.json").unlink()
     for length in lengths:
         config = load_config(run / "config.toml")
         began = dataclasses.replace(config.checkpoint, load=str(run), finetune=True)
@@ -169,6 +171,7 @@ def test_an_export_is_meant_for_what_it_was_trained_on(
     said = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert said.max_position_embeddings == meant_for
     line = capsys.readouterr().out
+    assert ("with the settings of" in line, "tokenizer" in line) == (len(lengths) == 1, False)
     assert ("max_position_embeddings is 4,096, the length trained on, and was 2,048" in line) == (meant_for == 4096)
 
 

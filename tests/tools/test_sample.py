@@ -37,7 +37,8 @@ def run(tmp_path_factory):
     """A run's folder: checkpoints of iterations 1 and 2, whose weights differ; its config.toml has no vocab_size."""
     folder = tmp_path_factory.mktemp("run")
     tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], folder / "tokenizer", 300)
-    (folder / "config.toml").write_text(CONFIG.format(tokenizer=tokenizer))
+    resumed = f'[mesh]\ncontext_parallel_size = 2\n[checkpoint]\nload = "{folder}"\n'
+    (folder / "config.toml").write_text(CONFIG.format(tokenizer=tokenizer) + resumed)
     for iteration in (1, 2):
         model = trained(iteration)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -322,6 +323,7 @@ def test_two_processes_write_what_one_does(run):
     assert "context_parallel_method" in found[3].stderr
     said, rest = found[4].stdout.split("\n", 1)
     assert said.startswith("context parallelism: ")
+    assert ", predicted to take " in said  # whatever the run was trained with
     assert rest == found[0].stdout
 
 

@@ -32,7 +32,7 @@ def test_a_run_is_shown_with_its_holder_time_left_and_last_checkpoint(tmp_path: 
     assert first.endswith("; started 3 times")
     assert progress.endswith("░  75%  iteration 6/8, 1:00 left")
     assert loss == "  loss 3.0000 (validation 3.5000 at 6) █▇▅▄▂▁"
-    assert rates == "  2,000 tokens/s, 0.01 TFLOP/s and 10.0% MFU each, 1.5 GB"
+    assert rates == "  2,000 tokens/s, 10 GFLOP/s and 10.0% MFU each, 1.5 GB"
     assert skipped == "  2 iterations skipped, their gradients not finite"
     assert kept == "  last checkpoint: iteration 2, 1:05 ago (1 kept)"
     (run / "failures.jsonl").write_text('{"iteration": 5, "checkpoint": 2, "why": "loss was not finite"}\n')

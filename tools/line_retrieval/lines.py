@@ -18,6 +18,7 @@ from data.chat.conversations import Turn
 from data.chat.template import ChatTemplate
 from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
+from runtime.progress import counted
 
 ADJECTIVES = """
     bold brave bright calm clean cool dark deep early fair fond fresh glad grand huge keen large light mild neat plain
@@ -111,8 +112,8 @@ class Maker:
         few, more = (self._tokens(self._turns(0, lines, None)) for lines in (least, least + _PROBE))
         if few > task.tokens:
             raise DataError(
-                f"tokens is {task.tokens}, and a conversation of {least} lines and as many questions takes {few}; "
-                f"raise it, or ask fewer questions"
+                f"tokens is {task.tokens}, and a conversation of {counted(least, 'line')} and as many questions takes "
+                f"{few}; raise --tokens or, of score, --lengths, or ask fewer questions"
             )
         self._per_line = max(1.0, (more - few) / _PROBE)
         self._guess = least + int((task.tokens - few) / self._per_line)

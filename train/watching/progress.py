@@ -120,9 +120,12 @@ def progress_line(
 def machine_line(records: Sequence[dict[str, Any]], processor: str) -> str:
     """Return one line on the rate, MFU and memory of the iterations since the last line."""
     tflops, mfu = (_mean(records, name, "iteration_time_ms") for name in ("tflops_per_gpu", "mfu"))
-    memory = records[-1]["memory_gb"]
-    rate = f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
-    return f"per {processor}: {rate}, MFU {100 * mfu:.1f}%, {memory:.2f} GB of memory at most"
+    return f"per {processor}: {flops_rate(tflops)}, MFU {mfu:.1%}, {records[-1]['memory_gb']:.2f} GB of memory at most"
+
+
+def flops_rate(tflops: float) -> str:
+    """Format a rate with three digits in TFLOP/s or, where it is less than one, in GFLOP/s."""
+    return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
 
 
 def _mean(records: Sequence[dict[str, Any]], name: str, weight: str | None = None) -> float:

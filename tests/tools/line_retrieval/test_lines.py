@@ -107,7 +107,7 @@ def test_what_is_scored_was_not_trained_on(tokenizer):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["a.jsonl", "--tokens", "30"], "tokens is 30, and a conversation of 1 lines and as many questions takes"),
+        (["a.jsonl", "--tokens", "30"], "tokens is 30, and a conversation of 1 line and as many questions takes"),
         (["a.json"], "does not end in .jsonl"),
         (["a.jsonl", "--tokenizer-model", "none.json"], "cannot read tokenizer none.json"),
         (["a.jsonl", "--chat-template", "none.jinja"], "cannot read the chat template none.jinja"),

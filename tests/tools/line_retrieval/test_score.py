@@ -181,7 +181,7 @@ def test_a_copy_that_cannot_write_ends_all(tmp_path):
 
 def test_what_cannot_be_asked_is_named(tmp_path, run):
     folder, _ = run
-    with pytest.raises(ValueError, match="tokens is 40, and a conversation of 1 lines and as many questions takes"):
+    with pytest.raises(ValueError, match="tokens is 40, and a conversation of 1 line and as many questions takes"):
         scored(folder, "--lengths", "40")
     (tmp_path / "gpt").mkdir()
     run_of(tmp_path / "gpt", TEMPLATES["chatml"], model_type="gpt")

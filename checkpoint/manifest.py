@@ -80,6 +80,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     path = Path(folder) / MANIFEST
     try:
         content = json.loads(read_own(path))
+        if not isinstance(content, dict):
+            raise ValueError(f"{path.name} holds no JSON object")
         checksum = content.pop("checksum")
         version = content.pop("format_version")
         intact = checksum == _checksum({"format_version": version, **content})

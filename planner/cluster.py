@@ -92,6 +92,8 @@ class Cluster:
 
 def load_cluster(path: str | Path) -> Cluster:
     """Load a TOML file with every figure that has no default; ClusterError names the file, the key and the fix."""
+    if Path(path).exists() and not Path(path).is_file():  # a named pipe would be waited for
+        raise ClusterError(f"{path}: is no file; name one, such as those of configs/clusters")
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -61,12 +61,12 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 260,
-    "model": 4290,
+    "model": 4300,
     "kernels": 3340,
     "parallel": 6380,
-    "checkpoint": 1640,
+    "checkpoint": 1645,
     "data": 3720,
-    "train": 5720,
+    "train": 5730,
     "planner": 2840,
     "runtime": 2410,
     "slurm": 380,
@@ -74,7 +74,7 @@ BUDGET = {
     "parity": 1030,
     "papers": 1890,
     "bench": 2930,
-    "tests": 41450,
+    "tests": 41500,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

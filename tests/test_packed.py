@@ -217,7 +217,7 @@ def test_a_run_that_stops_and_goes_on_changes_no_bit(flags: list[str], tmp_path:
 
 def planned_in(rank: int, world_size: int, runs: list[list[str]]) -> list[list[str]]:
     """Train for 4 steps with a validation each; the threads that plan, in the order of their plans."""
-    found, make = [], plan.course_of
+    found, make = [], plan.rank_schedule
     for arguments in runs:
         threads: list[str] = []
 
@@ -225,7 +225,7 @@ def planned_in(rank: int, world_size: int, runs: list[list[str]]) -> list[list[s
             threads.append(threading.current_thread().name)
             return make(*args)
 
-        plan.course_of = noting
+        plan.rank_schedule = noting
         with trainer_of(pretrain_gpt, [*TINY, *arguments], Records()) as trainer, redirect_stdout(StringIO()):
             trainer.train()
         found.append(threads)

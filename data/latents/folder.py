@@ -127,10 +127,16 @@ class LatentFolder:
                 progress(f"{self.folder}: {number} of {len(self.shards)} shards checked")
 
 
+def _missing(path: Path) -> DataError:
+    return DataError(f"{path} is missing, and {INDEX} names it; {_WRITE}")
+
+
 def latents_fingerprint(folder: str | Path) -> str:
     """Fingerprint a folder's index and the files that it names. Raises DataError as `LatentFolder` does."""
     entries = _index(Path(folder))["shards"]
     names = [entry[part] for entry in entries for part in ("latents", "labels") if entry.get(part)]
+    for path in (path for name in names if not (path := Path(folder) / name).is_file()):
+        raise _missing(path)
     return fingerprint(Path(folder) / INDEX, [Path(folder) / name for name in names])
 
 
@@ -226,7 +232,7 @@ def _readable(path: Path) -> Iterator[None]:
     from safetensors import SafetensorError
 
     if not path.is_file():
-        raise DataError(f"{path} is missing, and {INDEX} names it; {_WRITE}")
+        raise _missing(path)
     try:
         yield
     except (OSError, EOFError, ValueError, TypeError, OverflowError, SafetensorError) as error:

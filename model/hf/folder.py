@@ -25,6 +25,8 @@ _KINDS = {
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises UserError naming the file and what is wrong with it."""
+    if path.exists() and not path.is_file():  # a named pipe would be waited for
+        raise UserError(f"{path} is no file; download it again")
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -128,6 +128,8 @@ def _opened(path: Path) -> Any:
     """Open a safetensors file. Raises UserError naming it and what is wrong."""
     from safetensors import SafetensorError, safe_open
 
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no file; download it again")
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:

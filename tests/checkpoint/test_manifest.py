@@ -56,7 +56,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty manifest": (lambda folder: os.truncate(folder / "manifest.json", 0), "manifest.json cannot be read"),
     "manifest of another kind": (
         lambda folder: (folder / "manifest.json").write_text("[1, 2]"),
-        "manifest.json cannot be read",
+        "manifest.json holds no JSON object",
     ),
     "altered manifest": (_alter_extra, "manifest.json does not match its own checksum"),
     "newer format": (_newer_format, "has format 2, this version reads 1"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.emulate import Tiles
 from papers import emulate
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
@@ -24,7 +25,7 @@ def test_at_the_models_rate_the_emulated_cost_is_the_models(method: str, documen
     of, made = sizes(plan.geometry, 1, 4, 4, 16, 2), list[int]()
     model = AttentionCost(plan, of, CLUSTER)
 
-    def at_rate(step: object, tiles: emulate.Tiles) -> float:
+    def at_rate(step: object, tiles: Tiles) -> float:
         made.append(sum(tile.pairs for tile in tiles))
         return made[-1] * of.batch * of.heads * of.head_dim / model._rate
 
@@ -38,9 +39,9 @@ def test_at_the_models_rate_the_emulated_cost_is_the_models(method: str, documen
 
 
 def test_rounds_with_the_same_tiles_are_timed_once_and_every_step_computes() -> None:
-    plan, steps = make_plan("zigzag", seq_len=64, size=4), list[emulate.Tiles]()
+    plan, steps = make_plan("zigzag", seq_len=64, size=4), list[Tiles]()
 
-    def run(step: object, tiles: emulate.Tiles) -> float:
+    def run(step: object, tiles: Tiles) -> float:
         steps.append(tiles)
         step()  # type: ignore[operator]
         return 1.0

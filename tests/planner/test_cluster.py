@@ -1,5 +1,6 @@
 """Clusters: every file is one, and what is no cluster is refused with file, key and fix."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -51,6 +52,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("name = ")
     with pytest.raises(ClusterError, match=r"bad.toml: not valid TOML"):
         load_cluster(tmp_path / "bad.toml")
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(ClusterError, match=r"pipe.toml: is no file"):
+        load_cluster(tmp_path / "pipe.toml")
 
 
 def test_the_device_decides_where_no_file_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from data.fingerprint import digest, fingerprint
 from data.latents.dataset import DIGITS, LatentDataConfig
 from data.latents.folder import latents_fingerprint
 from data.text.config import DataConfig, blend
-from data.text.indexed import LOSS_MASK
+from data.text.indexed import LOSS_MASK, open_indexed
 from model.config import ModelConfig
 from model.diffusion import DiffusionConfig
 from model.dit_config import DiTConfig
@@ -73,6 +73,7 @@ class Config(CommonConfig):
         prefixes = blend(self.data.data_path)[0] if self.data.data_path else []
         prefixes += [prefix + LOSS_MASK for prefix in prefixes] if self.data.sft else []
         for prefix in prefixes:
+            open_indexed(prefix)  # or says what is missing
             found[f"data_path {prefix}"] = fingerprint(Path(f"{prefix}.idx"), [Path(f"{prefix}.bin")])
         return found
 

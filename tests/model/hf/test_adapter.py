@@ -1,6 +1,7 @@
 """Adapters of PEFT's compute here what they do there, and those that ours cannot be are refused by name."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,8 @@ def test_files_of_an_adapter_are_read_without_trust(
     with pytest.raises(UserError, match="adapters of a gpt, whose linear layers are others here"):
         read_adapter(adapter, GPT2, print)
     assert not (tmp_path / "run").exists()
+    for path in (weights, config):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        assert main(["import", str(base), str(tmp_path / "run"), "--adapter", str(adapter)]) == 1
+        assert f"{path} is no file" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_what_is_no_window_is_refused(size, message):
         ("(" * 3000, "it is neither"),
         ("+".join(["[]"] * 3000), "window_attn_skip_freq is"),
         ("x" * 10001, "window_attn_skip_freq is a text of 10,001 characters"),
-        ("\0", "it is neither|more than numbers"),
+        ("\0", "it is neither|more than numbers|null bytes"),
         ("\udcff", "it is neither"),
     ],
 )

@@ -73,8 +73,10 @@ class Config(CommonConfig):
         prefixes = blend(self.data.data_path)[0] if self.data.data_path else []
         prefixes += [prefix + LOSS_MASK for prefix in prefixes] if self.data.sft else []
         for prefix in prefixes:
-            open_indexed(prefix)  # or says what is missing
-            found[f"data_path {prefix}"] = fingerprint(Path(f"{prefix}.idx"), [Path(f"{prefix}.bin")])
+            index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+            if not (index.is_file() and tokens.is_file()):
+                open_indexed(prefix)  # which says what is missing
+            found[f"data_path {prefix}"] = fingerprint(index, [tokens])
         return found
 
 

@@ -36,8 +36,8 @@ from bench.processes import ONE_PROCESS, Contestants, Times
 from bench.shapes import DTYPES, LENGTHS, AttentionShape
 from runtime.errors import UserError
 from runtime.machine import OtherLoad, describe, usable_cores
-from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.report import Column, Table
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.report import Column, Table
 
 DEFAULT_METHODS = ("ring", "striped", "zigzag", "allgather")
 MASKED_METHODS = ("zigzag", "striped", "ring", "exchange", "allgather/balanced")  # of packed documents and windows

@@ -15,8 +15,8 @@ from torch import Tensor
 from runtime.errors import UserError
 from runtime.machine import in_words
 from runtime.ranks import RankError
-from tools.arguments import positive
-from tools.report import write_records
+from tools.common.arguments import positive
+from tools.common.report import write_records
 
 FEWEST = 3
 """Rounds that are done whatever they take."""

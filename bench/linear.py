@@ -46,8 +46,8 @@ from model.attention import sdpa
 from model.transnormer import alibi_slopes
 from runtime.errors import UserError
 from runtime.machine import OtherLoad, describe, results_file, usable_cores
-from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.report import Table, write_records
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.report import Table, write_records
 
 CONTESTANTS = ("chunked", "naive", "softmax")
 KEPT_BYTES = 1 << 30

@@ -33,10 +33,10 @@ from planner.rehearsal import rehearse
 from runtime.errors import UserError
 from runtime.machine import describe
 from runtime.ranks import run_ranks
-from tools.arguments import one_line_errors, parser_for, run_command
-from tools.cases import command_of
+from tools.common.arguments import one_line_errors, parser_for, run_command
+from tools.common.cases import command_of
+from tools.common.report import Column, Table
 from tools.fit import parsed
-from tools.report import Column, Table
 from train.assemble import build_runner
 from train.config.entries import Config
 from train.ema import Ema

@@ -35,9 +35,9 @@ from model.config import ModelConfig
 from model.hf import config_to_hf
 from runtime.errors import UserError
 from runtime.machine import describe, results_file, usable_cores
-from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.report import write_records
-from tools.training import Records, trainer_of
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.report import write_records
+from tools.common.training import Records, trainer_of
 from train.batches import summed
 from train.optim import reduce_and_clip
 

@@ -25,9 +25,9 @@ from parallel.context.linear import state
 from runtime.errors import UserError
 from runtime.machine import describe, stamp
 from runtime.ranks import run_ranks
-from tools.arguments import one_line_errors, parser_for, run_command
-from tools.report import read_records, write_records
-from tools.training import Records, trainer_of
+from tools.common.arguments import one_line_errors, parser_for, run_command
+from tools.common.report import read_records, write_records
+from tools.common.training import Records, trainer_of
 
 NAME = "lasp_convergence"
 RESULTS = FOLDER / "results" / f"{NAME}.jsonl"

@@ -23,8 +23,8 @@ from parallel.context.traffic import Moves, sizes
 from planner.attention_cost import AttentionCost
 from planner.cluster import default_cluster, load_cluster
 from runtime.machine import describe
-from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.report import aligned
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.report import aligned
 
 
 @dataclass(frozen=True)

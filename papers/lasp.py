@@ -23,7 +23,7 @@ from planner.step_memory import Arrangement, Workload, memory_of
 from runtime.errors import UserError
 from runtime.machine import commit_of
 from runtime.ranks import run_ranks
-from tools.arguments import run_command
+from tools.common.arguments import run_command
 from train.config.language import load_config
 
 RANKS, MEMORY_GB = 4, 80.0

@@ -11,7 +11,7 @@ from planner.cluster import CLUSTERS, load_cluster
 from planner.levers import FFN_CHUNK, LOSS_CHUNK
 from planner.step_memory import Arrangement, Workload, memory_of, offloaded
 from planner.workload import workload_of
-from tools.arguments import run_command
+from tools.common.arguments import run_command
 from train.config.language import load_config
 
 STAGES = 4

@@ -13,7 +13,7 @@ from parallel.context.traffic import sizes
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.search import workload_of
 from planner.step_memory import Arrangement, Workload, memory_of
-from tools.arguments import run_command
+from tools.common.arguments import run_command
 from train.config.language import load_config
 
 K = 1024

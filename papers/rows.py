@@ -23,9 +23,9 @@ from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.machine import ROOT, commit_of, slug
 from slurm.submit import check_login_node
-from tools.arguments import one_line_errors, parser_for
-from tools.report import aligned
-from tools.report import as_csv as csv_of
+from tools.common.arguments import one_line_errors, parser_for
+from tools.common.report import aligned
+from tools.common.report import as_csv as csv_of
 
 COLUMNS, MADE_BY = ("published", "analytic", "measured"), "made by"
 

@@ -19,7 +19,7 @@ from planner.search import workload_of
 from planner.step_cost import predict
 from planner.step_memory import Arrangement, Workload
 from runtime.machine import device_name
-from tools.arguments import run_command
+from tools.common.arguments import run_command
 from train.config.language import load_config
 
 TILES = {"A100": (2048, 4096), "TPU": (2048, 2048)}

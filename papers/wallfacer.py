@@ -21,7 +21,7 @@ from planner.step_cost import predict
 from planner.step_memory import Arrangement, Workload, memory_of
 from runtime.machine import device_name
 from runtime.ranks import run_ranks
-from tools.arguments import run_command
+from tools.common.arguments import run_command
 
 GIB, K = 2**30, 1024
 RANKS, TOKENS, HEADS, WIDTH = 8, 1024, 4, 32

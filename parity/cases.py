@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from parallel.context import METHODS
-from tools.cases import Case, cases_of
+from tools.common.cases import Case, cases_of
 
 SHARED = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --device cpu

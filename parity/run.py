@@ -31,8 +31,8 @@ from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.machine import describe, in_words
 from runtime.ranks import run_ranks
-from tools.arguments import one_line_errors, parser_for, run_command
-from tools.cases import Case
+from tools.common.arguments import one_line_errors, parser_for, run_command
+from tools.common.cases import Case
 from train.watching.metrics import loss_name
 
 LOSS, GRADIENTS, NORM = 2e-6, 1e-7, 1e-6

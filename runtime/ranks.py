@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _context = multiprocessing.get_context("forkserver")
-_PRELOADED = ["tools.preload"]  # what the entries import; the server passes over a module that is not there
+_PRELOADED = ["tools.common.preload"]  # what the entries import; the server passes over a module that is not there
 _context.set_forkserver_preload(_PRELOADED)
 
 

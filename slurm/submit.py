@@ -25,7 +25,7 @@ from typing import Any
 from planner.cluster import ClusterError, load_cluster
 from runtime.errors import UserError
 from slurm.checks import check_text
-from tools.arguments import parser_for, positive
+from tools.common.arguments import parser_for, positive
 from train.config import diffusion, language
 from train.run import exit_status
 

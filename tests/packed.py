@@ -21,7 +21,7 @@ from runtime.signals import StopRequest
 from runtime.watchdog import Watchdog
 from tests.data.text.corpora import write_documents
 from tests.parallel.whole import gradients_of
-from tools.training import Records, trainer_of
+from tools.common.training import Records, trainer_of
 from train.batches import summed
 from train.config.language import parse_args
 from train.loop import Trainer

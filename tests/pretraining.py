@@ -10,7 +10,7 @@ from typing import Any
 import pretrain_dit
 from pretrain_gpt import main
 from runtime.ranks import run_ranks
-from tools.training import PEAK
+from tools.common.training import PEAK
 from train.watching.metrics import METRICS, read_metrics
 
 TINY = """

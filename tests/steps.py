@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from bench.harness import MeasureError, format_targets
 from runtime.errors import UserError
 from runtime.machine import ROOT, describe, device_name, slug
-from tools.report import write_records
+from tools.common.report import write_records
 
 RESULTS = ROOT / "bench" / "results"
 SHOWN = 3

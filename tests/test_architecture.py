@@ -28,7 +28,6 @@ def _folder(purpose: str, imports: str = "") -> Folder:
 
 
 LIBRARY = "model data checkpoint parallel parallel/context kernels runtime"
-BELOW = "tools/arguments tools/cases tools/report tools/training"
 FOLDERS = {
     "entry": _folder("the two programs that train", f"{LIBRARY} train planner"),
     "runtime": _folder("what every folder may use: files, errors of all ranks, processes"),
@@ -41,18 +40,17 @@ FOLDERS = {
     "train": _folder("the one loop that both entries share", LIBRARY),
     "planner": _folder("which arrangement is fastest", f"{LIBRARY} train"),
     "tools": _folder(
-        "programs beside training: prepare, sample, plan, plot, vendor", f"{LIBRARY} train planner entry parity {BELOW}"
+        "programs beside training: data, samples, plans, pictures",
+        f"{LIBRARY} train planner entry parity tools/common",
     ),
-    "tools/calibrate": _folder("a cluster file measured here", f"{LIBRARY} train planner bench {BELOW}"),
-    "tools/arguments": _folder("what every program's command line shares", "runtime"),
-    "tools/cases": _folder("configurations in a line of words", "parallel parallel/context runtime"),
-    "tools/report": _folder("tables and files of results", "runtime"),
-    "tools/training": _folder("a run whose records stay in memory", f"{LIBRARY} train planner"),
-    "tools/preload": _folder("imports of the server that ranks are forked from", f"{LIBRARY} train planner entry"),
-    "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools tools/calibrate {BELOW}"),
-    "papers": _folder("papers' tables row by row", f"{LIBRARY} train planner entry tools bench slurm {BELOW}"),
-    "parity": _folder("every mesh equals one process", f"{LIBRARY} train planner entry {BELOW}"),
-    "slurm": _folder("jobs of a scheduler", f"{LIBRARY} train planner tools {BELOW}"),
+    "tools/calibrate": _folder("a cluster file measured here", f"{LIBRARY} train planner bench tools/common"),
+    "tools/common": _folder(
+        "what programs share: command lines, results, cases, a run opened or measured", f"{LIBRARY} train planner entry"
+    ),
+    "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools tools/calibrate tools/common"),
+    "papers": _folder("papers' tables row by row", f"{LIBRARY} train planner entry tools bench slurm tools/common"),
+    "parity": _folder("every mesh equals one process", f"{LIBRARY} train planner entry tools/common"),
+    "slurm": _folder("jobs of a scheduler", f"{LIBRARY} train planner tools tools/common"),
 }
 """Each folder has one purpose, which no other has, and the others that it stands on; a row within a row is a part
 whose imports differ from the rest's."""
@@ -254,7 +252,7 @@ def test_dependencies_point_one_way():
         ("data/a.py", "from checkpoint import api", "data/a.py imports checkpoint"),
         ("bench/a.py", "from parity import run", "bench/a.py imports parity"),
         ("parity/a.py", "from tools.prepare_data import main", "parity/a.py imports tools"),
-        ("tools/arguments.py", "from tools import runs", "tools/arguments.py imports tools"),
+        ("tools/common/arguments.py", "from tools import plan", "tools/common/arguments.py imports tools"),
         ("tools/a.py", "from papers import lasp", "tools/a.py imports papers"),
         ("tools/a.py", "from bench.link import cases", "tools/a.py imports bench"),
         ("train/a.py", "import pretrain_gpt", "train/a.py imports entry"),
@@ -276,8 +274,12 @@ def test_right_imports_pass(tmp_path):
     plant(tmp_path, "parallel/context/methods/a.py", "from ..plan import Plan\nfrom parallel import context")
     plant(tmp_path, "parallel/a.py", "from .context import plan\nfrom .mesh import MeshConfig")
     plant(tmp_path, "tools/a.py", "import pretrain_gpt\nimport train.config.language")
-    plant(tmp_path, "parity/a.py", "from tools.arguments import parser_for")
-    plant(tmp_path, "bench/a.py", "from tools import arguments\nfrom runtime import ranks\nfrom bench import workload")
+    plant(tmp_path, "parity/a.py", "from tools.common.arguments import parser_for")
+    plant(
+        tmp_path,
+        "bench/a.py",
+        "from tools.common import arguments\nfrom runtime import ranks\nfrom bench import workload",
+    )
     plant(tmp_path, "pretrain.py", "from train.config.language import parse_args\nfrom model.llama import Llama")
     plant(tmp_path, "model/a.py", "import torch\nfrom kernels.attention import block_forward\nfrom model import layers")
     assert wrong_imports(tmp_path) == []

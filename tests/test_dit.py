@@ -24,7 +24,7 @@ from parity.run import GRADIENTS, Run, compare, equal, trained
 from runtime import together
 from runtime.ranks import run_ranks
 from tests.pretraining import DIT, pretrain_digits
-from tools.cases import Case
+from tools.common.cases import Case
 from train.config.diffusion import DiTRunConfig, load_config, parse_args
 from train.config.flags import attribute_docs, config_fields
 from train.run import exit_status

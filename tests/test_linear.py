@@ -12,7 +12,7 @@ from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY, differences, pretrain
-from tools.training import PEAK
+from tools.common.training import PEAK
 from train import loop
 from train.config.language import parse_args
 

@@ -16,7 +16,7 @@ from model.registry import build_model
 from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
 from runtime.ranks import run_ranks
-from tools.training import PEAK
+from tools.common.training import PEAK
 from train.config.language import parse_args
 
 RECIPE = Path(__file__).resolve().parent.parent / "configs" / "runs" / "finetune_tiny_512k.toml"

@@ -22,7 +22,7 @@ from parity.cases import REFERENCE
 from parity.run import Run, compare, equal, trained
 from runtime.errors import UserError
 from tests.pretraining import differences
-from tools.cases import Case
+from tools.common.cases import Case
 from tools.convert_hf import export_model, import_model, main
 from train.config.flags import ConfigError
 from train.config.language import load_config, parse_args, validate

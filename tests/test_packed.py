@@ -17,7 +17,7 @@ from parallel.context import plan
 from runtime.ranks import run_ranks
 from tests.packed import TINY, Step, alone, as_it_is, over_ranks, validation_on_rank, write_packed
 from tests.pretraining import on_rank
-from tools.training import Records, trainer_of
+from tools.common.training import Records, trainer_of
 from train.config.language import load_config
 from train.watching.metrics import METRICS, read_metrics
 

@@ -7,7 +7,7 @@ import pytest
 
 from parity.run import Run, equal, trained
 from tests.parity.bugs import samples_skipped
-from tools.cases import Case
+from tools.common.cases import Case
 
 BOUND = 1e-6
 PAIRS = [

@@ -41,7 +41,7 @@ from runtime.files import unwritable, write_text
 from runtime.machine import describe, in_words, time_steps, usable_cores
 from runtime.progress import counted
 from runtime.together import from_first, gather_results, is_first
-from tools.arguments import parser_for, positive
+from tools.common.arguments import parser_for, positive
 from train.run import run_entry
 from train.watching.progress import peak_flops
 

@@ -31,7 +31,7 @@ from model.hf.shards import TOKENIZERS, carry, new_folder, write_model
 from model.lora import merge
 from model.registry import num_parameters
 from runtime.errors import UserError
-from tools.arguments import one_line_errors, parser_for, run_command
+from tools.common.arguments import one_line_errors, parser_for, run_command
 from train.config.complete import with_vocabulary
 from train.config.derive import IMPORTED, config_as_trained
 from train.config.diffusion import load_config as load_dit_config

@@ -35,9 +35,9 @@ from pretrain_gpt import resolve
 from runtime.errors import DataError
 from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
-from tools.arguments import parser_for, positive
-from tools.report import markdown, write_results
-from tools.runs import Run, add_mesh, mesh_of, open_run
+from tools.common.arguments import parser_for, positive
+from tools.common.report import markdown, write_results
+from tools.common.runs import Run, add_mesh, mesh_of, open_run
 from train.assemble import build_runner
 from train.config.complete import complete
 from train.config.derive import fitted

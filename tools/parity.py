@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from parity.own import compared, report
-from tools.arguments import parser_for, positive, run_command
+from tools.common.arguments import parser_for, positive, run_command
 from tools.fit import parsed
 from train.config.common import CommonConfig
 from train.run import exit_status

@@ -53,10 +53,10 @@ from planner.search import arrangements, rank, validated
 from runtime.files import write_text
 from runtime.processes import launched_world_size
 from runtime.progress import amount, counted, duration
-from tools.arguments import parser_for
+from tools.common.arguments import parser_for
+from tools.common.report import aligned
+from tools.common.report import markdown as markdown_table
 from tools.fit import parsed
-from tools.report import aligned
-from tools.report import markdown as markdown_table
 from train.config.common import with_joined_ranks
 from train.config.complete import with_vocabulary
 from train.config.entries import Config
@@ -230,7 +230,7 @@ def plan(argv: list[str]) -> None:
         raise ConfigError(nothing_left(found, cluster))
     rows = [Row(candidate, _data_ranks(candidate.config, world_size)) for candidate in found.candidates]
     if args.profile:
-        from tools.profile_plan import measure
+        from tools.common.training import measure
 
         best = rows[: args.profile_top]
         seconds = measure([row.candidate.config for row in best], args.profile_iters, quiet=args.json)

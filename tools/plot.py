@@ -18,7 +18,7 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.errors import UserError
-from tools.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -26,7 +26,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 from data.latents.folder import LatentFolder, check_labels
 from data.latents.writer import write_latents
 from runtime.errors import DataError
-from tools.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 
 
 @one_line_errors

@@ -18,8 +18,8 @@ from model.generate import DivergedError, Draw
 from planner.choice import READING
 from runtime.errors import DataError
 from runtime.together import is_first
-from tools.arguments import at_least, parser_for
-from tools.runs import Run, add_mesh, mesh_of, open_run
+from tools.common.arguments import at_least, parser_for
+from tools.common.runs import Run, add_mesh, mesh_of, open_run
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
 from train.run import run_entry

@@ -26,7 +26,7 @@ from pretrain_dit import resolve
 from runtime.files import replacing
 from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
-from tools.arguments import parser_for, positive
+from tools.common.arguments import parser_for, positive
 from train.config.common import LoopConfig
 from train.config.diffusion import DiTRunConfig, diffusion_of, load_config
 from train.config.flags import ConfigError, config_file

@@ -24,7 +24,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 from runtime.errors import UserError
 from runtime.files import fsync_folder, owned, sha256, unwritable
 from runtime.machine import ROOT, commit_of
-from tools.arguments import one_line_errors, parser_for, run_command
+from tools.common.arguments import one_line_errors, parser_for, run_command
 
 PACKAGE = "longmesh_attention"
 PARTS = {"parallel.context": "context", "kernels": "kernels", "runtime": "runtime"}

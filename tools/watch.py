@@ -25,7 +25,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 from runtime.errors import UserError
 from runtime.files import LOCK, read_own
 from runtime.locks import alive, not_a_file
-from tools.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 
 BARS = "▁▂▃▄▅▆▇█"
 CLEAR = "\033[H\033[2J"

@@ -24,8 +24,8 @@ from bench.link.ranks import train
 from data.text.prepare import prepare
 from runtime.errors import UserError
 from runtime.machine import describe, device_name, results_file, usable_cores
-from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.report import Column, Table, read_records, write_tables
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.report import Column, Table, read_records, write_tables
 from train.config.language import parse_args
 
 WARM_UP, FREE = 2, 3  # steps without the limit: connections are made; counted

@@ -31,8 +31,8 @@ from parallel.context import ContextParallel, Plan
 from runtime.errors import UserError
 from runtime.machine import describe, results_file
 from runtime.processes import process_group
-from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.report import Column, Table, write_tables
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.report import Column, Table, write_tables
 
 WARM_UP, FREE = 1, 1  # steps without the limit: connections are made; counted
 CASES: dict[str, dict[str, Any]] = {

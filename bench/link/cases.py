@@ -10,7 +10,7 @@ from data.latents.writer import write_latents
 from data.text.prepare import Request
 from parallel.context import ContextConfig
 from runtime.machine import ROOT
-from tools.cases import Case, case_of
+from tools.common.cases import Case, case_of
 
 VOCAB_SIZE = 512  # small, since the embedding's gradient crosses the link too
 CORPUS = Request(vocab_size=VOCAB_SIZE, max_bytes=4 << 20)

@@ -29,8 +29,8 @@ from planner.ranking import combine_prediction_and_profile
 from planner.search import rank
 from runtime.errors import UserError
 from runtime.machine import describe, results_file, stamp
-from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.report import Column, Table, read_records, write_tables
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.report import Column, Table, read_records, write_tables
 from train.config.complete import with_vocabulary
 from train.config.language import parse_args
 

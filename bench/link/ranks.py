@@ -18,8 +18,7 @@ from parallel.mesh import MeshConfig, distributed_mesh
 from runtime.ranks import messages, receive, send, started
 from tools.calibrate import Figures
 from tools.calibrate import measure as calibrate
-from tools.profile_plan import measure
-from tools.training import Records, trainer_of
+from tools.common.training import Records, measure, trainer_of
 from train.config.language import parse_args
 
 PORT = 29400

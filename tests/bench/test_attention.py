@@ -16,7 +16,7 @@ from bench.processes import ONE_PROCESS, Contestants, Times
 from bench.shapes import AttentionShape
 from runtime.machine import usable_cores
 from tests.starts import PATIENCE
-from tools.report import read_records
+from tools.common.report import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--seq-length", "130", "--num-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--repeats", "3"]

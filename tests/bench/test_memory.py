@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bench import memory
 from bench.memory import CASES, OFFLOAD, POLICIES, command, compare, configured, lines_of, main
-from tools.report import read_records
+from tools.common.report import read_records
 
 SMALL = "--hidden-size 64 --num-attention-heads 4 --seq-length 256 --vocab-size 1024 --num-layers 3 --device cpu"
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")

@@ -30,7 +30,7 @@ from runtime.errors import UserError
 from runtime.files import LOCK, write_text
 from runtime.machine import describe, in_words
 from tests.chaos.victim import HOOKS, PLAN, marked
-from tools.arguments import one_line_errors, parser_for, run_command
+from tools.common.arguments import one_line_errors, parser_for, run_command
 from train.watching.metrics import METRICS, STARTS, read_metrics
 from train.watching.progress import duration
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from runtime.errors import UserError
-from tools.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 
 SOURCE = Path(__file__).with_name("stub.c")
 GPU = Path("/dev/nvidiactl")

@@ -34,9 +34,9 @@ from parallel.context.methods.registry import METHODS
 from runtime.machine import describe
 from tests.cuda_stub.__main__ import check_machine
 from tests.steps import RESULTS, ended
-from tools.arguments import one_line_errors, parser_for, run_command
+from tools.common.arguments import one_line_errors, parser_for, run_command
+from tools.common.report import Column, Table, read_records, write_records
 from tools.plan import plan
-from tools.report import Column, Table, read_records, write_records
 
 MOST_ERROR = 0.05
 LIMIT = 300.0

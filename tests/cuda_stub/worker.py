@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tools.report import write_records
+from tools.common.report import write_records
 
 
 def main(file: Path, program: str) -> None:

@@ -14,7 +14,7 @@ from tests import steps
 from tests.runtime.test_signals import runs
 from tests.starts import wait_until
 from tools import calibrate
-from tools.report import read_records
+from tools.common.report import read_records
 from train.objectives.language import NextToken
 from train.watching.progress import machine_line, progress_line
 

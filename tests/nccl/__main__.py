@@ -34,8 +34,8 @@ from runtime.errors import UserError
 from tests.chaos.victim import PLAN, marked
 from tests.nccl.rank import CASES, LINKS, result
 from tests.steps import Step, asked, check, launched
-from tools.arguments import one_line_errors, parser_for, positive, run_command
-from tools.cases import Case
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.cases import Case
 
 BOUNDS = {"cuda": 10.0, "cpu": 1.0}
 """Times the bounds of `make parity`; a GPU adds up in other orders, by how much is not measured."""

@@ -15,8 +15,8 @@ from parity.rank import Found
 from parity.run import merged
 from runtime.errors import UserError
 from tests.nccl.rank import result
-from tools.cases import Case
-from tools.report import read_records
+from tools.common.cases import Case
+from tools.common.report import read_records
 
 ROWS = [("llama", Case(cp=2, method=name)) for name in ("ring", "zigzag")]
 

@@ -22,7 +22,7 @@ from parity.rank import Masked
 from parity.run import Run, compare, main
 from tests.parity import bugs
 from tests.starts import interruptible, wait_until
-from tools.cases import DIMENSIONS, Case
+from tools.common.cases import DIMENSIONS, Case
 
 ROOT = Path(__file__).parents[2]
 MESHES = [

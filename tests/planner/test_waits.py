@@ -25,7 +25,7 @@ from parity.cases import LINEAR_KINDS
 from planner import rehearsal
 from planner.recorder import Recorder
 from planner.rehearsal import rehearse
-from tools.training import Records, trainer_of
+from tools.common.training import Records, trainer_of
 from train.config import diffusion, language
 
 SMALL = (

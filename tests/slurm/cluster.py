@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runtime.errors import UserError
-from tools.arguments import parser_for, positive
+from tools.common.arguments import parser_for, positive
 from train.run import exit_status
 
 CONF = """\

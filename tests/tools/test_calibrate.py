@@ -12,7 +12,7 @@ from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tools import calibrate as calibration
 from tools.calibrate import ABOUT_LINKS, calibrate
-from tools.report import read_records
+from tools.common.report import read_records
 
 SMALL = ("--device", "cpu", "--num-heads", "2", "--head-dim", "16", "--lengths", "64")
 

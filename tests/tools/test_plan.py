@@ -14,9 +14,8 @@ from planner.cluster import CLUSTERS
 from runtime import progress
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY
+from tools.common.training import PEAK, measure
 from tools.plan import grouped, main
-from tools.profile_plan import measure
-from tools.training import PEAK
 from train.config.language import parse_args, validate
 
 A100 = ("--cluster", str(CLUSTERS / "wallfacer_a100_8.toml"))

@@ -15,8 +15,9 @@ from pretrain_dit import main as pretrain
 from runtime.errors import DataError
 from runtime.ranks import run_ranks
 from tests.parallel.tiny import rewrite_manifest
+from tools.common.arguments import UsageError
+from tools.common.training import PEAK
 from tools.sample_dit import config_of, fitted, main
-from tools.training import PEAK
 from train.config.flags import ConfigError
 from train.run import exit_status
 from train.sampling import Sampler, write_grid
@@ -139,12 +140,11 @@ def test_an_output_that_can_be_no_folder_is_refused_before_drawing(run, tmp_path
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_folder_that_is_no_run_and_words_that_are_no_numbers(run, tmp_path, capsys):
+def test_a_folder_that_is_no_run_and_words_that_are_no_numbers(run):
     with pytest.raises(ConfigError, match="name the folder that a run saved to"):
         main(["--load", str(run / "iter_0000002")])
-    with pytest.raises(SystemExit):
+    with pytest.raises(UsageError, match="'abc' is not an integer of 1 or more"):
         main(["--load", str(run), "--steps", "abc"])
-    assert "'abc' is not an integer of 1 or more" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_averages_says_what_to_give(run, tmp_path):

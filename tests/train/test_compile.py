@@ -20,7 +20,7 @@ from pretrain_gpt import main
 from runtime.ranks import run_ranks
 from tests.pretraining import DIT, TINY, differences, dit_on_rank
 from tests.programs import on_path
-from tools.training import PEAK
+from tools.common.training import PEAK
 from train.config.common import validate_run
 from train.config.flags import ConfigError
 from train.config.language import parse_args

@@ -19,19 +19,18 @@ import json
 import sys
 from pathlib import Path
 
-from tools.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 
 
 @one_line_errors
 def main(argv: list[str]) -> None:
     """Run the command."""
-    args = _parse(argv)
-    if args.command == "score":
+    if argv[:1] == ["score"]:
         from tools.line_retrieval.score import score_run
         from train.run import run_entry
 
-        run_entry(lambda _: score_run(args))
-
+        run_entry(lambda argv: score_run(_parse(argv)))
+    args = _parse(argv)
     if args.command == "model":
         from tools.line_retrieval.tiny import write_model
 
@@ -79,7 +78,7 @@ def make(args: argparse.Namespace) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    from tools.runs import add_mesh
+    from tools.common.runs import add_mesh
 
     parser = parser_for("python -m tools.line_retrieval", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)

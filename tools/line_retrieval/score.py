@@ -15,9 +15,9 @@ from data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from planner.choice import READING
 from runtime.errors import UserError
 from runtime.together import gather_results, is_first, raise_together
+from tools.common.report import markdown, write_results
+from tools.common.runs import Run, mesh_of, open_run
 from tools.line_retrieval.lines import Maker, Task
-from tools.report import markdown, write_results
-from tools.runs import Run, mesh_of, open_run
 from train.config.complete import beyond_rope
 from train.config.flags import ConfigError
 from train.generation import opened

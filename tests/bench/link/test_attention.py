@@ -10,7 +10,7 @@ from bench.link.attention import contestants, verdict, work_of
 from bench.link.crossing import plan_crossing
 from bench.link.network import Network
 from tests.bench.link.test_link import permitted
-from tools.report import read_records
+from tools.common.report import read_records
 
 SHAPE = {"seq_length": 2048, "num_heads": 8, "head_dim": 16}
 NETWORK = Network(rails=False)  # not entered: its numbers of ranks alone

@@ -23,7 +23,7 @@ from model.registry import num_parameters
 from planner.cluster import load_cluster
 from planner.search import rank
 from tests.starts import PATIENCE, interruptible, wait_until
-from tools.report import write_records
+from tools.common.report import write_records
 from train.config.complete import with_vocabulary
 from train.config.entries import Config
 from train.config.language import parse_args, validate

@@ -10,8 +10,8 @@ from data.text.config import DataConfig
 from data.text.megatron import MockTokenizer, build_datasets
 from runtime.errors import DataError, UserError
 from tests.pretraining import TINY
-from tools.runs import open_run
-from tools.training import Records, trainer_of
+from tools.common.runs import open_run
+from tools.common.training import Records, trainer_of
 
 FLAGS = ("--mock-data", "--device", "cpu", "--train-iters", "8", "--eval-interval", "4", "--eval-iters", "1")
 

@@ -34,7 +34,7 @@ from tests.parallel.context.communicators import (
     states,
     timelines,
 )
-from tools.cases import Case
+from tools.common.cases import Case
 from train import assemble
 from train.config import diffusion, language
 

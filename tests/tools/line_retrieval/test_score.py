@@ -13,6 +13,7 @@ from model.config import ModelConfig, architecture_of
 from model.registry import build_model
 from runtime.ranks import RankError, run_ranks
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
+from tools.common.arguments import UsageError
 from tools.line_retrieval import __main__ as command
 from tools.line_retrieval.lines import Maker, Task
 from tools.line_retrieval.score import SPARE, Cell, depths_of, heat_map, score, score_run, table
@@ -191,5 +192,5 @@ def test_what_cannot_be_asked_is_named(tmp_path, run):
     run_of(tmp_path / "none", None)
     with pytest.raises(ValueError, match="has no chat template"):
         scored(tmp_path / "none")
-    with pytest.raises(SystemExit):
+    with pytest.raises(UsageError, match="--depths: '0' is not an integer of 1 or more"):
         scored(folder, "--depths", "0")

@@ -6,7 +6,7 @@ import pytest
 
 from parity.cases import KINDS, LINEAR_KINDS, chosen_cases, flags_of
 from runtime.errors import UserError
-from tools.cases import WORDS, Case, case_of, cases_of, command_of
+from tools.common.cases import WORDS, Case, case_of, cases_of, command_of
 from tools.fit import parsed
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.report import Table, as_csv, lines_of, read_records, write_records
+from tools.common.report import Table, as_csv, lines_of, read_records, write_records
 
 RESULT = {
     "benchmark": "of nothing",

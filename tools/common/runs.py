@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.arguments import positive
+from tools.common.arguments import positive
 
 if TYPE_CHECKING:
     from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer

@@ -1,11 +1,15 @@
-"""Run a few real iterations of each candidate on the processes at hand."""
+"""Runs that are measured: a trainer whose records stay in memory, and a few iterations of many configurations."""
 
 import gc
+import logging
 import statistics
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from io import StringIO
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +17,47 @@ import torch.distributed as dist
 from checkpoint.api import CheckpointConfig
 from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
+from runtime.processes import launched_world_size
 from runtime.progress import duration
 from runtime.together import from_first, is_first
 from train.config.entries import Config
+from train.loop import Trainer
+from train.watching.metrics import RunLog
+
+PEAK = 1e9
+"""MFU is not needed, and measuring the peak takes longer than these steps."""
+
+
+class Records(RunLog):
+    """Keep a run's records in memory only, unchanged: a NaN loss stays NaN."""
+
+    def __init__(self) -> None:
+        self._records: list[dict[str, Any]] = []
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Keep a record."""
+        self._records.append(record)
+
+    def sync(self, draw: bool = True) -> None:
+        """Do nothing: there is no file."""
+
+
+@contextmanager
+def trainer_of(entry: ModuleType, flags: Sequence[str], log: RunLog) -> Iterator[Trainer]:
+    """Yield the trainer that ``entry``, pretrain_gpt or pretrain_dit, builds from ``flags``, with ``log`` on the first
+    rank.
+
+    Progress lines are discarded; the mesh lasts as long as the context. Collective.
+    """
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # no warning that gathering is slow
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes to it
+    config = entry.parse_args(list(flags))
+    entry.validate(config, launched_world_size())
+    with redirect_stdout(StringIO()), distributed_mesh(config.mesh) as mesh:
+        trainer = entry.build_trainer(config, mesh, PEAK)
+        if trainer.log is not None:
+            trainer.log = log
+        yield trainer
 
 
 def measure(

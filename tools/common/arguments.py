@@ -15,11 +15,17 @@ from runtime.errors import UserError, printable
 P = ParamSpec("P")
 
 
+class UsageError(UserError):
+    """Arguments that a command does not take; one of a launcher's ranks tells them, as it does other errors."""
+
+    status = 2
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser that raises its errors, for whoever called the command to print one line and exit."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {printable(message)}; --help lists the arguments\n")
+        raise UsageError(f"{message}; --help lists the arguments")
 
 
 def parser_for(prog: str, description: str | None) -> Parser:
@@ -50,7 +56,7 @@ positive = at_least(1)
 
 
 def one_line_errors(main: Callable[P, int | None]) -> Callable[P, int]:
-    """Let a command return its status, 0 for None; 1 and one line for a user's or the system's error, not for a bug."""
+    """Let a command return its status, 0 for None; a user's error, or the system's, is one line and its status."""
 
     @wraps(main)
     def command(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -60,7 +66,7 @@ def one_line_errors(main: Callable[P, int | None]) -> Callable[P, int]:
             raise
         except (UserError, OSError) as error:
             print(f"error: {printable(str(error))}", file=sys.stderr)
-            return 1
+            return getattr(error, "status", 1)
 
     return command
 

@@ -1,0 +1,37 @@
+"""The end of a command: by a reader who has enough, and by arguments that it does not take."""
+
+import subprocess
+import sys
+from contextlib import redirect_stderr
+from io import StringIO
+
+from runtime.ranks import run_ranks
+from tests.starts import PATIENCE
+from tools.sample import main
+from train.run import exit_status
+
+COMMAND = """
+from tools.common.arguments import one_line_errors, run_command
+run_command(one_line_errors(lambda: print("x" * (1 << 20))))
+"""
+
+
+def test_a_reader_that_goes_away_ends_a_command_without_a_word() -> None:
+    with subprocess.Popen([sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        assert command.stdout.read(1) == b"x"
+        command.stdout.close()
+        assert command.stderr.read() == b""
+        assert command.wait(PATIENCE) == 141
+
+
+def _asked(rank: int, size: int) -> tuple[int, str]:
+    with redirect_stderr(StringIO()) as said:
+        return exit_status(main, ["--load", "x", "--fast"]), said.getvalue()
+
+
+def test_one_rank_tells_of_an_argument_that_none_takes() -> None:
+    statuses, said = zip(*run_ranks(_asked, 2), strict=True)
+    assert statuses == (2, 2)
+    assert "".join(said) == "error: unrecognized arguments: --fast; --help lists the arguments\n"

@@ -1,5 +1,6 @@
 """What tests see of the machine, and what several of them need and takes a while to make, once per session."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.text.prepare import Request, prepare
+from runtime.files import owned
 from runtime.ranks import preload
 from tests import programs
 
@@ -33,7 +35,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def default_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of the default corpus, the standard library's sources, with its tokenizer beside it."""
-    prefix = tmp_path_factory.mktemp("data") / "stdlib"
-    prepare(Request(), prefix, progress=False)
+    """Prefix of the default corpus, the standard library's sources, with its tokenizer beside it.
+
+    The first worker that asks makes it, once for all of them.
+    """
+    base = tmp_path_factory.getbasetemp()
+    prefix = (base if "PYTEST_XDIST_WORKER" not in os.environ else base.parent) / "data" / "stdlib"
+    with owned(prefix.parent.with_name("data-lock"), wait=True):
+        if not prefix.parent.exists():
+            draft = prefix.parent.with_name("data-draft")
+            prepare(Request(), draft / prefix.name, progress=False)
+            draft.rename(prefix.parent)
     return prefix

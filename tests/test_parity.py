@@ -12,6 +12,12 @@ from tests.pretraining import differences, on_rank, pretrain
 BOUND = 1e-5
 ALONE = ("--context-parallel-method", "none")
 METHODS = ("ring", "striped", "zigzag", "allgather")
+MESHES = [
+    pytest.param(method, cp, marks=pytest.mark.slow if method in ("ring", "allgather") and cp != 2 else ())
+    for method in METHODS
+    for cp in (1, 2, 4)
+]
+PADDED = [pytest.param(method, marks=pytest.mark.slow if method in ("ring", "allgather") else ()) for method in METHODS]
 ODD = ("--train-iters", "3", "--seq-length", "251")
 
 
@@ -34,8 +40,7 @@ def odd_length(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return pretrain(1, default_data, tmp_path_factory.mktemp("odd") / "run", *ODD, *ALONE)
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "cp"), MESHES)
 def test_every_iteration_equals_one_process(
     method: str, cp: int, iterations: tuple[str, str], default_data: Path, one_process: list[dict], tmp_path: Path
 ) -> None:
@@ -47,7 +52,7 @@ def test_every_iteration_equals_one_process(
     "flags",
     [
         "wallfacer --context-parallel-size 4 --context-parallel-team-size 2 --context-parallel-placement p2p_intra",
-        "ulysses --context-parallel-size 4",
+        pytest.param("ulysses --context-parallel-size 4", marks=pytest.mark.slow),
         "zigzag --context-parallel-size 2 --ulysses-degree 2 --tensor-model-parallel-size 2",
         "double_ring --context-parallel-size 4 --context-parallel-ranks-per-node 2 --ulysses-degree 2 "
         "--recompute-granularity attention_boundary --context-parallel-layout striped",
@@ -124,7 +129,7 @@ def test_data_parallel_strategies_equal_one_process(
     assert got[-1]["validation_loss"] == pytest.approx(one_process[-1]["validation_loss"], rel=BOUND)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PADDED)
 def test_a_length_that_does_not_divide_is_padded_never_cut(
     method: str, default_data: Path, odd_length: list[dict], tmp_path: Path
 ) -> None:

@@ -1,0 +1,1 @@
+"""Benchmarks, one file each; what was measured where lies in `bench/results/`."""

@@ -1,0 +1,1 @@
+"""Save and load: atomic, verified, on any mesh."""

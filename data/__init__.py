@@ -1,0 +1,1 @@
+"""Text and latents, from files to the batches of each rank."""

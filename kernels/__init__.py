@@ -1,0 +1,1 @@
+"""Attention of one process, each fast path with a naive twin."""

@@ -1,0 +1,1 @@
+"""Every mesh equals one process: the proof by training."""

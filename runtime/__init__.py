@@ -1,0 +1,1 @@
+"""Files, errors of all ranks and processes, for every folder."""

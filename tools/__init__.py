@@ -1,0 +1,1 @@
+"""Programs beside training: prepare, sample, plan, plot, vendor."""

@@ -1,0 +1,1 @@
+"""Conversations to tokens, with which of them are learned."""

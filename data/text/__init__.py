@@ -1,0 +1,1 @@
+"""Documents to .bin and .idx, and to samples."""

@@ -1,0 +1,1 @@
+"""A task of long contexts: find a line by its label."""

@@ -1,0 +1,1 @@
+"""Configurations: dataclasses to TOML and flags and back."""

@@ -1,9 +1,10 @@
-"""Write the generated pages of docs/reference/: flags, Megatron-LM's flags, configurations.
+"""Write the generated pages of docs/: flags, Megatron-LM's flags, configurations, the map of the code.
 
 python -m train.config.pages
 """
 
 import argparse
+import ast
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,10 @@ from train.config.flags import METAVAR, Field, attribute_docs, config_fields
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
+TREE = [
+    *("model", "kernels", "runtime", "parallel", "checkpoint", "data", "train"),
+    *("planner", "tools", "parity", "papers", "bench", "slurm"),
+]
 MADE_BY = "Made by `python -m train.config.pages`."
 
 
@@ -23,13 +28,19 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser("python -m train.config.pages", description=__doc__, formatter_class=raw).parse_args()
     for name, text in pages().items():
-        (FOLDER / name).write_text(text, encoding="utf-8")
-        print(f"written: {(FOLDER / name).relative_to(ROOT)}")
+        path = (FOLDER / name).resolve()
+        path.write_text(text, encoding="utf-8")
+        print(f"written: {path.relative_to(ROOT)}")
 
 
 def pages() -> dict[str, str]:
     """Return the text of every generated page, by its name in docs/reference/."""
-    return {"flags.md": flags_page(), "megatron_flags.md": megatron_flags.markdown(), "configs.md": configs_page()}
+    return {
+        "flags.md": flags_page(),
+        "megatron_flags.md": megatron_flags.markdown(),
+        "configs.md": configs_page(),
+        "../concepts/code.md": code_page(),
+    }
 
 
 def flags_page() -> str:
@@ -102,6 +113,48 @@ def _comment(path: Path) -> str:
         words.append(line.lstrip("# "))
     text = " ".join(words).partition(" Add the data")[0]
     return text.strip().removesuffix(":")
+
+
+def code_page() -> str:
+    """Return docs/concepts/code.md: the first line of each file's docstring, by folder."""
+    lines = [
+        "# The code",
+        "",
+        "To read it in an hour: `pretrain_gpt.py`, `train/loop.py`, then `parallel/context/` as `layout.py`,",
+        "`tiles.py`, `plan.py`, `methods/ring.py`, `executor.py`, `api.py`; then `tests/test_parity.py`, which says",
+        "what all of it promises. [One step, one flag, one checkpoint](one_step.md) follows each from file to file.",
+        "",
+        "Folders import downwards only (`tests/test_architecture.py` reads the imports and refuses the rest):",
+        "",
+        "```",
+        "entry -> planner -> train -> {model, data, checkpoint, parallel} -> kernels -> runtime",
+        "```",
+        "",
+        "`tools`, `papers`, `parity`, `bench` and `slurm` stand on these. Tests mirror the tree by path, and",
+        f"[configurations](../reference/configs.md) have a page of their own. {MADE_BY}",
+        "",
+        "## Entries",
+        *_files(sorted(ROOT.glob("pretrain_*.py"))),
+    ]
+    for folder in (ROOT / name for name in TREE):
+        lines += ["", f"## {folder.name}/", "", _first_line(folder / "__init__.py")]
+        lines += _files(sorted(folder.rglob("*.py")))
+    return "\n".join(lines) + "\n"
+
+
+def _files(paths: Iterable[Path]) -> list[str]:
+    """Return a table of files, and of the packages below the first folder by their names."""
+    rows = []
+    for path in paths:
+        name = path.relative_to(ROOT).as_posix().removesuffix("__init__.py")
+        if name.rstrip("/") not in TREE:
+            rows.append(f"| `{name}` | {_first_line(path).removesuffix('.')} |")
+    return ["", "| path | |", "| --- | --- |", *rows]
+
+
+def _first_line(path: Path) -> str:
+    """Return the first line of a file's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
 if __name__ == "__main__":

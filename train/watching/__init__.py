@@ -1,0 +1,1 @@
+"""Watchers of a training loop, called at its moments."""

@@ -1,0 +1,1 @@
+"""Linear attention over ranks: states that are passed on."""

@@ -1,0 +1,1 @@
+"""Context-parallel methods as data, one file each."""

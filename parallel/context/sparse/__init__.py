@@ -1,0 +1,1 @@
+"""Packed documents: only rows that a query sees travel."""

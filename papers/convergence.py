@@ -19,8 +19,8 @@ from typing import Any
 
 import pretrain_gpt
 from data.text.prepare import Request, prepare
-from papers.table import FOLDER
-from papers.table import published as rows_of
+from papers.rows import FOLDER
+from papers.rows import published as rows_of
 from parallel.context.linear import state
 from runtime.errors import UserError
 from runtime.machine import describe, stamp

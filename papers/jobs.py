@@ -58,9 +58,9 @@ Runs = Mapping[str, Run]
 class Job:
     """A measurement of a row: the paper's hardware, and runs of the entry with a configuration of configs/."""
 
-    gpu: str
-    """a100 or h100."""
-    memory_gb: int
+    gpu: str = "a100"
+    """Or h100."""
+    memory_gb: int = 80
     gpus: int
     per_node: int = 8
     """GPUs of a node, where the row has as many."""
@@ -122,9 +122,14 @@ def lengths(flag: str, published: int) -> dict[str, str]:
     return {str(tokens): f"{flag} {tokens}" for tokens in (published // 2, published, 2 * published)}
 
 
-def longest_run(runs: Runs) -> int:
-    """Return the longest of ``lengths`` that ran, in 1,024 tokens; 0 if none did."""
-    return max((int(name) // 1024 for name, run in runs.items() if run.fits), default=0)
+def longest_of(name: str) -> Callable[[Runs], Figures]:
+    """Return the figures of ``lengths``: the longest that ran, in 1,024 tokens, and tokens/s at the published one."""
+
+    def figures(runs: Runs) -> Figures:
+        longest = max((int(tokens) // 1024 for tokens, run in runs.items() if run.fits), default=0)
+        return {name: longest, "tokens_per_s": shown([*runs.values()][1].tokens_per_s)}
+
+    return figures
 
 
 def shown(value: float | None, digits: int = 1) -> float | str:

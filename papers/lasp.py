@@ -7,24 +7,22 @@ python -m papers.lasp --table convergence --measure     # trains what is not in 
 
 import sys
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from papers import convergence, rows, table
-from papers.jobs import LONG, SHORT, Figures, Job, Runs, lengths, longest_run, shown
-from papers.ring import CONFIGS, K
+from papers import convergence, rows
+from papers.jobs import LONG, SHORT, Figures, Job, Runs, lengths, longest_of, shown
+from papers.ring import K, step_of
 from papers.rows import Curves, Row, Sheet
 from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
 from parallel.context import make_plan
-from planner.search import workload_of
 from planner.step_memory import Arrangement, Workload, memory_of
 from runtime.errors import UserError
 from runtime.machine import commit_of
 from runtime.ranks import run_ranks
 from tools.common.arguments import run_command
-from train.config.language import load_config
 
 RANKS, MEMORY_GB = 4, 80.0
 STATES, OUTPUT = "weights, gradients, optimizer", "a layer's backward, or the logits"
@@ -37,7 +35,7 @@ LOGIT_BYTES = 12
 @lru_cache
 def model() -> Workload:
     """Return the work of a step of TransNormer 1B in bfloat16, batch 1, whose gradients are there throughout."""
-    return replace(workload_of(load_config(CONFIGS / "transnormer_1b.toml"), 1, "cuda"), micro_batches=2)
+    return replace(step_of("transnormer_1b"), micro_batches=2)
 
 
 def volumes(measured: bool = False) -> list[Row]:
@@ -85,7 +83,7 @@ def scalability() -> list[Row]:
     """Return the memory of every length and number of GPUs, "OOM" beyond 80 GB."""
     found = []
     for backend in ("DDP", "FSDP"):
-        for row in sorted(table.published("lasp_scalability"), key=lambda row: int(row["gpus"])):
+        for row in sorted(rows.published("lasp_scalability"), key=lambda row: int(row["gpus"])):
             tokens, gpus = int(row["seq_len"]), int(row["gpus"])
             size = memory_gb(tokens, backend, gpus)
             theirs, rate = (row[f"{backend.lower()}_{name}"] for name in ("memory_gb", "tokens_per_s"))
@@ -104,13 +102,11 @@ def job(backend: str, gpus: int, *, lasp: bool, cases: dict[str, str], recompute
     """Return what measures a row of TransNormer 1B, of one run or, looking for the longest, of ``lengths``."""
     strategy = f"--data-parallel-sharding-strategy {backend.lower()} --recompute-granularity {recompute}"
     return Job(
-        gpu="a100",
-        memory_gb=int(MEMORY_GB),
         gpus=gpus,
         config="transnormer_1b",
         flags=f"--context-parallel-size {gpus if lasp else 1} {strategy}",
         cases=cases,
-        figures=_ran if len(cases) == 1 else _longest,
+        figures=_ran if len(cases) == 1 else longest_of("ktokens"),
         iterations=SHORT if len(cases) == 1 else LONG,
     )
 
@@ -120,22 +116,10 @@ def _ran(runs: Runs) -> Figures:
     return {"gb": shown(run.memory_gb), "tokens_per_s": shown(run.tokens_per_s)}
 
 
-def _longest(runs: Runs) -> Figures:
-    """Return the longest length of a row, and tokens/s at the published one, which is the second."""
-    return {"ktokens": longest_run(runs), "tokens_per_s": shown([*runs.values()][1].tokens_per_s)}
-
-
-def above_floor(found: Sequence[Row], backend: str) -> list[Row]:
-    """Return the rows of a backend that hold more than the least that the paper has for as many GPUs."""
-    own = [row for row in found if row.of["backend"] == backend and row.difference]
-    held = {row.of["gpus"]: row.published["gb"] for row in reversed(own)}  # the shortest is the first
-    return [row for row in own if row.published["gb"] != held[row.of["gpus"]]]
-
-
 def ablation() -> list[Row]:
     """Return the longest sequence, in 1,024 tokens, by backend, recomputation (AC) and LASP, on 8 GPUs."""
     found = []
-    for row in table.published("lasp_activation_ablation"):
+    for row in rows.published("lasp_activation_ablation"):
         backend, *ways = row["method"].split("+")
         recompute = "full" if "AC" in ways else "none"
         needed = partial(memory_gb, backend=backend, gpus=8, lasp="LASP" in ways, recompute=recompute)

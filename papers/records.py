@@ -1,30 +1,22 @@
 """The longest sequences on one node: UPipe (Ghadia et al. 2026, arXiv:2602.21196), Llama3-8B on 8 H100, 5M tokens."""
 
-from functools import lru_cache, partial
+from functools import partial
 
-from papers import rows, table
+from papers import rows
 from papers.jobs import LONG, Figures, Job, Runs, shown
-from papers.ring import CONFIGS, K
+from papers.ring import K, step_of
 from papers.rows import Row, Sheet
 from parallel.context import make_plan
 from planner.cluster import CLUSTERS, load_cluster
 from planner.levers import FFN_CHUNK, LOSS_CHUNK
 from planner.step_memory import Arrangement, Workload, memory_of, offloaded
-from planner.workload import workload_of
 from tools.common.arguments import run_command
-from train.config.language import load_config
 
 STAGES = 4
 """A rank of 8 has 4 of Llama 3's 32 query heads; in a stage, one."""
 LEANEST = Arrangement(recompute="full", offload=True, loss_chunk=LOSS_CHUNK, ffn_chunk=FFN_CHUNK)
 """Layers computed again from inputs that lie in host memory, as the paper's runs do; all weights are sharded."""
 CLUSTER = load_cluster(CLUSTERS / "h100_pod.toml")
-
-
-@lru_cache
-def model(name: str) -> Workload:
-    """Return the work of a step of one sequence."""
-    return workload_of(load_config(CONFIGS / f"{name}.toml"), 1, "cuda")
 
 
 def gb(work: Workload, gpus: int, tokens: int, stages: int) -> float:
@@ -37,7 +29,6 @@ def job(config: str, gpus: int, tokens: int) -> Job:
     """Return what measures a row: Ulysses at once and in stages."""
     return Job(
         gpu="h100",
-        memory_gb=80,
         gpus=gpus,
         config=config,
         flags=f"--context-parallel-size {gpus} --seq-length {tokens} --context-parallel-method ulysses "
@@ -59,8 +50,8 @@ def _ran(runs: Runs) -> Figures:
 def supported() -> list[Row]:
     """Return whether each length fits a GPU, with its predicted memory."""
     found = []
-    for row in table.published("records"):
-        work, gpus, tokens = model(row["model"]), int(row["gpus"]), int(row["ktokens"]) * K
+    for row in rows.published("records"):
+        work, gpus, tokens = step_of(row["model"]), int(row["gpus"]), int(row["ktokens"]) * K
         plan = make_plan("ulysses", seq_len=tokens, size=gpus)
         ways = {"upipe_gb": gb(work, gpus, tokens, STAGES), "ulysses_gb": gb(work, gpus, tokens, 1)}
         ours: Figures = {

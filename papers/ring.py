@@ -5,8 +5,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from model.config import ModelConfig
-from papers import rows, table
-from papers.jobs import LONG, Figures, Job, Runs, lengths, longest_run, shown
+from papers import rows
+from papers.jobs import LONG, Job, lengths, longest_of
 from papers.rows import Curves, Row, Sheet
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
@@ -21,9 +21,15 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 @lru_cache
+def step_of(config: str) -> Workload:
+    """Return the work of a step of one sequence, by a configuration of configs/."""
+    return workload_of(load_config(CONFIGS / f"{config}.toml"), 1, "cuda")
+
+
+@lru_cache
 def device(name: str) -> Cluster:
     """Return one node of a device of table 2, with its rate, memory and link, and in all else an A100's."""
-    found = next(row for row in table.published("ring_minimal_block") if row["device"] == name)
+    found = next(row for row in rows.published("ring_minimal_block") if row["device"] == name)
     return replace(
         load_cluster(CLUSTERS / "a100_pod.toml"),
         name=name,
@@ -37,7 +43,7 @@ def device(name: str) -> Cluster:
 def minimal_blocks() -> list[Row]:
     """Return the block that hides its transfer, the rate over the bandwidth, and 6 of them, in thousands of tokens."""
     found = []
-    for row in table.published("ring_minimal_block"):
+    for row in rows.published("ring_minimal_block"):
         block = float(row["flops_tf"]) / float(row["interconnect_gb_per_s"])
         theirs = {name: float(row[f"minimal_{name}_ktokens"]) for name in ("block", "sequence")}
         ours = {"block": round(block, 1), "sequence": round(6 * block, 1)}
@@ -137,7 +143,7 @@ def longest(size: str, way: str, devices: int, memory_gb: float) -> int:
 def max_context() -> list[Row]:
     """Return the longest contexts of table 3, in 1,024 tokens."""
     found = []
-    for row in table.published("ring_max_context"):
+    for row in rows.published("ring_max_context"):
         name, devices = DEVICES[row["hardware"]]
         memory = device(name).memory_gb
         theirs = {column: int(row[f"{column}_ktokens"]) for column in COLUMNS}
@@ -151,21 +157,14 @@ def max_context() -> list[Row]:
 def job(size: str, gpus: int, tokens: int) -> Job:
     """Return what measures a row: Ring Attention's context, and half and twice as long, as ``longest`` has them."""
     return Job(
-        gpu="a100",
-        memory_gb=80,
         gpus=gpus,
         config=MODELS[size],
         flags=f"--no-bf16 --context-parallel-size {gpus} --context-parallel-method ring --context-parallel-layout "
         "contiguous --recompute-granularity full --loss-chunk-size 2048 --ffn-chunk-size 2048",
         cases=lengths("--seq-length", tokens),
-        figures=_longest_context,
+        figures=longest_of(COLUMNS[-1]),
         iterations=LONG,
     )
-
-
-def _longest_context(runs: Runs) -> Figures:
-    """Return the longest context, and tokens/s at the published one, which is the second."""
-    return {COLUMNS[-1]: longest_run(runs), "tokens_per_s": shown([*runs.values()][1].tokens_per_s)}
 
 
 def within(row: Row, column: str = COLUMNS[-1]) -> bool:

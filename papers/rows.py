@@ -27,7 +27,14 @@ from tools.common.arguments import one_line_errors, parser_for
 from tools.common.report import aligned
 from tools.common.report import as_csv as csv_of
 
+FOLDER = Path(__file__).parent
 COLUMNS, MADE_BY = ("published", "analytic", "measured"), "made by"
+
+
+def published(name: str) -> list[dict[str, str]]:
+    """Read the rows of a paper's table, tables/NAME.csv, by column name."""
+    with (FOLDER / "tables" / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 @dataclass(frozen=True)

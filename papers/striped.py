@@ -2,25 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 
 import torch
 
 from kernels.products import linear
-from papers import rows, table
+from papers import rows
 from papers.emulate import clock, emulate
 from papers.jobs import Figures, Job, Runs, shown
-from papers.ring import CONFIGS, device
+from papers.ring import device, step_of
 from papers.rows import Curves, Row, Sheet
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.cluster import Cluster
-from planner.search import workload_of
 from planner.step_cost import predict
 from planner.step_memory import Arrangement, Workload
 from runtime.machine import device_name
 from tools.common.arguments import run_command
-from train.config.language import load_config
 
 TILES = {"A100": (2048, 4096), "TPU": (2048, 2048)}
 """Queries and keys of the tiles that are computed whole, or not at all (section 3.2)."""
@@ -29,10 +27,9 @@ SCALE, HEADS, REPEATS = 16, 2, 3
 CHIPS = {"A100-80GB x8": "A100 NVLink", "TPUv3 x8": "TPU v3", "TPUv4 x16": "TPU v4"}
 
 
-@lru_cache
 def model(size: str) -> Workload:
     """Return the work of a step of the paper's model ``1B``, ``3B`` or ``7B`` (table 1)."""
-    return workload_of(load_config(CONFIGS / f"striped_{size.lower()}.toml"), 1, "cuda")
+    return step_of(f"striped_{size.lower()}")
 
 
 def speedup(work: Workload, ranks: int, block: int, double: bool, computed: float = 0.5) -> float:
@@ -66,8 +63,6 @@ def planned(work: Workload, cluster: Cluster, tp: int, ranks: int, tokens: int) 
 def job(size: str, tp: int, ranks: int, tokens: int) -> Job:
     """Return what measures a row: a run with Ring and one with Striped Attention, all layers computed again."""
     return Job(
-        gpu="a100",
-        memory_gb=80,
         gpus=tp * ranks,
         config=f"striped_{size.lower()}",
         flags=f"--tensor-model-parallel-size {tp} --context-parallel-size {ranks} --seq-length {tokens} "
@@ -122,7 +117,7 @@ def _product(rows: int, inside: int, outside: int) -> Callable[[], None]:
 def speedups(measured: bool = False) -> list[Row]:
     """Return the paper's rows with what its formula, its tiles and the planner say, and what emulated ranks take."""
     found, here = [], cache(emulated)
-    for row in table.published("striped_speedups"):
+    for row in rows.published("striped_speedups"):
         work, on_gpu = model(row["model"]), row["hardware"].startswith("A100")
         tp, ranks, tokens = (int(row[name]) for name in ("model_parallel", "sequence_parallel", "seq_len"))
         block = tokens // ranks

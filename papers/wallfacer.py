@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from papers import links, ring, rows, table
+from papers import links, ring, rows
 from papers.jobs import Figures, Job, Runs
 from papers.rows import Curves, Row, Sheet
 from parallel.context import Plan, context_parallel, make_plan
@@ -83,7 +83,7 @@ def memory() -> list[Row]:
 @lru_cache
 def model(name: str) -> tuple[Workload, bool]:
     """Return a step of a model of table 3 in bfloat16, and whether it is causal; GPT-2's vocabulary is our choice."""
-    row = next(row for row in table.published("wallfacer_models") if row["model"] == name)
+    row = next(row for row in rows.published("wallfacer_models") if row["model"] == name)
     causal, heads, layers, hidden = name.startswith("GPT"), *(int(row[key]) for key in ("heads", "layers", "hidden"))
     vocab = 50304 if causal else 0
     products = 12 * hidden**2 * layers + vocab * hidden
@@ -182,7 +182,7 @@ def _gained(runs: Runs) -> Figures:
 def supported() -> list[Row]:
     """Return whether lengths fit 8 A100 of 80 GB, in bfloat16 with ZeRO-2 and checkpoints behind the attention."""
     arranged, found = Arrangement(strategy="zero2", recompute="attention_boundary", loss_chunk=2048, ffn_chunk=2048), []
-    for row in table.published("wallfacer_supported_length"):
+    for row in rows.published("wallfacer_supported_length"):
         work, length, need = replace(ring.model(row["model"]), element_size=2), int(row["ktokens"]), {}
         for way, team in (("ring_attention", 1), ("wallfacer", 2)):
             plan = make_plan("wallfacer", seq_len=length * K, size=8, team_size=team)
@@ -199,8 +199,6 @@ def fitting_job(model: str, ktokens: int) -> Job:
     """Return what measures whether a length fits: a run with Ring Attention, and one with a team of 2."""
     team = "--context-parallel-method wallfacer --context-parallel-team-size"
     return Job(
-        gpu="a100",
-        memory_gb=80,
         gpus=8,
         config=ring.MODELS[model],
         flags=f"--context-parallel-size 8 --seq-length {ktokens * K} {SHARDED} --loss-chunk-size {CHUNKED} "

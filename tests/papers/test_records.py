@@ -1,6 +1,7 @@
 """UPipe's record: which lengths fit, and what stages of heads save of it."""
 
 from papers import records
+from papers.ring import step_of
 
 
 def test_every_length_is_predicted_to_fit() -> None:
@@ -12,7 +13,7 @@ def test_every_length_is_predicted_to_fit() -> None:
 
 
 def test_stages_save_more_where_a_rank_has_more_kv_heads() -> None:
-    work, tokens = records.model("llama3_8b"), 5 << 20
+    work, tokens = step_of("llama3_8b"), 5 << 20
     saved = [records.gb(work, gpus, tokens, 1) - records.gb(work, gpus, tokens, 4) for gpus in (8, 4, 2)]
     assert saved[0] < 0 < saved[2]
     assert saved[0] < saved[1] < saved[2]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from papers import rows, striped, table
+from papers import rows, striped
 from papers.ring import device
 
-ROWS = table.published("striped_speedups")
+ROWS = rows.published("striped_speedups")
 
 
 def test_every_printed_maximum_is_ours() -> None:

@@ -21,8 +21,8 @@ from checkpoint.drafts import Draft, publish, removed_on_error
 from checkpoint.local import remove_others
 from checkpoint.manifest import disk_errors
 from checkpoint.search import Keeper
-from runtime.beside import Beside
 from runtime.files import copy_files
+from runtime.ranks import HelperProcess
 from runtime.together import cpu_group, gather_results
 
 
@@ -117,7 +117,7 @@ class Background:
     def __init__(self, keeper: Keeper) -> None:
         self.memory = Memory()
         self._keeper = keeper
-        self._beside = Beside("writes checkpoints")
+        self._beside = HelperProcess("writes checkpoints")
         self._draft: Draft | None = None
         self._step: Literal["copy", "publish"] = "copy"
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.copies import cached_on_device, to_device
+from runtime.tensors import cached_on_device, to_device
 
 SCAN_CHUNK = 64
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.blocks import ANTI, FULL, Tile, TileNumbers
 from kernels.merge import merge_
 from kernels.strips import in_one_piece
-from runtime.copies import cached_on_device, to_device
+from runtime.tensors import cached_on_device, to_device
 
 SMALL = 1 << 20
 """Most pairs of a tile that shares a launch; a larger one keeps a device busy alone, and copies no rows."""

@@ -15,7 +15,7 @@ from kernels.products import linear
 from model.config import ModelConfig
 from model.layers import Linear, Rotary
 from model.lora import initial_adapter, is_adapter
-from runtime.draws import Part, initial_weight_slice
+from runtime.tensors import Part, initial_weight_slice
 
 Head = Callable[[Tensor, Tensor], Tensor]
 """Normalised hidden states [B, T, C], output weights [V, C] -> the forward's result."""
@@ -156,7 +156,7 @@ def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: i
     Norms start at 1, biases at 0, LRPE's angle j at 10000^(-2 j / channels), matrices and tables as normals of standard
     deviation init_method_std, divided by sqrt(2 * num_layers) if they write into the residual stream, so that its
     variance does not grow with depth (Radford et al. 2019, section 2.3; Megatron-LM's scaled_init_method_normal). What
-    `runtime.draws` draws depends on name, shape and seed only: not on mesh, pipeline split or order of construction.
+    `runtime.tensors` draws depends on name, shape and seed only: not on mesh, pipeline split or order of construction.
     """
     if is_adapter(name):
         return initial_adapter(name, shape, seed, part)

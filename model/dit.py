@@ -16,7 +16,7 @@ from model.attention import Attend, Attention, Window, refuse_mask
 from model.base import drop_layers
 from model.dit_config import DiTConfig
 from model.layers import MLP, LayerNorm, Linear
-from runtime.draws import Part, initial_weight_slice
+from runtime.tensors import Part, initial_weight_slice
 
 FREQUENCIES = 256
 """Sines and cosines per time."""

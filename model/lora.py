@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runtime.draws import Part, initial_weight_slice
 from runtime.errors import UserError
+from runtime.tensors import Part, initial_weight_slice
 
 THEIRS = {
     "q_proj": "wq",

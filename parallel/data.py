@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from runtime.draws import Part
 from runtime.errors import UserError
+from runtime.tensors import Part
 
 Strategy = Literal["ddp", "legacy_ddp", "zero1", "zero2", "zero3"]
 WeightOf = Callable[[str, torch.Size, Part], Tensor]

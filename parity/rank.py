@@ -20,7 +20,7 @@ from model.base import initial_weight
 from model.dit import initial_dit_weight
 from parity.modules import Notes, Piece
 from parity.samples import feed
-from runtime.draws import Part, generator_of
+from runtime.tensors import Part, generator_of
 from tools.common.training import Records, trainer_of
 from train import optim
 from train.loop import Trainer

@@ -106,6 +106,25 @@ def _end_readers() -> None:
             child.kill()
 
 
+@contextmanager
+def signals_later() -> Iterator[None]:
+    """Take Ctrl-C and SIGTERM after the block: amid the start of a process, they would leave it without its orders."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals never interrupt this one
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the started processes inherit this
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for sent in came:
+            signal.raise_signal(sent)
+
+
 def leave_to_parent(_worker: int) -> None:
     """In a data loader's process: leave signals to the process that started it, and end with that one.
 

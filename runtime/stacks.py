@@ -26,7 +26,7 @@ class Process:
     pid: int
     born: str
     stacks: int
-    """Its nameless file, which DUMP writes to."""
+    """Its nameless file, which DUMP writes to; it is empty unless another process wants them."""
 
     @property
     def runs(self) -> bool:
@@ -85,10 +85,16 @@ def write_own(out: IO[str]) -> None:
 def write_of(out: IO[str], process: Process) -> None:
     """Write another process's stacks. If it is stopped, this wakes it, as Python's stacks come from itself."""
     print(f"process {process.pid} did not answer\n{_native(process.pid)}\nPython:", file=out, flush=True)
-    process.send(DUMP, signal.SIGCONT)
-    time.sleep(0.5)
+    stacks, sizes = Path(f"/proc/{process.pid}/fd/{process.stacks}"), [1]
     with suppress(OSError):  # it is gone
-        out.write(Path(f"/proc/{process.pid}/fd/{process.stacks}").read_text(errors="replace"))
+        os.truncate(stacks, 1)  # so that it knows, however late it writes them
+        process.send(DUMP, signal.SIGCONT)
+        for _ in range(20):
+            time.sleep(0.5)
+            sizes.append(stacks.stat().st_size)
+            if sizes[-1] == sizes[-2] > 1:  # all of them are written
+                break
+        out.write(stacks.read_text(errors="replace").strip("\0"))
 
 
 def _native(pid: int) -> str:

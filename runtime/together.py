@@ -110,7 +110,7 @@ def on_all_ranks(error: Exception) -> bool:
 
 
 @contextmanager
-def one_voice(seconds: float) -> Iterator[bool]:
+def first_to_report(seconds: float) -> Iterator[bool]:
     """Yield whether this rank reports why the run fails: True on the first rank to arrive.
 
     Also works before the process group exists, over the launcher's store. A rank that reaches no store reports: better

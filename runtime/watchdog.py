@@ -1,6 +1,11 @@
-"""A watchdog per rank: if no step is made for long, it writes all stacks, names who waits where, and ends all ranks."""
+"""Ranks that no longer answer: a roll call that names them, and a watchdog that ends a run without steps.
+
+Errors of a lost peer are recognised by the texts of gloo and the store. Not measured under NCCL, whose watchdog ends
+the process in C++ before Python sees an error.
+"""
 
 import os
+import re
 import signal
 import socket
 import statistics
@@ -9,28 +14,137 @@ import tempfile
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from runtime.slurm import AGAIN
+from runtime.processes import NODE
+from runtime.slurm import AGAIN, leave_ending
 from runtime.stacks import own_process, place, write_of, write_own
 from runtime.together import gather_results
 
+CLOSED = re.compile(
+    r"(Connection (closed|reset) by peer|Broken pipe|remote process exited|Application timeout)[^\n.]*(\.\d+[^\n.]*)*"
+)
+TIMED_OUT = re.compile(
+    r"(Timed out waiting \d+ ?ms for|wait timeout after|Timed out after \d+ seconds waiting for clients)[^\n.]*", re.I
+)
 HUNG = AGAIN
-"""Exit status of all ranks: to be started again without the nodes in EXCLUDE."""
+"""Exit status of all ranks that hang: to be started again without the nodes in EXCLUDE."""
 FOLDER, EXCLUDE = "hangs", "hung_nodes.txt"
 """In a run's folder: the stacks; and the nodes of ranks that did not answer, a line each."""
 LEAST_STEPS = 3
-TURN, TURNS = 0.05, 40  # of looks at the store; turns, not seconds, as load slows all ranks alike
-TOLD = "longmesh/hang"
-
+TURN, SLOWED = 0.05, 10
+"""Seconds between two looks at the store, which are counted, as load slows all ranks alike; by how much it may."""
+GRACE, ROLL, WRITE = 1.5, 2.5, 10.0
+"""Seconds, on an idle machine, for a rank whose connection closed to hear that another one timed out; for a hang's roll
+call; and for ranks that answered it to write their stacks."""
+HANG, ALONE, SPEAKER = "longmesh/hang", "longmesh/timed out", "longmesh/speaker"
 T = TypeVar("T")
-Places = dict[int, tuple[str, str]]
+Places = dict[int, Sequence[str]]
 """Of each rank, what `place` returns."""
+
+
+def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:
+    """Print one line if a collective failed because of a peer; return False, silently, for any other error.
+
+    Ranks that timed out call the roll through the store for up to ``seconds``; one of them names the ranks that do not
+    answer: stopped, hanging or gone. A rank whose connection closed reports only that.
+    """
+    timed_out = TIMED_OUT.search(str(error))
+    if (found := timed_out or CLOSED.search(str(error))) is None:
+        return False
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    alone = f"rank {rank} ends because a peer of it did ({found[0]})"
+    leave_ending(AGAIN, alone)
+    before = _at_sigterm(alone)  # the launcher ends this rank as soon as it sees that another ended
+    line: str | None = alone
+    if dist.is_initialized():
+        line = _in_time(lambda: _line_of_roll(alone, timed_out, seconds), seconds)
+    if line is None:
+        advice = "the store does not answer either, which rank 0 holds where torchrun does not: look at rank 0"
+        line = f"{alone}; {advice}" if timed_out else alone
+    if before is not None:
+        signal.signal(signal.SIGTERM, before)
+    _say(line)
+    time.sleep(0.5)  # let the speaker print: the launcher ends all ranks once one has ended
+    return True
+
+
+def _line_of_roll(alone: str, timed_out: re.Match[str] | None, seconds: float) -> str:
+    """Call the roll; return the line that this rank is to say, empty where another one names the silent ranks."""
+    store, name = _connection(), "longmesh/answer of rank"
+    if timed_out:
+        store.set(ALONE, "")
+    else:
+        _call_roll(store, name, "", min(GRACE, seconds))
+        if not store.check([ALONE]):
+            return alone
+    silent = sorted(set(range(dist.get_world_size())) - _call_roll(store, name, "", seconds).keys())
+    if store.add(SPEAKER, 1) > 1:
+        return ""
+    reason, advice = alone.partition(" (")[2], "where they are only slow, give a longer --distributed-timeout-minutes"
+    if not silent:
+        return f"ranks waited in vain for each other ({reason}, and all of them answer now; {advice}"
+    keys = {other: NODE.format(other) for other in silent}
+    nodes = {other: store.get(key).decode() if store.check([key]) else "" for other, key in keys.items()}
+    names = ", ".join(f"{other}{node and f' on {node}'}" for other, node in nodes.items())
+    ranks = "ranks" if len(silent) > 1 else "rank"
+    return f"{ranks} {names} did not answer ({reason}: stopped, hanging or lost, and so the others end; {advice}"
+
+
+def _at_sigterm(line: str) -> Any:
+    """Make SIGTERM print ``line`` and end the process; return the old handler, None if not on the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+
+    def end(*_: object) -> NoReturn:
+        _say(line)
+        os._exit(1)
+
+    return signal.signal(signal.SIGTERM, end)
+
+
+def _say(line: str) -> None:
+    print(line, end="\n" * bool(line), file=sys.stderr, flush=True)
+
+
+def _connection() -> dist.Store:
+    """Return the ranks' store on a connection of its own, as other threads may wait on the shared one."""
+    shared: Any = dist.distributed_c10d._get_default_store()
+    return shared.clone()  # type: ignore[no-any-return]
+
+
+def _call_roll(store: dist.Store, name: str, said: str, seconds: float) -> dict[int, str]:
+    """Answer a roll call and wait until all ranks have; return what each rank says that answers in time."""
+    keys = [f"{name} {rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], said)
+    _wait_for(lambda: store.check(keys), seconds)
+    return {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
+
+
+def _wait_for(holds: Callable[[], bool], seconds: float) -> None:
+    for _ in range(round(seconds / TURN)):
+        if holds():
+            return
+        time.sleep(TURN)
+
+
+def _in_time(call: Callable[[], T], seconds: float) -> T | None:
+    """Return what a call of the store returns that takes so long when idle; None if the store does not answer."""
+    answer: list[T] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            answer.append(call())
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(SLOWED * seconds + 1)
+    return answer[0] if answer else None
 
 
 class Watchdog:
@@ -53,10 +167,9 @@ class Watchdog:
             return
         node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         self._rank, self._ranks = dist.get_rank(), gather_results(lambda: (node, own_process()))
-        shared: Any = dist.distributed_c10d._get_default_store()
-        self._store, listens = shared.clone(), shared.clone()  # own connections: other threads may wait on the shared
+        self._store = _connection()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
-        self._threads += [threading.Thread(target=self._listen, args=(listens,), name="hangs", daemon=True)]
+        self._threads += [threading.Thread(target=self._listen, args=(_connection(),), name="hangs", daemon=True)]
         for thread in self._threads:
             thread.start()
 
@@ -86,7 +199,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.is_set():
-            late = len(self._steps) >= LEAST_STEPS and not self._paused and time.monotonic() - self._since > self._limit
+            watches = len(self._steps) >= LEAST_STEPS and not self._paused
+            late = watches and time.monotonic() - self._since > self._limit
             if self._told.wait(min(0.5, self._least / 4)) or late:
                 self._end()
 
@@ -98,7 +212,7 @@ class Watchdog:
         """Hear of ranks that noticed first: medians differ."""
         with suppress(RuntimeError):  # the store's holder is gone
             while not self._over.wait(0.5):
-                if store.check([TOLD]):
+                if store.check([HANG]):
                     self._told.set()
 
     def _end(self) -> NoReturn:
@@ -108,7 +222,7 @@ class Watchdog:
             time.sleep(60)  # another rank has woken this one for its stacks, and is about to kill it
         waited, mine = time.monotonic() - self._since, place()
         self._write(self._rank, write_own)
-        places = _in_time(lambda: self._call(mine))
+        places = _in_time(lambda: self._places(mine), ROLL)
         near = {rank: of for rank, (node, of) in enumerate(self._ranks) if node == self._ranks[self._rank][0]}
         if places is None:  # the store's holder is silent
             lost = [rank for rank, process in near.items() if rank != self._rank and not process.runs]
@@ -121,25 +235,20 @@ class Watchdog:
         if self._rank == min(places) if places else helps:
             self._tell(waited, places, {self._rank: mine}, lost)
         if places:
-            _in_time(lambda: self._meet(len(places)))
+            _in_time(lambda: self._meet(len(places)), WRITE)
         for process in silent.values():
             process.send(signal.SIGKILL)
         os._exit(HUNG)
 
-    def _call(self, mine: tuple[str, str]) -> Places:
-        """Return the places of all ranks that answer."""
-        self._store.set(TOLD, "")
-        self._store.set(f"{TOLD} {self._rank}", "\n".join(mine))
-        keys = {rank: f"{TOLD} {rank}" for rank in range(len(self._ranks))}
-        _wait_for(lambda: self._store.check(list(keys.values())))
-        there = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        found = {rank: self._store.get(key).decode().partition("\n") for rank, key in there.items()}
-        return {rank: (collective, line) for rank, (collective, _, line) in found.items()}
+    def _places(self, mine: Sequence[str]) -> Places:
+        """Tell all ranks of the hang, and return the places of those that answer."""
+        self._store.set(HANG, "")
+        return {rank: said.split("\n") for rank, said in _call_roll(self._store, HANG, "\n".join(mine), ROLL).items()}
 
     def _meet(self, count: int) -> None:
         """Wait for the others: a launcher ends all ranks once one has ended."""
-        self._store.add(f"{TOLD} written", 1)
-        _wait_for(lambda: self._store.add(f"{TOLD} written", 0) >= count)
+        self._store.add(f"{HANG} written", 1)
+        _wait_for(lambda: self._store.add(f"{HANG} written", 0) >= count, WRITE)
 
     def _tell(self, waited: float, answers: Places | None, own: Places, lost: list[int]) -> None:
         """Name the ranks that did not answer, and those that wait together, the fewest first."""
@@ -170,24 +279,3 @@ class Watchdog:
             (self._folder / FOLDER).mkdir(exist_ok=True)
             with (self._folder / FOLDER / f"rank-{rank}.txt").open("w", encoding="utf-8") as out:
                 stacks(out)
-
-
-def _wait_for(holds: Callable[[], bool]) -> None:
-    for _ in range(TURNS):
-        if holds():
-            return
-        time.sleep(TURN)
-
-
-def _in_time(call: Callable[[], T]) -> T | None:
-    """Return what a call of the store returns; None if the store does not answer."""
-    answer: list[T] = []
-
-    def ask() -> None:
-        with suppress(RuntimeError):
-            answer.append(call())
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(1.5 * TURN * TURNS)
-    return answer[0] if answer else None

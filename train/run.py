@@ -20,11 +20,11 @@ from model.hf.folder import CONFIG
 from model.hf.shards import carry, new_folder
 from runtime.errors import LaunchError, UserError, printable
 from runtime.files import FULL, InUseError, not_a_file, owned, unwritable, write_text
-from runtime.lost import tell_lost
 from runtime.processes import launched_world_size
 from runtime.signals import end_with_launcher
 from runtime.slurm import AGAIN, leave_ending
-from runtime.together import from_first, is_first, one_voice, raise_together
+from runtime.together import first_to_report, from_first, is_first, raise_together
+from runtime.watchdog import report_unresponsive_ranks
 from train.config.common import CommonConfig
 from train.config.entries import ENTRIES
 from train.config.flags import ConfigError, read_toml, write_toml
@@ -57,12 +57,12 @@ def exit_status(
         if isinstance(error, OSError) and error.filename is None and error.errno not in FULL:
             raise
         leave_ending(AGAIN if getattr(error, "again", False) else 1, f"error: {_message(error)}")
-        with one_voice(seconds_to_speak) as speaks:
+        with first_to_report(seconds_to_speak) as speaks:
             if speaks:
                 print(f"error: {_message(error)}", file=sys.stderr, flush=True)
         return getattr(error, "status", 1)
     except RuntimeError as error:
-        if not tell_lost(error, seconds_to_speak):
+        if not report_unresponsive_ranks(error, seconds_to_speak):
             raise
         return 1
     except KeyboardInterrupt:

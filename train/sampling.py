@@ -21,8 +21,8 @@ from model.dit import patchify, unpatchify
 from model.dit_config import DiTConfig
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh
-from runtime.draws import generator_of
 from runtime.errors import at_least, require
+from runtime.tensors import generator_of
 from runtime.together import is_first, raise_together
 from train.config.flags import ConfigError
 

@@ -2,12 +2,10 @@
 
 import os
 import signal
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any, TypeVar
@@ -17,7 +15,7 @@ import numpy as np
 from data.text.indexed import id_type
 from data.tokenizer import Tokenizer
 from runtime.errors import DataError, StoppedError
-from runtime.signals import end_with_parent
+from runtime.signals import end_with_parent, signals_later
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 22
 Item = TypeVar("Item")
@@ -97,7 +95,7 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int
     pending: deque[Future[Result]] = deque()
     try:
         for item in items:
-            with _signals_later():  # it may start a process
+            with signals_later():  # it may start a process
                 pending.append(pool.submit(work, item))
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()
@@ -109,25 +107,6 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _signals_later() -> Iterator[None]:
-    """Take Ctrl-C and SIGTERM after the block: amid a start, one would leave a process without its orders."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals never interrupt this one
-        return
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the started processes inherit this
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for sent in came:
-            signal.raise_signal(sent)
 
 
 def _start(parent: int) -> None:

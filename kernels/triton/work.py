@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.blocks import ANTI, CAUSAL, Tile, TileNumbers
-from runtime.copies import cached_on_device, to_device
+from runtime.tensors import cached_on_device, to_device
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from parallel.context.geometry import Geometry
 from parallel.context.plan import PLANS, Plan
 from parallel.context.traffic import Moves, Sizes
 from parallel.context.transport import Arrival, Tensors, Transport
-from runtime.handles import Handles
+from runtime.tensors import Handles
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from torch import Tensor
 from parallel.context.executor import Executor
 from parallel.context.plan import Plan
 from parallel.context.transport import Transport
-from runtime.handles import Handles
+from runtime.tensors import Handles
 
 
 class HeadExchange:

@@ -21,7 +21,7 @@ from parallel.context.sparse.schedule import PiecesOf, RankSchedule, flow_of, ra
 from parallel.context.tiles import Piece, pieces, tiles
 from parallel.context.traffic import Cost, Moves, Sizes, cheaper_backward, needed_traffic, sizes, whole_traffic
 from parallel.context.work import Sets, Work, work
-from runtime.handles import Handles
+from runtime.tensors import Handles
 
 PLANS: Handles["Plan"] = Handles()
 """Plans by handle: attention operators take a handle, since the plan may change with every call."""

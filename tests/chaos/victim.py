@@ -15,7 +15,7 @@ import torch
 
 from checkpoint import drafts
 from runtime import files
-from runtime.beside import Beside
+from runtime.ranks import HelperProcess
 
 PLAN, PIDS = "CHAOS", "CHAOS_PIDS"
 HOOKS: dict[str, tuple[Any, str]] = {
@@ -90,14 +90,14 @@ def main() -> None:
     from tests.chaos import victim  # this file is __main__, which the process beside does not know
     from train.run import run_entry
 
-    plan, plain = json.loads(os.environ[PLAN]), Beside.begin
+    plan, plain = json.loads(os.environ[PLAN]), HelperProcess.begin
     os.environ[PIDS] = f"{os.getpid()} {os.getppid()}"
     if plan["hook"] and plan["rank"] == int(os.environ["RANK"]):
         if plan["hook"] != "asynchronous shard":
             arm(plan)
         if plan["async"] and plan["hook"] not in ("asynchronous staging", "lock", "random"):
             begin: Any = lambda of, job: plain(of, functools.partial(victim.doomed, job))  # noqa: E731
-            Beside.begin = begin  # type: ignore[method-assign]
+            HelperProcess.begin = begin  # type: ignore[method-assign]
     run_entry(pretrain_gpt.main)
 
 

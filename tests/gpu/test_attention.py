@@ -25,8 +25,8 @@ from parallel.context import METHODS, make_plan
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange
 from parallel.context.plan import Plan
-from runtime.copies import FORGET, cached_on_device
 from runtime.errors import UserError
+from runtime.tensors import FORGET, cached_on_device
 from tests import threads
 from tests.gpu.rates import BACKENDS
 

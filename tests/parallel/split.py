@@ -30,7 +30,7 @@ from parallel.mesh import Mesh, MeshConfig, distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_model
 from planner.choice import with_layout
-from runtime.draws import Part
+from runtime.tensors import Part
 from tests.parallel.tiny import ARCHITECTURE, save, whole_tensors
 from tests.parallel.whole import gradients_of, weights_of
 from train.attention import context_of

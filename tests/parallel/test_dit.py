@@ -13,8 +13,8 @@ from parallel.data import finish_gradients, init_parameters, shard_model
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_dit
-from runtime.draws import Part
 from runtime.ranks import run_ranks
+from runtime.tensors import Part
 from tests.parallel.split import Step, difference, keep_parts, mesh_config, summed
 from tests.parallel.whole import full, gradients_of, weights_of
 

@@ -20,7 +20,7 @@ from parallel.context.executor import Executor
 from parallel.context.linear.state import StateExecutor
 from parallel.pipeline.schedule import PipelineRunner
 from parallel.tensor import styles
-from runtime.draws import Part
+from runtime.tensors import Part
 from train import loop, optim
 from train.batches import Batches
 from train.objectives.diffusion import Denoising

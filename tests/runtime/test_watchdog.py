@@ -1,19 +1,28 @@
-"""What the watchdog says and writes when ranks of a group no longer make steps."""
+"""Ranks that do not answer, or make no step, are named, with the stacks of all."""
 
+import io
 import os
 import signal
 import socket
 import time
+from contextlib import redirect_stderr
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from runtime.processes import join
 from runtime.ranks import run_ranks
-from runtime.watchdog import EXCLUDE, FOLDER, HUNG, LEAST_STEPS, Watchdog
+from runtime.slurm import AGAIN, ENDINGS
+from runtime.stacks import Process, own_process, write_of
+from runtime.watchdog import EXCLUDE, FOLDER, HUNG, LEAST_STEPS, Watchdog, report_unresponsive_ranks
+from tests.runtime.test_signals import forked
+from train.run import exit_status
 
 HOST = socket.gethostname()
+STOPPED = 1
 
 
 def stuck(rank: int, world_size: int, folder: str, how: str) -> None:
@@ -36,7 +45,7 @@ def stuck(rank: int, world_size: int, folder: str, how: str) -> None:
         ("stopped", f"; rank 1 on {HOST} did not answer: stopped, hanging or lost; ", f"{HOST}\n"),
         pytest.param(
             "elsewhere",
-            f"; rank 1 on {HOST} waits in broadcast 1 of pair (at tests/runtime/test_watchdog.py:29); ",
+            f"; rank 1 on {HOST} waits in broadcast 1 of pair (at tests/runtime/test_watchdog.py:38); ",
             "",
             marks=pytest.mark.slow,
         ),
@@ -70,3 +79,107 @@ def at_work(rank: int, world_size: int, folder: str) -> bool:
 
 def test_a_pause_is_no_hang(tmp_path: Path) -> None:
     assert run_ranks(at_work, 1, str(tmp_path)) == [True]
+
+
+def test_a_stopped_process_is_woken_for_its_stacks_and_knows_it_before_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it may write its own file of stacks over the one that says that it did not answer."""
+
+    def body(report: int) -> None:
+        own = own_process.__wrapped__()  # the tests' own process may be known already
+        os.write(report, f". {own.born} {own.stacks}".encode())
+        os.kill(own.pid, signal.SIGSTOP)
+        time.sleep(60)
+
+    child, reading = forked(body)
+    born, stacks = os.read(reading, 99).decode().split()
+    process, sizes, plain = Process(child, born, int(stacks)), [], Process.send
+
+    def send(of: Process, *signals: signal.Signals) -> None:
+        sizes.append(os.stat(f"/proc/{child}/fd/{stacks}").st_size)
+        plain(of, *signals)
+
+    monkeypatch.setattr(Process, "send", send)
+    os.waitpid(child, os.WUNTRACED)
+    with (tmp_path / "stacks").open("w+") as out:
+        write_of(out, process)
+        out.seek(0)
+        said = out.read()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert sizes == [1]
+    assert said.startswith(f"process {child} did not answer\n")
+    assert 'test_watchdog.py", line' in said.partition("Python:")[2]
+
+
+def left_alone(rank: int, world_size: int, folder: Path, how: str) -> str:
+    """What a rank says while another one is stopped, and exit_status's verdict; then all join anew, for run_ranks."""
+    store = dist.FileStore(str(folder / "pids"), world_size)
+    store.set(f"{rank}", str(os.getpid()))
+    dist.destroy_process_group()
+    join("gloo", timedelta(seconds=4), dist.FileStore(str(folder / "store"), world_size), rank, world_size)
+    dist.barrier()
+    errors = io.StringIO()
+    if rank == STOPPED:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        with redirect_stderr(errors):
+            assert exit_status(lambda _: collective(rank, world_size, how), []) == 1
+        if rank == 0:
+            store.wait([f"{other} has spoken" for other in range(world_size) if other not in (0, STOPPED)])
+            os.kill(int(store.get(f"{STOPPED}")), signal.SIGCONT)
+        store.set(f"{rank} has spoken", "")
+    dist.destroy_process_group()
+    join(store=dist.FileStore(str(folder / "anew"), world_size), rank=rank, world_size=world_size)
+    return errors.getvalue()
+
+
+def collective(rank: int, world_size: int, how: str) -> None:
+    given, got = torch.ones(1000), torch.ones(1000)
+    for _ in range(3):
+        if how == "ring":
+            receive = dist.P2POp(dist.irecv, got, (rank - 1) % world_size)
+            send = dist.P2POp(dist.isend, given, (rank + 1) % world_size)
+            for work in dist.batch_isend_irecv([receive, send]):
+                work.wait()
+        else:
+            dist.all_reduce(given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ring", "all_reduce"])
+def test_a_stopped_rank_is_named_once(how: str, tmp_path: Path) -> None:
+    said = [lines for lines in run_ranks(left_alone, 4, tmp_path, how) if lines]
+    assert len(said) == 1, said
+    assert said[0].startswith(f"rank {STOPPED} on {os.uname().nodename} did not answer (")
+    assert said[0].count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "Timed out waiting 600000ms for recv operation to complete",
+            "a peer of it did (Timed out waiting 600000ms for",
+        ),
+        ("[pair.cc:553] Connection closed by peer [10.0.0.1]:62110. This is typical", "peer [10.0.0.1]:62110)\n"),
+        ("[pair.cc:537] Read error [10.0.0.1]:63152: Connection reset by peer. This is", "reset by peer)\n"),
+        ("wait timeout after 1000ms, keys: /default_pg/0", "(wait timeout after 1000ms, keys: /default_pg/0)\n"),
+    ],
+)
+def test_a_rank_that_cannot_ask_the_others(
+    text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ENDINGS, str(tmp_path / "endings"))
+    assert report_unresponsive_ranks(RuntimeError(text), 1.0)
+    said = capsys.readouterr().err
+    assert said.startswith("rank 0 ")
+    assert words in said
+    assert said.count("\n") == 1
+    assert (tmp_path / "endings" / "rank-0").read_text() == f"{AGAIN} {said}"
+
+
+def test_another_error_is_not_a_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not report_unresponsive_ranks(RuntimeError("DataLoader timed out after 30 seconds"), 1.0)
+    assert capsys.readouterr().err == ""

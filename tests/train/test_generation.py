@@ -12,9 +12,9 @@ from model.base import LanguageModel
 from model.config import ModelConfig, architecture_of
 from model.generate import Draw
 from model.registry import build_model
-from runtime.draws import generator_of
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
+from runtime.tensors import generator_of
 from train.config.entries import Config
 from train.config.flags import write_toml
 from train.generation import Writer, opened

@@ -19,7 +19,7 @@ from runtime.errors import AbsentError, LaunchError
 from runtime.locks import EndingError, InUseError
 from runtime.ranks import run_ranks
 from runtime.slurm import AGAIN, ENDINGS
-from runtime.together import one_voice
+from runtime.together import first_to_report
 from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, free_port
 from train.config.entries import Config
@@ -278,7 +278,7 @@ def test_a_rank_that_reaches_no_one_speaks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with one_voice(1) as speaks:
+    with first_to_report(1) as speaks:
         assert speaks
     assert not torch.distributed.is_initialized()
 

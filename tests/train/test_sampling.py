@@ -10,8 +10,8 @@ from model.dit_config import DiTConfig
 from parallel.context.config import FullContextConfig
 from parallel.mesh import MeshConfig, distributed_mesh
 from pretrain_dit import resolve
-from runtime.draws import generator_of
 from runtime.ranks import run_ranks
+from runtime.tensors import generator_of
 from train.config.common import LoopConfig
 from train.config.diffusion import DiTRunConfig, diffusion_of, validate
 from train.config.flags import ConfigError

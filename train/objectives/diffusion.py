@@ -13,8 +13,7 @@ from model.diffusion import Diffusion
 from model.dit import patchify
 from model.dit_config import DiTConfig
 from parallel.context import ContextParallel
-from runtime.copies import to_device
-from runtime.draws import generator_of
+from runtime.tensors import generator_of, to_device
 from train.objectives.base import Objective
 
 CONDITIONING = ("t_embedder.", "y_embedder.")

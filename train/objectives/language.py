@@ -17,7 +17,7 @@ from model.base import LanguageModel
 from parallel.context import ContextParallel
 from parallel.context.plan import PLANS, PlanHandle
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
-from runtime.copies import to_device
+from runtime.tensors import to_device
 from train.objectives.base import Objective
 
 PADDING = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0}

@@ -18,7 +18,7 @@ from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
 from parallel.context.plan import PLANS, Plan, PlanHandle
 from parallel.context.transport import Transport
-from runtime.handles import Handles
+from runtime.tensors import Handles
 
 
 class TokenRoute(NamedTuple):

@@ -19,7 +19,7 @@ from parallel.context.geometry import Geometry
 from parallel.context.linear.passages import Passage, passages
 from parallel.context.plan import PLANS, Plan
 from parallel.context.transport import Tensors, Transport
-from runtime.handles import Handles
+from runtime.tensors import Handles
 
 Work = Callable[[], tuple[Tensors, Tensor]]
 """Computation on one rank alone -> its results, and the state after this rank's tokens, from zero."""

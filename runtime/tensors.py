@@ -1,0 +1,127 @@
+"""Tensors that the host makes: random weights in parts, cached copies on the device, handles of objects."""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from itertools import count, product
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+R = TypeVar("R")
+T = TypeVar("T")
+Part = tuple[slice, ...]
+"""First and last + 1 of each dimension; () is the whole."""
+WHOLE = 1 << 20
+"""Values of the largest weight that is drawn whole, in about 5 ms."""
+TILE = (64, 512)
+"""Rows and columns that a larger one is drawn in: as few rows as FSDP leaves a rank of many, columns tp one of 8."""
+FORGET: list[Callable[[], None]] = []
+"""Let go of what each function of `cached_on_device` keeps: the next call copies, as for another micro-batch."""
+
+
+def initial_weight_slice(
+    draw: Callable[[Tensor, torch.Generator], Tensor], name: str, shape: Sequence[int], seed: int, part: Part = ()
+) -> Tensor:
+    """Return a part (float32, on the CPU) of the random weight ``name``, which is the same whatever part is asked for.
+
+    A weight has a generator of its own. One of more than WHOLE values has one for each tile of its last two
+    dimensions, and only the tiles are drawn that the part has a share of.
+
+    Args:
+        draw: fills a tensor by a generator, and returns it.
+    """
+    if math.prod(shape) <= WHOLE:
+        return draw(torch.empty(*shape), generator_of(seed, name))[part]
+    part = part or tuple(slice(0, length) for length in shape)
+    edges = (*[1] * (len(shape) - 2), *TILE)[-len(shape) :]
+    found = torch.empty([own.stop - own.start for own in part])
+    touched = [range(own.start // edge, -(-own.stop // edge)) for own, edge in zip(part, edges, strict=True)]
+    for numbers in product(*touched) if found.numel() else ():
+        tile = tuple(
+            slice(number * edge, min((number + 1) * edge, length))
+            for number, edge, length in zip(numbers, edges, shape, strict=True)
+        )
+        values = draw(torch.empty([of.stop - of.start for of in tile]), generator_of(seed, f"{name} {numbers}"))
+        both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(part, tile, strict=True))
+        found[_within(both, part)] = values[_within(both, tile)]
+    return found
+
+
+def _within(inner: Part, outer: Part) -> Part:
+    """Return where ``inner`` lies in a tensor that has ``outer`` alone."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True))
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Return the random generator of one parameter, or of any other name."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host; on a GPU in order with the current stream alone."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
+def cached_on_device(maxsize: int) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Keep what a function of hashable arguments returns, the device last: for each stream apart, as another one would
+    not wait for the copy."""
+
+    def decorate(make: Callable[..., R]) -> Callable[..., R]:
+        cached = lru_cache(maxsize)(lambda stream, *arguments: make(*arguments))
+
+        @wraps(make)
+        def found(*arguments: Any) -> R:
+            device = arguments[-1]
+            stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+            return cached(stream, *arguments)
+
+        found.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+        FORGET.append(cached.cache_clear)
+        return found
+
+    return decorate
+
+
+class Handles(Generic[T]):
+    """A table of objects by number. It holds them weakly: the caller keeps each object alive as long as it is used."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
+        self._tensors: WeakKeyDictionary[T, int] = WeakKeyDictionary()
+
+    def add(self, thing: T) -> int:
+        """Return a new handle of ``thing``, an int, on which torch.compile specialises."""
+        handle = next(self._numbers)
+        self._objects[handle] = thing
+        return handle
+
+    def tensor(self, thing: T, shape: tuple[int, ...] = ()) -> Tensor:
+        """Return a handle of ``thing`` that torch.compile does not specialise on: int64 on the CPU.
+
+        Equal things share a number, and stand for each other. The tensor keeps the thing alive, so a backward that
+        saves the tensor can still use it.
+        """
+        number = self._tensors.get(thing)
+        if number is None:
+            number = self._tensors[thing] = self.add(thing)
+        handle = torch.full(shape, number, dtype=torch.int64, device="cpu")
+        handle.stands_for = self._objects[number]  # type: ignore[attr-defined]
+        return handle
+
+    def __getitem__(self, handle: int | Tensor) -> T:
+        """Return the object of a handle.
+
+        Raises:
+            KeyError: no object has this handle, or it is no longer alive.
+        """
+        return self._objects[int(handle)]
+
+    def __len__(self) -> int:
+        """Return the number of objects alive."""
+        return len(self._objects)

@@ -1,0 +1,80 @@
+"""Random weights are the same numbers whole and in parts; handles stand for objects, and how long these live."""
+
+import gc
+from itertools import pairwise, product
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime import tensors
+from runtime.tensors import Handles, generator_of, initial_weight_slice
+
+
+def normal(tile: Tensor, generator: torch.Generator) -> Tensor:
+    return tile.normal_(0.0, 2.0, generator=generator)
+
+
+@pytest.mark.parametrize("shape", [(100,), (13, 37), (5, 6, 19), (2, 3, 4, 5)])
+def test_parts_are_those_of_the_whole(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "WHOLE", 64)
+    monkeypatch.setattr(tensors, "TILE", (4, 16))
+    whole = initial_weight_slice(normal, "w", shape, 3)
+    assert whole.shape == shape
+    assert whole.std().item() == pytest.approx(2, rel=0.2)
+    assert len(whole.unique()) == whole.numel()  # no two tiles have the same numbers
+    cuts = [[slice(*cut) for cut in pairwise(sorted({0, 1, n // 3, n - 1, n}))] for n in shape]
+    for part in [*product(*cuts), (slice(1, 1), *(cut[0] for cut in cuts[1:]))]:
+        assert torch.equal(initial_weight_slice(normal, "w", shape, 3, part), whole[part])
+
+
+def test_a_weight_of_up_to_a_million_values_has_one_generator() -> None:
+    """So the curves of small models that are written down still hold."""
+    want = torch.empty(1024, 1024).normal_(0.0, 2.0, generator=generator_of(3, "w"))
+    assert torch.equal(initial_weight_slice(normal, "w", (1024, 1024), 3), want)
+    assert not torch.equal(initial_weight_slice(normal, "w", (1025, 1024), 3)[:1024], want)
+
+
+class Thing:
+    pass
+
+
+def test_a_number_stands_for_an_object_and_keeps_it_no_longer_alive() -> None:
+    handles: Handles[Thing] = Handles()
+    one, other = Thing(), Thing()
+    first, second = handles.add(one), handles.add(other)
+    assert first != second
+    assert handles[first] is one
+    assert handles[second] is other
+    del one
+    with pytest.raises(KeyError):
+        handles[first]
+    assert len(handles) == 1
+    assert handles.add(Thing()) not in (first, second)  # a number is never used again
+
+
+def test_a_tensor_keeps_its_object_alive_and_so_does_a_graph_that_saves_it() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, handle):
+            ctx.save_for_backward(handle)
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (handle,) = ctx.saved_tensors
+            assert isinstance(handles[handle], Thing)
+            return 2 * gradient, None
+
+    handles: Handles[Thing] = Handles()
+    handle = handles.tensor(Thing())
+    gc.collect()
+    assert len(handles) == 1
+    x = torch.ones(2, requires_grad=True)
+    y = Double.apply(x, handle)
+    del handle
+    gc.collect()
+    y.sum().backward()
+    del y
+    gc.collect()
+    assert len(handles) == 0

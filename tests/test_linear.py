@@ -12,12 +12,20 @@ from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY, differences, pretrain
+from tools.common.cases import Case, cases_of
 from tools.common.training import PEAK
 from train import loop
 from train.config.language import parse_args
 
 BOUND = 1e-5
 CONFIGS = Path(__file__).parents[1] / "configs"
+CASES = """
+    lasp
+    dp=2 ddp none
+    dp=4 zero1 none
+    cp=2 lasp
+    dp=2 cp=2 lasp2 zero2
+"""
 FIVE = ("--num-query-groups", "none", "--train-iters", "5")
 
 
@@ -37,24 +45,12 @@ def one_process(kind: str, default_data: Path, tmp_path_factory: pytest.TempPath
     return pretrain(1, default_data, save, *flags(kind), "--attention-backend", "reference")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "strategy", "cp", "method"),
-    [(1, "zero3", 1, "lasp"), (2, "ddp", 1, "none"), (4, "zero1", 1, "none"), (2, "zero3", 2, "lasp"),
-     (4, "zero2", 2, "lasp2")],
-)  # fmt: skip
+@pytest.mark.parametrize("case", cases_of(CASES), ids=lambda case: case.title.replace(" ", ""))
 def test_ranks_in_chunks_equal_one_process(
-    kind: str,
-    ranks: int,
-    strategy: str,
-    cp: int,
-    method: str,
-    default_data: Path,
-    one_process: list[dict],
-    tmp_path: Path,
+    case: Case, kind: str, default_data: Path, one_process: list[dict], tmp_path: Path
 ) -> None:
-    context = ("--context-parallel-size", str(cp), "--context-parallel-method", method)
-    arguments = (*flags(kind), "--data-parallel-sharding-strategy", strategy, *context)
-    assert differences(pretrain(ranks, default_data, tmp_path / "run", *arguments), one_process) <= BOUND
+    got = pretrain(case.ranks, default_data, tmp_path / "run", *flags(kind), *case.flags)
+    assert differences(got, one_process) <= BOUND
     assert one_process[0]["lm_loss"] > one_process[-1]["lm_loss"]
 
 

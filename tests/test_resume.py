@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -14,104 +15,68 @@ STRIPED = ("--context-parallel-method", "striped", "--context-parallel-size", "2
 EXACT = ("lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")
 
 
-@pytest.fixture(scope="module", params=[12, pytest.param(40, marks=pytest.mark.slow)])
-def last(request: pytest.FixtureRequest) -> int:
-    """Iterations of a whole run."""
-    return request.param
+class Runs(NamedTuple):
+    """A run of ``last`` iterations with these flags, and one that was stopped half-way."""
+
+    last: int
+    flags: tuple[str, ...]
+    whole: list[dict]
+    stopped: Path
 
 
-@pytest.fixture(scope="module")
-def mesh(last: int) -> tuple[str, ...]:
-    return (*STRIPED, "--train-iters", str(last))
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(mesh: tuple[str, ...], default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return pretrain(4, default_data, tmp_path_factory.mktemp("whole") / "run", *mesh)
-
-
-@pytest.fixture(scope="module")
-def stopped_half_way(
-    last: int, mesh: tuple[str, ...], default_data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    save = tmp_path_factory.mktemp("stopped") / "run"
-    pretrain(4, default_data, save, *mesh, "--exit-interval", str(last // 2))
-    return save
+@pytest.fixture(scope="module", params=[8, pytest.param(40, marks=pytest.mark.slow)])
+def runs(request: pytest.FixtureRequest, default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    flags, stopped = (*STRIPED, "--train-iters", str(request.param)), tmp_path_factory.mktemp("stopped") / "run"
+    whole = pretrain(4, default_data, tmp_path_factory.mktemp("whole") / "run", *flags)
+    pretrain(4, default_data, stopped, *flags, "--exit-interval", str(request.param // 2))
+    return Runs(request.param, flags, whole, stopped)
 
 
 def test_stopping_after_a_half_and_again_after_three_quarters_changes_no_bit(
-    last: int,
-    mesh: tuple[str, ...],
-    default_data: Path,
-    uninterrupted: list[dict],
-    stopped_half_way: Path,
-    tmp_path: Path,
+    runs: Runs, default_data: Path, tmp_path: Path
 ) -> None:
-    save = tmp_path / "run"
-    shutil.copytree(stopped_half_way, save)
-    pretrain(4, default_data, save, *mesh, "--load", str(save), "--exit-interval", str(last * 3 // 4))
-    got = pretrain(4, default_data, save, *mesh, "--load", str(save))
+    save, flags = tmp_path / "run", (*runs.flags, "--load", str(tmp_path / "run"))
+    shutil.copytree(runs.stopped, save)
+    pretrain(4, default_data, save, *flags, "--exit-interval", str(runs.last * 3 // 4))
+    got = pretrain(4, default_data, save, *flags)
     assert [{name: record[name] for name in EXACT} for record in got] == [
-        {name: record[name] for name in EXACT} for record in uninterrupted
+        {name: record[name] for name in EXACT} for record in runs.whole
     ]
-    assert len(got) == last
-    assert got[-1]["validation_loss"] == uninterrupted[-1]["validation_loss"]
-    assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(last)
+    assert len(got) == runs.last
+    assert got[-1]["validation_loss"] == runs.whole[-1]["validation_loss"]
+    assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(runs.last)
+
+
+ALONE = "--context-parallel-size 1"
 
 
 @pytest.mark.parametrize(
-    "method", ["ring", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zigzag", "allgather"))]
+    ("ranks", "flags"),
+    [
+        (4, "--context-parallel-method ring"),
+        pytest.param(4, "--context-parallel-method zigzag", marks=pytest.mark.slow),
+        pytest.param(4, "--context-parallel-method allgather", marks=pytest.mark.slow),
+        (1, ALONE),
+        (4, "--context-parallel-size 2 --data-parallel-sharding-strategy ddp"),
+        (4, f"{ALONE} --tensor-model-parallel-size 2 --data-parallel-sharding-strategy zero1"),
+    ],
 )
-def test_another_method_goes_on_from_the_checkpoint(
-    method: str,
-    last: int,
-    mesh: tuple[str, ...],
-    default_data: Path,
-    uninterrupted: list[dict],
-    stopped_half_way: Path,
-    tmp_path: Path,
+def test_another_method_mesh_or_strategy_goes_on_with_the_same_samples(
+    ranks: int, flags: str, runs: Runs, default_data: Path, tmp_path: Path
 ) -> None:
-    flags = (*mesh, "--context-parallel-method", method, "--load", str(stopped_half_way))
-    assert differences(pretrain(4, default_data, tmp_path / "run", *flags), uninterrupted[last // 2 :]) <= 1e-5
+    arguments = (*runs.flags, *flags.split(), "--load", str(runs.stopped))
+    assert (
+        differences(pretrain(ranks, default_data, tmp_path / "run", *arguments), runs.whole[runs.last // 2 :]) <= 1e-5
+    )
 
 
-def test_another_world_size_goes_on_with_the_same_samples(
-    last: int,
-    mesh: tuple[str, ...],
-    default_data: Path,
-    uninterrupted: list[dict],
-    stopped_half_way: Path,
-    tmp_path: Path,
-) -> None:
-    flags = (*mesh, "--context-parallel-size", "1", "--load", str(stopped_half_way))
-    assert differences(pretrain(1, default_data, tmp_path / "run", *flags), uninterrupted[last // 2 :]) <= 1e-5
-
-
-@pytest.mark.parametrize(("strategy", "inner"), [("ddp", "context"), ("zero1", "tensor-model")])
-def test_another_strategy_and_tensor_parallelism_go_on_from_the_checkpoint(
-    strategy: str,
-    inner: str,
-    last: int,
-    mesh: tuple[str, ...],
-    default_data: Path,
-    uninterrupted: list[dict],
-    stopped_half_way: Path,
-    tmp_path: Path,
-) -> None:
-    flags = (*mesh, "--context-parallel-size", "1", f"--{inner}-parallel-size", "2", "--load", str(stopped_half_way))
-    got = pretrain(4, default_data, tmp_path / "run", *flags, "--data-parallel-sharding-strategy", strategy)
-    assert differences(got, uninterrupted[last // 2 :]) <= 1e-5
-
-
-def test_metrics_hold_every_iteration_once_after_a_crash(
-    last: int, default_data: Path, stopped_half_way: Path, tmp_path: Path
-) -> None:
+def test_metrics_hold_every_iteration_once_after_a_crash(runs: Runs, default_data: Path, tmp_path: Path) -> None:
     """Iterations that were recorded but not checkpointed, and half a line, are cut away."""
-    save, half = tmp_path / "run", last // 2
-    shutil.copytree(stopped_half_way, save)
+    save, half = tmp_path / "run", runs.last // 2
+    shutil.copytree(runs.stopped, save)
     with (save / METRICS).open("a") as file:
         file.write(json.dumps({"iteration": half + 1, "lm_loss": 0.0}) + f'\n{{"iteration": {half + 2}, "lm_')
-    flags = ("--train-iters", str(last), "--exit-interval", str(half + 2))
+    flags = ("--train-iters", str(runs.last), "--exit-interval", str(half + 2))
     pretrain(1, default_data, save, *flags, "--load", str(save))
     assert [record["iteration"] for record in read_metrics(save / METRICS)] == list(range(1, half + 3))
     assert read_metrics(save / METRICS)[half]["lm_loss"] > 0

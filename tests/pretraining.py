@@ -20,6 +20,11 @@ TINY = """
 """.split()  # noqa: SIM905
 
 
+def flags_of(data: Path, *more: str) -> list[str]:
+    """Return the command line of the tiny model on a corpus with its tokenizer beside it."""
+    return [*TINY, "--data-path", str(data), "--tokenizer-model", f"{data}.model", *more]
+
+
 def on_rank(rank: int, world_size: int, arguments: list[str]) -> str:
     """Run as a launcher would, but with a fixed peak for MFU, whose measurement takes longer than a step.
 
@@ -54,8 +59,7 @@ def pretrain_digits(world_size: int, save: Path, *arguments: str) -> list[dict[s
 
 def pretrain(world_size: int, data: Path, save: Path, *arguments: str) -> list[dict[str, Any]]:
     """Train the tiny model on ``world_size`` ranks into ``save``, print the first's output, return the metrics."""
-    flags = [*TINY, "--data-path", str(data), "--tokenizer-model", f"{data}.model", "--save", str(save), *arguments]
-    print(run_ranks(on_rank, world_size, flags)[0])
+    print(run_ranks(on_rank, world_size, flags_of(data, "--save", str(save), *arguments))[0])
     return read_metrics(save / METRICS)
 
 

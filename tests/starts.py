@@ -1,14 +1,32 @@
 """Programs that tests start: the signals they inherit, and how long they may take."""
 
+import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 PATIENCE = 600.0
 """Seconds after which a process counts as hung: many times the slowest test on a loaded machine."""
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def torchrun(ranks: int) -> list[str]:
+    """Return the words that start so many processes of the script that follows."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def ended(command: Sequence[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, with more variables in its environment."""
+    return subprocess.run(
+        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
 
 
 @contextmanager

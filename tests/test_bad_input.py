@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from data.text.prepare import Request, prepare
 from pretrain_gpt import main
 from runtime import together
 from runtime.ranks import run_ranks
+from tests import starts
 from tests.bad_files import make_bad, write
 from tests.data.chat.templates import TURNS, write_tokenizer
 from tests.endings import Ending, end
@@ -247,10 +247,9 @@ def test_a_rank_that_fails_alone_speaks_for_itself(place: Path) -> None:
 
 def torchrun(script: Path, arguments: list[str]) -> tuple[list[str], str]:
     """Start two processes as a user does, which must fail in time; their lines that begin with error:, and all."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    ended = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    assert ended.returncode != 0
-    return [line for line in ended.stderr.splitlines() if line.startswith("error:")], ended.stderr
+    process = starts.ended([*starts.torchrun(2), str(script), *arguments])
+    assert process.returncode != 0
+    return [line for line in process.stderr.splitlines() if line.startswith("error:")], process.stderr
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runtime.ranks import run_ranks
-from tests.pretraining import TINY, on_rank
+from tests.pretraining import flags_of, on_rank
 from tests.starts import free_port, wait_until
 from tests.test_resize import BOUND, SIZES, apart
 from train.watching.metrics import METRICS, read_metrics
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 def flags(data: Path, save: Path) -> list[str]:
     """40 iterations, each of which is saved."""
     more = ("--save", str(save), "--load", str(save), "--train-iters", "40", "--save-interval", "1", "--keep-last", "2")
-    return [*TINY, *SIZES, "--data-path", str(data), "--tokenizer-model", f"{data}.model", "--allow-resize", *more]
+    return flags_of(data, *SIZES, "--allow-resize", *more)
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +104,7 @@ def test_agents_that_go_and_come_resize_the_run(
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     save, logs, port = tmp_path / "run", [tmp_path / "0.log", tmp_path / "1.log"], free_port()
     launch = ("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d")
-    launch += (
-        "--rdzv-endpoint",
-        f"127.0.0.1:{port}",
-        "--rdzv-conf",
-        "last_call_timeout=3",
-        "--local-addr",
-        "127.0.0.1",
-    )
+    launch += (*f"--rdzv-endpoint 127.0.0.1:{port} --rdzv-conf last_call_timeout=3 --local-addr 127.0.0.1".split(),)
     command = (*launch, "pretrain_gpt.py", *flags(default_data, save))
     with torchrun(logs[0], *command) as first:
         wait_until(lambda: listens(port))  # it has the agents' store, and stays

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,31 +14,20 @@ from checkpoint import saving
 from checkpoint.search import POINTER, find_checkpoint
 from parallel.pipeline.runner import Runner
 from runtime.ranks import run_ranks
-from tests.pretraining import TINY, on_rank
+from tests import starts
+from tests.pretraining import flags_of, on_rank
 from tests.runtime.test_signals import runs
-from tests.starts import PATIENCE, wait_until
+from tests.starts import PATIENCE, ROOT, wait_until
 from train.loop import Trainer
 from train.watching.metrics import METRICS, read_metrics
 from train.watching.validation import Validation
 
-ROOT = Path(__file__).parents[1]
 EXACT = ("iteration", "lm_loss", "grad_norm", "validation_loss")
 SIX = ("--train-iters", "6", "--eval-interval", "2", "--eval-iters", "2", "--save-interval", "2")
 
 
 def flags(data: Path, save: Path) -> list[str]:
-    return [
-        *TINY,
-        *SIX,
-        "--data-path",
-        str(data),
-        "--tokenizer-model",
-        f"{data}.model",
-        "--save",
-        str(save),
-        "--load",
-        str(save),
-    ]
+    return flags_of(data, *SIX, "--save", str(save), "--load", str(save))
 
 
 def curve(save: Path) -> list[list[Any]]:
@@ -118,9 +106,8 @@ def test_a_run_whose_time_is_over_goes_on(whole: list[list[Any]], default_data: 
 
 
 def torchrun(*arguments: str, ranks: int = 2) -> subprocess.Popen[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    launcher += ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
-    command = [sys.executable, *launcher, "pretrain_gpt.py", *arguments]
+    handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+    command = [*starts.torchrun(ranks), *handled, "pretrain_gpt.py", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
 

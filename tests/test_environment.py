@@ -34,9 +34,7 @@ def planned(target: str, folder: Path, *variables: str, status: int = 0) -> str:
     own = ("MAKE", "MFLAGS", "PY", "VENV", "RUN", "CONFIG", "NPROC", "ARGS", "EXTRAS", "TORCH")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     command = ["make", "--dry-run", target, f"VENV={folder}", *variables]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == status, done.stderr
     return done.stderr if status else done.stdout
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import starts
 from tests.pretraining import DIT, TINY
-from tests.starts import PATIENCE
+from tests.starts import ROOT
 
-ROOT = Path(__file__).parents[1]
 DRIVER = f"""
 import atexit, os, runpy, sys
 class Witness:
@@ -32,9 +32,8 @@ def ended(folder: Path, entry: str, *arguments: str, ranks: int = 1) -> subproce
     """An entry in a process of its own, or in two, as a launcher starts them."""
     driver = folder / "driver.py"
     driver.write_text(DRIVER)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(driver), entry, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    python = starts.torchrun(ranks) if ranks > 1 else [sys.executable]
+    return starts.ended([*python, str(driver), entry, *arguments])
 
 
 def test_the_driver_sees_an_interpreter_that_is_taken_down(tmp_path: Path) -> None:
@@ -82,8 +81,7 @@ def test_streams_that_are_closed_or_full(redirection: str, status: int) -> None:
     """What cannot be written is told by the status that Python itself ends with then."""
     code = "from train.run import run_entry; run_entry(lambda argv: print('done'))"
     shell = ["env", "-u", "PYTHONUNBUFFERED", "bash", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, code]
-    process = subprocess.run(shell, cwd=ROOT, timeout=PATIENCE, check=False)
-    assert process.returncode == status
+    assert starts.ended(shell).returncode == status
 
 
 LEFT = f"""
@@ -111,5 +109,5 @@ END
 @pytest.mark.parametrize("end", ["run_entry(main)", "sys.exit(exit_status(main, []))"])
 def test_an_error_beside_data_loaders_ends_the_process(tmp_path: Path, end: str) -> None:
     (tmp_path / "left.py").write_text(LEFT.replace("END", end))
-    ended = subprocess.run([sys.executable, "left.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-    assert (ended.returncode, ended.stderr) == (1, "error: a sample is broken\n")
+    process = starts.ended([sys.executable, "left.py"], tmp_path)
+    assert (process.returncode, process.stderr) == (1, "error: a sample is broken\n")

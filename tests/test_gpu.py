@@ -1,18 +1,13 @@
 """The whole run on one GPU: NCCL, bfloat16, sharded weights, a checkpoint and its resume."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.pretraining import TINY
-from tests.starts import PATIENCE
+from tests.starts import ended, torchrun
 from train.watching.metrics import METRICS, read_metrics
-
-ENTRY = Path(__file__).parent.parent / "pretrain_gpt.py"
 
 
 @pytest.mark.gpu
@@ -29,26 +24,12 @@ ENTRY = Path(__file__).parent.parent / "pretrain_gpt.py"
 def test_a_run_learns_saves_and_resumes_on_a_gpu(attention: str, tmp_path: Path) -> None:
     pytest.importorskip("tomli_w", reason="a run that is kept writes its configuration")
     save = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "1",
-        str(ENTRY),
-        *TINY,
-    ]
+    command = [*torchrun(1), "pretrain_gpt.py", *TINY]
     command += ["--mock-data", "--vocab-size", "512", "--device", "cuda"]  # which need torch alone
     command += ["--bf16", *attention.split(), "--train-iters", "20", "--save", str(save)]
     for stop in ("10", "20"):
-        subprocess.run(
-            [*command, "--load", str(save), "--exit-interval", stop],
-            check=True,
-            timeout=PATIENCE,
-            cwd=ENTRY.parent,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        process = ended([*command, "--load", str(save), "--exit-interval", stop], OMP_NUM_THREADS="1")
+        assert process.returncode == 0, process.stderr
     records = read_metrics(save / METRICS)
     assert [record["iteration"] for record in records] == list(range(1, 21))
     assert records[-1]["lm_loss"] < records[0]["lm_loss"] - 0.2

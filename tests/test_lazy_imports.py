@@ -1,45 +1,20 @@
 """What a start loads: a command line is read before anything that takes seconds to import."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
-from tests.starts import PATIENCE
+from tests.starts import ROOT, ended
 
-ROOT = Path(__file__).resolve().parents[1]
-LAZY = [
-    "PIL",
-    "datasets",
-    "diffusers",
-    "matplotlib",
-    "megatron",
-    "sentencepiece",
-    "sklearn",
-    "tensorboard",
-    "tokenizers",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor",
-    "transformers",
-    "wandb",
-]
+LAZY = """
+    PIL datasets diffusers matplotlib megatron sentencepiece sklearn tensorboard tokenizers torch._dynamo
+    torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.pipelining torch.distributed.tensor
+    transformers wandb
+""".split()  # noqa: SIM905
 
 
 def loaded_by(statements: str) -> set[str]:
     """Top-level names of the modules that a fresh interpreter has loaded after `statements`, and those in LAZY."""
     code = f"import sys\ntry:\n    {statements}\nexcept (SystemExit, ValueError): pass\nprint('LOADED', *sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = ended([sys.executable, "-c", code], PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     modules = done.stdout.rsplit("LOADED", 1)[1].split()
     return {name.split(".")[0] for name in modules} | (set(modules) & set(LAZY))

@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
 from runtime.ranks import run_ranks
-from tests.pretraining import TINY, differences, pretrain
+from tests.pretraining import differences, flags_of, pretrain
 from tools.common.cases import Case, cases_of
 from tools.common.training import PEAK
 from train import loop
@@ -97,8 +97,7 @@ def train_with_an_overflow(rank: int, world_size: int, arguments: list[str]) -> 
 @pytest.mark.parametrize("method", ["lasp", "lasp2"])
 def test_an_overflow_is_a_skipped_step_on_all_ranks(method: str, default_data: Path) -> None:
     def train(world_size: int, *more: str) -> list[tuple[int, list[float]]]:
-        data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
-        arguments = [*TINY, *data, "--model-type", "transnormer", *FIVE, *more]
+        arguments = flags_of(default_data, "--model-type", "transnormer", *FIVE, *more)
         return run_ranks(train_with_an_overflow, world_size, arguments)
 
     ((skipped, want),) = train(1)

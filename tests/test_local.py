@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtime.ranks import run_ranks
-from tests.pretraining import TINY, on_rank
+from tests.pretraining import flags_of, on_rank
 from train.watching.metrics import METRICS, read_metrics
 from train.watching.moments import Step
 from train.watching.saving import Saving
@@ -19,9 +19,9 @@ EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples
 
 
 def flags(data: Path, save: Path, *more: str) -> list[str]:
-    arguments = [*TINY, "--data-path", str(data), "--tokenizer-model", f"{data}.model", "--save", str(save)]
     shared = "100" if "--async-save" in more else "4"
-    return [*arguments, "--load", str(save), "--train-iters", "8", "--save-interval", shared, *more]
+    folder = ("--save", str(save), "--load", str(save))
+    return flags_of(data, *folder, "--train-iters", "8", "--save-interval", shared, *more)
 
 
 def _on_node(rank: int, size: int, arguments: list[str], nodes: str, at: int | None = None) -> str:

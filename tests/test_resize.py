@@ -10,7 +10,7 @@ import pytest
 
 from checkpoint.search import POINTER
 from runtime.ranks import run_ranks
-from tests.pretraining import TINY, on_rank, pretrain, pretrain_digits
+from tests.pretraining import flags_of, on_rank, pretrain, pretrain_digits
 from train.config.language import load_config
 from train.loop import Trainer
 
@@ -77,10 +77,9 @@ def test_four_processes_killed_go_on_as_two_killed_go_on_as_four(
     flags, save = (*SIZES, "--train-iters", "10", "--save-interval", "2", "--allow-resize"), tmp_path / "run"
     whole = pretrain(4, default_data, tmp_path / "whole", *flags)
     flags += ("--load", str(save))
-    given = [*TINY, "--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model", *flags]
     for processes, before in ((4, 4), (2, 8)):  # iteration 3 is lost, and iteration 7
         with pytest.raises(RuntimeError, match=r"died without a word|reset by peer|closed by peer"):
-            run_ranks(killed_on_rank, processes, [*given, "--save", str(save)], before)
+            run_ranks(killed_on_rank, processes, flags_of(default_data, *flags, "--save", str(save)), before)
         assert (save / POINTER).read_text() == f"{before - 2}\n"
     capsys.readouterr()
     got = pretrain(4, default_data, save, *flags)

@@ -15,17 +15,15 @@ from bench.harness import MeasureError, check_same
 from bench.processes import ONE_PROCESS, Contestants, Times
 from bench.shapes import AttentionShape
 from runtime.machine import usable_cores
-from tests.starts import PATIENCE
+from tests.starts import ended
 from tools.common.report import read_records
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--seq-length", "130", "--num-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--repeats", "3"]
 needs_two_cores = pytest.mark.skipif(len(usable_cores()) < 2, reason="two ranks need a core each")
 
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "bench.attention", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    return ended([sys.executable, "-W", "ignore", "-m", "bench.attention", *arguments])
 
 
 @pytest.mark.slow
@@ -203,21 +201,8 @@ def test_targets_are_judged_by_the_faster_dense_attention() -> None:
 @needs_two_cores
 def test_a_run_writes_both_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "packed.jsonl"
-    shape = [
-        "--seq-length",
-        "300",
-        "--num-heads",
-        "2",
-        "--head-dim",
-        "8",
-        "--alone",
-        "32",
-        "--repeats",
-        "3",
-        "--documents",
-        "lognormal",
-    ]
-    assert attention.main([*shape, "--json", str(path)]) == 0, capsys.readouterr().err
+    shape = "--seq-length 300 --num-heads 2 --head-dim 8 --alone 32 --repeats 3 --documents lognormal"
+    assert attention.main([*shape.split(), "--json", str(path)]) == 0, capsys.readouterr().err
     result = read_records(path)
     assert list(result["contestants"]) == [*MASKED_METHODS, ONE_PROCESS]
     work = AttentionShape(seq_length=300, num_heads=2, kv_heads=2, head_dim=8, documents="lognormal")

@@ -1,9 +1,7 @@
 """How processes join and part."""
 
-import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 import weakref
@@ -23,9 +21,9 @@ from runtime.errors import LaunchError
 from runtime.processes import join, launched_world_size, leave, meet, process_group
 from runtime.ranks import run_ranks
 from tests.runtime.heap import gather
+from tests.starts import ROOT, ended, torchrun
 from train.run import exit_status
 
-ROOT = Path(__file__).parents[2]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SOON = timedelta(seconds=0.3)
 
@@ -263,12 +261,11 @@ def readme_example(folder: Path) -> list[str]:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     script = folder / "yours.py"
     script.write_text(next(block for block in blocks if "process_group" in block))
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    return [*torchrun(4), str(script)]
 
 
 def run_example(command: list[str]) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    process = ended(command, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("torch.Size([1, 4096, 8, 64])") == 4
 
@@ -287,7 +284,7 @@ def test_the_readmes_example_ends_well_every_time(tmp_path: Path) -> None:
 def aborts(seconds: float, *flags: str) -> bool:
     """Whether the reproducer, in a process of its own, does not live to its end."""
     command = [sys.executable, "-m", "tests.runtime.heap", "--seconds", str(seconds), *flags]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    process = ended(command)
     assert process.returncode <= 0, process.stderr
     return process.returncode < 0
 

@@ -22,13 +22,12 @@ from bench.link.network import LINKS, Network, NetworkError, check_permission, e
 from model.registry import num_parameters
 from planner.cluster import load_cluster
 from planner.search import rank
-from tests.starts import PATIENCE, interruptible, wait_until
+from tests.starts import PATIENCE, ROOT, ended, interruptible, wait_until
 from tools.common.report import write_records
 from train.config.complete import with_vocabulary
 from train.config.entries import Config
 from train.config.language import parse_args, validate
 
-ROOT = Path(__file__).resolve().parents[3]
 WITHIN_PROTOCOL = 1.10
 
 
@@ -243,14 +242,7 @@ def test_an_interrupted_bench_leaves_nothing(
 @pytest.mark.skipif(os.getuid() != 0, reason="only root has privileges to take away")
 def test_without_permission_it_says_what_it_needs() -> None:
     drop = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"]
-    done = subprocess.run(
-        [*drop, sys.executable, "-m", "bench.link"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE,
-    )
+    done = ended([*drop, sys.executable, "-m", "bench.link"])
     assert done.returncode == 1
     assert done.stdout == ""
     assert re.fullmatch(

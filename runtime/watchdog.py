@@ -115,7 +115,7 @@ def _say(line: str) -> None:
 def _connection() -> dist.Store:
     """Return the ranks' store on a connection of its own, as other threads may wait on the shared one."""
     shared: Any = dist.distributed_c10d._get_default_store()
-    return shared.clone()  # type: ignore[no-any-return]
+    return shared.clone()
 
 
 def _call_roll(store: dist.Store, name: str, said: str, seconds: float) -> dict[int, str]:

@@ -70,7 +70,7 @@ BUDGET = {
     "slurm": 380,
     "tools": 4560,
     "parity": 1030,
-    "papers": 1870,
+    "papers": 1850,
     "bench": 2930,
     "tests": 41500,
 }

@@ -68,11 +68,11 @@ BUDGET = {
     "planner": 2840,
     "runtime": 2360,
     "slurm": 380,
-    "tools": 4560,
+    "tools": 4550,
     "parity": 1030,
     "papers": 1850,
     "bench": 2930,
-    "tests": 41500,
+    "tests": 41330,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -16,7 +16,7 @@ from parallel.data import init_parameters, set_gradient_sync, shard_model
 from parallel.mesh import distributed_mesh
 from parallel.tensor.split import split_model
 from planner.rehearsal import fake_process_group
-from runtime import draws
+from runtime import tensors
 from runtime.ranks import run_ranks
 from tests.parallel import split
 from tests.parallel.unequal import (
@@ -70,7 +70,7 @@ def test_drawn_by_shards_the_weights_would_repeat_and_depend_on_the_ranks() -> N
 
 def in_tiles(rank: int, world_size: int, tp: int) -> list[dict[str, torch.Tensor]]:
     """Gather a model whose weights are drawn in small tiles; then again, as if every rank were the first."""
-    draws.WHOLE, draws.TILE = 16, (4, 5)
+    tensors.WHOLE, tensors.TILE = 16, (4, 5)
     with distributed_mesh(split.mesh_config(tp)) as mesh:
         right = weights_of(split.build(mesh, split.config())[0])
         alike_shards()
@@ -80,8 +80,8 @@ def in_tiles(rank: int, world_size: int, tp: int) -> list[dict[str, torch.Tensor
 @pytest.mark.parametrize(("ranks", "tp"), [(3, 1), (4, 2)])
 def test_drawn_in_tiles_the_weights_are_the_whole_models(ranks: int, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sharded by FSDP unevenly; by tensor parallelism along either dimension, by FSDP along the first."""
-    monkeypatch.setattr(draws, "WHOLE", 16)
-    monkeypatch.setattr(draws, "TILE", (4, 5))
+    monkeypatch.setattr(tensors, "WHOLE", 16)
+    monkeypatch.setattr(tensors, "TILE", (4, 5))
     want = weights_of(split.plain(split.config()))
     for right, alike in run_ranks(in_tiles, ranks, tp):
         assert right.keys() == want.keys()

@@ -14,7 +14,7 @@ from parallel.mesh import Mesh
 from planner import recorder
 from planner.recorder import BETWEEN, INSIDE, Recorder, Rehearsal
 from planner.rehearsal import rehearse
-from runtime import draws
+from runtime import tensors
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from train.assemble import Run
@@ -66,7 +66,7 @@ def broken(change: Callable[[Tensor], Tensor]) -> Callable[[Config, Mesh], Any]:
 
 
 def test_a_stage_fits_the_next_and_a_wrong_shape_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draws, "generator_of", None)  # no number is drawn
+    monkeypatch.setattr(tensors, "generator_of", None)  # no number is drawn
     config = parse_args(SMALL)
     found = rehearse(config, pretrain_gpt.resolve, 0, 4, per_node=2)
     assert found.memory["optimizer"] == pytest.approx(2 * found.memory["weights"], rel=0.01)

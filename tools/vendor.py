@@ -15,7 +15,6 @@ import shutil
 import sys
 import tomllib
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 if not __package__:  # started as a file: the packages lie one folder up
@@ -29,8 +28,10 @@ from tools.common.arguments import one_line_errors, parser_for, run_command
 PACKAGE = "longmesh_attention"
 PARTS = {"parallel.context": "context", "kernels": "kernels", "runtime": "runtime"}
 """Our packages, and their names inside the package."""
+IMPORT = re.compile(rb"\b((?:from|import)\s+)(parallel\.context|kernels|runtime)\b")
 NAMESPACE = "longmesh"
 """Namespace of our custom operators; a second library of the same name would silently replace them."""
+OPERATOR = re.compile(rb"(torch\.ops\.|[\"'])longmesh(\.|::)")
 ORIGIN = "ORIGIN.json"
 
 
@@ -70,46 +71,33 @@ def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
 
     Raises VendorError: a relative import, or an ``import a.b`` without ``as``, whose name is used all over the file.
     """
-    lines = source.splitlines(keepends=True)
-    edits = {edit for node in ast.walk(ast.parse(source)) for edit in _edits(node, lines, path, namespace)}
-    for row, column, old, new in sorted(edits, reverse=True):
-        line = lines[row]
-        assert line[column:].startswith(old), (path, row, old)
-        lines[row] = line[:column] + new + line[column + len(old) :]
+
+    def moved(found: re.Match[bytes]) -> bytes:
+        return found[1] + f"{PACKAGE}.{PARTS[found[2].decode()]}".encode()
+
+    lines, operator = source.splitlines(keepends=True), rb"\1" + namespace.encode() + rb"\2"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            module = "." * node.level + (node.module or "")
+            where = f"{path}:{node.lineno} imports {module}, relative to its folder"
+            raise VendorError(f"{where}; give the module's full name")
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names if isinstance(node, ast.Import) and not alias.asname]
+            if ours := next((name for name in names if IMPORT.match(f"import {name}".encode())), None):
+                raise VendorError(f"{path}:{node.lineno} imports {ours} by its full name; use from ... import")
+            row, old, new = (
+                node.lineno,
+                IMPORT,
+                moved,
+            )
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == f"torch.ops.{NAMESPACE}":
+            row, old, new = node.end_lineno, OPERATOR, operator
+        elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{NAMESPACE}::"):
+            row, old, new = node.lineno, OPERATOR, operator
+        else:
+            continue
+        lines[row - 1] = old.sub(new, lines[row - 1])
     return b"".join(lines)
-
-
-def _edits(node: ast.AST, lines: list[bytes], path: Path, namespace: str) -> Iterator[tuple[int, int, bytes, bytes]]:
-    """Yield the edits of one node: row, column in bytes, old text and new text."""
-    if isinstance(node, ast.ImportFrom) and node.level:
-        module = "." * node.level + (node.module or "")
-        raise VendorError(f"{path}:{node.lineno} imports {module}, relative to its folder; give the module's full name")
-    if isinstance(node, ast.ImportFrom) and node.module and (new := _moved(node.module)):
-        row, old = node.lineno - 1, node.module.encode()
-        start = re.compile(rb"from\s+").match(lines[row], node.col_offset)
-        assert start is not None, (path, node.lineno)
-        yield row, start.end(), old, new.encode()
-    elif isinstance(node, ast.Import):
-        for alias in node.names:
-            if (new := _moved(alias.name)) and not alias.asname:
-                raise VendorError(f"{path}:{node.lineno} imports {alias.name} by its full name; use from ... import")
-            if new:
-                yield alias.lineno - 1, alias.col_offset, alias.name.encode(), new.encode()
-    elif isinstance(node, ast.Attribute) and node.attr == NAMESPACE and ast.unparse(node.value) == "torch.ops":
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        yield node.end_lineno - 1, node.end_col_offset - len(NAMESPACE), NAMESPACE.encode(), namespace.encode()
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{NAMESPACE}::"):
-        row, old = node.lineno - 1, f"{NAMESPACE}::".encode()
-        yield row, lines[row].index(old, node.col_offset), old, f"{namespace}::".encode()
-
-
-def _moved(module: str) -> str | None:
-    """Return a module's name in the package; None if it is not ours."""
-    for old, new in PARTS.items():
-        if module == old or module.startswith(f"{old}."):
-            return f"{PACKAGE}.{new}{module[len(old) :]}"
-    return None
 
 
 def _face(root: Path, version: str, commit: str) -> str:
@@ -192,19 +180,28 @@ def _check_target(target: Path) -> None:
         return
     try:
         files = json.loads((target / ORIGIN).read_text(encoding="utf-8"))["files"]
-        kept: dict[str, str | None] = {str(name): str(digest) for name, digest in files.items()}
+        kept = {str(name): str(digest) for name, digest in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise VendorError(f"{target} was not written by this command (no valid {ORIGIN} in it); {fix}") from None
-    kept |= {parent.as_posix(): None for name in kept for parent in Path(name).parents if parent.name}
+    kept |= {parent.as_posix(): "folder" for name in kept for parent in Path(name).parents if parent.name}
+    kept[ORIGIN] = sha256(target / ORIGIN)
     below = {path.relative_to(target): path for path in target.rglob("*")}
-    found = {name.as_posix() for name, path in below.items() if "__pycache__" not in name.parts or path.is_symlink()}
-    for name in sorted(found ^ {*kept, ORIGIN}):
-        raise VendorError(f"{target / name} was {'added' if name in found else 'removed'} since; {fix}")
-    for name, digest in {ORIGIN: None, **kept}.items():
-        path = target / name
-        same = path.is_dir() if digest is None else path.is_file() and sha256(path) == digest
-        if path.is_symlink() or not (same or name == ORIGIN):
-            raise VendorError(f"{path} was changed since; {fix}")
+    found = {
+        name.as_posix(): _kind(path)
+        for name, path in below.items()
+        if "__pycache__" not in name.parts or path.is_symlink()
+    }
+    for name in sorted(found.keys() | kept.keys()):
+        if found.get(name) != kept.get(name):
+            how = "added" if name not in kept else "removed" if name not in found else "changed"
+            raise VendorError(f"{target / name} was {how} since; {fix}")
+
+
+def _kind(path: Path) -> str:
+    """Return a file's digest, or a word for what is none."""
+    if path.is_symlink():
+        return "link"
+    return sha256(path) if path.is_file() else "folder" if path.is_dir() else "device"
 
 
 def _version(root: Path) -> str:

@@ -6,7 +6,6 @@ python -m tools.watch --slurm                    the runs of your jobs in Slurm'
 """
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -14,9 +13,9 @@ import time
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 if not __package__:  # started as a file: the packages lie one folder up
@@ -52,44 +51,34 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """Return a curve of ``width`` characters, each the mean of its share of the values, from lowest to highest."""
     width = min(width, len(values))
     cuts = [len(values) * n // width for n in range(width + 1)] if width else []
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    means = [fmean(values[a:b]) for a, b in pairwise(cuts)]
     low, high = min(means, default=0.0), max(means, default=0.0)
     return "".join(BARS[round((value - low) / (high - low or 1) * (len(BARS) - 1))] for value in means)
 
 
-@dataclass
-class Followed:
-    """The records of a run's metrics.jsonl, of which each look reads what is new."""
-
-    path: Path
-    file: int = 0
-    """Its inode: a run that goes on from a checkpoint writes the file anew."""
-    read: int = 0
-    """Bytes read, of whole lines."""
-    last: bytes = b""
-    """The last of these lines: a file written anew twice may have the first one's inode again."""
-    records: list[dict[str, Any]] = field(default_factory=list)
-
-    def look(self) -> list[dict[str, Any]]:
-        """Return all records. Raises UserError for what no run writes."""
-        from train.watching.metrics import parse_records
-
-        if kind := not_a_file(self.path):
-            raise UserError(f"{self.path} is {kind}, not a file; remove it")
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            file.seek(self.read - len(self.last))
-            if file.read(len(self.last)) != self.last or found.st_ino != self.file:
-                self.file, self.read, self.last, self.records = found.st_ino, file.seek(0), b"", []
-            whole, end, _ = file.read().rpartition(b"\n")
-            lines = whole.decode(errors="replace").split("\n") if end else []
-            self.records += parse_records(self.path, lines, len(self.records) + 1)
-            self.read += len(whole + end)
-            self.last = whole.rpartition(b"\n")[2] + end if end else self.last
-        return self.records
+_read: dict[Path, tuple[int, bytes, list[dict[str, Any]]]] = {}
+"""Of each metrics.jsonl the bytes read, of whole lines, the last of these lines, and the records."""
 
 
-_followed: dict[Path, Followed] = {}
+def records_of(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics.jsonl, of which each look reads what is new, or all if it was written anew.
+
+    Raises UserError for what no run writes.
+    """
+    from train.watching.metrics import parse_records
+
+    if kind := not_a_file(path):
+        raise UserError(f"{path} is {kind}, not a file; remove it")
+    read, last, records = _read.get(path, (0, b"", []))
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(read - len(last))
+        if file.read(len(last)) != last:  # by a run that goes on from a checkpoint
+            read, records = file.seek(0), []
+        whole, end, _ = file.read().rpartition(b"\n")
+        if end:
+            records = records + parse_records(path, whole.decode(errors="replace").split("\n"), len(records) + 1)
+            _read[path] = read + len(whole + end), whole.rpartition(b"\n")[2] + end, records
+    return records
 
 
 def describe(run: Path, now: float, width: int) -> list[str]:
@@ -101,12 +90,14 @@ def describe(run: Path, now: float, width: int) -> list[str]:
 
 
 def _described(run: Path, now: float, width: int) -> list[str]:
-    from train.watching.metrics import METRICS, loss_name
+    from train.watching.health import FAILURES, read_failures
+    from train.watching.metrics import METRICS, STARTS, loss_name
 
     if not run.is_dir():
         return [f"{run}   is not there yet, or is not a folder"]
-    records = _followed.setdefault(run, Followed(run / METRICS)).look()
-    who = _who(run)
+    records, holder = records_of(run / METRICS), alive(run / LOCK)
+    starts = read_own(run / STARTS).count("\n") if (run / STARTS).exists() else 0
+    who = (f"training: {holder}" if holder else "nobody trains") + (f"; started {starts} times" if starts > 1 else "")
     lines = [f"{run}   {who}"]
     if not records:
         return [*lines, "  no iteration yet"]
@@ -116,33 +107,15 @@ def _described(run: Path, now: float, width: int) -> list[str]:
     shown = f"  loss {losses[-1]:.4f} " if losses else "  loss not finite "
     if checks:
         shown += f"(validation {checks[-1]['validation_loss']:.4f} at {checks[-1]['iteration']}) "
-    lines += [
-        _progress(run, records, who.startswith("training")),
-        shown + sparkline(losses, max(0, width - len(shown))),
-        _rates(records),
-    ]
+    lines += [_progress(run, records, holder is not None)]
+    lines += [shown + sparkline(losses, max(0, width - len(shown))), _rates(records)]
     if last.get("skipped_iterations"):
         lines.append(f"  {last['skipped_iterations']} iterations skipped, their gradients not finite")
     if slow := [record for record in records[-TAIL:] if "slowest_rank" in record]:
         lines.append(f"  slowest: rank {slow[-1]['slowest_rank']}, {slow[-1]['slowest_behind']:.0%} behind the median")
-    return [*lines, *_failed(run), *_kept(run, now)]
-
-
-def _who(run: Path) -> str:
-    """Say who trains, and how often the run was started."""
-    from train.watching.metrics import STARTS
-
-    holder = alive(run / LOCK)
-    starts = read_own(run / STARTS).count("\n") if (run / STARTS).exists() else 0
-    return (f"training: {holder}" if holder else "nobody trains") + (f"; started {starts} times" if starts > 1 else "")
-
-
-def _failed(run: Path) -> list[str]:
-    """Say why the run failed last, if it did. Raises UserError for what no run writes."""
-    from train.watching.health import FAILURES, read_failures
-
-    failures = read_failures(run / FAILURES)
-    return [f"  failed at iteration {failures[-1]['iteration']}: {failures[-1]['why']}"] if failures else []
+    if failures := read_failures(run / FAILURES):
+        lines.append(f"  failed at iteration {failures[-1]['iteration']}: {failures[-1]['why']}")
+    return [*lines, *_kept(run, now)]
 
 
 def _setting(run: Path, table: str, name: str, kind: type) -> Any:
@@ -165,24 +138,24 @@ def _progress(run: Path, records: Sequence[dict[str, Any]], trains: bool) -> str
 
     done = records[-1]["iteration"]
     goal = _setting(run, "train", "train_iters", int) or done or 1
-    share = min(1.0, done / goal)
-    pace = [record["iteration_time_ms"] / 1e3 for record in records[-TAIL:] if record.get("iteration_time_ms")]
-    left = f"{duration((goal - done) * sum(pace) / len(pace))} left" if trains and pace else "stopped"
+    pace = _mean(records, "iteration_time_ms") / 1e3
+    left = f"{duration((goal - done) * pace)} left" if trains and pace else "stopped"
     left = left if done < goal else "done"
+    share = min(1.0, done / goal)
     return f"  {'█' * int(30 * share):░<30} {share:4.0%}  iteration {done}/{goal}, {left}"
 
 
 def _rates(records: Sequence[dict[str, Any]]) -> str:
     from train.watching.progress import flops_rate
 
-    def mean(field: str) -> float:
-        values = [record[field] for record in records[-TAIL:] if record.get(field) is not None]
-        return sum(values) / len(values) if values else 0.0
+    tokens, tflops, mfu = (_mean(records, name) for name in ("tokens_per_second", "tflops_per_gpu", "mfu"))
+    rate, memory = flops_rate(tflops), records[-1].get("memory_gb", 0.0)
+    return f"  {tokens:,.0f} tokens/s, {rate} and {mfu:.1%} MFU each, {memory:.3g} GB"
 
-    return (
-        f"  {mean('tokens_per_second'):,.0f} tokens/s, {flops_rate(mean('tflops_per_gpu'))} and {mean('mfu'):.1%} MFU "
-        f"each, {records[-1].get('memory_gb', 0.0):.3g} GB"
-    )
+
+def _mean(records: Sequence[dict[str, Any]], name: str) -> float:
+    """Return the mean of a field in the last iterations; 0 where none of them has it."""
+    return fmean([record[name] for record in records[-TAIL:] if record.get(name) is not None] or [0.0])
 
 
 def _kept(run: Path, now: float) -> list[str]:

@@ -163,8 +163,6 @@ def test_help_needs_no_matplotlib() -> None:
 
 
 def test_captions_count_as_one_says_it() -> None:
-    from tools.pictures import ordinal
-
-    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111, 113)] == [
+    assert [layouts.ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111, 113)] == [
         "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th", "113th",
     ]  # fmt: skip

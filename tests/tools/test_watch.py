@@ -56,15 +56,19 @@ def test_a_local_checkpoint_of_this_machine_is_shown(tmp_path: Path) -> None:
 def test_a_look_reads_what_is_new_and_all_of_a_file_that_was_written_anew(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 2)
     metrics = run / "metrics.jsonl"
-    followed, text = watch.Followed(metrics), metrics.read_text()
-    assert [record["iteration"] for record in followed.look()] == [1, 2]
+    text = metrics.read_text()
+    assert [record["iteration"] for record in watch.records_of(metrics)] == [1, 2]
     metrics.write_text(text.replace("iteration", "ITERATION", 1) + '{"iteration": 3, "lm_loss": 1.0}\n{"iter')
-    assert [record["iteration"] for record in followed.look()] == [1, 2, 3]  # nothing is read twice, nor half a line
+    assert [record["iteration"] for record in watch.records_of(metrics)] == [
+        1,
+        2,
+        3,
+    ]  # nothing is read twice, nor half a line
     (run / "new").write_text(text.splitlines()[0] + "\n")
     (run / "new").replace(metrics)
-    assert [record["iteration"] for record in followed.look()] == [1]
+    assert [record["iteration"] for record in watch.records_of(metrics)] == [1]
     metrics.write_text("")
-    assert followed.look() == []
+    assert watch.records_of(metrics) == []
 
 
 def test_a_file_written_anew_under_the_inode_it_had_is_read_from_its_beginning(tmp_path: Path) -> None:

@@ -12,13 +12,28 @@ import numpy as np
 from kernels.attention import CAUSAL, FULL
 from parallel.context import ContextError, Plan, make_plan
 from parallel.context.mask import Window
-from tools.pictures import FAINT, INK, LATER, MASKED, PALE, colour, faded, frameless, ink_on, letter, ordinal, rgb
+from tools.pictures import FAINT, INK, MASKED, PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 NUMBERED_TOKENS = 64  # longer sequences have no room for a rank's number on each token
+PALE = 0.28  # opacity of a rank's colour, where it is pale
+STYLE = {
+    "font.size": 8,
+    "text.color": INK,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 9,
+    "axes.labelcolor": FAINT,
+    "axes.edgecolor": MASKED,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+}
 
 CAPTIONS = {
     "ring": "Ring Attention: contiguous blocks, KV passed around a ring",
@@ -104,22 +119,44 @@ def _computed(plan: Plan, index: int) -> np.ndarray:
     return computed
 
 
+def colours(size: int) -> list[str]:
+    """Return the ranks' colours as #RRGGBB; beyond eight ranks, from a ramp from dark to light."""
+    if size <= len(PALETTE):
+        return [*PALETTE[:size]]
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(colour) for colour in colormaps["viridis"](np.linspace(0, 1, size))]
+
+
+def ink_on(colour: str) -> str:
+    """Return the colour of text that is readable on ``colour``."""
+    from matplotlib.colors import to_rgb
+
+    return INK if np.dot(to_rgb(colour), (0.299, 0.587, 0.114)) > 0.5 else "white"
+
+
+def ordinal(number: int) -> str:
+    """Return 1st, 2nd, 3rd, 4th, ..., 11th, ..., 21st."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
 def draw(drawings: list[Drawing]) -> "Figure":
     """Draw one band per method: its tokens, its rounds, and a time line of its ranks."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    columns = max(len(d.rounds) for d in drawings)
-    squares = 2.45 * columns
-    figure = Figure(figsize=(squares + 6.5, 4.0 * len(drawings) + 1.25), facecolor="white", layout=None)
-    width, height = figure.get_size_inches()
-    figure.text(
-        0.35 / width, 1 - 0.36 / height, _headline(drawings[0].plan), size=15, weight="bold", color=INK, va="center"
-    )
-    longest = max(d.slowest for d in drawings)
-    for index, shown in enumerate(drawings):
-        top = height - 0.75 - 4.0 * index
-        _band(figure, shown, top, columns, longest)
-    _legend(figure, drawings[0])
+    columns, longest = max(len(shown.rounds) for shown in drawings), max(shown.slowest for shown in drawings)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(2.45 * columns + 6.5, 4.0 * len(drawings) + 1.25), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # inches
+        figure.suptitle(_headline(drawings[0].plan), x=0.01, ha="left", size=15, weight="bold")
+        bands = figure.subfigures(len(drawings), squeeze=False)[:, 0]
+        for band, shown in zip(bands, drawings, strict=True):
+            _band(band, shown, columns, longest)
+        _legend(figure, drawings[0])
+        figure.draw_without_rendering()  # in this style, whoever saves it
     return figure
 
 
@@ -136,81 +173,61 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _band(figure: "Figure", shown: Drawing, top: float, columns: int, longest: int) -> None:
-    """Draw one method below ``top``, in inches from the figure's lower edge."""
-    width, height = figure.get_size_inches()
-
-    def axes(left: float, bottom: float, wide: float, high: float) -> "Axes":
-        return figure.add_axes((left / width, bottom / height, wide / width, high / height))
-
+def _band(band: "SubFigure", shown: Drawing, columns: int, longest: int) -> None:
+    """Draw one method, in a column for each round and two for the time line."""
     plan = shown.plan
     caption = CAPTIONS.get(plan.geometry.method.name, plan.geometry.method.name).format(
         ordinal=ordinal(plan.size), chunks=2 * plan.size, layout=plan.geometry.options.layout
     )
-    figure.text(0.35 / width, (top - 0.12) / height, caption, size=12, weight="bold", color=INK, va="center")
-    strip = axes(0.75, top - 0.72, 2.45 * columns - 0.35, 0.34)
-    _strip(strip, shown)
+    band.suptitle(caption, x=0.01, ha="left", size=12, weight="bold")
+    grid = band.add_gridspec(2, columns + 2, height_ratios=(1, 6))
+    _strip(band.add_subplot(grid[0, :columns]), shown)
     for index in range(len(shown.rounds)):
-        _square(axes(0.75 + 2.45 * index, top - 3.35, 2.1, 2.1), shown, index)
+        _square(band.add_subplot(grid[1, index]), shown, index)
     if columns > len(shown.rounds) == 1:
-        figure.text((0.75 + 2.45) / width, (top - 2.3) / height, "no further rounds", size=9, color=FAINT, va="center")
-    right = 0.75 + 2.45 * columns + 0.55
-    _time_line(axes(right, top - 3.35, 4.3, 2.1), shown, longest)
-    if plan.sparse:
-        ring = max((plan.size - 1) * plan.padded_len, 1)
-        text = f"Rows of KV sent: {shown.rows}, {shown.rows / ring:.0%} of what a plain ring sends"
-        figure.text(right / width, (top - 0.55) / height, text, size=9, color=INK, va="center")
+        axes = band.add_subplot(grid[1, 1])
+        axes.axis("off")
+        axes.text(0, 0.5, "no further rounds", size=9, color=FAINT)
+    _time_line(band.add_subplot(grid[1, columns:]), shown, longest)
 
 
 def _strip(axes: "Axes", shown: Drawing) -> None:
-    tokens = len(shown.owners)
-    axes.imshow(_colours(shown.owners, shown.plan.size)[None], aspect="auto", extent=(0, tokens, 0, 1))
-    if tokens <= NUMBERED_TOKENS:
-        for position, rank in enumerate(shown.owners):
-            ink = ink_on(colour(int(rank), shown.plan.size))
-            axes.text(position + 0.5, 0.47, str(rank), ha="center", va="center", size=8, color=ink)
-        for position in range(1, tokens):
-            axes.axvline(position, color="white", linewidth=0.8)
-    axes.set_yticks([])
-    documents = shown.plan.documents
-    if documents:
-        centres = [(first + end) / 2 for first, end in pairwise(documents)]
-        axes.set_xticks(centres, [letter(index) for index in range(len(centres))], size=8.5, color=INK)
-        for bound in documents[1:-1]:
-            axes.plot([bound, bound], [-0.3, 1.12], color=INK, linewidth=1.2, clip_on=False)
+    """Draw who owns which token."""
+    from matplotlib.colors import ListedColormap
+
+    tokens, ranks = len(shown.owners), colours(shown.plan.size)
+    numbered = tokens <= NUMBERED_TOKENS
+    edges = {"edgecolors": "white", "linewidth": 0.8} if numbered else {}
+    cells = (np.arange(tokens + 1) - 0.5, (-0.5, 0.5), shown.owners[None])
+    axes.pcolormesh(*cells, cmap=ListedColormap(ranks), vmin=-0.5, vmax=len(ranks) - 0.5, **edges)
+    for position, rank in enumerate(shown.owners if numbered else ()):
+        axes.text(position, 0, str(rank), ha="center", va="center_baseline", color=ink_on(ranks[rank]))
+    axes.set_yticks([0], ["tokens"])
+    axes.set_ylim(-0.5, 0.5)
+    if documents := shown.plan.documents:
+        centres = [(first + end - 1) / 2 for first, end in pairwise(documents)]
+        axes.set_xticks(centres, [chr(ord("A") + index % 26) for index in range(len(centres))], size=8.5, color=INK)
+        axes.vlines(np.array(documents[1:-1]) - 0.5, -0.8, 0.65, color=INK, linewidth=1.2, clip_on=False)
     else:
-        axes.set_xticks(np.array(_ticks(tokens)) + 0.5, [str(x) for x in _ticks(tokens)], size=7.5, color=FAINT)
-    axes.tick_params(length=0, pad=2)
-    axes.text(-0.008, 0.5, "tokens", transform=axes.transAxes, ha="right", va="center", size=8, color=FAINT)
-    frameless(axes)
+        axes.locator_params("x", nbins=5, integer=True)
+    axes.spines[:].set_visible(False)
 
 
 def _square(axes: "Axes", shown: Drawing, index: int) -> None:
-    """Draw one round: its pairs in their rank's colour, earlier ones pale, masked ones grey."""
-    tokens, size = len(shown.owners), shown.plan.size
-    ever = np.max(shown.rounds, axis=0)
-    image = _colours(np.zeros((tokens, tokens), dtype=int), size)
-    image[:] = rgb(LATER)
-    image[ever < 0] = rgb(MASKED)
-    for before in shown.rounds[:index]:
-        image[before >= 0] = 1 - PALE * (1 - _colours(before[before >= 0], size))
-    now = shown.rounds[index]
-    image[now >= 0] = _colours(now[now >= 0], size)
-    axes.imshow(image, extent=(0, tokens, tokens, 0), interpolation="nearest")
-    if tokens <= 2 * NUMBERED_TOKENS:
-        lines = np.arange(1, tokens)
-        axes.hlines(lines, 0, tokens, color="white", linewidth=0.45)
-        axes.vlines(lines, 0, tokens, color="white", linewidth=0.45)
-    ticks = _ticks(tokens)
-    axes.set_xticks(np.array(ticks) + 0.5, [str(x) for x in ticks], size=7, color=FAINT)
-    axes.set_yticks(np.array(ticks) + 0.5, [str(x) for x in ticks], size=7, color=FAINT)
-    axes.tick_params(length=0, pad=2)
-    axes.set_title(_round_title(shown.plan, index), size=8.8, color=INK, pad=5)
-    axes.set_xlabel("keys", size=8, color=FAINT, labelpad=1)
-    if index == 0:
-        axes.set_ylabel("queries", size=8, color=FAINT, labelpad=1)
-    for spine in axes.spines.values():
-        spine.set(color=MASKED, linewidth=0.8)
+    """Draw one round: its pairs in their rank's colour, earlier ones pale, later ones white, masked ones grey."""
+    from matplotlib.colors import ListedColormap, to_rgba
+
+    ranks, now, none = colours(shown.plan.size), shown.rounds[index], np.full_like(shown.rounds[0], -1)
+    before, ever = np.max([none, *shown.rounds[:index]], axis=0), np.max(shown.rounds, axis=0)
+    palette = [*ranks, *(to_rgba(rank, PALE) for rank in ranks), "white", MASKED]
+    later = np.where(ever >= 0, 2 * len(ranks), 2 * len(ranks) + 1)
+    kinds = np.where(now >= 0, now, np.where(before >= 0, len(ranks) + before, later))
+    edges = {"edgecolors": "white", "linewidth": 0.45} if len(now) <= 2 * NUMBERED_TOKENS else {}
+    cells = (np.arange(len(now)), np.arange(len(now)), kinds)
+    axes.pcolormesh(*cells, cmap=ListedColormap(palette), vmin=-0.5, vmax=len(palette) - 0.5, **edges)
+    axes.set(title=_round_title(shown.plan, index), xlabel="keys", ylabel="" if index else "queries", aspect="equal")
+    axes.invert_yaxis()
+    axes.locator_params(nbins=5, integer=True)
 
 
 def _round_title(plan: Plan, index: int) -> str:
@@ -225,72 +242,43 @@ def _round_title(plan: Plan, index: int) -> str:
 
 def _time_line(axes: "Axes", shown: Drawing, longest: int) -> None:
     """Draw what each rank does over time, in (query, key) pairs; in step, a round ends with its slowest rank."""
-    size = shown.plan.size
-    starts = _starts(shown)
-    for index in range(len(starts)):
-        for rank in range(size):
-            done, start, face = int(shown.work[index, rank]), int(starts[index, rank]), colour(rank, size)
-            axes.barh(rank, done, left=start, height=0.74, color=face, edgecolor="white", linewidth=1.2)
-            ends = [*starts[index + 1 :, rank].tolist(), shown.slowest]
-            waits = ends[0] - start - done
-            axes.barh(
-                rank, waits, left=start + done, height=0.74, color="none", edgecolor=MASKED, hatch="////", linewidth=0
-            )
-            if done > 0.055 * longest:
-                axes.text(start + done / 2, rank, str(done), ha="center", va="center", size=8, color=ink_on(face))
+    plan, work, ranks = shown.plan, shown.work, colours(shown.plan.size)
+    took = np.broadcast_to(work.max(axis=1, keepdims=True), work.shape) if shown.in_step else work
+    starts = np.cumsum(took, axis=0) - took
+    ends = np.concatenate([starts[1:], np.full_like(starts[:1], shown.slowest)])
+    waiting = {"color": "none", "edgecolor": MASKED, "hatch": "////", "linewidth": 0}
+    for done, start, end in zip(work, starts, ends, strict=True):
+        bars = axes.barh(range(plan.size), done, left=start, height=0.74, color=ranks, edgecolor="white", linewidth=1.2)
+        axes.barh(range(plan.size), end - start - done, left=start + done, height=0.74, **waiting)
+        said = [str(pairs) if pairs > 0.055 * longest else "" for pairs in done]
+        for label, rank in zip(axes.bar_label(bars, said, label_type="center", size=8), ranks, strict=True):
+            label.set_color(ink_on(rank))
     if shown.in_step and len(starts) > 1:
-        for index, (start, end) in enumerate(pairwise([*starts[:, 0].tolist(), shown.slowest])):
+        axes.vlines(ends[:, 0], -0.85, plan.size - 0.4, color=INK, linewidth=0.7, linestyle=(0, (2, 2)))
+        for index, middle in enumerate((starts[:, 0] + ends[:, 0]) / 2):
             label = f"round {index}" if len(starts) <= 5 else str(index)
-            axes.vlines(end, -0.85, size - 0.4, color=INK, linewidth=0.7, linestyle=(0, (2, 2)))
-            axes.text((start + end) / 2, -0.62, label, ha="center", va="center", size=7.5, color=FAINT)
-    axes.vlines(shown.even, -0.42, size - 0.4, color=INK, linewidth=1.4, zorder=0)  # behind the bars and their numbers
-    axes.set_xlim(0, longest * 1.02)
-    axes.set_ylim(size - 0.4, -0.85)
-    axes.set_yticks(range(size), [f"rank {rank}" for rank in range(size)], size=8, color=INK)
-    axes.tick_params(length=0, pad=3)
-    axes.tick_params(axis="x", labelsize=7, labelcolor=FAINT)
-    axes.set_xlabel("time, in (query, key) pairs of one rank; the black line is an even share", size=8, color=FAINT)
-    busy = shown.even / shown.slowest
+            axes.text(middle, -0.62, label, ha="center", va="center", size=7.5, color=FAINT)
+    axes.vlines(shown.even, -0.42, plan.size - 0.4, color=INK, linewidth=1.4, zorder=0)  # behind bars and numbers
+    axes.set(xlim=(0, longest * 1.02), ylim=(plan.size - 0.4, -0.85))
+    axes.set_yticks(range(plan.size), [f"rank {rank}" for rank in range(plan.size)], size=8, color=INK)
+    axes.set_xlabel("time, in (query, key) pairs of one rank; the black line is an even share")
+    busy, ring = shown.even / shown.slowest, max((plan.size - 1) * plan.padded_len, 1)
+    sent = f"Rows of KV sent: {shown.rows}, {shown.rows / ring:.0%} of what a plain ring sends\n" if plan.sparse else ""
     title = f"{shown.slowest} pairs until all are done = {1 / busy:.2f}x an even share; ranks busy {busy:.0%}"
-    axes.set_title(title, size=9, color=INK, pad=6, loc="left")
-    frameless(axes)
-
-
-def _starts(shown: Drawing) -> np.ndarray:
-    """Return when each rank starts each round: int ``[rounds, P]``."""
-    took = np.broadcast_to(shown.work.max(axis=1, keepdims=True), shown.work.shape) if shown.in_step else shown.work
-    return np.cumsum(took, axis=0) - took
+    axes.set_title(sent + title, loc="left")
+    axes.spines[:].set_visible(False)
 
 
 def _legend(figure: "Figure", shown: Drawing) -> None:
+    from matplotlib.colors import to_rgba
     from matplotlib.patches import Patch
 
-    size = shown.plan.size
-    handles = [Patch(color=colour(rank, size), label=f"rank {rank}") for rank in range(min(size, 8))]
-    handles.append(Patch(facecolor=faded(colour(0, size)), label="done in an earlier round"))
-    handles.append(Patch(facecolor=LATER, edgecolor=MASKED, label="still to come"))
+    ranks = colours(shown.plan.size)
+    handles = [Patch(color=colour, label=f"rank {rank}") for rank, colour in enumerate(ranks[:8])]
+    handles.append(Patch(facecolor=to_rgba(ranks[0], PALE), label="done in an earlier round"))
+    handles.append(Patch(facecolor="white", edgecolor=MASKED, label="still to come"))
     if np.max(shown.rounds, axis=0).min() < 0:
         handles.append(Patch(facecolor=MASKED, label="masked"))
-    handles.append(
-        Patch(facecolor="white", edgecolor=MASKED, hatch="////", linewidth=0, label="waits for the slowest rank")
-    )
-    width, height = figure.get_size_inches()
-    figure.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0.6 / width, 0.02 / height),
-        ncols=len(handles),
-        frameon=False,
-        fontsize=9,
-        handlelength=1.3,
-        columnspacing=1.5,
-    )
-
-
-def _colours(ranks: np.ndarray, size: int) -> np.ndarray:
-    return np.array([rgb(colour(rank, size)) for rank in range(size)])[ranks]
-
-
-def _ticks(tokens: int) -> list[int]:
-    step = max(1, tokens // 4)
-    return [*range(0, tokens - step // 2, step), tokens - 1]
+    waits = "waits for the slowest rank"
+    handles.append(Patch(facecolor="white", edgecolor=MASKED, hatch="////", linewidth=0, label=waits))
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=9)

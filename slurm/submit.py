@@ -16,21 +16,18 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from planner.cluster import ClusterError, load_cluster
 from runtime.errors import UserError
-from slurm.checks import check_text
 from tools.common.arguments import parser_for, positive
-from train.config import diffusion, language
+from tools.fit import ENTRIES
 from train.run import exit_status
 
 HERE = Path(__file__).resolve().parent
-ENTRIES: dict[str, Any] = {"pretrain_gpt.py": language, "pretrain_dit.py": diffusion}
 HINTS = {
     r"partition": "sinfo -s lists the partitions; give another --partition, or set it in the cluster's file",
     r"[Nn]ode configuration|node count": "sinfo -N -o '%N %G %c %m' lists what nodes have; change --nodes, --gpus, or "
@@ -45,8 +42,21 @@ HINTS = {
 """Advice by a pattern in sbatch's words."""
 
 
-class SubmitError(UserError):
-    """A job that cannot be submitted; the message says what to do."""
+NAME = (r"\w[\w.,-]*", "letters, digits, and any of . , - _ after the first")
+TEXT = (r".*", "printable characters in a line")
+PATH = (r"[^-].*", "printable characters in a line, the first no -")
+FORMS = {
+    "name": (r"\w[\w .,+=@~-]*", "letters, digits, blanks, and any of . , + = @ ~ - _ after the first"),
+    "constraint": (r"[\w(\[][\w.,:&|*()\[\]-]*", "features, joined by any of & | ( ) [ ] * ,"),
+    "interface": (r"[\w^=][\w.,:-]*", "names of interfaces, as NCCL_SOCKET_IFNAME takes them"),
+    "after": (r"\d[\d:_]*", "the number of a job"),
+    "time": (r"[\w:-]+", "minutes, H:MM:SS, D-HH:MM:SS or UNLIMITED"),
+    "option": (r"--[a-z][a-z-]*(=.+)?", "written as sbatch takes it, --option=--KEY=VALUE"),
+    **dict.fromkeys(("cluster", "save", "container", "container_mounts", "python"), PATH),
+    **dict.fromkeys(("array", "command"), TEXT),
+}
+"""Pattern of a value by the name of its flag or key, so that none becomes a line or a command of the script, and the
+pattern in words; NAME of all others, those that are yet to come as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +74,23 @@ class Site:
     """Cores per rank; the script's if left out."""
     interface: str | None = None
     """Network interface of NCCL and gloo; by default the one that a node's name leads to."""
+
+
+def check_text(values: Mapping[str, object], where: str = "", fix: str = "") -> None:
+    """Check values, and each word of lists, by their names. Numbers, and words that are chosen from, always pass.
+
+    Raises:
+        UserError: naming the value after ``where``, and what it may be.
+    """
+    for name, value in values.items():
+        (pattern, words), said = FORMS.get(name, NAME), name
+        for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str) or not text:
+                continue
+            if name == "command" and (flag := re.match(r"--[a-z][a-z\d-]*", text)):
+                said = flag[0]  # which the words after it belong to
+            if not text.isprintable() or not re.fullmatch(pattern, text):
+                raise UserError(f"{where}{said} is {text!r}; it must be {words}{fix}")
 
 
 def read_site(path: str) -> tuple[Site, int]:
@@ -93,29 +120,29 @@ def read_site(path: str) -> tuple[Site, int]:
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of a job's own flags; the run's follow its entry."""
     parser = parser_for("python -m slurm.submit", __doc__)
-    parser.add_argument("--cluster", required=True, metavar="FILE", help="as in configs/clusters, with a [slurm] table")
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--nodes", type=positive, help="nodes of the job")
-    size.add_argument("--gpus", type=positive, help="GPUs of the job, a multiple of a node's")
-    parser.add_argument("--time", metavar="D-HH:MM:SS", help="limit of one start (default: the script's)")
-    parser.add_argument("--name", help="name of the job (default: that of the run's folder)")
-    parser.add_argument("--partition", help="partition (default: the cluster file's)")
-    parser.add_argument("--account", help="account (default: the cluster file's)")
-    parser.add_argument("--lead", type=positive, default=600, metavar="SECONDS", help="before the limit, to save")
-    parser.add_argument("--after", metavar="JOB", help="start when that job has ended without an error")
-    parser.add_argument("--array", nargs="+", metavar="FLAGS", help="a run for each of these flags, each one word")
-    parser.add_argument("--launcher", choices=("ranks", "torchrun"), default="ranks", help="what srun starts")
-    parser.add_argument("--container", metavar="IMAGE", help="image that the ranks run in")
-    parser.add_argument("--container-runtime", choices=("pyxis", "apptainer"), help="default: pyxis")
-    parser.add_argument("--container-mounts", metavar="A:B,...", help="folders that it sees besides the checkout")
-    parser.add_argument("--option", action="append", default=[], metavar="X", help="for sbatch: --option=--KEY=VALUE")
-    parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="ENTRY FLAG...", help="the run")
+    add, size = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
+    add("--cluster", required=True, metavar="FILE", help="as in configs/clusters, with a [slurm] table")
+    size("--nodes", type=positive, help="nodes of the job")
+    size("--gpus", type=positive, help="GPUs of the job, a multiple of a node's")
+    add("--time", metavar="D-HH:MM:SS", help="limit of one start (default: the script's)")
+    add("--name", help="name of the job (default: that of the run's folder)")
+    add("--partition", help="partition (default: the cluster file's)")
+    add("--account", help="account (default: the cluster file's)")
+    add("--lead", type=positive, default=600, metavar="SECONDS", help="before the limit, to save")
+    add("--after", metavar="JOB", help="start when that job has ended without an error")
+    add("--array", nargs="+", metavar="FLAGS", help="a run for each of these flags, each one word")
+    add("--launcher", choices=("ranks", "torchrun"), default="ranks", help="what srun starts")
+    add("--container", metavar="IMAGE", help="image that the ranks run in")
+    add("--container-runtime", choices=("pyxis", "apptainer"), help="default: pyxis")
+    add("--container-mounts", metavar="A:B,...", help="folders that it sees besides the checkout")
+    add("--option", action="append", default=[], metavar="X", help="for sbatch: --option=--KEY=VALUE")
+    add("--dry-run", action="store_true", help="print the script, submit nothing")
+    add("command", nargs=argparse.REMAINDER, metavar="ENTRY FLAG...", help="the run")
     return parser
 
 
 def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[str, str]:
-    """Return sbatch's options for this job. Raises SubmitError if its time is none, or over before the ranks save."""
+    """Return sbatch's options for this job. Raises UserError if its time is none, or over before the ranks save."""
     kind = f":{site.gpu}" if site.gpu else ""
     wanted = {
         "job-name": shlex.quote(args.name or Path(save).name),
@@ -136,7 +163,7 @@ def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[
         key, _, value = option.removeprefix("--").partition("=")
         wanted[key] = value and shlex.quote(value)
     if wanted["time"] is not None and _seconds(wanted["time"]) <= args.lead:
-        raise SubmitError(
+        raise UserError(
             f"time is {wanted['time']}, and the ranks are told to save {args.lead} s before it is over; give more "
             "--time, or less --lead"
         )
@@ -150,19 +177,19 @@ def _seconds(limit: str) -> float:
     days, dash, rest = limit.rpartition("-")
     parts = rest.split(":")
     if not all(part.isascii() and part.isdecimal() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
-        raise SubmitError(f"time is {limit}; write minutes, H:MM:SS, D-HH:MM:SS or UNLIMITED")
+        raise UserError(f"time is {limit}; write minutes, H:MM:SS, D-HH:MM:SS or UNLIMITED")
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
     return 86400 * int(days or 0) + sum(unit * int(part) for unit, part in zip(units, parts, strict=False))
 
 
 def _container(args: argparse.Namespace) -> dict[str, str]:
-    """Return the variables of job.sh for --container. Raises SubmitError if its other flags are given without it."""
-    names = {"CONTAINER": "container", "CONTAINER_RUNTIME": "container_runtime", "CONTAINER_MOUNTS": "container_mounts"}
-    given = {variable: getattr(args, name) for variable, name in names.items() if getattr(args, name)}
+    """Return the variables of job.sh for --container. Raises UserError if its other flags are given without it."""
+    names = ("container", "container_runtime", "container_mounts")
+    given = {name: getattr(args, name) for name in names if getattr(args, name)}
     if given and not args.container:
-        name, value = next((names[variable], value) for variable, value in given.items())
-        raise SubmitError(f"{name} is {value}, and container is not set; name the image with --container")
-    return {"CONTAINER_RUNTIME": "pyxis"} | given if given else {}
+        name, value = next(iter(given.items()))
+        raise UserError(f"{name} is {value}, and container is not set; name the image with --container")
+    return {name.upper(): value for name, value in ({"container_runtime": "pyxis"} | given).items() if given}
 
 
 def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: Sequence[str]) -> str:
@@ -198,12 +225,12 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
     """
     check_text(vars(args))
     if args.gpus is not None and args.gpus % gpus:
-        raise SubmitError(
+        raise UserError(
             f"gpus is {args.gpus}, and {args.cluster} has {gpus} per node; give a multiple of {gpus}, or --nodes"
         )
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command or command[0] not in ENTRIES:
-        raise SubmitError(
+        raise UserError(
             f"the entry is {command[0] if command else 'missing'}; give {' or '.join(ENTRIES)}, and its flags"
         )
     entry, flags = ENTRIES[command[0]], command[1:]
@@ -212,22 +239,25 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
         try:
             words = shlex.split(more)
         except ValueError as error:
-            raise SubmitError(f"array is {more!r}: {error}; write each run's flags as a shell takes them") from error
+            raise UserError(f"array is {more!r}: {error}; write each run's flags as a shell takes them") from error
         config = entry.parse_args([*flags, *words])
-        check_text(
-            {"save": config.checkpoint.save}, "" if _value(flags, "--save") else f"{_value(flags, '--config')}: "
-        )
-        _refuse(config, more)
+        where = "" if _value(flags, "--save") else f"{_value(flags, '--config')}: "
+        check_text({"save": config.checkpoint.save}, where)
+        if config.dry.dry_run:
+            raise UserError(
+                "dry_run is among the run's flags, and a job trains until the run is finished; start the entry with it "
+                "by hand (--dry-run before the entry prints the job's script)"
+            )
+        if any(word.partition("=")[0] == "--save" for word in words):
+            fix = "and an array's runs have numbered folders in one; give it after the entry"
+            raise UserError(f"save is in {more!r} of --array, {fix}")
         entry.validate(replace(config, mesh=replace(config.mesh, device="cuda")), world_size)
     save = config.checkpoint.save
     if save is None:
-        raise SubmitError("save is not set, and a job that is queued again goes on from there; give --save runs/NAME")
+        raise UserError("save is not set, and a job that is queued again goes on from there; give --save runs/NAME")
     check_text({"name": args.name or Path(save).name}, fix="" if args.name else "; give one with --name")
-    kept: list[str] = [command[0]]
-    for before, flag in zip(command, flags, strict=False):
-        if before != "--save" and flag.split("=")[0] != "--save":
-            kept.append(flag)
-    return save, kept
+    pairs = pairwise(command)
+    return save, [command[0], *(word for before, word in pairs if "--save" not in (before, word.split("=")[0]))]
 
 
 def _value(flags: Sequence[str], flag: str) -> str | None:
@@ -236,34 +266,21 @@ def _value(flags: Sequence[str], flag: str) -> str | None:
     return found[-1] if found else None
 
 
-def _refuse(config: Any, more: str) -> None:
-    """Raise SubmitError for what the entry takes and a job cannot do; ``more`` is this run's word of an array."""
-    if config.dry.dry_run:
-        raise SubmitError(
-            "dry_run is among the run's flags, and a job trains until the run is finished; start the entry with it by "
-            "hand (--dry-run before the entry prints the job's script)"
-        )
-    if any(word.partition("=")[0] == "--save" for word in shlex.split(more)):
-        raise SubmitError(
-            f"save is in {more!r} of --array, and an array's runs have numbered folders in one; give it after the entry"
-        )
-
-
 def check_login_node() -> None:
-    """Raise SubmitError where there is no sbatch."""
+    """Raise UserError where there is no sbatch."""
     if shutil.which("sbatch") is None:
-        raise SubmitError("there is no sbatch here; start on a login node, or print the script with --dry-run")
+        raise UserError("there is no sbatch here; start on a login node, or print the script with --dry-run")
 
 
 def submit(text: str) -> str:
-    """Hand a script to sbatch, and return its words. Raises SubmitError with them and a hint if it refuses."""
+    """Hand a script to sbatch, and return its words. Raises UserError with them and a hint if it refuses."""
     check_login_node()
     done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return done.stdout.strip()
     words = " ".join(done.stderr.split()).removeprefix("sbatch: error: ")
     hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, words)]
-    raise SubmitError(f"sbatch refuses: {words}; {hints[0] if hints else 'look at the script with --dry-run'}")
+    raise UserError(f"sbatch refuses: {words}; {hints[0] if hints else 'look at the script with --dry-run'}")
 
 
 def main(argv: list[str]) -> int:

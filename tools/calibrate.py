@@ -47,7 +47,7 @@ from train.watching.progress import peak_flops
 
 Figures = dict[str, tuple[Any, str]]
 """Value, and how it was measured, by key of a cluster file."""
-Say = Callable[[str], None]
+Say, Step = Callable[[str], None], Callable[[], object]
 LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
 WIDTHS = {"cpu": {"num_heads": 8, "head_dim": 64}, "cuda": {"num_heads": 32, "head_dim": 128}}
 FFN = 4
@@ -79,18 +79,14 @@ def copy_bandwidth(device: str) -> float:
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
     """Measure the product of two square matrices in TFLOP/s, at the fastest size."""
-    rates = []
-    for size in MATMUL_SIZES[device]:
-        rates.append(2 * size**3 / median(product_times(device, dtype, size, size, size)) / 1e12)
-    return max(rates)
+    times = {n: product_times(device, dtype, n, n, n, OF_CEILINGS[device]) for n in MATMUL_SIZES[device]}
+    return max(2 * n**3 / median(seconds) / 1e12 for n, seconds in times.items())
 
 
-def product_times(
-    device: str, dtype: torch.dtype, rows: int, inner: int, columns: int, repeats: int | None = None
-) -> list[float]:
+def product_times(device: str, dtype: torch.dtype, rows: int, inner: int, columns: int, repeats: int) -> list[float]:
     """Time products of matrices ``[rows, inner]`` and ``[inner, columns]``, as a layer's forward does them."""
     a, b = torch.randn(rows, inner, device=device).to(dtype), torch.randn(columns, inner, device=device).to(dtype)
-    return time_steps(lambda: linear(a, b), device, repeats or OF_CEILINGS[device])
+    return time_steps(lambda: linear(a, b), device, repeats)
 
 
 def ceilings(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
@@ -120,9 +116,7 @@ def measure(device: torch.device, work: AttentionShape, lengths: tuple[int, ...]
     figures["gpus_per_node"] = (there, "those here") if alone else (local, "processes started on each node")
     figures |= _memory(device, figures["gpus_per_node"][0], say)
     figures |= _links(device, local, say)
-    return figures | (
-        _overlaps(device, replace(work, seq_length=lengths[-1]), local, say) if dist.get_world_size() > 1 else {}
-    )
+    return figures if alone else figures | _overlaps(device, replace(work, seq_length=lengths[-1]), local, say)
 
 
 def _rates(device: torch.device, work: AttentionShape, lengths: tuple[int, ...], say: Say) -> Figures:
@@ -162,29 +156,33 @@ def _middle(measured: Callable[[], float]) -> float:
     return median(gather_results(measured))
 
 
+def _alone(device: torch.device, work: AttentionShape, size: int = 1, causal: bool = True) -> tuple[Step, int]:
+    """Return what the last rank of a ring does forward and backward, without traffic, and its (query, key) pairs.
+
+    The ``work`` is of each of ``size`` ranks.
+    """
+    plan, rank = make_plan("ring", seq_len=size * work.seq_length, size=size, causal=causal), size - 1
+    executor = Executor(plan.geometry, LoopbackTransport(plan.geometry, None, rank), rank, "auto")
+    return step_of(plan, executor, *work.tensors(device.type)), sum(step.pairs for step in plan.rounds(rank))
+
+
 def _attention(device: torch.device, work: AttentionShape, causal: bool, say: Say) -> float:
     """Measure what runs take for one tile, in seconds forward and backward together."""
-    plan = make_plan("ring", seq_len=work.seq_length, size=1, causal=causal)
-    executor = Executor(plan.geometry, LoopbackTransport(plan.geometry, None, 0), 0, "auto")
     try:
-        step = step_of(plan, executor, *work.tensors(device.type))
+        step, pairs = _alone(device, work, causal=causal)
         taken = _middle(lambda: mean(time_steps(step, device.type, 3 * PROBES)))
     except (RuntimeError, ValueError, NotImplementedError) as error:
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise MeasureError(f"attention cannot be measured at {work.seq_length} positions: {why}") from error
-    rate = work.flops(int(plan.work().pairs.sum())) / taken / 1e12
-    kind = "a causal tile" if causal else "a whole tile"
+    kind, rate = "a causal tile" if causal else "a whole tile", work.flops(pairs) / taken / 1e12
     say(f"attention, {kind} of {work.seq_length} positions: {rate:.4g} TFLOP/s forward and backward")
     return taken
 
 
 def _launch(device: torch.device, work: AttentionShape, rate: float) -> float:
     """Measure the seconds of a tile besides its computing, by the executor, without traffic."""
-    plan = make_plan("ring", seq_len=TILES * TINY, size=TILES)  # the last rank attends in every round
-    executor = Executor(plan.geometry, LoopbackTransport(plan.geometry, None, TILES - 1), TILES - 1, "auto")
-    tensors = replace(work, seq_length=TINY).tensors(device.type)
-    taken = median(time_steps(step_of(plan, executor, *tensors), device.type, 3 * REPEATS))
-    pairs = sum(step.pairs for step in plan.rounds(TILES - 1))
+    step, pairs = _alone(device, replace(work, seq_length=TINY), TILES)  # the last rank attends in every round
+    taken = median(time_steps(step, device.type, 3 * REPEATS))
     return (taken - work.flops(pairs) / rate) / (2 * TILES)
 
 
@@ -244,9 +242,7 @@ def _overlaps(device: torch.device, work: AttentionShape, local: int, say: Say) 
     """Measure what goes on at once of computing and of an exchange about as long, posted before it or waited for."""
     rank, size = dist.get_rank(), dist.get_world_size()
     peers = [(rank + step * (local if size > local else 1)) % size for step in (1, -1)]
-    plan = make_plan("ring", seq_len=work.seq_length, size=1)
-    executor = Executor(plan.geometry, LoopbackTransport(plan.geometry, None, 0), 0, "auto")
-    attend = step_of(plan, executor, *work.tensors(device.type))
+    attend, _ = _alone(device, work)
     times = max(1, round(LONG_ENOUGH / slowest(attend, device.type, PROBES)))
 
     def compute() -> None:
@@ -308,26 +304,19 @@ def exchange_seconds(device: torch.device, peers: list[int], size: int) -> float
     return slowest(lambda: post()() if peers else None, device.type, probes, middle)
 
 
-def posting(device: torch.device, to: Sequence[int], of: Sequence[int], size: int) -> Callable[[], Callable[[], None]]:
+def posting(device: torch.device, to: Sequence[int], of: Sequence[int], size: int) -> Callable[[], Step]:
     """Return what posts ``size`` bytes to each of some ranks and as many of each of others, and returns what waits."""
     sent, *received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(1 + len(of)))
 
     def post() -> Callable[[], None]:
         operations = [dist.P2POp(dist.irecv, into, peer) for into, peer in zip(received, of, strict=True)]
         under_way = dist.batch_isend_irecv([*operations, *(dist.P2POp(dist.isend, sent, peer) for peer in to)])
-
-        def wait() -> None:
-            for one in under_way:
-                one.wait()
-
-        return wait
+        return lambda: [one.wait() for one in under_way]
 
     return post
 
 
-def slowest(
-    step: Callable[[], None] | None, device: str, repeats: int, middle: Callable[[list[float]], float] = median
-) -> float:
+def slowest(step: Step | None, device: str, repeats: int, middle: Callable[[list[float]], float] = median) -> float:
     """Time a step that ranks make at once, or not at all, by the middle of each; return the slowest's. Collective."""
     dist.barrier()
     mine = middle(time_steps(step, device, repeats)) if step else 0.0

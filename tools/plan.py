@@ -20,7 +20,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from operator import itemgetter
@@ -54,8 +54,7 @@ from runtime.files import write_text
 from runtime.processes import launched_world_size
 from runtime.progress import amount, counted, duration
 from tools.common.arguments import parser_for
-from tools.common.report import aligned
-from tools.common.report import markdown as markdown_table
+from tools.common.report import aligned, markdown
 from tools.fit import parsed
 from train.config.common import with_joined_ranks
 from train.config.complete import with_vocabulary
@@ -66,10 +65,6 @@ from train.run import exit_status
 
 BAR = 40
 NUMBER = re.compile(r"\d[\d,.]*(?<=\d)")
-HEADS = ["", "method", "mesh", "memory by", "predicted", "measured", "tokens/s", "inside nodes GB", "between GB"]
-HEADS += ["memory GB", "host GB"]
-LEFT = 4
-"""Columns of words, which stand to the left; numbers stand to the right."""
 DEFAULT_TOP = 10
 
 
@@ -169,12 +164,10 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     fitting, said = verdict([one], cluster)
     needed, seconds = ([], None) if fitting else changes(config, world_size, cluster, documents, lengths)
     if args.json:
-        told = {"memory_bytes_by_part": parts, "memory_bytes": one.bytes, "host_bytes": one.host}
-        told |= {"fits": fitting}
-        told |= {"changes": [asdict(change) for change in needed], "seconds_then": seconds}
+        told = {"cluster": asdict(cluster), "memory_bytes_by_part": parts, "memory_bytes": one.bytes}
+        told |= {"host_bytes": one.host, "fits": fitting, "changes": [*map(asdict, needed)], "seconds_then": seconds}
         told |= {"method": method_of(config), "mesh": mesh_of(config), "memory_by": memory_of(config)}
-        told |= {"processes": world_size, "sequence_length": config.sequence_length}
-        print(json.dumps({"cluster": asdict(cluster), **told}))
+        print(json.dumps({**told, "processes": world_size, "sequence_length": config.sequence_length}))
         return
     print(f"{_asked(world_size, cluster, config)}: {described(config)}")
     if documents:
@@ -186,10 +179,8 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     if fitting:
         return
     if seconds is None:
-        print(
-            "no arrangement of these processes fits by the search; use more (--fewest says how many) or shorter "
-            "sequences"
-        )
+        fewer = "use more (--fewest says how many) or shorter sequences"
+        print(f"no arrangement of these processes fits by the search; {fewer}")
     else:
         print(f"change, in the order of docs/tasks/long_context.md, for {duration(seconds)} a step:")
         for change in needed:
@@ -218,9 +209,7 @@ def plan(argv: list[str]) -> None:
     lengths = tuple(args.document_lengths)
     every = args.all or args.longest or args.fewest
     varied, note = list(arrangements(config, world_size)) if every else [config], ""
-    found = (
-        rank(varied, world_size, cluster, lengths, settings) if every else rank(varied, world_size, cluster, lengths)
-    )
+    found = rank(varied, world_size, cluster, lengths, settings if every else None)
     if (found.too_large or found.host_short) and not found.candidates and not every:
         least = min(found.too_large or found.host_short) / 1e9
         where = "" if found.too_large else " of host memory"
@@ -228,7 +217,8 @@ def plan(argv: list[str]) -> None:
         found = rank(varied, world_size, cluster, lengths, settings)
     if not found.candidates:
         raise ConfigError(nothing_left(found, cluster))
-    rows = [Row(candidate, _data_ranks(candidate.config, world_size)) for candidate in found.candidates]
+    others = [math.prod(getattr(one.config.mesh, name) for name in SIZES) for one in found.candidates]
+    rows = [Row(one, world_size // size) for one, size in zip(found.candidates, others, strict=True)]
     if args.profile:
         from tools.common.training import measure
 
@@ -240,9 +230,9 @@ def plan(argv: list[str]) -> None:
     if os.environ.get("RANK", "0") != "0":  # profiling has ended the process group
         return
     if args.json:
-        why = {"refused": dict(found.refused), "too_large": len(found.too_large)}
-        why["host_short"] = len(found.host_short)
-        print(json.dumps({"cluster": asdict(cluster), "rows": [row.entry() for row in rows[: args.top]], **why}))
+        told = {"cluster": asdict(cluster), "rows": [row.entry() for row in rows[: args.top]]}
+        told |= {"refused": dict(found.refused), "too_large": len(found.too_large)}
+        print(json.dumps({**told, "host_short": len(found.host_short)}))
     else:
         print(_asked(world_size, cluster, config))
         print(f"{discarded(found, cluster, args.top)}\n{note}".rstrip())
@@ -291,31 +281,29 @@ class Row:
             "attention_bytes_between_nodes": found.links.between,
         }
 
-    def cells(self) -> list[str]:
-        """Return the row's columns, the measured time last but three."""
-        config, found = self.candidate.config, self.candidate.prediction
-        return [
-            method_of(config),
-            mesh_of(config),
-            memory_of(config),
-            duration(found.time),
-            "" if self.measured is None else duration(self.measured),
-            f"{self.tokens_per_second:,.0f}",
-            f"{found.links.inside / 1e9:.3f}",
-            f"{found.links.between / 1e9:.3f}",
-            f"{found.bytes / 1e9:.1f}",
-            f"{found.host / 1e9:.1f}" if found.host else "",
-        ]
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "method": lambda row: method_of(row.candidate.config),
+    "mesh": lambda row: mesh_of(row.candidate.config),
+    "memory by": lambda row: memory_of(row.candidate.config),
+    "predicted": lambda row: duration(row.candidate.prediction.time),
+    "measured": lambda row: "" if row.measured is None else duration(row.measured),
+    "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
+    "inside nodes GB": lambda row: f"{row.candidate.prediction.links.inside / 1e9:.3f}",
+    "between GB": lambda row: f"{row.candidate.prediction.links.between / 1e9:.3f}",
+    "memory GB": lambda row: f"{row.candidate.prediction.bytes / 1e9:.1f}",
+    "host GB": lambda row: f"{host / 1e9:.1f}" if (host := row.candidate.prediction.host) else "",
+}
+"""Cells of the table; the first three are words, which stand to the left."""
 
 
-def table(rows: Sequence[Row], markdown: bool = False) -> str:
+def table(rows: Sequence[Row], as_markdown: bool = False) -> str:
     """Format the rows in aligned columns, or as Markdown; measured times and host memory have one if there are any."""
-    found = [[str(number), *row.cells()] for number, row in enumerate(rows, 1)]
-    used = [place for place, cells in enumerate(zip(*found, strict=True)) if any(cells)]
-    lines = [[line[place] for place in used] for line in (HEADS, *found)]
-    if markdown:
-        return "\n".join(markdown_table(lines[0], lines[1:])).replace("|  |", "| |")
-    return "\n".join(aligned(lines, range(1, LEFT)))
+    used = {head: cells for head, column in COLUMNS.items() if any(cells := [*map(column, rows)])}
+    lines = [[str(number), *cells] for number, cells in enumerate(zip(*used.values(), strict=True), 1)]
+    if as_markdown:
+        return "\n".join(markdown(["", *used], lines)).replace("|  |", "| |")
+    return "\n".join(aligned([["", *used], *lines], range(1, 4)))
 
 
 def bars(parts: Mapping[str, float], host: float, cluster: Cluster, of: str = "a process") -> str:
@@ -364,11 +352,6 @@ def grouped(refused: Counter[str]) -> list[tuple[str, int]]:
 
 def _asked(world_size: int, cluster: Cluster, config: Any) -> str:
     return f"{counted(world_size, 'process')} on {cluster.name}, sequences of {config.sequence_length} tokens"
-
-
-def _data_ranks(config: Any, world_size: int) -> int:
-    mesh = config.mesh
-    return world_size // math.prod(getattr(mesh, name) for name in SIZES)
 
 
 def main(argv: list[str]) -> int:

@@ -85,11 +85,7 @@ def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
             names = [alias.name for alias in node.names if isinstance(node, ast.Import) and not alias.asname]
             if ours := next((name for name in names if IMPORT.match(f"import {name}".encode())), None):
                 raise VendorError(f"{path}:{node.lineno} imports {ours} by its full name; use from ... import")
-            row, old, new = (
-                node.lineno,
-                IMPORT,
-                moved,
-            )
+            row, old, new = node.lineno, IMPORT, moved
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == f"torch.ops.{NAMESPACE}":
             row, old, new = node.end_lineno, OPERATOR, operator
         elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{NAMESPACE}::"):

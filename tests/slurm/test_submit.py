@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.errors import UserError
 from slurm import submit
 from tests.endings import end
 from tests.slurm.cluster import VirtualError, start
@@ -141,7 +142,7 @@ def test_slurms_words_and_our_hint(said: str, hint: str, tmp_path: Path, monkeyp
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\ncat > /dev/null\nprintf '{said}\\n' >&2\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(submit.SubmitError, match="sbatch refuses: ") as caught:
+    with pytest.raises(UserError, match="sbatch refuses: ") as caught:
         submit.submit("#!/bin/bash\n")
     assert hint in str(caught.value)
     assert said.split(": ")[-1].split("\n")[0] in str(caught.value)
@@ -149,7 +150,7 @@ def test_slurms_words_and_our_hint(said: str, hint: str, tmp_path: Path, monkeyp
 
 def test_without_slurm_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(submit.SubmitError, match="no sbatch here; start on a login node, or print"):
+    with pytest.raises(UserError, match="no sbatch here; start on a login node, or print"):
         submit.submit("")
 
 

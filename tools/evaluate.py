@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -122,10 +122,9 @@ def main(argv: list[str]) -> None:
                 )
         config = complete(config, run.tokenizer.vocab_size, READING)
         bounds = buckets(args.seq_length, args.buckets)
-        found = [
-            Bucket(begin, end, len(rows) * (end - begin), loss / (len(rows) * (end - begin)))
-            for (begin, end), loss in zip(pairwise(bounds), losses(run, config, mesh, rows, bounds), strict=True)
-        ]
+        sums = losses(run, config, mesh, rows, bounds)
+        tokens = [len(rows) * (end - begin) for begin, end in pairwise(bounds)]
+        found = [Bucket(*at, n, loss / n) for at, n, loss in zip(pairwise(bounds), tokens, sums, strict=True)]
         if not all(math.isfinite(bucket.loss) for bucket in found):
             raise CheckpointError(f"{run.checkpoint} has losses that are not finite: its training diverged")
         if is_first():
@@ -194,17 +193,10 @@ def _write(folder: Path, run: Run, args: argparse.Namespace, count: int, found: 
     named = [*((f"{bucket.begin} to {bucket.end - 1}", bucket) for bucket in found), ("all", whole)]
     rows = [[name, f"{b.tokens:,}", f"{b.loss:.4f}", f"{b.perplexity:.2f}"] for name, b in named]
     title = f"{run.folder}, iteration {run.iteration}, {count} documents of more than {args.seq_length} tokens"
-    result = {
-        "run": str(run.folder),
-        "iteration": run.iteration,
-        "data": args.data_path or args.text,
-        "seq_length": args.seq_length,
-        "trained_seq_length": run.trained_length,
-        "documents": count,
-        "loss": whole.loss,
-        "perplexity": whole.perplexity,
-        "buckets": [asdict(bucket) | {"perplexity": bucket.perplexity} for bucket in found],
-    }
+    result: dict[str, Any] = {"run": str(run.folder), "iteration": run.iteration, "data": args.data_path or args.text}
+    result |= {"seq_length": args.seq_length, "trained_seq_length": run.trained_length, "documents": count}
+    result |= {"loss": whole.loss, "perplexity": whole.perplexity}
+    result["buckets"] = [asdict(bucket) | {"perplexity": bucket.perplexity} for bucket in found]
     table = markdown(("positions", "tokens", "loss", "perplexity"), rows, "---:")
     write_results(folder, "perplexity", title, table, result, curve(found, run.trained_length))
 
@@ -230,18 +222,14 @@ def curve(found: Sequence[Bucket], trained: int | None) -> "Figure":
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_for("python -m tools.evaluate", __doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--data-path", metavar="PREFIX", help="a .bin/.idx pair")
-    source.add_argument("--text", nargs="+", metavar="FILE", help="text files, rows or folders, as tools.prepare_data")
-    parser.add_argument("--seq-length", type=positive, required=True, metavar="N", help="tokens of each document")
-    parser.add_argument(
-        "--documents", type=positive, default=32, metavar="N", help="the first N long enough (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--buckets", type=positive, metavar="N", help="equal ones (default: from 64 on each twice the one before)"
-    )
-    parser.add_argument("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
+    add, source = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
+    add("run", type=Path, metavar="RUN", help="folder of the run")
+    source("--data-path", metavar="PREFIX", help="a .bin/.idx pair")
+    source("--text", nargs="+", metavar="FILE", help="text files, rows or folders, as tools.prepare_data")
+    add("--seq-length", type=positive, required=True, metavar="N", help="tokens of each document")
+    add("--documents", type=positive, default=32, metavar="N", help="the first N long enough (default: %(default)s)")
+    add("--buckets", type=positive, metavar="N", help="equal ones (default: from 64 on each twice the one before)")
+    add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
     add_mesh(parser)
     return parser.parse_args(argv)
 

@@ -85,33 +85,27 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = _parse(argv)
-
     return _check(args) if args.check else _prepare(args)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
-    if args.input and not args.output_prefix:
-        parser.error("--input needs --output-prefix: where to write")
-    if args.json_keys and len(args.json_keys) > 1:
-        parser.error(
-            f"--json-keys names {len(args.json_keys)} fields, and a prefix holds one corpus; prepare each on its own"
-        )
-    if args.inspect and not args.check:
-        parser.error("--inspect goes with --check PREFIX: what to show")
-    if args.whole and not args.inspect:
-        parser.error("--whole goes with --inspect N")
-    if args.chat and not (args.input and args.seq_length):
-        parser.error("--chat needs --input and --seq-length")
-    if args.chat and not args.tokenizer_model and args.chat_template not in NAMED:
-        parser.error(
-            f"--chat needs --tokenizer-model FILE, or to train one --chat-template NAME, one of {', '.join(NAMED)}"
-        )
-    if not args.chat and (args.seq_length or args.chat_template or args.skip_refused or args.too_long != "error"):
-        parser.error("--seq-length, --chat-template, --too-long and --skip-refused go with --chat")
-    if args.chat and (args.max_bytes or args.json_keys):
-        parser.error("--max-bytes and --json-keys are for text, not for --chat")
+    of_chat = args.seq_length or args.chat_template or args.skip_refused or args.too_long != "error"
+    one = "--json-keys names {} fields, and a prefix holds one corpus; prepare each on its own"
+    named = f"--chat needs --tokenizer-model FILE, or to train one --chat-template NAME, one of {', '.join(NAMED)}"
+    wrong = {
+        "--input needs --output-prefix: where to write": args.input and not args.output_prefix,
+        one.format(len(args.json_keys or [])): args.json_keys and len(args.json_keys) > 1,
+        "--inspect goes with --check PREFIX: what to show": args.inspect and not args.check,
+        "--whole goes with --inspect N": args.whole and not args.inspect,
+        "--chat needs --input and --seq-length": args.chat and not (args.input and args.seq_length),
+        named: args.chat and not args.tokenizer_model and args.chat_template not in NAMED,
+        "--seq-length, --chat-template, --too-long and --skip-refused go with --chat": of_chat and not args.chat,
+        "--max-bytes and --json-keys are for text, not for --chat": args.chat and (args.max_bytes or args.json_keys),
+    }
+    for said in (said for said, found in wrong.items() if found):
+        parser.error(said)
     return args
 
 
@@ -236,15 +230,16 @@ def _abridged(parts: Sequence[tuple[str, bool]]) -> list[tuple[str, bool]]:
     size = sum(len(text) for text, _ in parts)
     if size <= 2 * _SHOWN + 100:
         return list(parts)
-    begin, end, at = list[tuple[str, bool]](), list[tuple[str, bool]](), 0
-    for text, learned in parts:
-        if at < _SHOWN:
-            begin.append((text[: _SHOWN - at], learned))
-        if at + len(text) > size - _SHOWN:
-            end.append((text[max(0, size - _SHOWN - at) :], learned))
-        at += len(text)
     left_out = f"\n... {size - 2 * _SHOWN:,} of {size:,} characters left out, which --whole shows ...\n"
-    return [*begin, (left_out, False), *end]
+    return [*_cut(parts, 0, _SHOWN), (left_out, False), *_cut(parts, size - _SHOWN, size)]
+
+
+def _cut(parts: Sequence[tuple[str, bool]], begin: int, end: int) -> Iterator[tuple[str, bool]]:
+    """Yield what of the parts lies between two characters of their text."""
+    for text, learned in parts:
+        if cut := text[max(0, begin) : max(0, end)]:
+            yield cut, learned
+        begin, end = begin - len(text), end - len(text)
 
 
 def _painted(parts: Sequence[tuple[str, bool]], colour: bool) -> str:

@@ -38,13 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_labels(folder.labels, folder.where_label, args.num_classes)
         folder.check_finite()
     else:
-        write_latents(
-            args.output,
-            _batches(args.input, args.size, args.vae, args.batch_size),
-            dtype=args.dtype,
-            samples_per_shard=args.samples_per_shard,
-            kind=args.format,
-        )
+        batches = _batches(args.input, args.size, args.vae, args.batch_size)
+        form = {"dtype": args.dtype, "samples_per_shard": args.samples_per_shard, "kind": args.format}
+        write_latents(args.output, batches, **form)
         folder = LatentFolder(args.output)
     shape, classes = " ".join(map(str, folder.shape)), args.num_classes or int(folder.labels.max()) + 1
     if absent := classes - len(np.unique(folder.labels)):
@@ -55,11 +51,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _batches(images: Path, size: int, vae: Path | None, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield latents [n, C, h, w] and labels [n] of a folder's images."""
-    (rows, decode), encode = _image_folder(images), _encoder(vae)
+    (rows, decode), encode = _image_folder(images), None
+    if vae is not None:
+        import torch
+
+        from data.latents.vae import Vae
+
+        encode = Vae(vae, torch.device("cuda" if torch.cuda.is_available() else "cpu")).encode
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
         pixels = np.stack([_square(decode(image), size) for image in batch["image"]])
-        yield encode(pixels), np.asarray(batch["label"], dtype=np.int64)
+        yield pixels if encode is None else encode(pixels), np.asarray(batch["label"], dtype=np.int64)
 
 
 def _image_folder(folder: Path) -> tuple[Any, Callable[[Any], Any]]:
@@ -109,33 +111,20 @@ def _square(image: Any, size: int) -> np.ndarray:
     return pixels.transpose(2, 0, 1) / 127.5 - 1
 
 
-def _encoder(vae: Path | None) -> Any:
-    if vae is None:
-        return lambda pixels: pixels
-    import torch
-
-    from data.latents.vae import Vae
-
-    return Vae(vae, torch.device("cuda" if torch.cuda.is_available() else "cpu")).encode
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_for("python -m tools.prepare_latents", __doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--input", type=Path, metavar="DIR", help="images, in a folder per class")
-    what.add_argument("--check", type=Path, metavar="DIR", help="read all values of a folder of latents")
-    parser.add_argument(
-        "--num-classes", type=positive, metavar="N", help="with --check: that labels are below it, as training wants"
-    )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write")
-    parser.add_argument("--vae", type=Path, metavar="DIR", help="local folder of diffusers' AutoencoderKL, safetensors")
-    parser.add_argument("--size", type=positive, default=256, metavar="N", help="side of the squares, in pixels")
-    parser.add_argument(
-        "--dtype", choices=["float32", "float16"], default="float32", help="of the latents in the files"
-    )
-    parser.add_argument("--format", choices=["npy", "safetensors"], default="npy", help="of the files")
-    parser.add_argument("--samples-per-shard", type=positive, default=4096, metavar="N", help="samples in a file")
-    parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="images encoded at once")
+    add, what = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
+    what("--input", type=Path, metavar="DIR", help="images, in a folder per class")
+    what("--check", type=Path, metavar="DIR", help="read all values of a folder of latents")
+    classes = "with --check: that labels are below it, as training wants"
+    add("--num-classes", type=positive, metavar="N", help=classes)
+    add("--output", type=Path, metavar="DIR", help="folder to write")
+    add("--vae", type=Path, metavar="DIR", help="local folder of diffusers' AutoencoderKL, safetensors")
+    add("--size", type=positive, default=256, metavar="N", help="side of the squares, in pixels")
+    add("--dtype", choices=["float32", "float16"], default="float32", help="of the latents in the files")
+    add("--format", choices=["npy", "safetensors"], default="npy", help="of the files")
+    add("--samples-per-shard", type=positive, default=4096, metavar="N", help="samples in a file")
+    add("--batch-size", type=positive, default=32, metavar="N", help="images encoded at once")
     args = parser.parse_args(argv)
     if args.input is not None and args.output is None:
         parser.error("--input needs --output: where to write")

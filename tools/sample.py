@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from checkpoint.api import CheckpointError
 from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
@@ -18,7 +19,7 @@ from model.generate import DivergedError, Draw
 from planner.choice import READING
 from runtime.errors import DataError
 from runtime.together import is_first
-from tools.common.arguments import at_least, parser_for
+from tools.common.arguments import at_least, parser_for, positive
 from tools.common.runs import Run, add_mesh, mesh_of, open_run
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
@@ -28,15 +29,18 @@ from train.run import run_entry
 def main(argv: list[str]) -> None:
     """Run the command."""
     args = _parse(argv)
-    Draw(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    draw = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    Draw(**draw)
     run = open_run(args.load, args.ckpt_step)
     tokenizer = run.tokenizer
     texts, stop = _prompts(args), [tokenizer.eod, *(_token(tokenizer, text) for text in args.stop)]
     with opened(args.load, args.ckpt_step, choices=READING, **mesh_of(args)) as writer:
-        _sample(writer, run, args, texts, stop)
+        _sample(writer, run, args, texts, stop, draw)
 
 
-def _sample(writer: Writer, run: Run, args: argparse.Namespace, texts: Sequence[str], stop: Sequence[int]) -> None:
+def _sample(
+    writer: Writer, run: Run, args: argparse.Namespace, texts: Sequence[str], stop: Sequence[int], draw: dict[str, Any]
+) -> None:
     """Write, and print on the first rank; collective."""
     tokenizer = run.tokenizer
     # Documents follow an end-of-text token, after which the model takes the prompt as the beginning of a text; other
@@ -52,9 +56,8 @@ def _sample(writer: Writer, run: Run, args: argparse.Namespace, texts: Sequence[
         named = f"prompt {texts[0]!r:.200}" if len(texts) == 1 else f"{len(texts)} prompts"
         print(f"{args.load}, iteration {writer.iteration}, {named}, {args.num_samples} x {args.num_tokens} tokens")
         if run.trained_length is not None and longest + args.num_tokens > run.trained_length:
-            said = f"note: prompt and tokens are more than the {run.trained_length} the model was trained on at a time"
-            print(said, file=sys.stderr)
-    draw = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+            note = f"prompt and tokens are more than the {run.trained_length} the model was trained on at a time"
+            print(f"note: {note}", file=sys.stderr)
     try:
         written = writer.write(prompts, args.num_tokens, stop=stop, seed=args.seed, **draw)
     except DivergedError as error:
@@ -103,22 +106,19 @@ def _token(tokenizer: SentencePieceTokenizer | HuggingFaceTokenizer, text: str) 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_for("python -m tools.sample", __doc__)
-    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
-    given = parser.add_mutually_exclusive_group()
-    given.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with; by default nothing")
-    given.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with what the text begins with")
-    parser.add_argument("--by-line", action="store_true", help="take each line of the file for a prompt")
-    parser.add_argument("--num-samples", type=at_least(1), default=2, metavar="N", help="texts of each prompt (2)")
-    parser.add_argument("--num-tokens", type=at_least(1), default=160, metavar="N", help="tokens of each (160)")
-    parser.add_argument(
-        "--temperature", type=at_least(0.0), default=0.8, metavar="T", help="divides logits; 0: likeliest token (0.8)"
-    )
-    parser.add_argument("--top-k", type=at_least(1), metavar="K", default=50, help="of the K likeliest tokens (50)")
-    parser.add_argument("--top-p", type=float, metavar="P", help="of the fewest of these with probability P together")
-    parser.add_argument(
-        "--stop", nargs="+", default=[], metavar="TOKEN", help="texts or numbers of tokens that end a text too"
-    )
-    parser.add_argument("--seed", type=at_least(0), default=1234, metavar="N", help="seed of the draws (1234)")
+    add, given = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
+    given("--prompt", default="", metavar="TEXT", help="what the text begins with; by default nothing")
+    given("--prompt-file", type=Path, metavar="FILE", help="file with what the text begins with")
+    add("--by-line", action="store_true", help="take each line of the file for a prompt")
+    add("--num-samples", type=positive, default=2, metavar="N", help="texts of each prompt (2)")
+    add("--num-tokens", type=positive, default=160, metavar="N", help="tokens of each (160)")
+    temperature = "divides logits; 0: likeliest token (0.8)"
+    add("--temperature", type=at_least(0.0), default=0.8, metavar="T", help=temperature)
+    add("--top-k", type=positive, metavar="K", default=50, help="of the K likeliest tokens (50)")
+    add("--top-p", type=float, metavar="P", help="of the fewest of these with probability P together")
+    add("--stop", nargs="+", default=[], metavar="TOKEN", help="texts or numbers of tokens that end a text too")
+    add("--seed", type=at_least(0), default=1234, metavar="N", help="seed of the draws (1234)")
     add_mesh(parser)
     args = parser.parse_args(argv)
     if args.by_line and args.prompt_file is None:

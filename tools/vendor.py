@@ -85,14 +85,12 @@ def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
             names = [alias.name for alias in node.names if isinstance(node, ast.Import) and not alias.asname]
             if ours := next((name for name in names if IMPORT.match(f"import {name}".encode())), None):
                 raise VendorError(f"{path}:{node.lineno} imports {ours} by its full name; use from ... import")
-            row, old, new = node.lineno, IMPORT, moved
+            lines[node.lineno - 1] = IMPORT.sub(moved, lines[node.lineno - 1])
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == f"torch.ops.{NAMESPACE}":
-            row, old, new = node.end_lineno, OPERATOR, operator
+            assert node.end_lineno is not None
+            lines[node.end_lineno - 1] = OPERATOR.sub(operator, lines[node.end_lineno - 1])
         elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{NAMESPACE}::"):
-            row, old, new = node.lineno, OPERATOR, operator
-        else:
-            continue
-        lines[row - 1] = old.sub(new, lines[row - 1])
+            lines[node.lineno - 1] = OPERATOR.sub(operator, lines[node.lineno - 1])
     return b"".join(lines)
 
 

@@ -20,6 +20,7 @@ from train.run import exit_status
 
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 SHAPE = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=300)
+GREEDY = ("--temperature", 0, "--num-samples", 1)
 CONFIG = """\
 [model]
 num_layers = 1
@@ -32,17 +33,29 @@ tokenizer_model = "{tokenizer}"
 """
 
 
+def write_run(folder, model, more="", *, iteration=1, entries=300, tokenizer=None, **extra):
+    """Write a run of a model, with a tokenizer of so many entries where none is named, and ``more`` in its [model]."""
+    if tokenizer is None:
+        tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], folder / "tokenizer", entries)
+    (folder / "config.toml").write_text(CONFIG.format(tokenizer=tokenizer).replace("[train]", f"{more}\n[train]"))
+    save_checkpoint(folder, iteration, model, None, architecture=architecture_of(model.config), extra=extra)
+    return load_tokenizer(tokenizer)
+
+
+def model_of(**shape):
+    model = build_model(dataclasses.replace(SHAPE, **shape))
+    model.init_weights(1)
+    return model
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run's folder: checkpoints of iterations 1 and 2, whose weights differ; its config.toml has no vocab_size."""
     folder = tmp_path_factory.mktemp("run")
-    tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], folder / "tokenizer", 300)
-    resumed = f'[mesh]\ncontext_parallel_size = 2\n[checkpoint]\nload = "{folder}"\n'
-    (folder / "config.toml").write_text(CONFIG.format(tokenizer=tokenizer) + resumed)
-    for iteration in (1, 2):
-        model = trained(iteration)
-        optimizer = torch.optim.AdamW(model.parameters())
-        save_checkpoint(folder, iteration, model, optimizer, architecture=architecture_of(model.config), extra={})
+    write_run(folder, trained(1))
+    write_run(folder, trained(2), iteration=2, tokenizer=folder / "tokenizer.model")
+    with (folder / "config.toml").open("a") as config:
+        config.write(f'[mesh]\ncontext_parallel_size = 2\n[checkpoint]\nload = "{folder}"\n')
     return folder
 
 
@@ -64,6 +77,10 @@ def sampled(capsys, *args):
     return capsys.readouterr()
 
 
+def texts(out):
+    return [text.removesuffix("\n") for text in out.split("-" * 80 + "\n")[1:]]
+
+
 def greedy(run, iteration):
     tokenizer = load_tokenizer(run / "tokenizer.model")
     prompt = [tokenizer.eod, *tokenizer.tokenize("value 1")]
@@ -73,40 +90,28 @@ def greedy(run, iteration):
 
 @pytest.mark.parametrize(("step", "iteration"), [((), 2), (("--ckpt-step", 1), 1)])
 def test_prints_what_the_weights_of_the_checkpoint_write(run, capsys, step, iteration):
-    out = sampled(
-        capsys, "--load", run, *step, "--prompt", "value 1", "--num-tokens", 12, "--temperature", 0, "--num-samples", 1
-    ).out
+    out = sampled(capsys, "--load", run, *step, "--prompt", "value 1", "--num-tokens", 12, *GREEDY).out
     assert f"iteration {iteration}," in out
-    assert out.split("-" * 80 + "\n")[1] == greedy(run, iteration) + "\n"
+    assert texts(out) == [greedy(run, iteration)]
     assert greedy(run, 1) != greedy(run, 2)
 
 
 def test_vocabulary_larger_than_the_tokenizers(tmp_path, capsys):
     """Entries that pad the vocabulary have no text; a vocabulary that is too small is refused."""
-    tokenizer = train_tokenizer([f"value {i}\n" for i in range(300)], tmp_path / "tokenizer", 280)
-    config = CONFIG.format(tokenizer=tokenizer)
-    (tmp_path / "config.toml").write_text(config.replace("[train]", "vocab_size = 300\n[train]"))
     model = trained(1)
     with torch.no_grad():
         model.output.weight[:280] = 0
-    save_checkpoint(
-        tmp_path, 1, model, torch.optim.AdamW(model.parameters()), architecture=architecture_of(model.config), extra={}
-    )
+    write_run(tmp_path, model, "vocab_size = 300", entries=280)
     assert sampled(capsys, "--load", tmp_path, "--prompt", "value", "--temperature", 0).out.endswith("-\nvalue\n")
-    (tmp_path / "config.toml").write_text(config.replace("[train]", "vocab_size = 270\n[train]"))
+    write_run(tmp_path, model, "vocab_size = 270", tokenizer=tmp_path / "tokenizer.model")
     assert main(["--load", str(tmp_path)]) == 1
     assert "vocab_size is 270" in capsys.readouterr().err
 
 
 def test_a_gpt_writes_as_far_as_its_table_of_positions(tmp_path, capsys):
     """The last token that is drawn is not read again, so prompt and tokens may be one more than the table holds."""
-    tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], tmp_path / "tokenizer", 300)
-    gpt = 'model_type = "gpt"\nmax_position_embeddings = 12\n'
-    (tmp_path / "config.toml").write_text(CONFIG.format(tokenizer=tokenizer).replace("[train]", gpt + "[train]"))
-    model = build_model(dataclasses.replace(SHAPE, model_type="gpt", max_position_embeddings=12))
-    model.init_weights(1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    save_checkpoint(tmp_path, 1, model, optimizer, architecture=architecture_of(model.config), extra={})
+    model = model_of(model_type="gpt", max_position_embeddings=12)
+    write_run(tmp_path, model, 'model_type = "gpt"\nmax_position_embeddings = 12')
     assert "iteration 1," in sampled(capsys, "--load", tmp_path, "--num-tokens", 12).out  # after the end of text
     assert main(["--load", str(tmp_path), "--num-tokens", "13"]) == 1
     captured = capsys.readouterr()
@@ -115,24 +120,15 @@ def test_a_gpt_writes_as_far_as_its_table_of_positions(tmp_path, capsys):
 
 
 def test_a_transnormer_writes_from_its_state(tmp_path, capsys):
-    tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], tmp_path / "tokenizer", 300)
-    (tmp_path / "config.toml").write_text(
-        CONFIG.format(tokenizer=tokenizer).replace("[train]", 'model_type = "transnormer"\n[train]')
-    )
-    model = build_model(dataclasses.replace(SHAPE, model_type="transnormer"))
-    model.init_weights(1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    save_checkpoint(tmp_path, 1, model, optimizer, architecture=architecture_of(model.config), extra={})
-    out = sampled(
-        capsys, "--load", tmp_path, "--prompt", "value 1", "--num-tokens", 12, "--temperature", 0, "--num-samples", 1
-    ).out
-    tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
+    model = model_of(model_type="transnormer")
+    tokenizer = write_run(tmp_path, model, 'model_type = "transnormer"')
+    out = sampled(capsys, "--load", tmp_path, "--prompt", "value 1", "--num-tokens", 12, *GREEDY).out
     ids = torch.tensor([[tokenizer.eod, *tokenizer.tokenize("value 1")]])
     for _ in range(12):  # the parallel form, over all tokens each time
         ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
     written = ids[0].tolist()[1:]
     written = written[: written.index(tokenizer.eod)] if tokenizer.eod in written else written
-    assert out.split("-" * 80 + "\n")[1] == tokenizer.detokenize(written) + "\n"
+    assert texts(out) == [tokenizer.detokenize(written)]
 
 
 @pytest.mark.parametrize(
@@ -140,16 +136,10 @@ def test_a_transnormer_writes_from_its_state(tmp_path, capsys):
 )
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_a_diverged_model_is_named_in_one_line(tmp_path, capsys, model_type, scale, temperature):
-    tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], tmp_path / "tokenizer", 300)
-    (tmp_path / "config.toml").write_text(
-        CONFIG.format(tokenizer=tokenizer).replace("[train]", f'model_type = "{model_type}"\n[train]')
-    )
-    model = build_model(dataclasses.replace(SHAPE, model_type=model_type))
-    model.init_weights(1)
+    model = model_of(model_type=model_type)
     with torch.no_grad():
         model.embedding.weight.mul_(scale)
-    optimizer = torch.optim.AdamW(model.parameters())
-    save_checkpoint(tmp_path, 3, model, optimizer, architecture=architecture_of(model.config), extra={})
+    write_run(tmp_path, model, f'model_type = "{model_type}"', iteration=3)
     assert main(["--load", str(tmp_path), "--num-tokens", "9", "--temperature", temperature]) == 1
     captured = capsys.readouterr()
     assert "-" * 80 not in captured.out
@@ -161,10 +151,8 @@ def test_a_diverged_model_is_named_in_one_line(tmp_path, capsys, model_type, sca
 def test_another_tokenizer_than_the_checkpoints_is_refused(run, tmp_path, capsys):
     tokenizer = tmp_path / "tokenizer.model"
     tokenizer.write_bytes((run / "tokenizer.model").read_bytes())
-    (tmp_path / "config.toml").write_text(CONFIG.format(tokenizer=tokenizer))
-    model, was = trained(1), digest(tokenizer)
-    optimizer, extra = torch.optim.AdamW(model.parameters()), {"contents": {"tokenizer_model": was}}
-    save_checkpoint(tmp_path, 1, model, optimizer, architecture=architecture_of(model.config), extra=extra)
+    was = digest(tokenizer)
+    write_run(tmp_path, trained(1), tokenizer=tokenizer, contents={"tokenizer_model": was})
     assert "iteration 1," in sampled(capsys, "--load", tmp_path, "--num-tokens", 2).out
     content = bytearray(tokenizer.read_bytes())
     content[content.index(b"value")] ^= 1
@@ -193,12 +181,8 @@ def test_says_so_beyond_the_trained_length(run, capsys):
 
 def test_an_import_is_measured_by_the_positions_that_it_is_meant_for(tmp_path, capsys):
     """Its config.toml says no length that it was trained on."""
-    tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], tmp_path / "tokenizer", 300)
-    save_checkpoint(
-        tmp_path, 0, trained(1), None, architecture=architecture_of(SHAPE), extra={"imported_from": "elsewhere"}
-    )
-    for meant, said in (("", ""), ("max_position_embeddings = 48\n", "more than the 48 the model")):
-        (tmp_path / "config.toml").write_text(CONFIG.format(tokenizer=tokenizer).replace("[train]", meant + "[train]"))
+    for meant, said in (("", ""), ("max_position_embeddings = 48", "more than the 48 the model")):
+        write_run(tmp_path, trained(1), meant, iteration=0, imported_from="elsewhere")
         assert said in (err := sampled(capsys, "--load", tmp_path, "--num-tokens", 70, "--top-k", 1).err)
         assert bool(said) == bool(err)
 
@@ -232,14 +216,10 @@ def test_numbers_out_of_range_are_refused(run, capsys, flag):
     assert flag.split("=")[0] in capsys.readouterr().err
 
 
-def texts(out):
-    return [text.removesuffix("\n") for text in out.split("-" * 80 + "\n")[1:]]
-
-
 def test_a_file_of_prompts_is_continued_whole_or_line_by_line(run, tmp_path, capsys):
     file, lines = tmp_path / "prompts.txt", ["value 1", "value 12\u2028of the", "table"]
     file.write_text("\n".join([lines[0], "", *lines[1:]]) + "\n")
-    asked = ["--load", run, "--num-tokens", 9, "--temperature", 0, "--num-samples", 1]
+    asked = ["--load", run, "--num-tokens", 9, *GREEDY]
     alone = [texts(sampled(capsys, *asked, "--prompt", line).out)[0] for line in lines]
     out = sampled(capsys, *asked, "--prompt-file", file, "--by-line").out
     assert "3 prompts, 1 x 9 tokens" in out
@@ -256,7 +236,7 @@ def test_a_text_ends_before_a_token_that_stop_names(run, capsys):
     tokenizer = load_tokenizer(run / "tokenizer.model")
     prompt = [tokenizer.eod, *tokenizer.tokenize("value 1")]
     (ids,) = generate(trained(2), [prompt], 12, stop=[tokenizer.eod])
-    asked = ["--load", run, "--prompt", "value 1", "--num-tokens", 12, "--temperature", 0, "--num-samples", 1]
+    asked = ["--load", run, "--prompt", "value 1", "--num-tokens", 12, *GREEDY]
     expected = tokenizer.detokenize([*prompt[1:], *ids[: ids.index(ids[3])]])
     assert texts(sampled(capsys, *asked, "--stop", ids[3]).out) == [expected]
     (spelled,) = [i for i in tokenizer.tokenize("of") if i] or [None]
@@ -285,10 +265,10 @@ def test_an_imported_models_texts_begin_with_its_bos_if_it_has_one(
     Tokenizer(WordLevel(words, unk_token="</s>")).save(str(tmp_path / "tokenizer.json"))
     tokens = {"eos_token": "</s>"} | ({"bos_token": {"content": "<s>"}} if named else {})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
-    (tmp_path / "config.toml").write_text(CONFIG.format(tokenizer="/moved/hf/tokenizer.json"))
     (tmp_path / "hf").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).rename(tmp_path / "hf" / name)
+    (tmp_path / "config.toml").write_text(CONFIG.format(tokenizer="/moved/hf/tokenizer.json"))
     extra = {"imported_from": "elsewhere"} if imported else {}
     save_checkpoint(tmp_path, 1, trained(1), None, architecture=architecture_of(SHAPE), extra=extra)
     read, write = [], Writer.write

@@ -52,15 +52,8 @@ def make(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.tokenizer_model)
     template = load_template(args.tokenizer_model, args.chat_template)
     assert isinstance(tokenizer, HuggingFaceTokenizer)  # or load_template would have refused it
-    task = Task(
-        tokens=args.tokens,
-        purpose="train",
-        seed=args.seed,
-        form=args.form,
-        vocabulary=args.vocabulary,
-        questions=args.questions,
-    )
-    maker = Maker(task, template, tokenizer)
+    asked = {name: getattr(args, name) for name in ("tokens", "seed", "form", "vocabulary", "questions")}
+    maker = Maker(Task(purpose="train", **asked), template, tokenizer)
     lines, tokens = 0, 0
     with writing(args.output) as (draft,), draft.open("w", encoding="utf-8") as file:
         for sample in range(args.samples):
@@ -83,28 +76,29 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_for("python -m tools.line_retrieval", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("make", help="write conversations to train on", allow_abbrev=False)
-    make.add_argument("output", type=Path, metavar="OUT.jsonl", help="OpenAI messages, for tools.prepare_data --chat")
-    make.add_argument("--tokens", type=positive, default=1024, help="most tokens of each (default: %(default)s)")
-    make.add_argument("--samples", type=positive, default=2000, help="conversations (default: %(default)s)")
-    make.add_argument("--questions", type=positive, default=1, help="asked of each (default: %(default)s)")
-    make.add_argument("--tokenizer-model", required=True, metavar="FILE", help="a tokenizer.json")
     model = commands.add_parser("model", help="write a tiny LLaMA of the small vocabulary", allow_abbrev=False)
-    model.add_argument("folder", type=Path, metavar="DIR", help="where to write it; must not exist")
-    model.add_argument("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
     score = commands.add_parser("score", help="count right answers by length and depth", allow_abbrev=False)
-    score.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
-    score.add_argument("--lengths", type=positive, nargs="+", required=True, metavar="N", help="tokens of questions")
-    score.add_argument("--depths", type=positive, default=5, help="places of the asked line (default: %(default)s)")
-    score.add_argument("--samples", type=positive, default=20, help="questions of each place (default: %(default)s)")
-    score.add_argument("--batch-size", type=positive, default=1, help="questions at once (default: %(default)s)")
-    score.add_argument("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
+    add = make.add_argument
+    add("output", type=Path, metavar="OUT.jsonl", help="OpenAI messages, for tools.prepare_data --chat")
+    add("--tokens", type=positive, default=1024, help="most tokens of each (default: %(default)s)")
+    add("--samples", type=positive, default=2000, help="conversations (default: %(default)s)")
+    add("--questions", type=positive, default=1, help="asked of each (default: %(default)s)")
+    add("--tokenizer-model", required=True, metavar="FILE", help="a tokenizer.json")
+    add = model.add_argument
+    add("folder", type=Path, metavar="DIR", help="where to write it; must not exist")
+    add("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
+    add = score.add_argument
+    add("run", type=Path, metavar="RUN", help="folder of the run")
+    add("--lengths", type=positive, nargs="+", required=True, metavar="N", help="tokens of questions")
+    add("--depths", type=positive, default=5, help="places of the asked line (default: %(default)s)")
+    add("--samples", type=positive, default=20, help="questions of each place (default: %(default)s)")
+    add("--batch-size", type=positive, default=1, help="questions at once (default: %(default)s)")
+    add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
     add_mesh(score)
-    forms = {make: ["lines", "needle", "repeat"], score: ["lines", "needle"]}
-    for command, choices in forms.items():
-        command.add_argument("--form", choices=choices, default="lines", help="see above (default: %(default)s)")
-        command.add_argument(
-            "--vocabulary", choices=["small", "full"], default="full", help="see above (default: %(default)s)"
-        )
+    see = "see above (default: %(default)s)"
+    for command, forms in ((make, ["lines", "needle", "repeat"]), (score, ["lines", "needle"])):
+        command.add_argument("--form", choices=forms, default="lines", help=see)
+        command.add_argument("--vocabulary", choices=["small", "full"], default="full", help=see)
         command.add_argument("--chat-template", metavar="FILE", help="default: the tokenizer's")
     for command in (make, model, score):
         command.add_argument("--seed", type=int, default=1, help="default: %(default)s")

@@ -168,8 +168,7 @@ class Maker:
             return [{"role": "user", "content": record}, {"role": "assistant", "content": record * task.questions}]
         asked = self._asked(draw, lines) if depth is None else [round(depth * (lines - 1))]
         named = range(lines) if task.form == "lines" else sorted(asked)
-        names = _names(self._words)
-        keys = dict(zip(named, map(self._key, draw.distinct(len(named), names, "key")), strict=True))
+        keys = dict(zip(named, map(self._key, draw.distinct(len(named), _names(self._words), "key")), strict=True))
         values = {line: self._value(draw, line) for line in named}
         record = "".join(
             wording.line.format(key=keys[line], value=values[line]) if line in keys else self._filler(draw, line)
@@ -204,12 +203,11 @@ class Maker:
         return _Draw(f"{self.task.purpose}:{self.task.seed}:{sample}")
 
     def _key(self, number: int) -> str:
-        number, noun = divmod(number, len(NOUNS))
-        words = [NOUNS[noun]]
-        for _ in range(self._words - 1):
-            number, adjective = divmod(number, len(ADJECTIVES))
-            words.insert(0, ADJECTIVES[adjective])
-        return WORDINGS[self.task.vocabulary].joint.join(words)
+        words = []
+        for kind in (NOUNS, *[ADJECTIVES] * (self._words - 1)):
+            number, word = divmod(number, len(kind))
+            words.append(kind[word])
+        return WORDINGS[self.task.vocabulary].joint.join(reversed(words))
 
     def _value(self, draw: "_Draw", line: int) -> str:
         if self.task.vocabulary == "small":
@@ -231,15 +229,15 @@ def _words_for(lines: int) -> int:
     return next(words for words in count(2) if _names(words) > 1.2 * lines)
 
 
+@dataclass(frozen=True)
 class _Draw:
     """Numbers that depend on their names alone."""
 
-    def __init__(self, sample: str) -> None:
-        self._sample = sample
+    sample: str
 
     def below(self, bound: int, name: str, number: int) -> int:
         """Return one of [0, bound)."""
-        digest = hashlib.sha256(f"{self._sample}:{name}:{number}".encode()).digest()
+        digest = hashlib.sha256(f"{self.sample}:{name}:{number}".encode()).digest()
         return int.from_bytes(digest[:8], "big") % bound
 
     def distinct(self, size: int, bound: int, name: str) -> list[int]:
@@ -247,6 +245,6 @@ class _Draw:
         found: dict[int, None] = {}
         for number in count():
             if len(found) == size:
-                return list(found)
+                break
             found[self.below(bound, name, number)] = None
-        raise AssertionError("count() has no end")
+        return list(found)

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from data.chat.template import load_template
-from data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from data.tokenizer import HuggingFaceTokenizer
 from planner.choice import READING
 from runtime.errors import UserError
 from runtime.together import gather_results, is_first, raise_together
@@ -20,7 +18,7 @@ from tools.common.runs import Run, mesh_of, open_run
 from tools.line_retrieval.lines import Maker, Task
 from train.config.complete import beyond_rope
 from train.config.flags import ConfigError
-from train.generation import opened
+from train.generation import Writer, opened
 from train.run import check_writable
 
 if TYPE_CHECKING:
@@ -30,21 +28,6 @@ T = TypeVar("T")
 SPARE = 8
 """Tokens that an answer may take beyond the right one's before it is cut, as by other spelling."""
 MOST_WRONG = 3
-
-
-class Writer(Protocol):
-    """Writes answers, such as ``train.generation``'s."""
-
-    replica: int
-    replicas: int
-    """Each of ``replicas`` copies of the model answers its share of the questions."""
-    group: dist.ProcessGroup | None
-    """The ranks of this copy."""
-
-    def write(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, stop: Sequence[int] = ()
-    ) -> list[list[int]]:
-        """Return the likeliest tokens after each prompt, before the first of ``stop``; collective over ``group``."""
 
 
 @dataclass
@@ -123,15 +106,11 @@ def _ask(
         most = most if table is None else min(most, table + 1 - max(map(len, prompts)))
     found: list[dict[str, str] | None] = []
     for turns, answer, ids in zip(asked, answers, writer.write(prompts, most, stop=stop), strict=True):
-        written, question = _text(maker.tokenizer, ids), turns[0]["content"].splitlines()[-1]
+        known = [i for i in ids if i < maker.tokenizer.vocab_size]  # those that pad the vocabulary have no text
+        written, question = maker.tokenizer.detokenize(known).strip(), turns[0]["content"].splitlines()[-1]
         wrong = {"question": question, "answer": answer, "written": written}
         found.append(None if written == answer else wrong)
     return found
-
-
-def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return the text of tokens; those that pad the vocabulary have none."""
-    return tokenizer.detokenize([i for i in ids if i < tokenizer.vocab_size]).strip()
 
 
 def score_run(args: argparse.Namespace) -> None:
@@ -145,11 +124,8 @@ def score_run(args: argparse.Namespace) -> None:
     template = load_template(str(run.config.data.tokenizer_model), args.chat_template)
     assert isinstance(run.tokenizer, HuggingFaceTokenizer)  # or load_template would have refused it
     folder = args.save or args.run / "evaluation"
-    tasks = [
-        Task(tokens=length, purpose="score", seed=args.seed, form=args.form, vocabulary=args.vocabulary)
-        for length in lengths
-    ]
-    makers = [Maker(task, template, run.tokenizer) for task in tasks]
+    same: Any = {"purpose": "score", "seed": args.seed, "form": args.form, "vocabulary": args.vocabulary}
+    makers = [Maker(Task(tokens=length, **same), template, run.tokenizer) for length in lengths]
     with opened(args.run, args.ckpt_step, replicas=True, choices=READING, **mesh_of(args)) as writer:
         with raise_together():
             if is_first():
@@ -171,15 +147,9 @@ def score_run(args: argparse.Namespace) -> None:
 def _write(folder: Path, run: Run, args: argparse.Namespace, cells: Sequence[Cell]) -> None:
     where, asked = f"{run.folder}, iteration {run.iteration}", f"{args.form}, {args.vocabulary} vocabulary"
     title = f"{where}: exact answers of {args.samples} at each place, {asked}"
-    result = {
-        "run": str(run.folder),
-        "iteration": run.iteration,
-        "form": args.form,
-        "vocabulary": args.vocabulary,
-        "seed": args.seed,
-        "trained_seq_length": run.trained_length,
-        "cells": [asdict(cell) | {"accuracy": cell.accuracy} for cell in cells],
-    }
+    result: dict[str, Any] = {"run": str(run.folder), "iteration": run.iteration, "form": args.form}
+    result |= {"vocabulary": args.vocabulary, "seed": args.seed, "trained_seq_length": run.trained_length}
+    result["cells"] = [asdict(cell) | {"accuracy": cell.accuracy} for cell in cells]
     write_results(folder, "line_retrieval", title, table(cells), result, heat_map(cells, args.form))
 
 

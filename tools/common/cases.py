@@ -5,7 +5,7 @@ field of ``Case``. Flags may follow, from the first that begins with "--".
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any, get_args, get_type_hints
 
@@ -16,62 +16,38 @@ from parallel.recompute import RecomputeConfig
 from runtime.errors import UserError
 
 DIMENSIONS = ("pp", "dp", "cp", "tp")
-FLAGS = {
-    "pp": "pipeline-model-parallel-size",
-    "cp": "context-parallel-size",
-    "tp": "tensor-model-parallel-size",
-    "method": "context-parallel-method",
-    "team": "context-parallel-team-size",
-    "placement": "context-parallel-placement",
-    "per_node": "context-parallel-ranks-per-node",
-    "degree": "ulysses-degree",
-    "chunks": "ulysses-head-chunks",
-    "mode": "data-parallel-sharding-strategy",
-    "copies": "num-distributed-optimizer-instances",
-    "schedule": "pipeline-schedule",
-    "virtual": "num-virtual-stages-per-pipeline-rank",
-    "layers": "pipeline-layers",
-    "loss_chunk": "loss-chunk-size",
-    "ffn_chunk": "ffn-chunk-size",
-    "recompute": "recompute-granularity",
-    "joined": "micro-batch-size",
-    "batch": "global-batch-size",
-}
-"""Flag of each field; dp is what is left of the processes."""
-CHOICES: dict[str, tuple[type, str]] = {
-    "method": (ContextConfig, "context_parallel_method"),
-    "placement": (ContextConfig, "context_parallel_placement"),
-    "mode": (DataParallelConfig, "data_parallel_sharding_strategy"),
-    "schedule": (PipelineConfig, "pipeline_schedule"),
-    "recompute": (RecomputeConfig, "recompute_granularity"),
-}
-"""The configuration whose literals are words of a field; ``none`` is the method's."""
+
+
+def _flag(flag: str, default: Any, words: type | None = None) -> Any:
+    """Return a field of a case and its flag; a configuration, of whose literals for it each is a word."""
+    return field(default=default, metadata={"flag": flag, "words": words})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A mesh, how each of its dimensions is used, and what it spares of memory."""
 
-    pp: int = 1
     dp: int = 1
-    cp: int = 1
-    tp: int = 1
-    method: str = "striped"
-    team: int = 1
-    degree: int = 1
-    chunks: int = 1
-    per_node: int | None = None
-    placement: str = "collect_intra"
-    mode: str = "zero3"
-    copies: int = 1
-    schedule: str = "1F1B"
-    virtual: int = 1
-    layers: tuple[int, ...] = ()
-    loss_chunk: int = 0
-    ffn_chunk: int = 0
-    recompute: str = ""
-    joined: int = 0
-    batch: int | None = None
+    """Data parallelism has no flag: it is what is left of the processes."""
+    pp: int = _flag("pipeline-model-parallel-size", 1)
+    cp: int = _flag("context-parallel-size", 1)
+    tp: int = _flag("tensor-model-parallel-size", 1)
+    method: str = _flag("context-parallel-method", "striped", ContextConfig)
+    team: int = _flag("context-parallel-team-size", 1)
+    placement: str = _flag("context-parallel-placement", "collect_intra", ContextConfig)
+    per_node: int | None = _flag("context-parallel-ranks-per-node", None)
+    degree: int = _flag("ulysses-degree", 1)
+    chunks: int = _flag("ulysses-head-chunks", 1)
+    mode: str = _flag("data-parallel-sharding-strategy", "zero3", DataParallelConfig)
+    copies: int = _flag("num-distributed-optimizer-instances", 1)
+    schedule: str = _flag("pipeline-schedule", "1F1B", PipelineConfig)
+    virtual: int = _flag("num-virtual-stages-per-pipeline-rank", 1)
+    layers: tuple[int, ...] = _flag("pipeline-layers", ())
+    loss_chunk: int = _flag("loss-chunk-size", 0)
+    ffn_chunk: int = _flag("ffn-chunk-size", 0)
+    recompute: str = _flag("recompute-granularity", "", RecomputeConfig)
+    joined: int = _flag("micro-batch-size", 0)
+    batch: int | None = _flag("global-batch-size", None)
     more: tuple[str, ...] = ()
     """Flags that have no word."""
 
@@ -121,12 +97,8 @@ class Case:
         return [*found, *self.more]
 
 
-def _words() -> dict[str, str]:
-    """Return the field of each word that has no value."""
-    found: dict[str, str] = {}
-    for field, (config, name) in reversed(CHOICES.items()):
-        found |= dict.fromkeys(_literals(get_type_hints(config)[name]), field)
-    return found
+FLAGS: dict[str, str] = {one.name: one.metadata["flag"] for one in fields(Case) if one.metadata}
+CHOICES: dict[str, type] = {one.name: one.metadata["words"] for one in fields(Case) if one.metadata.get("words")}
 
 
 def _literals(annotation: Any) -> list[str]:
@@ -134,7 +106,12 @@ def _literals(annotation: Any) -> list[str]:
     return [word for part in parts for word in ([part] if isinstance(part, str) else _literals(part))]
 
 
-WORDS = _words()
+WORDS = {
+    word: name
+    for name, config in reversed(CHOICES.items())
+    for word in _literals(get_type_hints(config)[FLAGS[name].replace("-", "_")])
+}
+"""Field of each word that has no value; ``none`` is the method's."""
 
 
 def case_of(line: str) -> Case:
